@@ -1,0 +1,31 @@
+"""dlm-bridge: diffusion and autoregressive language models on the Hub's side, on Megatron's, and across.
+
+Importing this package makes transformers' Auto classes load every supported family; it imports neither torch nor
+transformers itself (see `dlm_bridge.registration`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.registration import install as _install
+
+if TYPE_CHECKING:
+    from dlm_bridge.bridge import Bridge
+    from dlm_bridge.convert.layout import Layout
+
+__version__ = "0.1.0"
+__all__ = ["Bridge", "DlmBridgeError", "Layout", "__version__"]
+
+_LAZY = {"Bridge": "dlm_bridge.bridge", "Layout": "dlm_bridge.convert.layout"}
+
+_install()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'dlm_bridge' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,312 @@
+"""The declarative mapping between a family's Hub tensors and Megatron's: a flat table of a few rule types.
+
+Everything that moves weights (import, export, reshard, verify, live hand-over, the plan table) is derived from the
+`Link`s that a table expands to. A link ties a few whole Hub tensors to one layer's (or expert's) slice of one global,
+unsharded Megatron tensor; sharding that slice over ranks is the job of `Link.tp_slices` and of the formats.
+
+Name templates hold `{layer}` and `{expert}`. On the Megatron side they mark the axes that `torch_dist` stacks.
+Shapes are written in the words of `Dims`, as in "vocab hidden".
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+
+
+@dataclass(frozen=True)
+class Dims:
+    """A model's sizes, read from its Hub config. Rows and columns of every tensor follow from these."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int  # query groups, that is key/value heads
+    head_dim: int
+    ffn: int
+    vocab: int  # rows of the embedding as the Hub has it
+    tied: bool = False  # the output layer is the embedding
+
+    @property
+    def q_rows(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        return self.groups * self.head_dim
+
+    @property
+    def qkv_rows(self) -> int:
+        return self.q_rows + 2 * self.kv_rows
+
+    @property
+    def glu_rows(self) -> int:
+        return 2 * self.ffn
+
+    def shape(self, words: str) -> tuple[int, ...]:
+        """The sizes that `words` name: "ffn hidden" is (ffn, hidden)."""
+        return tuple(int(getattr(self, word)) for word in words.split())
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """One row of a mapping table: how some Hub tensors and one Megatron tensor become each other.
+
+    `when` names a condition on the dims ("tied", "untied") under which the row holds.
+    """
+
+    megatron: str
+    when: str = ""
+    tp_axis: ClassVar[int | None] = None  # axis of the Megatron tensor that tensor parallelism splits
+
+    @property
+    @abstractmethod
+    def hub(self) -> tuple[str, ...]:
+        """Hub name templates, in the order that `to_megatron` takes and `to_hub` gives."""
+
+    @abstractmethod
+    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        """The shapes of those Hub tensors."""
+
+    @abstractmethod
+    def megatron_shape(self, dims: Dims) -> tuple[int, ...]:
+        """The unsharded shape of one layer's slice."""
+
+    @abstractmethod
+    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        """One layer's unsharded Megatron slice; values are moved, never changed."""
+
+    @abstractmethod
+    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        """The inverse of `to_megatron`. May return views."""
+
+    def segments(self, dims: Dims) -> tuple[int, ...]:
+        """Lengths along `tp_axis` that are split over ranks each on its own (gate and up are two)."""
+        if self.tp_axis is None:
+            raise TypeError(f"{self.megatron} is not split over tensor parallel ranks")
+        return (self.megatron_shape(dims)[self.tp_axis],)
+
+    def check_tp(self, tp: int, dims: Dims) -> None:
+        """Raise DlmBridgeError where `tp` cannot split this tensor, saying which number to change."""
+        if self.tp_axis is None:
+            return
+        for length in self.segments(dims):
+            if length % tp:
+                raise DlmBridgeError(f"--tp {tp} does not divide {length}, the size that it splits in {self.megatron}")
+
+    def holds(self, dims: Dims) -> bool:
+        return {"": True, "tied": dims.tied, "untied": not dims.tied}[self.when]
+
+
+@dataclass(frozen=True)
+class Direct(Rule):
+    """One Hub tensor that is one Megatron tensor, unchanged. `axis` is the one that tensor parallelism splits."""
+
+    name: str = ""
+    shape: str = ""
+    axis: int | None = None
+
+    @property
+    def tp_axis(self) -> int | None:  # type: ignore[override]
+        return self.axis
+
+    @property
+    def hub(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        return (dims.shape(self.shape),)
+
+    def megatron_shape(self, dims: Dims) -> tuple[int, ...]:
+        return dims.shape(self.shape)
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        (tensor,) = tensors
+        return tensor
+
+    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        return (tensor,)
+
+
+@dataclass(frozen=True)
+class Vocabulary(Direct):
+    """Rows are tokens: Megatron may pad them to a multiple; the padding is trimmed by this role on the way back."""
+
+    axis: int | None = 0
+
+    def check_tp(self, tp: int, dims: Dims) -> None:
+        """Any tp: an uneven vocabulary is cut in uneven chunks, which load into a padded model all the same."""
+
+
+@dataclass(frozen=True)
+class QKV(Rule):
+    """Separate query, key and value projections, interleaved per query group: [q heads of the group, k, v]."""
+
+    q: str = ""
+    k: str = ""
+    v: str = ""
+    bias: bool = False
+    tp_axis: ClassVar[int | None] = 0
+
+    @property
+    def hub(self) -> tuple[str, ...]:
+        return (self.q, self.k, self.v)
+
+    def _columns(self, dims: Dims) -> tuple[int, ...]:
+        return () if self.bias else (dims.hidden,)
+
+    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        rows = (dims.q_rows, dims.kv_rows, dims.kv_rows)
+        return tuple((row, *self._columns(dims)) for row in rows)
+
+    def megatron_shape(self, dims: Dims) -> tuple[int, ...]:
+        return (dims.qkv_rows, *self._columns(dims))
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        columns = self._columns(dims)
+        grouped = [tensor.view(dims.groups, -1, *columns) for tensor in tensors]
+        return torch.cat(grouped, dim=1).view(dims.qkv_rows, *columns)
+
+    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        columns = self._columns(dims)
+        sizes = [dims.q_rows // dims.groups, dims.head_dim, dims.head_dim]
+        parts = tensor.view(dims.groups, -1, *columns).split(sizes, dim=1)
+        return tuple(part.reshape(-1, *columns) for part in parts)
+
+    def check_tp(self, tp: int, dims: Dims) -> None:
+        if dims.groups % tp:
+            raise DlmBridgeError(
+                f"--tp {tp} does not divide the {dims.groups} query groups (key/value heads): "
+                f"choose a --tp that divides {dims.groups}"
+            )
+
+
+@dataclass(frozen=True)
+class GatedMLP(Rule):
+    """SwiGLU's gate and up projections: [all gate rows, all up rows], each split over ranks on its own."""
+
+    gate: str = ""
+    up: str = ""
+    tp_axis: ClassVar[int | None] = 0
+
+    @property
+    def hub(self) -> tuple[str, ...]:
+        return (self.gate, self.up)
+
+    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        return (dims.shape("ffn hidden"),) * 2
+
+    def megatron_shape(self, dims: Dims) -> tuple[int, ...]:
+        return dims.shape("glu_rows hidden")
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        return torch.cat(list(tensors), dim=0)
+
+    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        return tensor.split(dims.ffn, dim=0)
+
+    def segments(self, dims: Dims) -> tuple[int, ...]:
+        return (dims.ffn, dims.ffn)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rule at one layer and expert: the unit of work of every conversion."""
+
+    rule: Rule
+    dims: Dims
+    layer: int | None = None
+    expert: int | None = None
+
+    def _fill(self, template: str) -> str:
+        return template.format(layer=self.layer, expert=self.expert)
+
+    @cached_property
+    def hub_names(self) -> tuple[str, ...]:
+        return tuple(self._fill(name) for name in self.rule.hub)
+
+    @cached_property
+    def hub_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.rule.hub_shapes(self.dims)
+
+    @cached_property
+    def megatron_key(self) -> str:
+        """The `torch_dist` key, in which layers are stacked: "decoder.layers.mlp.linear_fc2.weight"."""
+        return self.rule.megatron.replace("{layer}.", "").replace("{expert}.", "")
+
+    @cached_property
+    def megatron_name(self) -> str:
+        """The name with the global layer number in it: "decoder.layers.3.mlp.linear_fc2.weight"."""
+        return self._fill(self.rule.megatron)
+
+    @cached_property
+    def megatron_shape(self) -> tuple[int, ...]:
+        """The unsharded shape of this layer's slice."""
+        return self.rule.megatron_shape(self.dims)
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.rule.to_megatron(tensors, self.dims)
+
+    def to_hub(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.rule.to_hub(tensor, self.dims)
+
+    def tp_slices(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
+        """The (start, length) ranges along `rule.tp_axis` that a tensor parallel rank holds; in memory it holds
+        them concatenated. Empty tuple where the tensor is replicated over tensor parallel ranks."""
+        if self.rule.tp_axis is None:
+            return ()
+        slices, base = [], 0
+        for length in self.rule.segments(self.dims):
+            share = -(-length // tp)  # uneven only for a vocabulary
+            start = min(tp_rank * share, length)
+            slices.append((base + start, min(share, length - start)))
+            base += length
+        return tuple(slices)
+
+    def shard(self, tensor: torch.Tensor, tp_rank: int, tp: int) -> torch.Tensor:
+        """What a tensor parallel rank holds of this layer's unsharded slice (a view where one range serves)."""
+        axis = self.rule.tp_axis
+        if axis is None or tp == 1:
+            return tensor
+        parts = [tensor.narrow(axis, start, length) for start, length in self.tp_slices(tp_rank, tp)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A Hub tensor that Megatron has no place for, kept beside the checkpoint and given back bit for bit.
+
+    `copy_of` names the tensor that it must equal (a redundant tied head); a difference is an error.
+    """
+
+    name: str
+    when: str = ""
+    copy_of: str = ""
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A family's whole mapping: the table, the sizes it is read with, and megatron-core's configuration."""
+
+    rules: tuple[Rule, ...]
+    dims: Callable[[dict[str, Any]], Dims]  # from config.json's dict; raises DlmBridgeError on what the body cannot do
+    transformer: Callable[[dict[str, Any]], dict[str, Any]]  # megatron-core keyword arguments, see parallel/
+    carried: tuple[Carried, ...] = ()
+
+    def links(self, dims: Dims) -> Iterator[Link]:
+        """Every link of a model, layer by layer after the tensors that belong to none."""
+        rules = [rule for rule in self.rules if rule.holds(dims)]
+        yield from (Link(rule, dims) for rule in rules if "{layer}" not in rule.megatron)
+        for layer in range(dims.layers):
+            yield from (Link(rule, dims, layer) for rule in rules if "{layer}" in rule.megatron)
+
+    def carried_names(self, dims: Dims) -> dict[str, Carried]:
+        """Hub names that may be present and are carried beside the Megatron checkpoint."""
+        return {c.name: c for c in self.carried if {"": True, "tied": dims.tied, "untied": not dims.tied}[c.when]}

@@ -1,0 +1,7 @@
+"""The one exception for bad input: its message is one line that names the thing and the remedy."""
+
+from __future__ import annotations
+
+
+class DlmBridgeError(ValueError):
+    """Bad usage or bad input. The command line prints the message and exits with code 2, without a traceback."""

@@ -1,0 +1,58 @@
+"""The registry of model families. A family is one folder here; `FAMILIES` is the only list of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping as MappingABC
+from functools import cache
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.llada.spec import SPEC as LLADA
+from dlm_bridge.models.spec import FamilySpec
+
+FAMILIES: tuple[FamilySpec, ...] = (LLADA,)
+
+# Checkpoints that people will try, and why they do not load. Keyed by Hub architecture.
+UNSUPPORTED: dict[str, str] = {
+    "LLaDAMoEModelLM": "LLaDA-MoE shares model_type 'llada' but has another body, which is not supported yet",
+    "LLaDAMoEModel": "LLaDA-MoE shares model_type 'llada' but has another body, which is not supported yet",
+}
+
+
+@cache
+def _by_architecture() -> dict[str, FamilySpec]:
+    return {architecture: spec for spec in FAMILIES for architecture in spec.architectures}
+
+
+def family_by_name(name: str) -> FamilySpec:
+    """The family that `--family NAME` means. Raises DlmBridgeError with the known names."""
+    for spec in FAMILIES:
+        if spec.name == name:
+            return spec
+    raise DlmBridgeError(f"unknown family '{name}': known are {', '.join(spec.name for spec in FAMILIES)}")
+
+
+def find_family(config: MappingABC[str, Any], family: str | None = None, where: str = "config.json") -> FamilySpec:
+    """The family of a Hub config, by `architectures` first (`model_type` is shared between families).
+
+    `family` overrides the config. `where` names the config in errors. Raises DlmBridgeError.
+    """
+    if family is not None:
+        return family_by_name(family)
+    known = _by_architecture()
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise DlmBridgeError(f"{where}: 'architectures' must be a list of class names, not {architectures!r}")
+    for architecture in architectures:
+        if architecture in known:
+            return known[architecture]
+        if architecture in UNSUPPORTED:
+            raise DlmBridgeError(f"{where}: architecture {architecture}: {UNSUPPORTED[architecture]}")
+    if not architectures:
+        named = f"no 'architectures' (model_type {config.get('model_type')!r})"
+        near = list(known)
+    else:
+        named = f"unknown architecture {architectures[0]}"
+        near = difflib.get_close_matches(architectures[0], known, n=3, cutoff=0.3) or list(known)
+    raise DlmBridgeError(f"{where}: {named}; known are {', '.join(near)}, or name the family with --family")

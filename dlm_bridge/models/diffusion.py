@@ -1,0 +1,193 @@
+"""What every diffusion language model class shares: strict loading, the diffusion loss, generate, exact saving."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import can_return_tuple, logging
+from transformers.utils.hub import cached_file
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.spec import FamilySpec
+
+logger = logging.get_logger(__name__)
+
+
+def register_renames(model_class: type[PreTrainedModel], renames: tuple[tuple[str, str], ...]) -> None:
+    """Tell transformers how a class's tensors are named on the Hub, for loading and, reversed, for saving.
+
+    Registered by class name, since families share model types. `renames` are (Hub pattern, name in the body).
+    """
+    transforms = [WeightRenaming(source_patterns=source, target_patterns=target) for source, target in renames]
+    register_checkpoint_conversion_mapping(model_class.__name__, transforms, overwrite=True)
+
+
+class DiffusionLM:
+    """Mixin placed before a transformers `...ForCausalLM` body."""
+
+    family: ClassVar[FamilySpec]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, but no parameter is ever left at its random initialisation: a missing, unexpected or
+        mis-shaped tensor raises DlmBridgeError with its name."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["output_loading_info"] = True
+        # transformers renders mismatches as a long report; loading past them lets one line name the tensor.
+        kwargs["ignore_mismatched_sizes"] = True
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        _assert_all_loaded(info, pretrained_model_name_or_path)
+        return (model, info) if wants_info else model
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        generator: torch.Generator | None = None,
+        attention_bias: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """One denoiser pass.
+
+        Args:
+            input_ids: [B, S] token ids, some of them the mask token.
+            attention_mask: [B, S], zero at padding; or [B, 1, S, S], boolean (True: may look) or additive.
+            position_ids: [B, S], counted from 0 by default.
+            labels: [B, S] clean tokens, -100 where a position is never masked. With them the family's own diffusion
+                loss is returned: noise is drawn from `generator`, which is then required.
+            logits_to_keep: 0 for all positions, n for the last n, a boolean [B, S] mask for logits [n_kept, V] in
+                row-major order, or index tensors, as in transformers.
+            attention_bias: the original code's name for a 4-D `attention_mask`.
+
+        Raises:
+            DlmBridgeError: `labels` without `generator`; a cache, which a bidirectional model cannot use.
+        """
+        if past_key_values is not None or use_cache:
+            raise DlmBridgeError(
+                f"{type(self).__name__} attends in both directions and has no key/value cache: "
+                "drop past_key_values and use_cache"
+            )
+        attention_mask = self._attention_mask(attention_mask, attention_bias)
+        if labels is not None:
+            return self._diffusion_loss(
+                input_ids, labels, generator, attention_mask, position_ids, inputs_embeds, **kwargs
+            )
+        outputs = self.model(  # type: ignore[attr-defined]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            **kwargs,
+        )
+        hidden = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        return CausalLMOutputWithPast(
+            logits=self.lm_head(hidden),  # type: ignore[attr-defined]
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _attention_mask(
+        self, attention_mask: torch.Tensor | None, attention_bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """One mask in the form that the attention kernel in use honours."""
+        if attention_bias is not None:
+            if attention_mask is not None:
+                raise DlmBridgeError("pass attention_mask or attention_bias, not both")
+            attention_mask = attention_bias
+        if attention_mask is None or attention_mask.dim() == 2:
+            return attention_mask
+        if attention_mask.dim() != 4:
+            raise DlmBridgeError(f"attention_mask must have 2 or 4 dimensions, not {attention_mask.dim()}")
+        implementation = self.config._attn_implementation  # type: ignore[attr-defined]
+        if implementation not in ("eager", "sdpa"):
+            raise DlmBridgeError(
+                f"{implementation} would ignore a 4-D attention_mask: load with attn_implementation='sdpa'"
+            )
+        if attention_mask.dtype == torch.bool and implementation == "eager":
+            additive = torch.zeros(attention_mask.shape, dtype=self.dtype, device=attention_mask.device)  # type: ignore[attr-defined]
+            return additive.masked_fill_(~attention_mask, torch.finfo(additive.dtype).min)
+        if not attention_mask.is_floating_point() and attention_mask.dtype != torch.bool:
+            raise DlmBridgeError(
+                f"a 4-D attention_mask is boolean or additive floating point, not {attention_mask.dtype}"
+            )
+        return attention_mask
+
+    def _diffusion_loss(
+        self,
+        input_ids: torch.Tensor | None,
+        labels: torch.Tensor,
+        generator: torch.Generator | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        raise NotImplementedError
+
+    def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """Sample with the family's own algorithm; see `dlm_bridge.generation.generate` for every parameter."""
+        from dlm_bridge.generation import generate
+
+        return generate(self, inputs, generation_config=generation_config, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, under the Hub's tensor names and keys; the files that `auto_map` names come along, as
+        data, so that tools that run the original remote code load the result too."""
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", True):
+            _carry_remote_code(self.config, Path(save_directory))  # type: ignore[attr-defined]
+
+
+def _assert_all_loaded(info: Any, where: Any) -> None:
+    def first(names: Any) -> str:
+        names = sorted(str(name[0]) if isinstance(name, tuple) else str(name) for name in names)
+        return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+    if mismatched := info["mismatched_keys"]:
+        name, found, wanted = sorted(mismatched)[0]
+        raise DlmBridgeError(
+            f"{where}: {first(mismatched)} has shape {tuple(found)} in the checkpoint, the config makes it {tuple(wanted)}"
+        )
+    if info["missing_keys"]:
+        raise DlmBridgeError(f"{where}: the checkpoint lacks {first(info['missing_keys'])}")
+    if info["unexpected_keys"]:
+        raise DlmBridgeError(
+            f"{where}: the checkpoint has {first(info['unexpected_keys'])}, which the model does not use"
+        )
+    if info.get("error_msgs"):
+        raise DlmBridgeError(f"{where}: {str(info['error_msgs'][0]).splitlines()[0]}")
+
+
+def _carry_remote_code(config: Any, folder: Path) -> None:
+    """Copy the .py files that the config's auto_map names from where the model was loaded; they are never run."""
+    files = {
+        reference.split("--")[-1].split(".")[0] + ".py"
+        for reference in (getattr(config, "auto_map", None) or {}).values()
+    }
+    for file in sorted(files):
+        if (folder / file).exists():
+            continue
+        try:
+            source = cached_file(config.name_or_path, file, local_files_only=True) if config.name_or_path else None
+        except OSError:
+            source = None
+        if source is None:
+            logger.warning(f"auto_map names {file}, which is not at {config.name_or_path or 'the source'}: not saved")
+        else:
+            shutil.copyfile(source, folder / file)

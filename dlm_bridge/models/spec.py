@@ -1,0 +1,43 @@
+"""What the toolkit knows about a model family without loading it: names, classes, token ids, topology."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping as MappingABC
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+Topology = Literal["bidirectional", "block_causal", "causal"]
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """One family of checkpoints. Classes are named as "module:attribute", so that a spec costs no heavy import."""
+
+    name: str  # the --family value
+    title: str
+    hub_ids: tuple[str, ...]  # public checkpoints
+    architectures: tuple[str, ...]  # what `architectures[0]` of config.json says: the dispatch key
+    model_type: str
+    config_class: str
+    model_class: str
+    mapping: str  # the dlm_bridge.convert.mapping.Mapping of the family
+    auto_classes: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM")
+    kind: Literal["diffusion", "autoregressive"] = "diffusion"
+    topology: Topology = "bidirectional"
+    shift: bool = False  # True: logits[i - 1] predicts token i
+    mask_token_id: int | None = None  # used where the config has none
+    objective: str = "masked"  # the family's own training objective
+    sampler: MappingABC[str, Any] = field(default_factory=dict)  # defaults of DiffusionGenerationConfig
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    training: tuple[str, ...] = ("accelerate",)
+    checked_against: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sampler", MappingProxyType(dict(self.sampler)))
+
+    def load(self, attribute: Literal["config_class", "model_class", "mapping"]) -> Any:
+        """Import and return the object that `attribute` names."""
+        module, _, name = getattr(self, attribute).partition(":")
+        return getattr(importlib.import_module(module), name)

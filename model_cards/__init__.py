@@ -1,0 +1,1 @@
+"""Model cards, one per family, installed as package data."""
