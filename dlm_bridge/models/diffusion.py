@@ -160,9 +160,9 @@ def _assert_all_loaded(info: Any, where: Any) -> None:
         return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     if mismatched := info["mismatched_keys"]:
-        name, found, wanted = sorted(mismatched)[0]
+        _, found, wanted = sorted(mismatched)[0]
         raise DlmBridgeError(
-            f"{where}: {first(mismatched)} has shape {tuple(found)} in the checkpoint, the config makes it {tuple(wanted)}"
+            f"{where}: {first(mismatched)} has shape {tuple(found)} in the checkpoint, {tuple(wanted)} by the config"
         )
     if info["missing_keys"]:
         raise DlmBridgeError(f"{where}: the checkpoint lacks {first(info['missing_keys'])}")

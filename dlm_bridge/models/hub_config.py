@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import fields
+from functools import cache
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -13,8 +15,8 @@ from dlm_bridge.models.spec import FamilySpec
 
 
 class HubConfig(PreTrainedConfig):
-    """Keeps the source's keys through `save_pretrained`: transformers 5 alone renames `torch_dtype`, moves `rope_theta`
-    into `rope_parameters` and drops keys that equal its own defaults, and the original remote code then fails."""
+    """Keeps the source's keys through `save_pretrained`: transformers 5 renames `torch_dtype`, moves `rope_theta` into
+    `rope_parameters` and drops keys that equal its own defaults, and the original remote code then fails."""
 
     family: ClassVar[FamilySpec]
 
@@ -46,32 +48,42 @@ class HubConfig(PreTrainedConfig):
         return self._as_on_the_hub(super().to_dict())
 
     def to_diff_dict(self) -> dict[str, Any]:
-        return self._as_on_the_hub(super().to_diff_dict())
+        """What goes to config.json: the same, since `to_dict` has no key that only transformers knows."""
+        return self.to_dict()
 
     def _as_on_the_hub(self, written: dict[str, Any]) -> dict[str, Any]:
-        source: dict[str, Any] | None = self.__dict__.get("_source")
-        written.pop("_source", None)
+        source: dict[str, Any] | None = written.pop("_source", None)
+        known = source or {}
         rope = written.pop("rope_parameters", None)
         if rope:
             written["rope_theta"] = rope["rope_theta"]
         # The original code, vLLM and SGLang read `torch_dtype`.
-        if "dtype" in written and "dtype" not in (source or {}):
+        if "dtype" in written and "dtype" not in known:
             written["torch_dtype"] = written.pop("dtype")
-        if source is None:  # not from the Hub: there is nothing to keep
-            return written
-        defaults = self.default_config_fields()
-        for key in [key for key, value in written.items() if key not in source and value == defaults.get(key, value)]:
-            if key not in ("model_type", "architectures", "torch_dtype"):
+        # A default that the source did not spell out stays unsaid: all of them where there is a source, else those
+        # that are transformers' own.
+        defaults = _transformers_defaults() if source is None else self._defaults()
+        for key in [key for key in written if key not in known and key in defaults]:
+            if written[key] == defaults[key]:
                 del written[key]
-        for key, value in source.items():
-            if key in ("transformers_version", "torch_dtype") and (
-                key not in written or key == "transformers_version"
-            ):
+        written.pop("_name_or_path", None)
+        for key, value in known.items():
+            if key == "transformers_version" or (key == "torch_dtype" and key not in written):
                 written[key] = value
             elif key not in written and not key.startswith("_"):
                 current = getattr(self, key, value)
                 written[key] = value if _unchanged(current, value) else current
         return written
+
+    @classmethod
+    def _defaults(cls) -> dict[str, Any]:
+        own = {f.name: f.default for f in fields(cls)}
+        return {**own, **_transformers_defaults()}
+
+
+@cache
+def _transformers_defaults() -> dict[str, Any]:
+    return {**PreTrainedConfig().to_dict(), "torch_dtype": None, "transformers_version": None}
 
 
 def _unchanged(current: Any, value: Any) -> bool:

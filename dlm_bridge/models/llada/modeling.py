@@ -128,7 +128,7 @@ class LLaDAModel(LLaDAPreTrainedModel, LlamaModel):
 
 
 class LLaDAModelLM(DiffusionLM, LLaDAPreTrainedModel, LlamaForCausalLM):
-    """LLaDA with its output layer: what both `AutoModel` and `AutoModelForCausalLM` give, as the Hub's auto_map says."""
+    """LLaDA with its output layer: what `AutoModel` and `AutoModelForCausalLM` both give, as in the Hub's auto_map."""
 
     family: ClassVar[FamilySpec] = SPEC
     megatron_mapping: ClassVar[Mapping] = MAPPING
