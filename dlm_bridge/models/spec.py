@@ -23,6 +23,7 @@ class FamilySpec:
     config_class: str
     model_class: str
     mapping: str  # the dlm_bridge.convert.mapping.Mapping of the family
+    initialisation: str  # config.json's dict -> dlm_bridge.models.initialisation.Rule
     auto_classes: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM")
     kind: Literal["diffusion", "autoregressive"] = "diffusion"
     topology: Topology = "bidirectional"
@@ -37,7 +38,7 @@ class FamilySpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sampler", MappingProxyType(dict(self.sampler)))
 
-    def load(self, attribute: Literal["config_class", "model_class", "mapping"]) -> Any:
+    def load(self, attribute: Literal["config_class", "model_class", "mapping", "initialisation"]) -> Any:
         """Import and return the object that `attribute` names."""
         module, _, name = getattr(self, attribute).partition(":")
         return getattr(importlib.import_module(module), name)
