@@ -1,0 +1,93 @@
+"""megatron-core's TransformerConfig and GPTModel arguments, from a family's mapping, its sizes and a Layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from dlm_bridge.convert.layout import Layout
+from dlm_bridge.convert.mapping import Dims, Mapping
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel.core import TransformerConfig
+
+# What `Mapping.transformer` says that belongs to the whole model and not to TransformerConfig.
+MODEL_ARGUMENTS = ("rotary_base", "max_sequence_length")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that building a GPTModel takes."""
+
+    transformer: TransformerConfig
+    rotary_base: float
+    max_sequence_length: int
+    vocab: int  # rows of the embedding, padded to a multiple of the tensor parallel size
+    tied: bool
+
+
+def model_config(
+    mapping: Mapping, config: dict[str, Any], dims: Dims, layout: Layout, dtype: torch.dtype, **overrides: Any
+) -> ModelConfig:
+    """Derive megatron-core's configuration; `overrides` are TransformerConfig fields and win.
+
+    `config` is the Hub's config.json. Raises DlmBridgeError for a layout that does not fit the model and for a key
+    that megatron-core does not know.
+    """
+    layout.check(dims)
+    if layout.ep > 1 or layout.etp is not None:
+        raise DlmBridgeError(f"ep {layout.ep}, etp {layout.etp}: this model has no experts, leave both out")
+    described = mapping.transformer(config)
+    model = {name: described.pop(name) for name in MODEL_ARGUMENTS}
+    arguments = {
+        "num_layers": dims.layers,
+        "hidden_size": dims.hidden,
+        "ffn_hidden_size": dims.ffn,
+        "num_attention_heads": dims.heads,
+        "num_query_groups": dims.groups,
+        "kv_channels": dims.head_dim,
+        "activation_func": torch.nn.functional.silu,
+        # megatron-core's default is 0.1; none of the public models was trained with dropout.
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vp if layout.vp > 1 else None,
+        "pipeline_model_parallel_layout": _pipeline(layout, dims.layers),
+        # Every parameter is loaded afterwards. Initialisation stays on, because with it off megatron-core leaves
+        # out the attributes that its gradient norm and optimizer go by (`tensor_model_parallel`).
+        "init_method": leave_empty,
+        "output_layer_init_method": leave_empty,
+        "embedding_init_method": leave_empty,
+        **described,
+        **overrides,
+    }
+    known = {field.name for field in fields(TransformerConfig)}
+    if unknown := sorted(arguments.keys() - known):
+        raise DlmBridgeError(f"megatron-core's TransformerConfig has no field '{unknown[0]}'")
+    try:
+        transformer = TransformerConfig(**arguments)
+    except (AssertionError, ValueError) as error:
+        raise DlmBridgeError(f"megatron-core refuses this configuration: {' '.join(str(error).split())}") from error
+    return ModelConfig(transformer=transformer, vocab=-(-dims.vocab // layout.tp) * layout.tp, tied=dims.tied, **model)
+
+
+def leave_empty(tensor: torch.Tensor) -> torch.Tensor:
+    """An initialisation that does nothing: the values are loaded."""
+    return tensor
+
+
+def _pipeline(layout: Layout, layers: int) -> list[list[str]] | None:
+    """`layout.stages` in megatron-core's terms: the virtual stages in the order of their layers."""
+    if layout.pp == 1:
+        return None
+    stages = layout.stages(layers)
+    rows = [["decoder"] * len(stages[pp][vp]) for vp in range(layout.vp) for pp in range(layout.pp)]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    return rows

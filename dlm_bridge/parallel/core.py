@@ -1,0 +1,43 @@
+"""The one door to megatron-core: every name of it that the engine uses, or one clear line where it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+
+from dlm_bridge.errors import DlmBridgeError
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    raise DlmBridgeError("this needs megatron-core, which is not installed: pip install 'dlm-bridge[megatron]'")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine) that it does without
+    from megatron.core import __version__ as version
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.utils import unwrap_model
+
+__all__ = [
+    "AttnMaskType",
+    "GPTModel",
+    "ModuleSpec",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "get_cuda_rng_tracker",
+    "get_gpt_layer_local_spec",
+    "get_gpt_layer_with_transformer_engine_spec",
+    "get_num_layers_to_build",
+    "model_parallel_cuda_manual_seed",
+    "parallel_state",
+    "unwrap_model",
+    "version",
+]

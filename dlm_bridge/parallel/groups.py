@@ -1,0 +1,84 @@
+"""Process groups: torch.distributed and megatron-core's parallel state, from a Layout."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from dlm_bridge.convert.layout import Layout
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import platform
+from dlm_bridge.parallel.core import get_cuda_rng_tracker, model_parallel_cuda_manual_seed, parallel_state
+
+
+def initialize(layout: Layout, seed: int = 1234) -> None:
+    """Bring this process into the groups that `layout` asks for; ranks that are left over are data parallel.
+
+    Every process calls it. Started by torchrun (or with its environment variables set) it joins the others; started
+    plainly it is a world of one. Groups that already exist are kept if they fit. `seed` seeds the random number
+    tracker that megatron-core's dropout and initialisation draw from.
+
+    Raises DlmBridgeError where the number of processes or existing groups do not fit the layout.
+    """
+    chosen = platform.current()
+    chosen.prepare()
+    _join(chosen, layout)
+    if parallel_state.model_parallel_is_initialized():
+        _check_groups(layout)
+    else:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        )
+    if not get_cuda_rng_tracker().is_initialized():
+        model_parallel_cuda_manual_seed(seed)
+
+
+def destroy() -> None:
+    """Leave megatron-core's groups, so that another layout can be initialised. torch.distributed stays up."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    get_cuda_rng_tracker().reset()
+
+
+def _join(chosen: platform.Platform, layout: Layout) -> None:
+    """Initialise torch.distributed where nobody has."""
+    need = layout.tp * layout.pp
+    if dist.is_initialized():
+        world = dist.get_world_size()
+    else:
+        try:
+            world = int(os.environ.get("WORLD_SIZE", "1"))
+        except ValueError:
+            raise DlmBridgeError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} is not a number of processes") from None
+    if world % need:
+        raise DlmBridgeError(
+            f"the layout tp {layout.tp} x pp {layout.pp} needs a multiple of {need} processes, but {world} run: "
+            f"start with torchrun --nproc-per-node {need}, or choose another layout"
+        )
+    if dist.is_initialized():
+        return
+    device = chosen.device() if chosen.name == "cuda" else None  # binds NCCL to the device at once
+    if world == 1:
+        dist.init_process_group(chosen.backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    else:
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise DlmBridgeError(f"WORLD_SIZE={world}, but {', '.join(missing)} is not set: start with torchrun")
+        dist.init_process_group(chosen.backend, device_id=device)
+
+
+def _check_groups(layout: Layout) -> None:
+    found = {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+    }
+    for name, size in found.items():
+        if size != getattr(layout, name):
+            raise DlmBridgeError(
+                f"megatron-core's groups are already initialised with {name} {size}, but the layout says "
+                f"{name} {getattr(layout, name)}: use that layout, or destroy the groups first"
+            )
