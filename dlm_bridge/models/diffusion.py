@@ -84,9 +84,8 @@ class DiffusionLM:
             )
         attention_mask = self._attention_mask(attention_mask, attention_bias)
         if labels is not None:
-            return self._diffusion_loss(
-                input_ids, labels, generator, attention_mask, position_ids, inputs_embeds, **kwargs
-            )
+            kwargs["position_ids"] = position_ids
+            return self._diffusion_loss(input_ids, labels, generator, attention_mask, **kwargs)
         outputs = self.model(  # type: ignore[attr-defined]
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -134,11 +133,27 @@ class DiffusionLM:
         labels: torch.Tensor,
         generator: torch.Generator | None,
         attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        raise NotImplementedError
+        """The family's training loss over clean `input_ids`, normalised by the positions that `labels` counts."""
+        from dlm_bridge.train.objectives import masked_diffusion_loss
+
+        if generator is None:
+            raise DlmBridgeError(
+                f"{type(self).__name__} is a diffusion model: its loss needs noise. Pass "
+                "generator=torch.Generator(device).manual_seed(seed) with labels, or use dlm_bridge.train.objectives"
+            )
+        if input_ids is None:
+            raise DlmBridgeError("the diffusion loss masks tokens: pass input_ids, not inputs_embeds")
+        mask_token_id = self.config.mask_token_id  # type: ignore[attr-defined]
+        if mask_token_id is None:
+            raise DlmBridgeError("the config has no mask_token_id: set model.config.mask_token_id")
+
+        def logits(**arguments: Any) -> torch.Tensor:
+            return self.forward(**arguments).logits
+
+        loss = masked_diffusion_loss(logits, input_ids, labels, generator, mask_token_id, attention_mask, **kwargs)
+        return CausalLMOutputWithPast(loss=loss)
 
     def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """Sample with the family's own algorithm; see `dlm_bridge.generation.generate` for every parameter."""
