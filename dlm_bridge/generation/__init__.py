@@ -1,0 +1,8 @@
+"""Sampling from diffusion language models: one denoising loop, its settings, and the rules that it is made of."""
+
+from __future__ import annotations
+
+from dlm_bridge.generation.api import DiffusionGenerateOutput, generate
+from dlm_bridge.generation.config import DiffusionGenerationConfig
+
+__all__ = ["DiffusionGenerateOutput", "DiffusionGenerationConfig", "generate"]

@@ -1,0 +1,97 @@
+"""`generate`: checks the call, runs the denoising loop and shapes the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import ModelOutput
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.loop import denoise
+from dlm_bridge.generation.noise import Noise
+from dlm_bridge.generation.prompt import Prompt, check_ids
+from dlm_bridge.generation.settings import resolve
+
+
+@dataclass
+class DiffusionGenerateOutput(ModelOutput):
+    """What `generate` returns with `return_dict_in_generate=True`.
+
+    Args:
+        sequences: [B, prompt + new] token ids.
+        forwards: how many times the model was run (guidance counts as one, of twice the rows).
+    """
+
+    sequences: torch.Tensor | None = None
+    forwards: int = 0
+
+
+# Not inference_mode: its tensors cannot be saved for a backward pass, and what is sampled is often trained on.
+@torch.no_grad()
+def generate(
+    model: Any,
+    inputs: torch.Tensor | None = None,
+    *,
+    input_ids: torch.Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
+    attention_mask: torch.Tensor | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | DiffusionGenerateOutput:
+    """Sample from a diffusion language model by its semi-autoregressive denoising loop (LLaDA, arXiv 2502.09992).
+
+    New tokens start as mask tokens right after the prompt and are settled block by block; each step runs the model
+    once and settles a fixed share of the block. The mask token itself is never emitted.
+
+    A setting is taken from the first of: a keyword argument, `generation_config`, the model's own
+    `generation_config`, the family's published defaults. The keywords are the fields of `DiffusionGenerationConfig`.
+    `max_length` (prompt included) works as in transformers. The temperature decides between greedy and sampling;
+    `do_sample=False` means temperature 0, `do_sample=True` where no temperature is set 1.0. `use_cache` has no effect.
+
+    Args:
+        model: one of this package's diffusion models, plain or wrapped by PEFT; its train or eval mode is left alone.
+        inputs, input_ids: [B, P] prompt token ids, two names for one argument. P may be 0.
+        generation_config: a `DiffusionGenerationConfig`, or transformers' own with such fields.
+        attention_mask: [B, P], zero at padding, on the left or on the right; without it every token is real. Each row
+            is computed as if it were alone: the model sees neither the padding nor the positions it takes.
+        generator: a torch.Generator for the whole batch, or one per row, which makes rows independent of the batch.
+            Without it and without `seed`, torch's global random state is used.
+        **kwargs: any setting, for this call. `eos_token_id=None` turns stopping off.
+
+    Returns:
+        [B, P + new] token ids on the device of the model's embedding. Prompts that were padded on the right come back
+        padded on the left, so that the new tokens always are `output[:, P:]`. After its first end-of-sequence
+        token a row is filled up with `pad_token_id`, and the longest row ends the output; without stopping, new is
+        `gen_length`. With `return_dict_in_generate=True` a `DiffusionGenerateOutput`.
+
+    Raises:
+        DlmBridgeError: a setting or an input that the sampler cannot run, with the remedy.
+    """
+    if inputs is not None and input_ids is not None:
+        raise DlmBridgeError("inputs and input_ids are the same argument: give one of them")
+    tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
+    settings = resolve(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
+    prompt = Prompt.build(
+        tokens_BP,
+        attention_mask,
+        mask_token_id=settings.mask_token_id,
+        vocabulary=settings.vocabulary,
+        gen_length=settings.gen_length,
+        context=settings.context,
+        device=_input_device(model),
+    )
+    noise = Noise.build(generator, settings.seed, prompt.rows, prompt.tokens.device)
+    sequences, forwards = denoise(model, prompt, settings, noise)
+    return DiffusionGenerateOutput(sequences=sequences, forwards=forwards) if settings.return_dict else sequences
+
+
+def _input_device(model: Any) -> torch.device:
+    embedding = model.get_input_embeddings()
+    device = embedding.weight.device
+    if device.type == "meta":  # offloaded: accelerate's hook says where it runs
+        device = torch.device(embedding._hf_hook.execution_device)
+    return device

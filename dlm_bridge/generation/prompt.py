@@ -1,0 +1,106 @@
+"""The prompts of a batch: checked, moved to the model's device, and padded on the left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """B prompts of at most P tokens, so aligned that every row's last token stands in the last column."""
+
+    tokens: torch.Tensor  # [B, P]
+    pads: tuple[int, ...]  # padding columns at the left of each row
+    rows: list[list[int]]  # each row's real tokens
+
+    @classmethod
+    def build(
+        cls,
+        tokens_BP: torch.Tensor,
+        attention_mask_BP: torch.Tensor | None,
+        *,
+        mask_token_id: int,
+        vocabulary: int,
+        gen_length: int,
+        context: int | None,
+        device: torch.device,
+    ) -> Prompt:
+        """Check every row and align it. This is the one place where the host looks at the prompt.
+
+        Raises:
+            DlmBridgeError: padding inside a row, a token outside the vocabulary, a mask token, or a row that does
+                not fit into the model's context together with what is to be generated.
+        """
+        width = tokens_BP.shape[1]
+        ids = tokens_BP.tolist()
+        real = [[1] * width for _ in ids] if attention_mask_BP is None else attention_mask_BP.tolist()
+        rows, pads, aligned = [], [], []
+        for number, (row, flags) in enumerate(zip(ids, real, strict=True)):
+            if any(flag not in (0, 1) for flag in flags):
+                raise DlmBridgeError(f"attention_mask row {number} holds other values than 0 and 1")
+            count = int(sum(flags))
+            first = flags.index(1) if count else 0
+            if not all(flags[first : first + count]):
+                raise DlmBridgeError(
+                    f"attention_mask row {number} has padding between its tokens: pad on the left or on the right"
+                )
+            prompt = row[first : first + count]
+            _check_row(prompt, number, mask_token_id, vocabulary)
+            if context is not None and count + gen_length > context:
+                raise DlmBridgeError(_too_long(count, gen_length, context))
+            rows.append(prompt)
+            pads.append(width - count)
+            aligned.append(row[first + count :] + row[:first] + prompt)
+        tokens = torch.tensor(aligned, dtype=torch.long, device=device).view(len(ids), width)
+        return cls(tokens, tuple(pads), rows)
+
+
+def check_ids(tokens: Any, attention_mask: Any) -> torch.Tensor:
+    """`tokens` as [B, P] integers. Raises DlmBridgeError where they or the mask are not what they should be."""
+    if tokens is None:
+        raise DlmBridgeError("generate needs input_ids: a [batch, length] tensor of token ids")
+    if not isinstance(tokens, torch.Tensor):
+        raise DlmBridgeError(
+            f"input_ids must be a tensor, not {type(tokens).__name__}: pass a tokenizer's output as **inputs"
+        )
+    shape = tuple(tokens.shape)
+    if len(shape) != 2:
+        remedy = ": add a batch axis with input_ids[None]" if len(shape) == 1 else ""
+        raise DlmBridgeError(f"input_ids must be [batch, length], not of shape {shape}{remedy}")
+    if shape[0] == 0:
+        raise DlmBridgeError("input_ids has no rows: there is nothing to generate")
+    if shape[1] and (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool):
+        raise DlmBridgeError(f"input_ids must hold integers, not {tokens.dtype}")
+    if attention_mask is not None:
+        if not isinstance(attention_mask, torch.Tensor):
+            raise DlmBridgeError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
+        if tuple(attention_mask.shape) != shape:
+            raise DlmBridgeError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {shape}: they must be equal"
+            )
+    return tokens
+
+
+def _check_row(prompt: list[int], number: int, mask_token_id: int, vocabulary: int) -> None:
+    if mask_token_id in prompt:
+        raise DlmBridgeError(
+            f"input_ids row {number} holds the mask token {mask_token_id} at its token {prompt.index(mask_token_id)}: "
+            "a prompt must be all real tokens (mask padding with attention_mask)"
+        )
+    outside = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if outside is not None:
+        raise DlmBridgeError(f"input_ids row {number} holds token {outside}, outside the vocabulary of {vocabulary}")
+
+
+def _too_long(count: int, gen_length: int, context: int) -> str:
+    room = context - count
+    remedy = f"use gen_length {room} or less" if room > 0 else f"shorten the prompt by at least {1 - room}"
+    return (
+        f"a prompt of {count} tokens and gen_length {gen_length} make {count + gen_length}, beyond the model's "
+        f"context of {context}: {remedy}"
+    )

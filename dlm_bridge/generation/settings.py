@@ -1,0 +1,261 @@
+"""Where each sampler setting comes from: keyword, generation_config, the model's own, the family's defaults."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.config import OWN_FIELDS, check_lengths, check_values, eos_token_ids, merge_length_names
+from dlm_bridge.models.spec import FamilySpec
+
+# Settings of transformers' generate that this sampler reads as they are.
+SHARED_FIELDS = (
+    "max_new_tokens",
+    "max_length",
+    "temperature",
+    "do_sample",
+    "eos_token_id",
+    "pad_token_id",
+    "return_dict_in_generate",
+)
+# Those that cannot change the result of a sampler which keeps no cache, whatever their value.
+WITHOUT_EFFECT = (
+    "bos_token_id",
+    "cache_config",
+    "cache_implementation",
+    "compile_config",
+    "disable_compile",
+    "max_cache_len",
+    "token_type_ids",
+    "tokenizer",
+    "transformers_version",
+    "use_cache",
+    "_from_model_config",
+)
+# Those that reshape a distribution to draw from: of no account to a greedy sampler. Name: the value that means off.
+SAMPLING_ONLY = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "top_h": None,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+# What else is off with a value of its own; any other setting of transformers' is off with None, False or nothing.
+OFF = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "guidance_scale": 1.0,
+}
+GENERATE_ARGUMENTS = (
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "assistant_model",
+    "streamer",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "custom_generate",
+)
+KEYWORD, GIVEN, STORED, FAMILY = (
+    "keyword argument",
+    "generation_config",
+    "the model's generation_config",
+    "the family's default",
+)
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """A call's settings, complete and checked."""
+
+    gen_length: int
+    block_length: int
+    steps: int  # over all blocks
+    temperature: float
+    cfg_scale: float
+    remasking: str
+    eos_token_ids: tuple[int, ...]  # empty: no stopping
+    pad_token_id: int
+    mask_token_id: int
+    seed: int | None
+    return_dict: bool
+    vocabulary: int
+    context: int | None  # the longest sequence that the model was made for, in tokens
+
+
+@dataclass(frozen=True)
+class _Level:
+    """What one source says; the sources are asked in order."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+def resolve(
+    model: Any, generation_config: GenerationConfig | None, keywords: Mapping[str, Any], prompt_width: int
+) -> SamplerSettings:
+    """The settings of one call of `generate`; `prompt_width` is what `max_length` counts from.
+
+    Raises:
+        DlmBridgeError: an unknown or unsupported setting, a wrong value, or values that do not fit together.
+    """
+    spec = _family(model)
+    levels = _levels(model, spec, generation_config, keywords)
+    for level in levels:
+        check_values(level.values)
+    temperature = _temperature(levels)
+    _refuse_unsupported(levels, temperature)
+    gen_length = _gen_length(levels, prompt_width)
+    block_length, where = _find(levels, "block_length", gen_length)
+    if where == FAMILY:
+        block_length = min(block_length, gen_length)
+    steps, _ = _find(levels, "steps", gen_length)
+    check_lengths(gen_length, block_length, steps)
+
+    config = model.config
+    vocabulary = config.vocab_size
+    mask_token_id, _ = _find(levels, "mask_token_id", getattr(config, "mask_token_id", None))
+    if mask_token_id is None:
+        mask_token_id = spec.mask_token_id
+    if mask_token_id is None:
+        raise DlmBridgeError("the model's config names no mask token: pass mask_token_id")
+    eos, _ = _find(levels, "eos_token_id", getattr(config, "eos_token_id", None))
+    eos = eos_token_ids(eos)
+    pad_token_id, _ = _find(levels, "pad_token_id", getattr(config, "pad_token_id", None))
+    if pad_token_id is None:
+        pad_token_id = eos[0] if eos else 0  # without stopping nothing is filled up
+    if not 0 <= mask_token_id < vocabulary:
+        raise DlmBridgeError(f"mask_token_id {mask_token_id} is outside the vocabulary of {vocabulary}")
+    if eos and pad_token_id == mask_token_id:
+        raise DlmBridgeError(f"pad_token_id {pad_token_id} is the mask token: pass another pad_token_id")
+    return SamplerSettings(
+        gen_length=gen_length,
+        block_length=block_length,
+        steps=steps,
+        temperature=temperature,
+        cfg_scale=_find(levels, "cfg_scale", 0.0)[0],
+        remasking=_find(levels, "remasking", "low_confidence")[0],
+        eos_token_ids=eos,
+        pad_token_id=pad_token_id,
+        mask_token_id=mask_token_id,
+        seed=_find(levels, "seed", None)[0],
+        return_dict=bool(_find(levels, "return_dict_in_generate", False)[0]),
+        vocabulary=vocabulary,
+        context=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def _family(model: Any) -> FamilySpec:
+    spec = getattr(model, "family", None)
+    if not isinstance(spec, FamilySpec) or spec.kind != "diffusion":
+        raise DlmBridgeError(f"{type(model).__name__} is not a diffusion language model that dlm-bridge knows")
+    if spec.shift or spec.topology != "bidirectional":
+        raise DlmBridgeError(f"generate cannot sample from {spec.title} yet: only bidirectional models without shift")
+    return spec
+
+
+def _levels(
+    model: Any, spec: FamilySpec, generation_config: GenerationConfig | None, keywords: Mapping[str, Any]
+) -> list[_Level]:
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise DlmBridgeError(
+            f"generation_config must be a DiffusionGenerationConfig, not {type(generation_config).__name__}"
+        )
+    _refuse_unknown(keywords, KEYWORD)
+    # None is a value only where it says "off".
+    says_off = {"eos_token_id", *SAMPLING_ONLY, *OFF}
+    levels = [_Level(KEYWORD, {key: value for key, value in keywords.items() if value is not None or key in says_off})]
+    if generation_config is not None:
+        given = _set_fields(generation_config)
+        _refuse_unknown(given, GIVEN)
+        levels.append(_Level(GIVEN, given))
+    stored = getattr(model, "generation_config", None)
+    if stored is not None:
+        levels.append(_Level(STORED, _set_fields(stored)))
+    levels.append(_Level(FAMILY, spec.sampler))
+    return [_Level(level.where, merge_length_names(level.values)) for level in levels]
+
+
+def _set_fields(config: GenerationConfig) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if value is not None}
+
+
+def _find(levels: list[_Level], name: str, default: Any) -> tuple[Any, str | None]:
+    """The first source's value and that source's name."""
+    for level in levels:
+        if name in level.values:
+            return level.values[name], level.where
+    return default, None
+
+
+def _gen_length(levels: list[_Level], prompt_width: int) -> int:
+    for level in levels:
+        if "max_new_tokens" in level.values:
+            return level.values["max_new_tokens"]
+        if "max_length" in level.values:
+            length = level.values["max_length"]
+            if length <= prompt_width:
+                raise DlmBridgeError(
+                    f"max_length {length} ({level.where}) leaves no room after a prompt of {prompt_width} tokens: "
+                    "use gen_length, which counts new tokens only"
+                )
+            return length - prompt_width
+    return 128
+
+
+def _temperature(levels: list[_Level]) -> float:
+    """The first source that speaks of sampling decides: by a temperature, by `do_sample`, or by both."""
+    for number, level in enumerate(levels):
+        temperature, do_sample = level.values.get("temperature"), level.values.get("do_sample")
+        if do_sample is False:
+            if level.where == KEYWORD and temperature:
+                raise DlmBridgeError(f"do_sample=False contradicts temperature {temperature}: leave one of them out")
+            return 0.0
+        if temperature is not None:
+            return temperature
+        if do_sample:
+            return _find(levels[number + 1 :], "temperature", 0.0)[0] or 1.0
+    return 0.0
+
+
+def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
+    known = {"gen_length", *OWN_FIELDS, *SHARED_FIELDS, *WITHOUT_EFFECT, *SAMPLING_ONLY, *OFF, *GENERATE_ARGUMENTS}
+    known |= set(vars(GenerationConfig()))
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"did you mean {near[0]}?" if near else f"known are gen_length, temperature, {', '.join(OWN_FIELDS)}"
+            )
+            raise DlmBridgeError(f"generate does not know '{name}' ({where}): {hint}")
+
+
+def _refuse_unsupported(levels: list[_Level], temperature: float) -> None:
+    """Nothing that would change the result is passed over in silence."""
+    read = {*OWN_FIELDS, *SHARED_FIELDS, *WITHOUT_EFFECT}
+    foreign = {*SAMPLING_ONLY, *OFF, *GENERATE_ARGUMENTS, *vars(GenerationConfig())} - read
+    for name in sorted(foreign):
+        value, where = _find(levels, name, None)
+        if value is None or value is False or value == OFF.get(name) or (hasattr(value, "__len__") and not len(value)):
+            continue
+        if name in SAMPLING_ONLY and (temperature == 0 or value == SAMPLING_ONLY[name]):
+            continue
+        remedy = f"pass {name}=None" if where == STORED else "leave it out"
+        raise DlmBridgeError(f"the diffusion sampler has no {name} ({where}: {value!r}): {remedy}")
