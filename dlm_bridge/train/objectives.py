@@ -165,7 +165,5 @@ def masked_diffusion_loss(
     uniforms = Uniforms.drawn(generator, *input_ids.shape)
     padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
     noisy = objective.noise(input_ids, uniforms, labels, padding)
-    logits_MV = forward(
-        input_ids=noisy.input_ids, attention_mask=attention_mask, logits_to_keep=noisy.mask, **kwargs
-    )
+    logits_MV = forward(input_ids=noisy.input_ids, attention_mask=attention_mask, logits_to_keep=noisy.mask, **kwargs)
     return objective.loss_sum(logits_MV, noisy) / noisy.normaliser.clamp(min=1)

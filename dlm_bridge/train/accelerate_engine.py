@@ -1,0 +1,347 @@
+"""Training on one machine: the Hub-side model under Accelerate, alone or data parallel over processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from rich.console import Console
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train import data as data_module
+from dlm_bridge.train.checkpoints import clean, find_checkpoints, load_state, save_checkpoint
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.data import MOCK, MockBlocks, Section
+from dlm_bridge.train.keyed import Purpose, torch_seed
+from dlm_bridge.train.loading import load_hub_model, load_model, load_tokenizer
+from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
+from dlm_bridge.train.objectives import MaskedDiffusion, NoisyBatch, Uniforms, build_objective
+from dlm_bridge.train.optimisation import learning_rate, parameter_groups
+from dlm_bridge.train.progress import TrainingProgress
+from dlm_bridge.train.sampling import Sampler
+
+EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always the same
+
+
+def pretrain(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
+    """Train until `config.steps`, a SIGTERM or `config.exit_duration`, and return the last checkpoint's folder.
+
+    With `resume` the run in `config.output` goes on from its newest checkpoint (from the start where it has none);
+    without it, an output folder that holds a run is refused. Raises DlmBridgeError for bad input and where the loss
+    stops being a number.
+    """
+    console = console or Console(stderr=True)
+    accelerator = _accelerator(config)
+    micro_batch_size, _ = config.accumulation(accelerator.num_processes)
+    output = Path(config.output)
+    if accelerator.is_main_process:
+        _open_output(output, resume)
+    accelerator.wait_for_everyone()
+    step, checkpoint = find_checkpoints(output)[-1] if resume and find_checkpoints(output) else (0, None)
+    if checkpoint is not None and step >= config.steps:
+        if accelerator.is_main_process:
+            console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
+        return checkpoint
+
+    model = load_model(config) if checkpoint is None else load_hub_model(str(checkpoint))
+    config = _with_objective(config, model)
+    objective = build_objective(str(config.objective), _mask_token_id(model), config.length_variation)
+    with accelerator.main_process_first():
+        train, valid, tokenizer = _load_data(config, model, objective.mask_token_id)
+    state = None if checkpoint is None else load_state(checkpoint)
+    if state is not None and state["train_blocks"] != len(train):
+        raise DlmBridgeError(
+            f"--data gives {len(train)} training blocks, the run began with {state['train_blocks']}: "
+            "resume with the data that it began with"
+        )
+    trainer = Trainer(
+        config=config,
+        accelerator=accelerator,
+        model=model,
+        tokenizer=tokenizer,
+        objective=objective,
+        train=train,
+        valid=valid,
+        micro_batch_size=micro_batch_size,
+        output=output,
+        console=console,
+    )
+    if accelerator.is_main_process:
+        _write_config(config, output)
+        console.print(
+            f"{'training' if step == 0 else f'resuming at step {step}:'} {len(train):,} blocks of {config.seq_length} "
+            f"tokens, {len(valid):,} for validation",
+            highlight=False,
+        )
+    return trainer.run(step, state)
+
+
+@dataclass
+class Trainer:
+    """One run's parts, put together; `run` is the loop."""
+
+    config: TrainConfig
+    accelerator: Accelerator
+    model: Any
+    tokenizer: Any
+    objective: MaskedDiffusion
+    train: Section
+    valid: Section
+    micro_batch_size: int
+    output: Path
+    console: Console
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        device = self.accelerator.device
+        self.flops_per_token = flops_per_token(self.model, config.seq_length)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        self.peak_flops = peak_flops(name, config.precision)
+        optimizer = torch.optim.AdamW(
+            parameter_groups(self.model, config.weight_decay),
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.adam_eps,
+        )
+        self.sampler = Sampler(len(self.train), config.seed, config.global_batch_size)
+        self.plain_model = self.model
+        self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+
+    def run(self, step: int, state: dict[str, Any] | None) -> Path:
+        """Train from after `step`, with the optimizer's `state` of that step, and return the last checkpoint."""
+        config, main = self.config, self.accelerator.is_main_process
+        if state is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.accelerator.scaler is not None and state["scaler"] is not None:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
+        metrics = MetricsFile(self.output / "metrics.jsonl", step) if main else None
+        deadline = math.inf if config.exit_duration is None else time.monotonic() + 60 * config.exit_duration
+        with _catch_sigterm() as terminated, TrainingProgress(self.console, config.steps, step, main) as progress:
+            while True:
+                step += 1
+                row, stop = self.step(step, terminated.is_set() or time.monotonic() >= deadline)
+                last = stop or step == config.steps
+                if len(self.valid) and config.eval_interval and (step % config.eval_interval == 0 or last):
+                    row = dataclasses.replace(row, eval_loss=self.evaluate())
+                if metrics is not None:
+                    metrics.append(row)
+                progress.show(row)
+                if last or (config.save_interval and step % config.save_interval == 0):
+                    folder = self.save(step, metrics)
+                if last:
+                    break
+        if metrics is not None:
+            metrics.close()
+            done = "done" if step == config.steps else f"stopped early (continue with --resume), step {step}"
+            self.console.print(f"{done}: the model is at {folder}", highlight=False, soft_wrap=True)
+        self.accelerator.wait_for_everyone()
+        return folder
+
+    def step(self, step: int, want_stop: bool) -> tuple[Row, bool]:
+        """One optimizer step: its figures, and whether any process wants to stop after it."""
+        config, accelerator = self.config, self.accelerator
+        began = time.perf_counter()
+        # Dropout's numbers, too, depend on nothing that a restart forgets.
+        torch.manual_seed(torch_seed(config.seed, step, accelerator.process_index))
+        batches = [self._noisy(step, samples) for samples in self._samples(step)]
+        normaliser, stop = self._sum(sum(int(batch.normaliser) for batch in batches), int(want_stop))
+        rate = learning_rate(config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+        loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        for number, batch in enumerate(batches, 1):
+            # Gradients are summed over the processes once, with the last micro-batch.
+            with contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(self.model):
+                loss = self._loss_sum(self.model, batch)
+                # Data parallelism averages over processes; the global normaliser wants the sum.
+                accelerator.backward(loss * (accelerator.num_processes / normaliser))
+            loss_sum += loss.detach()
+        loss_value = self._sum(loss_sum.item())[0] / normaliser
+        if not math.isfinite(loss_value):
+            raise DlmBridgeError(
+                f"step {step}: the loss is {loss_value}: lower --lr, or resume from before with another"
+            )
+        # An infinite bound only measures.
+        norm = float(accelerator.clip_grad_norm_(self.model.parameters(), config.clip_grad or math.inf))
+        if not math.isfinite(norm) and accelerator.scaler is None:
+            raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+        tokens = config.global_batch_size * config.seq_length
+        rate_of_tokens = tokens / (time.perf_counter() - began)
+        row = Row(
+            step=step,
+            loss=loss_value,
+            grad_norm=norm,
+            lr=rate,
+            tokens=step * tokens,
+            tokens_per_s=rate_of_tokens,
+            mfu=None
+            if self.peak_flops is None
+            else rate_of_tokens * self.flops_per_token / (self.peak_flops * accelerator.num_processes),
+        )
+        return row, stop > 0
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The validation loss, over the same blocks with the same noise every time."""
+        accelerator = self.accelerator
+        samples = list(range(min(len(self.valid), EVAL_BLOCKS)))[
+            accelerator.process_index :: accelerator.num_processes
+        ]
+        objective = dataclasses.replace(self.objective, length_variation=0.0)
+        loss_sum, normaliser = 0.0, 0
+        self.model.eval()
+        for start in range(0, len(samples), self.micro_batch_size):
+            chosen = list(samples[start : start + self.micro_batch_size])
+            uniforms = Uniforms.keyed(self.config.seed, 0, chosen, self.config.seq_length, Purpose.EVAL_NOISE)
+            batch = objective.noise(self.valid.rows(chosen), uniforms)
+            loss_sum += self._loss_sum(self.plain_model, batch).item()
+            normaliser += int(batch.normaliser)
+        self.model.train()
+        total, positions = self._sum(loss_sum, normaliser)
+        return total / positions
+
+    def save(self, step: int, metrics: MetricsFile | None) -> Path:
+        """Write the checkpoint of `step` on the main process, while the others wait."""
+        if metrics is not None:
+            metrics.sync()
+            scaler = self.accelerator.scaler
+            state = {
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": None if scaler is None else scaler.state_dict(),
+                "train_blocks": len(self.train),
+            }
+            save_checkpoint(self.output, step, self.plain_model, self.tokenizer, state)
+            clean(self.output, self.config.keep_last)
+            plot_loss(metrics.rows, self.output / "loss.png")
+        self.accelerator.wait_for_everyone()
+        return find_checkpoints(self.output)[-1][1]
+
+    def _samples(self, step: int) -> list[list[int]]:
+        processes, process = self.accelerator.num_processes, self.accelerator.process_index
+        return self.sampler.samples(step, process, processes, self.micro_batch_size)
+
+    def _noisy(self, step: int, samples: list[int]) -> NoisyBatch:
+        """The noise is drawn on the CPU, where it costs little and equals every other engine's."""
+        rows = self.train.rows([self.sampler.block(sample) for sample in samples])
+        uniforms = Uniforms.keyed(self.config.seed, step, samples, self.config.seq_length)
+        return self.objective.noise(rows, uniforms)
+
+    def _loss_sum(self, model: Any, batch: NoisyBatch) -> torch.Tensor:
+        batch = batch.to(self.accelerator.device)
+        logits_MV = model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, logits_to_keep=batch.mask
+        ).logits
+        return self.objective.loss_sum(logits_MV, batch)
+
+    def _sum(self, *values: float) -> list[float]:
+        """Each value summed over the processes."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        reduced: Any = self.accelerator.reduce(tensor, reduction="sum")
+        return reduced.tolist()
+
+
+def _accelerator(config: TrainConfig) -> Accelerator:
+    cpu = not torch.accelerator.is_available()
+    if cpu and config.precision == "fp16":
+        raise DlmBridgeError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+    mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[config.precision]
+    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed)
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise DlmBridgeError(
+            f"accelerate is configured for {accelerator.distributed_type.value}: only data parallelism is supported, "
+            "launch with torchrun or accelerate launch --multi_gpu"
+        )
+    return accelerator
+
+
+def _open_output(output: Path, resume: bool) -> None:
+    """Make the folder; without `resume`, refuse one that holds a run. Clears what a killed writer left."""
+    traces = [name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()]
+    if traces and not resume:
+        raise DlmBridgeError(f"--output {output} already holds a run ({traces[0]}): add --resume or choose another")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DlmBridgeError(f"--output {output}: cannot be made: {error.strerror}") from None
+    clean(output)
+
+
+def _write_config(config: TrainConfig, output: Path) -> None:
+    temporary = output / ".config.yaml"
+    temporary.write_text(config.to_yaml())
+    os.replace(temporary, output / "config.yaml")
+
+
+def _with_objective(config: TrainConfig, model: Any) -> TrainConfig:
+    family = getattr(model, "family", None)
+    if family is None or family.kind != "diffusion":
+        raise DlmBridgeError(
+            f"--model {config.model}: {type(model).__name__} is not a diffusion language model: "
+            "see dlm-bridge families for what pretrain takes"
+        )
+    limit = model.config.max_position_embeddings
+    if config.seq_length > limit:
+        raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
+    return dataclasses.replace(config, objective=config.objective or family.objective)
+
+
+def _mask_token_id(model: Any) -> int:
+    mask_token_id = getattr(model.config, "mask_token_id", None)
+    if mask_token_id is None:
+        mask_token_id = model.family.mask_token_id
+    if mask_token_id is None:
+        raise DlmBridgeError("the model's config has no mask_token_id: set it in config.json")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if not 0 <= mask_token_id < rows:
+        raise DlmBridgeError(
+            f"the config's mask_token_id {mask_token_id} is outside the vocabulary of {rows}: set it in config.json"
+        )
+    return int(mask_token_id)
+
+
+def _load_data(config: TrainConfig, model: Any, mask_token_id: int) -> tuple[Section, Section, Any]:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if config.data == [MOCK]:
+        tokenizer = None
+        blocks: Any = MockBlocks(config.seq_length, tokens=min(rows, mask_token_id), seed=config.seed)
+        if blocks.tokens < 1:
+            raise DlmBridgeError("--data mock needs a mask_token_id above 0: the ids below it are its tokens")
+    else:
+        files = data_module.find_files(config.data)
+        tokenizer = load_tokenizer(config)
+        data_module.check_tokenizer(tokenizer, rows, mask_token_id)
+        blocks = data_module.pack(files, tokenizer, config.seq_length, mask_token_id)
+    train, valid, _ = data_module.split(blocks, config.shares)
+    return train, valid, tokenizer
+
+
+@contextlib.contextmanager
+def _catch_sigterm() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets; outside the main thread, where handlers cannot be set, nobody sets it."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, previous)

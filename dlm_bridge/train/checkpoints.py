@@ -1,0 +1,90 @@
+"""Checkpoints of a run: a Hub folder each, with the trainer's state beside it, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from dlm_bridge.errors import DlmBridgeError
+
+STATE = "trainer_state.pt"
+NAME = re.compile(r"step-(\d{7,})")
+
+
+def step_folder(output: Path, step: int) -> Path:
+    """DIR/checkpoints/step-0000010."""
+    return output / "checkpoints" / f"step-{step:07d}"
+
+
+def find_checkpoints(output: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint of a run, oldest first."""
+    root = output / "checkpoints"
+    if not root.is_dir():
+        return []
+    named = [(NAME.fullmatch(folder.name), folder) for folder in root.iterdir()]
+    return sorted((int(match[1]), folder) for match, folder in named if match and (folder / STATE).is_file())
+
+
+def save_checkpoint(output: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any]) -> Path:
+    """Write a `save_pretrained` folder with the tokenizer and `state`. A kill leaves no folder of this name or a whole
+    one. Raises DlmBridgeError where the disk refuses."""
+    folder = step_folder(output, step)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        model.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        torch.save({"step": step, **state}, temporary / STATE)
+        for file in [*temporary.rglob("*"), temporary]:
+            _sync(file)
+        os.replace(temporary, folder)
+        _sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise DlmBridgeError(f"{folder}: cannot be written: {' '.join(str(error).split())}") from error
+    return folder
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """The trainer's state, with tensors on the CPU. Raises DlmBridgeError where the file is damaged."""
+    try:
+        return torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    except Exception as error:
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DlmBridgeError(
+            f"{folder / STATE}: damaged ({line}): remove {folder} to resume from before it"
+        ) from error
+
+
+def clean(output: Path, keep_last: int = 0) -> None:
+    """Remove what killed writers left, and all but the newest `keep_last` checkpoints (0: keep all)."""
+    root = output / "checkpoints"
+    if root.is_dir():
+        for leftover in root.glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    if keep_last:
+        for _, folder in find_checkpoints(output)[:-keep_last]:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Out of sight first, so that a kill in the middle leaves nothing that looks like a checkpoint."""
+    hidden = folder.with_name(f".{folder.name}.old")
+    os.replace(folder, hidden)
+    shutil.rmtree(hidden)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

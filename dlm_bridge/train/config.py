@@ -1,0 +1,194 @@
+"""A training run's configuration: one flat dataclass, from the command line over a YAML file over the defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlm_bridge.errors import DlmBridgeError
+
+SCHEDULES = ("cosine", "linear", "constant")
+PRECISIONS = ("fp32", "bf16", "fp16")
+ENGINES = ("accelerate",)
+
+# A resumed run must agree with its start on what decides the data's order and the noise.
+FIXED_FOR_A_RUN = ("split", "seq_length", "global_batch_size", "seed", "objective", "length_variation")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Names are the command line's flags with underscores. Checked when it is made: DlmBridgeError names the flag."""
+
+    model: str = ""
+    data: list[str] = field(default_factory=list)
+    output: str = ""
+    engine: str = "accelerate"
+    tokenizer: str | None = None  # the model's own where None
+    from_scratch: bool = False
+    steps: int = 1000
+    global_batch_size: int = 32  # sequences a step, over all processes
+    micro_batch_size: int | None = None  # sequences at once on a process; None: no gradient accumulation
+    seq_length: int = 1024
+    seed: int = 0
+    objective: str | None = None  # the family's own where None
+    length_variation: float = 0.01  # share of sequences cut to a random length
+    precision: str = "fp32"
+    lr: float = 3e-4
+    lr_schedule: str = "cosine"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0  # 0: no clipping
+    split: str = "99,1,0"  # train, validation and test shares of the data
+    eval_interval: int = 100  # 0: never
+    save_interval: int = 1000  # 0: only at the end
+    keep_last: int = 0  # checkpoints to keep, 0: all
+    exit_duration: float | None = None  # minutes
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """The train, validation and test shares, adding up to one."""
+        numbers = _split_numbers(self.split)
+        return (numbers[0] / sum(numbers), numbers[1] / sum(numbers), numbers[2] / sum(numbers))
+
+    def accumulation(self, processes: int) -> tuple[int, int]:
+        """(micro-batch size, micro-batches a step) of each process. Raises DlmBridgeError where the global batch is
+        not micro-batch size x processes x a whole number."""
+        if self.global_batch_size % processes:
+            raise DlmBridgeError(
+                f"--global-batch-size {self.global_batch_size} does not divide over {processes} processes: "
+                f"make it a multiple of {processes}"
+            )
+        share = self.global_batch_size // processes
+        micro = self.micro_batch_size or share
+        if share % micro:
+            raise DlmBridgeError(
+                f"--global-batch-size {self.global_batch_size} is not --micro-batch-size {micro} x {processes} "
+                f"processes x a whole number: make it a multiple of {micro * processes}"
+            )
+        return micro, share // micro
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
+
+
+def load_config(flags: dict[str, Any], file: Path | None = None, resume: bool = False) -> TrainConfig:
+    """The configuration of a run: `flags` over the YAML `file` over, on a resume, the run's own config.yaml.
+
+    Raises DlmBridgeError for bad values, and on a resume for a value that would change the data's order or the noise.
+    """
+    values = ({} if file is None else read_yaml(file)) | flags
+    own = Path(values.get("output", "")) / "config.yaml"
+    if not (resume and "output" in values and own.is_file()):
+        return TrainConfig(**values)
+    began = read_yaml(own)
+    for name in FIXED_FOR_A_RUN:
+        if values.get(name) is not None and values[name] != began.get(name):
+            raise DlmBridgeError(
+                f"{_flag(name)} {values[name]} differs from the {began.get(name)} that the run in "
+                f"{values['output']} began with: resume with that, or choose another --output"
+            )
+    return TrainConfig(**(began | values))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The values of a configuration file. Raises DlmBridgeError for unknown keys, naming the nearest known one."""
+    if not path.is_file():
+        raise DlmBridgeError(f"--config {path}: no such file")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DlmBridgeError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise DlmBridgeError(f"--config {path}: a mapping of option names to values is needed")
+    known = {option.name: option for option in dataclasses.fields(TrainConfig)}
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise DlmBridgeError(f"--config {path}: unknown key '{key}', the nearest is '{near[0]}'")
+        values[key] = _typed(path, key, value)
+    return values
+
+
+def _typed(path: Path, key: str, value: Any) -> Any:
+    """`value` in the field's type, where YAML's reading of it is harmless (1 for 1.0, 1e-3, one data path)."""
+    hint = typing.get_type_hints(TrainConfig)[key]
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    if list[str] in options:
+        value = [value] if isinstance(value, str) else value
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return value
+    for option in options:
+        if option is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                return float(value)  # YAML reads 1e-3 as text
+            except ValueError:
+                continue
+        if isinstance(option, type) and type(value) is option:
+            return value
+    wanted = " or ".join("list of paths" if option == list[str] else option.__name__ for option in options)
+    raise DlmBridgeError(f"--config {path}: {key} must be {wanted.replace('NoneType', 'null')}, not {value!r}")
+
+
+def _check(config: TrainConfig) -> None:
+    for name in ("model", "data", "output"):
+        if not getattr(config, name):
+            raise DlmBridgeError(f"--{name} is missing: give it on the command line or in the --config file")
+    for name in ("steps", "global_batch_size", "micro_batch_size", "seq_length"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise DlmBridgeError(f"{_flag(name)} must be at least 1, not {value}")
+    for name in ("warmup_steps", "eval_interval", "save_interval", "keep_last", "seed"):
+        if getattr(config, name) < 0:
+            raise DlmBridgeError(f"{_flag(name)} must not be negative, not {getattr(config, name)}")
+    for name in ("lr", "min_lr", "weight_decay", "clip_grad", "adam_eps", "exit_duration"):
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise DlmBridgeError(f"{_flag(name)} must be a number that is not negative, not {value}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise DlmBridgeError(f"{_flag(name)} must be in [0, 1), not {getattr(config, name)}")
+    if not 0 <= config.length_variation <= 1:
+        raise DlmBridgeError(f"--length-variation must be in [0, 1], not {config.length_variation}")
+    for name, known in (("lr_schedule", SCHEDULES), ("precision", PRECISIONS), ("engine", ENGINES)):
+        if getattr(config, name) not in known:
+            raise DlmBridgeError(f"{_flag(name)} {getattr(config, name)!r} is unknown: known are {', '.join(known)}")
+    if config.warmup_steps > config.steps:
+        raise DlmBridgeError(f"--warmup-steps {config.warmup_steps} is more than --steps {config.steps}")
+    if config.min_lr > config.lr:
+        raise DlmBridgeError(f"--min-lr {config.min_lr} is more than --lr {config.lr}")
+    _split_numbers(config.split)
+    config.accumulation(processes=1)
+
+
+def _split_numbers(split: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in split.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3 or min(numbers) < 0 or numbers[0] <= 0 or not math.isfinite(sum(numbers)):
+        raise DlmBridgeError(f"--split {split!r} must be three shares such as 99,1,0, the first of them positive")
+    return numbers
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,94 @@
+"""From `--model` and `--tokenizer` to a model in fp32 and its tokenizer, whatever they name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models import find_family
+from dlm_bridge.models.initialisation import initial_weights
+from dlm_bridge.train.config import TrainConfig
+
+MEGATRON_MARK = "latest_checkpointed_iteration.txt"
+
+
+def load_model(config: TrainConfig) -> Any:
+    """The PreTrainedModel that `--model` means: a Hub folder or id, a Megatron checkpoint, or, from scratch, a
+    config.json. Master weights are fp32. Raises DlmBridgeError."""
+    folder = Path(config.model)
+    if config.from_scratch:
+        return _from_scratch(folder, config.seed)
+    if (folder / MEGATRON_MARK).is_file():
+        from dlm_bridge.bridge import Bridge
+
+        return Bridge.from_megatron(config.model).build_hf_model().to(torch.float32)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise DlmBridgeError(f"--model {folder}: no weights there (*.safetensors): add --from-scratch to start anew")
+    return load_hub_model(config.model)
+
+
+def load_hub_model(model: str) -> Any:
+    """A Hub folder or id as an fp32 model. Raises DlmBridgeError."""
+    _check_exists("--model", model)
+    from transformers import AutoModelForCausalLM
+
+    import dlm_bridge  # noqa: F401  registers the families
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    except OSError as error:
+        raise DlmBridgeError(f"--model {model}: {_one_line(error)}") from error
+
+
+def load_tokenizer(config: TrainConfig) -> Any:
+    """The tokenizer of `--tokenizer`, else the model's own. Raises DlmBridgeError."""
+    from transformers import AutoTokenizer
+
+    place = config.tokenizer or config.model
+    flag = "--tokenizer" if config.tokenizer else "--model"
+    _check_exists(flag, place)
+    if (Path(place) / MEGATRON_MARK).is_file():
+        place = str(Path(place) / "hf")
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError, KeyError) as error:
+        remedy = "" if config.tokenizer else ": name one with --tokenizer"
+        raise DlmBridgeError(f"{flag} {place}: no tokenizer that loads there ({_one_line(error)}){remedy}") from error
+
+
+def _from_scratch(folder: Path, seed: int) -> Any:
+    from transformers import AutoConfig
+
+    import dlm_bridge  # noqa: F401  registers the families
+
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise DlmBridgeError(f"--model {folder}: --from-scratch needs a folder with a config.json") from None
+    except (OSError, ValueError) as error:
+        raise DlmBridgeError(f"{path}: not readable as JSON ({_one_line(error)})") from None
+    if not isinstance(raw, dict):
+        raise DlmBridgeError(f"{path}: not a JSON object")
+    spec = find_family(raw, where=str(path))
+    weights = dict(initial_weights(spec, raw, seed))
+    model_class = spec.load("model_class")
+    # Through transformers' own loading, so that names are converted as for a checkpoint and coverage is checked.
+    return model_class.from_pretrained(
+        None, config=AutoConfig.from_pretrained(folder), state_dict=weights, dtype=torch.float32
+    )
+
+
+def _check_exists(flag: str, place: str) -> None:
+    """A Hub id has at most one slash and does not look like a path; anything else must be there."""
+    looks_like_path = place.startswith((".", "/", "~")) or place.count("/") > 1
+    if looks_like_path and not Path(place).is_dir():
+        raise DlmBridgeError(f"{flag} {place}: no such folder")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

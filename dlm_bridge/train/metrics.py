@@ -1,0 +1,133 @@
+"""A run's figures: metrics.jsonl (one whole line a step), loss.png, tokens per second and model FLOPs utilisation."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+# Dense bf16 peak in FLOP/s by a part of the device's name, from the vendor's data sheets; the first match counts.
+PEAK_FLOPS = (
+    ("B300", 2.5e15),
+    ("B200", 2.25e15),
+    ("GH200", 989e12),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("A40", 150e12),
+    ("A10", 125e12),
+    ("RTX 5090", 209e12),
+    ("RTX 4090", 165e12),
+    ("RTX 3090", 71e12),
+    ("V100", 125e12),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step's line in metrics.jsonl."""
+
+    step: int  # from 1
+    loss: float
+    grad_norm: float | None  # before clipping; null where fp16 scaling overflowed and the step was skipped
+    lr: float
+    tokens: int  # read so far, over all processes
+    tokens_per_s: float  # of this step, over all processes
+    mfu: float | None  # share of the devices' bf16 peak; null on CPU, in fp32 and on unknown devices
+    eval_loss: float | None = None  # only in the rows of steps that were evaluated
+
+    def to_json(self) -> str:
+        values = {key: value for key, value in asdict(self).items() if key != "eval_loss" or value is not None}
+        if values["grad_norm"] is not None and not math.isfinite(values["grad_norm"]):
+            values["grad_norm"] = None  # JSON has no infinity
+        return json.dumps(values)
+
+
+class MetricsFile:
+    """DIR/metrics.jsonl, appended to a line at a time. Opening it drops the rows past `step` and a torn last line."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.rows = [row for row in read_rows(path) if row["step"] <= step]
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        os.replace(temporary, path)
+        self._file = path.open("a")
+
+    def append(self, row: Row) -> None:
+        line = row.to_json()
+        self._file.write(line + "\n")  # one write of one buffer, then flushed: a reader sees whole lines
+        self._file.flush()
+        self.rows.append(json.loads(line))
+
+    def sync(self) -> None:
+        """Force the rows to the disk, before a checkpoint that says they exist."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole rows of a metrics file; a last line that a killed writer tore is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().split("\n")[:-1]:  # what follows the last newline is torn or empty
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write the loss curve as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step", ylabel="loss")
+    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], linewidth=0.8, label="training")
+    evaluated = [row for row in rows if "eval_loss" in row]
+    if evaluated:
+        axes.plot(
+            [row["step"] for row in evaluated], [row["eval_loss"] for row in evaluated], "o-", label="validation"
+        )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, path)
+
+
+def flops_per_token(model: nn.Module, seq_length: int) -> float:
+    """Model FLOPs of training on one token: 6 N + 12 L h s (arXiv 2204.02311, appendix B), where N leaves out an
+    input embedding that is only looked up. Recomputation does not count."""
+    config: Any = model.config
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    if not config.tie_word_embeddings:
+        parameters -= embedding.weight.numel()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_length
+    return 6 * parameters + attention
+
+
+def peak_flops(device_name: str | None, precision: str) -> float | None:
+    """The dense 16-bit peak of a device in FLOP/s; None where it is unknown or the run is not in 16 bits."""
+    if device_name is None or precision == "fp32":
+        return None
+    return next((peak for name, peak in PEAK_FLOPS if name in device_name), None)

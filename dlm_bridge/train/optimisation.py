@@ -1,0 +1,35 @@
+"""What every engine's optimizer shares: the learning rate of a step and which parameters decay."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from dlm_bridge.train.config import TrainConfig
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of `step`, which counts from 1: linear warm-up to `lr`, then the schedule down to `min_lr` at the last
+    step. A pure function, so that a resume needs no scheduler state."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / (config.steps - config.warmup_steps))
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
+    return config.min_lr + (config.lr - config.min_lr) * share
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: not to biases and 1-D parameters (norms)."""
+    return parameter.dim() > 1 and not name.endswith(".bias")
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """AdamW's parameter groups: the parameters that decay, then those that do not."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for name, p in trained if decays(name, p)], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if not decays(name, p)], "weight_decay": 0.0},
+    ]
