@@ -14,7 +14,7 @@ from dlm_bridge.errors import DlmBridgeError
 
 app = typer.Typer(
     name="dlm-bridge",
-    help="Train, convert and sample diffusion and autoregressive language models: Hugging Face Hub to Megatron and back.",
+    help="Train, convert and sample diffusion and autoregressive language models, on the Hub and on Megatron.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

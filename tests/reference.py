@@ -1,4 +1,4 @@
-"""Our own maths, from the papers: plain-torch forwards straight from Hub tensors, with no modelling code in between."""
+"""Our own maths, from the papers: plain-torch forwards straight from Hub tensors."""
 
 from __future__ import annotations
 

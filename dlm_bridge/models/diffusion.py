@@ -16,6 +16,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.hub import cached_file
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation import DiffusionGenerationConfig, generate
 from dlm_bridge.models.spec import FamilySpec
 
 logger = logging.get_logger(__name__)
@@ -34,6 +35,8 @@ class DiffusionLM:
     """Mixin placed before a transformers `...ForCausalLM` body."""
 
     family: ClassVar[FamilySpec]
+    generation_config_class: ClassVar[type[DiffusionGenerationConfig]] = DiffusionGenerationConfig
+    generation_config: Any
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,9 +160,12 @@ class DiffusionLM:
 
     def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """Sample with the family's own algorithm; see `dlm_bridge.generation.generate` for every parameter."""
-        from dlm_bridge.generation import generate
-
         return generate(self, inputs, generation_config=generation_config, **kwargs)
+
+    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
+        """Called by `from_pretrained`: generation_config.json, which transformers reads as its own class, as ours."""
+        super().adjust_generation_fn(*args, **kwargs)  # type: ignore[misc]
+        self.generation_config = DiffusionGenerationConfig.from_config(self.generation_config)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers, under the Hub's tensor names and keys; the files that `auto_map` names come along, as

@@ -67,6 +67,8 @@ class HubConfig(PreTrainedConfig):
             if written[key] == defaults[key]:
                 del written[key]
         written.pop("_name_or_path", None)
+        if "is_causal" not in known:  # a fact of the class that transformers copies to the instance
+            written.pop("is_causal", None)
         for key, value in known.items():
             if key == "transformers_version" or (key == "torch_dtype" and key not in written):
                 written[key] = value
