@@ -1,0 +1,156 @@
+"""Whole or not at all: an output folder is written under a hidden sibling's name, flushed, then renamed.
+
+A killed run leaves at most a hidden sibling; the next run to the same output removes it. A running one holds a file
+lock on its sibling, so that it is never taken for a leftover.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dlm_bridge.errors import DlmBridgeError
+
+_NEW, _OLD = "new", "old"
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextmanager
+def atomic_output(output: Path, sources: Sequence[Path], overwrite: bool = False) -> Iterator[Path]:
+    """Yield a folder to write into; it becomes `output` when the block ends without an exception.
+
+    `sources` are never written to: an output that is, holds or lies in one of them is refused. Raises DlmBridgeError
+    for a refused output and for a full disk; after any exception nothing is left under the output's name that was not
+    there before, and nothing beside it. KeyboardInterrupt passes with a message that says so.
+    """
+    check_output(output, sources, overwrite)
+    output = output.absolute()
+    _make_parent(output)
+    _recover(output)
+    temporary = Path(tempfile.mkdtemp(prefix=_prefix(output, _NEW), dir=output.parent))
+    lock = os.open(temporary, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())
+        sync_tree(temporary)
+        _put_in_place(temporary, output, overwrite)
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            free = shutil.disk_usage(output.parent).free
+            raise DlmBridgeError(
+                f"no space left while writing {output} ({free / 1e9:.2f} GB free): nothing was written there"
+            ) from None
+        raise DlmBridgeError(f"{error.filename or output}: {error.strerror or error}: {output} was not written") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted: {output} was not written, nothing is left behind") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
+def check_output(output: Path, sources: Sequence[Path], overwrite: bool) -> None:
+    """Raise DlmBridgeError where `output` exists (and may not be replaced) or would touch a source."""
+    real = output.resolve()
+    for source in (source.resolve() for source in sources):
+        if real == source:
+            raise DlmBridgeError(f"{output}: the output is the source: choose another folder")
+        if source in real.parents:
+            raise DlmBridgeError(f"{output}: the output lies inside the source {source}: choose another folder")
+        if real in source.parents:
+            raise DlmBridgeError(f"{output}: the source {source} lies inside the output: choose another folder")
+    if not os.path.lexists(output):
+        return
+    if not overwrite:
+        raise DlmBridgeError(f"{output} exists: choose another name or give --overwrite")
+    if output.is_symlink() or not output.is_dir():
+        raise DlmBridgeError(f"{output} is not a folder, --overwrite does not replace it: remove it first")
+    if real == Path.cwd() or real in Path.cwd().parents or output.is_mount():
+        raise DlmBridgeError(f"{output} is in use (the working folder or a mount), --overwrite does not replace it")
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and folder below `folder` to the disk."""
+    for directory, _, files in os.walk(folder):
+        for name in (*files, "."):
+            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def _put_in_place(temporary: Path, output: Path, overwrite: bool) -> None:
+    parent = os.open(output.parent, os.O_RDONLY)
+    try:
+        if not os.path.lexists(output):
+            os.rename(temporary, output)
+        elif not overwrite:
+            raise DlmBridgeError(f"{output} appeared while it was being written: nothing was replaced")
+        elif not _exchange(temporary, output):
+            # No atomic exchange on this system: _recover puts the old folder back if we are killed in between.
+            old = Path(tempfile.mkdtemp(prefix=_prefix(output, _OLD), dir=output.parent))
+            os.rename(output, old)
+            os.rename(temporary, output)
+            shutil.rmtree(old, ignore_errors=True)
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step (Linux); False where the system cannot. What was `b` is then removed as `a`."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    at_cwd, exchange = -100, 2
+    return renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
+
+
+def _recover(output: Path) -> None:
+    """Put back an old output that a killed run had set aside, and remove what killed runs left."""
+    left = sorted(path for path in output.parent.iterdir() if path.name.startswith(f".{output.name}.dlm-bridge-"))
+    for path in left:
+        if path.name.startswith(_prefix(output, _OLD)) and not os.path.lexists(output):
+            os.rename(path, output)
+            continue
+        if not path.name.startswith((_prefix(output, _OLD), _prefix(output, _NEW))):
+            continue
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # its own run removed it meanwhile
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            raise DlmBridgeError(f"{output} is being written by another process ({path.name})") from None
+        finally:
+            os.close(fd)
+
+
+def _make_parent(output: Path) -> None:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DlmBridgeError(f"cannot make the folder {output.parent}: {error.strerror}") from None
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise DlmBridgeError(f"cannot write in {output.parent}: permission denied")
+
+
+def _prefix(output: Path, kind: str) -> str:
+    return f".{output.name}.dlm-bridge-{kind}-"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

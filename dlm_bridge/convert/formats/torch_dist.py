@@ -1,0 +1,243 @@
+"""Reading Megatron's distributed checkpoint (`torch_dist`): boxes of global tensors, from any chunking, each byte once."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import threading
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from dlm_bridge.convert.formats.dcp import FILE_NAME, Chunk, Contents, StoredTensor, read_metadata
+from dlm_bridge.convert.formats.torch_items import TensorItem, open_tensor_item, read_item_rows
+from dlm_bridge.convert.manifest import one_line
+from dlm_bridge.convert.tensors import raw_bytes
+from dlm_bridge.errors import DlmBridgeError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def is_torch_dist(path: Path) -> bool:
+    """Whether the folder is (or claims to be) a Megatron checkpoint or one of its iterations."""
+    return (path / TRACKER).is_file() or (path / FILE_NAME).is_file()
+
+
+def iteration_folder(root: Path) -> Path:
+    """The folder of the newest iteration, by the tracker file; an iteration's own folder is itself.
+
+    Raises DlmBridgeError.
+    """
+    if (root / FILE_NAME).is_file():
+        return root
+    tracker = root / TRACKER
+    try:
+        text = tracker.read_text("utf-8").strip()
+    except FileNotFoundError:
+        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no {TRACKER}") from None
+    except (OSError, ValueError) as error:
+        raise DlmBridgeError(f"{tracker}: cannot be read: {one_line(error)}") from None
+    if text != "release" and not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise DlmBridgeError(f"{tracker}: says {text[:40]!r}, neither an iteration's number nor 'release'")
+    folder = root / (text if text == "release" else f"iter_{int(text):07d}")
+    if not folder.is_dir():
+        raise DlmBridgeError(f"{tracker} names iteration {text}, but {folder} does not exist")
+    return folder
+
+
+class TorchDistReader:
+    """One iteration's tensors. Opening reads `.metadata`, `metadata.json` and `common.pt`, no tensor.
+
+    Raises DlmBridgeError for what is unreadable, hostile or not whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        _check_backend(folder)
+        self.contents: Contents = read_metadata(folder)
+        self.common: dict[str, Any] = _read_common(folder, self.contents)
+        self._by_layer: dict[str, dict[int, list[Chunk]]] = {}
+        self._lock = threading.Lock()
+
+    def tensor(self, key: str) -> StoredTensor:
+        """A stored tensor's dtype, shape and chunks; KeyError where there is none."""
+        return self.contents.tensors[key]
+
+    def check_tiled(self, key: str) -> None:
+        """Raise DlmBridgeError unless the tensor's chunks cover it exactly: no gap, no overlap, a weight's dtype."""
+        tensor = self.tensor(key)
+        if tensor.dtype is None:
+            raise DlmBridgeError(f"{self.folder}: tensor {key} has dtype {tensor.dtype_name}, which no weight has")
+        covered = sum(chunk.numel for chunk in tensor.chunks)
+        if covered < prod(tensor.shape):
+            missing = prod(tensor.shape) - covered
+            raise DlmBridgeError(f"{self.folder}: tensor {key}: {missing} of its elements are in no chunk")
+        if not _disjoint(tensor.chunks, 0):
+            raise DlmBridgeError(f"{self.folder}: tensor {key}: chunks overlap")
+
+    def read(self, key: str, layer: int | None, shape: Sequence[int]) -> torch.Tensor:
+        """The first `shape` elements along every axis of a tensor, of one layer of a stacked one. [*shape].
+
+        Raises DlmBridgeError for an item that is not the tensor's.
+        """
+        tensor = self.tensor(key)
+        assert tensor.dtype is not None
+        result = torch.empty(tuple(shape), dtype=tensor.dtype)
+        offsets = (0,) * len(shape) if layer is None else (layer, *(0,) * len(shape))
+        view = result if layer is None else result.unsqueeze(0)
+        for chunk in tensor.chunks if layer is None else self._layers(key, tensor)[layer]:
+            self._copy(key, tensor, chunk, offsets, view)
+        return result
+
+    def _layers(self, key: str, tensor: StoredTensor) -> dict[int, list[Chunk]]:
+        """A stacked tensor's chunks by layer, so that the cost of reading it all is linear in its chunks."""
+        with self._lock:
+            if key not in self._by_layer:
+                found: dict[int, list[Chunk]] = {layer: [] for layer in range(tensor.shape[0])}
+                for chunk in tensor.chunks:
+                    for layer in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
+                        found[layer].append(chunk)
+                self._by_layer[key] = found
+            return self._by_layer[key]
+
+    def _copy(
+        self, key: str, tensor: StoredTensor, chunk: Chunk, offsets: tuple[int, ...], target: torch.Tensor
+    ) -> None:
+        """Copy what `chunk` and the box of `target` at `offsets` have in common."""
+        low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+        high = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(offsets, target.shape, chunk.offsets, chunk.sizes, strict=True)
+        ]
+        sizes = [b - a for a, b in zip(low, high, strict=True)]
+        if any(size <= 0 for size in sizes):
+            return
+        item = self._open(key, tensor, chunk)
+        in_chunk = [a - b for a, b in zip(low, chunk.offsets, strict=True)]
+        in_target = [a - b for a, b in zip(low, offsets, strict=True)]
+        window = target
+        for axis, (start, size) in enumerate(zip(in_target, sizes, strict=True)):
+            window = window.narrow(axis, start, size)
+        if not _is_one_run(sizes, chunk.sizes):
+            whole = torch.empty(chunk.sizes, dtype=item.dtype)
+            read_item_rows(item, (0,) * len(sizes), whole.numel(), raw_bytes(whole))
+            for axis, (start, size) in enumerate(zip(in_chunk, sizes, strict=True)):
+                whole = whole.narrow(axis, start, size)
+            window.copy_(whole)
+        elif window.is_contiguous():
+            read_item_rows(item, in_chunk, window.numel(), raw_bytes(window))
+        else:
+            part = torch.empty(sizes, dtype=item.dtype)
+            read_item_rows(item, in_chunk, part.numel(), raw_bytes(part))
+            window.copy_(part)
+
+    def _open(self, key: str, tensor: StoredTensor, chunk: Chunk) -> TensorItem:
+        place = chunk.place
+        item = open_tensor_item(self.folder / place.file, place.offset, place.length, key)
+        if (item.dtype, item.shape) != (tensor.dtype, chunk.sizes):
+            raise DlmBridgeError(
+                f"{item.path}: tensor {key}: the item is {item.dtype} {list(item.shape)}, "
+                f"{FILE_NAME} says {tensor.dtype} {list(chunk.sizes)}"
+            )
+        return item
+
+
+def _is_one_run(sizes: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a box of `sizes` in a row-major array of shape `whole` is one run of elements."""
+    axis = next((axis for axis, size in enumerate(sizes) if size != 1), len(sizes))
+    return all(size == full for size, full in zip(sizes[axis + 1 :], whole[axis + 1 :], strict=True))
+
+
+def _disjoint(chunks: Sequence[Chunk], axis: int) -> bool:
+    """No two chunks share an element. Chunks that agree on all axes but one are compared along that one."""
+    if len(chunks) < 2:
+        return True
+    if axis == len(chunks[0].sizes):
+        return all(chunk.numel == 0 for chunk in chunks[1:])
+    groups: dict[tuple[int, int], list[Chunk]] = {}
+    for chunk in chunks:
+        groups.setdefault((chunk.offsets[axis], chunk.sizes[axis]), []).append(chunk)
+    spans = sorted(groups)
+    if any(a + n > b for (a, n), (b, _) in zip(spans, spans[1:], strict=False)):
+        if len(chunks) > 4096:
+            return False  # no tool cuts like this; comparing every pair would take too long
+        return not any(_overlap(a, b) for place, a in enumerate(chunks) for b in chunks[:place])
+    return all(_disjoint(group, axis + 1) for group in groups.values())
+
+
+def _overlap(a: Chunk, b: Chunk) -> bool:
+    return all(
+        p < q + m and q < p + n for p, n, q, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
+
+
+def _check_backend(folder: Path) -> None:
+    path = folder / "metadata.json"
+    try:
+        backend = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise DlmBridgeError(f"{folder} is not a torch_dist checkpoint: it has no metadata.json") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DlmBridgeError(f"{path}: is not valid JSON: {one_line(error)}") from None
+    name = backend.get("sharded_backend") if isinstance(backend, dict) else None
+    if name != "torch_dist" or backend.get("sharded_backend_version") != 1:
+        raise DlmBridgeError(f"{path}: sharded backend {name!r} is not supported, only torch_dist version 1")
+
+
+class _Inert:
+    """Stands for an object of Megatron's own classes in `common.pt`, such as an enum in `args`: kept, never run."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _read_common(folder: Path, contents: Contents) -> dict[str, Any]:
+    """What is not sharded: `common.pt`, or in newer checkpoints the object `common_state`."""
+    path = folder / "common.pt"
+    if path.is_file():
+        return _load_plain(path, path)
+    place = contents.objects.get("common_state/shard_0_1")
+    if place is None:
+        raise DlmBridgeError(f"{folder} is not a torch_dist checkpoint: it has no common.pt")
+    item = folder / place.file
+    with item.open("rb") as stream:
+        stream.seek(place.offset)
+        data = stream.read(place.length)
+    return _load_plain(io.BytesIO(data), item)
+
+
+def _load_plain(source: Any, path: Path) -> dict[str, Any]:
+    """torch.load with `weights_only`, argparse.Namespace and inert stand-ins for megatron's own classes."""
+    try:
+        asked = get_unsafe_globals_in_checkpoint(source)
+        refused = sorted(name for name in asked if name != "argparse.Namespace" and not name.startswith("megatron."))
+        if refused:
+            raise DlmBridgeError(f"{path}: its pickle asks for {refused[0]}, which no checkpoint needs: refused")
+        inert = [(type("Inert", (_Inert,), {}), name) for name in asked if name.startswith("megatron.")]
+        if hasattr(source, "seek"):
+            source.seek(0)
+        with safe_globals([argparse.Namespace, *inert]):
+            common = torch.load(source, map_location="cpu", weights_only=True)
+    except DlmBridgeError:
+        raise
+    except Exception as error:  # a damaged archive or pickle raises nearly anything
+        raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)[:200]}") from None
+    if isinstance(common, list) and len(common) == 1:  # a sharded object is saved in a list
+        common = common[0]
+    if not isinstance(common, dict):
+        raise DlmBridgeError(f"{path}: is not a dict")
+    return common

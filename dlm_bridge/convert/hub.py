@@ -1,0 +1,63 @@
+"""Where a checkpoint's name leads: a local folder, or a Hub id that is downloaded into the Hub's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from dlm_bridge.convert.manifest import one_line
+from dlm_bridge.errors import DlmBridgeError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
+
+
+def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The folder of a local checkpoint or of a Hub id's snapshot. Raises DlmBridgeError with one line."""
+    path = Path(name).expanduser()
+    if os.path.lexists(path):
+        if revision is not None:
+            raise DlmBridgeError(f"--revision {revision} needs a Hub id, but {path} is a local folder")
+        if not path.is_dir():
+            raise DlmBridgeError(f"{path} is not a checkpoint: not a folder")
+        return path
+    text = os.fspath(name)
+    if not _HUB_ID.fullmatch(text):
+        raise DlmBridgeError(f"{text}: no such folder, and not a Hub id (owner/name)")
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 (heavy, and only needed for Hub ids)
+
+    try:
+        return Path(snapshot_download(text, revision=revision, ignore_patterns=_NOT_NEEDED))
+    except Exception as error:  # whatever the network or the Hub says: it is the user's input that cannot be had
+        cause = one_line(error)[:300]
+        raise DlmBridgeError(f"{text}: no such folder, and the Hub did not give it: {cause}") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json's dict. Raises DlmBridgeError."""
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise DlmBridgeError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DlmBridgeError(f"{path}: is not valid JSON: {one_line(error)}") from None
+    if not isinstance(config, dict):
+        raise DlmBridgeError(f"{path}: is not a JSON object")
+    return config
+
+
+def with_dtype(text: str, dtype: str) -> str:
+    """config.json's text with its top-level dtype field ("torch_dtype" or "dtype") set, every other byte kept."""
+    config = json.loads(text)
+    for key in ("torch_dtype", "dtype"):
+        if isinstance(config.get(key, 0), str | None):
+            for match in re.finditer(rf'("{key}"\s*:\s*)("(?:[^"\\]|\\.)*"|null)', text):
+                edited = text[: match.start(2)] + json.dumps(dtype) + text[match.end(2) :]
+                if json.loads(edited) == {**config, key: dtype}:  # a nested field of the same name is not it
+                    text = edited
+                    config = json.loads(text)
+                    break
+    return text

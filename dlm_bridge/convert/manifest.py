@@ -1,0 +1,120 @@
+"""`dlm_bridge.json`: what a written checkpoint is, where it came from, and a digest of every tensor and side file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dlm_bridge.convert.tensors import WEIGHT_DTYPES
+from dlm_bridge.errors import DlmBridgeError
+
+FILE_NAME = "dlm_bridge.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One Hub tensor: "bfloat16", (rows, columns), xxh3_128 of its raw bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One safetensors file of the Hub source: its name, its metadata, its tensors in the order of their bytes."""
+
+    file: str
+    metadata: dict[str, str] | None
+    tensors: tuple[str, ...]
+
+
+@dataclass
+class Manifest:
+    """The content of dlm_bridge.json. `config` is the Hub's config.json; `layout` is None for a Hub folder."""
+
+    format: str  # "torch_dist" or "huggingface"
+    family: str
+    config: dict[str, Any]
+    dtype: str  # "keep", or what the weights were cast to
+    tensors: dict[str, TensorRecord]
+    source: dict[str, Any]  # name, revision, digest of its tensors
+    layout: dict[str, Any] | None = None
+    iteration: str | None = None  # folder of a Megatron checkpoint that `tensors` describes, "iter_0000000"
+    vocab_multiple: int | None = None
+    shards: list[ShardRecord] = field(default_factory=list)
+    side_files: dict[str, str] = field(default_factory=dict)  # path below the folder -> digest
+    left_out: list[str] = field(default_factory=list)
+    carried: list[str] = field(default_factory=list)
+    format_version: int = FORMAT_VERSION
+    tool: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Write it as `folder`/dlm_bridge.json."""
+        self.tool = self.tool or f"dlm-bridge {_version()}"
+        (folder / FILE_NAME).write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint folder, None where it has none. Raises DlmBridgeError for a broken one."""
+    path = folder / FILE_NAME
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)}") from None
+    if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
+        found = data.get("format_version") if isinstance(data, dict) else None
+        raise DlmBridgeError(f"{path}: format version {found!r}, this dlm-bridge reads {FORMAT_VERSION}")
+    try:
+        return _parse(data)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise DlmBridgeError(f"{path}: is not a dlm-bridge manifest: {one_line(error)}") from None
+
+
+def combined_digest(tensors: dict[str, TensorRecord]) -> str:
+    """One digest of a whole set of tensors, independent of their order and files."""
+    state = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        record = tensors[name]
+        state.update(f"{name} {record.dtype} {list(record.shape)} {record.digest}\n".encode())
+    return state.hexdigest()
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _parse(data: dict[str, Any]) -> Manifest:
+    known = {item.name for item in fields(Manifest)}
+    values = {key: value for key, value in data.items() if key in known}
+    values["tensors"] = {
+        name: TensorRecord(record["dtype"], tuple(record["shape"]), record["digest"])
+        for name, record in data["tensors"].items()
+    }
+    values["shards"] = [
+        ShardRecord(shard["file"], shard["metadata"], tuple(shard["tensors"])) for shard in data["shards"]
+    ]
+    manifest = Manifest(**values)
+    for name, record in manifest.tensors.items():
+        if record.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"tensor {name} has dtype {record.dtype}")
+    for kind, value in (("config", manifest.config), ("source", manifest.source), ("side_files", manifest.side_files)):
+        if not isinstance(value, dict):
+            raise TypeError(f"{kind} is not an object")
+    return manifest
+
+
+def _version() -> str:
+    try:
+        return version("dlm-bridge")
+    except PackageNotFoundError:
+        return "unknown"
