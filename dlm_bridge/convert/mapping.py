@@ -11,7 +11,7 @@ Shapes are written in the words of `Dims`, as in "vocab hidden".
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -33,6 +33,11 @@ class Dims:
     ffn: int
     vocab: int  # rows of the embedding as the Hub has it
     tied: bool = False  # the output layer is the embedding
+    experts: int = 0  # routed experts of a mixture-of-experts layer
+    moe_ffn: int = 0  # width of one expert
+    shared_ffn: int = 0  # width of the shared expert
+    dense_layers: frozenset[int] = frozenset()  # layers without experts, where a model has experts in others
+    facts: frozenset[str] = frozenset()  # what else rules may ask for with `when`, such as "qkv_bias"
 
     @property
     def q_rows(self) -> int:
@@ -47,8 +52,12 @@ class Dims:
         return self.q_rows + 2 * self.kv_rows
 
     @property
-    def glu_rows(self) -> int:
-        return 2 * self.ffn
+    def homogeneous(self) -> bool:
+        """Whether all layers hold the same tensors; megatron-core stacks them only then."""
+        return not self.experts or not self.dense_layers
+
+    def is_moe(self, layer: int) -> bool:
+        return self.experts > 0 and layer not in self.dense_layers
 
     def shape(self, words: str) -> tuple[int, ...]:
         """The sizes that `words` name: "ffn hidden" is (ffn, hidden)."""
@@ -59,7 +68,8 @@ class Dims:
 class Rule(ABC):
     """One row of a mapping table: how some Hub tensors and one Megatron tensor become each other.
 
-    `when` names a condition on the dims ("tied", "untied") under which the row holds.
+    `when` lists the conditions under which the row holds: "tied", "moe" and "dense" (of the layer), or one of
+    `Dims.facts`; "!" before a word means that it must not be so.
     """
 
     megatron: str
@@ -101,8 +111,16 @@ class Rule(ABC):
             if length % tp:
                 raise DlmBridgeError(f"--tp {tp} does not divide {length}, the size that it splits in {self.megatron}")
 
-    def holds(self, dims: Dims) -> bool:
-        return {"": True, "tied": dims.tied, "untied": not dims.tied}[self.when]
+    def holds(self, dims: Dims, layer: int | None = None) -> bool:
+        return holds(self.when, dims, layer)
+
+
+def holds(when: str, dims: Dims, layer: int | None = None) -> bool:
+    """Whether every condition of `when` is met by a model, or by one of its layers."""
+    facts = set(dims.facts) | ({"tied"} if dims.tied else set())
+    if layer is not None:
+        facts.add("moe" if dims.is_moe(layer) else "dense")
+    return all((word[1:] not in facts) if word.startswith("!") else (word in facts) for word in when.split())
 
 
 @dataclass(frozen=True)
@@ -190,10 +208,14 @@ class QKV(Rule):
 
 @dataclass(frozen=True)
 class GatedMLP(Rule):
-    """SwiGLU's gate and up projections: [all gate rows, all up rows], each split over ranks on its own."""
+    """SwiGLU's gate and up projections: [all gate rows, all up rows], each split over ranks on its own.
+
+    `width` is the word of `Dims` for the rows of one: "ffn", "moe_ffn" or "shared_ffn".
+    """
 
     gate: str = ""
     up: str = ""
+    width: str = "ffn"
     tp_axis: ClassVar[int | None] = 0
 
     @property
@@ -201,19 +223,22 @@ class GatedMLP(Rule):
         return (self.gate, self.up)
 
     def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
-        return (dims.shape("ffn hidden"),) * 2
+        return (dims.shape(f"{self.width} hidden"),) * 2
 
     def megatron_shape(self, dims: Dims) -> tuple[int, ...]:
-        return dims.shape("glu_rows hidden")
+        return (2 * self._rows(dims), dims.hidden)
+
+    def _rows(self, dims: Dims) -> int:
+        return dims.shape(self.width)[0]
 
     def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
         return torch.cat(list(tensors), dim=0)
 
     def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
-        return tensor.split(dims.ffn, dim=0)
+        return tensor.split(self._rows(dims), dim=0)
 
     def segments(self, dims: Dims) -> tuple[int, ...]:
-        return (dims.ffn, dims.ffn)
+        return (self._rows(dims),) * 2
 
 
 @dataclass(frozen=True)
@@ -238,12 +263,23 @@ class Link:
 
     @cached_property
     def megatron_key(self) -> str:
-        """The `torch_dist` key, in which layers are stacked: "decoder.layers.mlp.linear_fc2.weight"."""
-        return self.rule.megatron.replace("{layer}.", "").replace("{expert}.", "")
+        """The `torch_dist` key, without the axes that it stacks: "decoder.layers.mlp.linear_fc2.weight"."""
+        key = self.rule.megatron.replace("{expert}.", "")
+        return key.replace("{layer}.", "" if self.dims.homogeneous else f"{self.layer}.")
+
+    @cached_property
+    def stack(self) -> tuple[tuple[int, int], ...]:
+        """(index, size) on each leading axis that the `torch_dist` tensor has before this slice's own: layer, expert."""
+        axes = []
+        if self.layer is not None and self.dims.homogeneous:
+            axes.append((self.layer, self.dims.layers))
+        if self.expert is not None:
+            axes.append((self.expert, self.dims.experts))
+        return tuple(axes)
 
     @cached_property
     def megatron_name(self) -> str:
-        """The name with the global layer number in it: "decoder.layers.3.mlp.linear_fc2.weight"."""
+        """The name with the global layer (and expert) number in it: "decoder.layers.3.mlp.linear_fc2.weight"."""
         return self._fill(self.rule.megatron)
 
     @cached_property
@@ -302,11 +338,14 @@ class Mapping:
 
     def links(self, dims: Dims) -> Iterator[Link]:
         """Every link of a model, layer by layer after the tensors that belong to none."""
-        rules = [rule for rule in self.rules if rule.holds(dims)]
-        yield from (Link(rule, dims) for rule in rules if "{layer}" not in rule.megatron)
+        in_layers = [rule for rule in self.rules if "{layer}" in rule.megatron]
+        yield from (Link(rule, dims) for rule in self.rules if rule not in in_layers and rule.holds(dims))
         for layer in range(dims.layers):
-            yield from (Link(rule, dims, layer) for rule in rules if "{layer}" in rule.megatron)
+            for rule in in_layers:
+                if rule.holds(dims, layer):
+                    experts: Iterable[int | None] = range(dims.experts) if "{expert}" in rule.megatron else (None,)
+                    yield from (Link(rule, dims, layer, expert) for expert in experts)
 
     def carried_names(self, dims: Dims) -> dict[str, Carried]:
         """Hub names that may be present and are carried beside the Megatron checkpoint."""
-        return {c.name: c for c in self.carried if {"": True, "tied": dims.tied, "untied": not dims.tied}[c.when]}
+        return {carried.name: carried for carried in self.carried if holds(carried.when, dims)}

@@ -83,7 +83,7 @@ MAPPING = Mapping(
     rules=(
         Vocabulary("embedding.word_embeddings.weight", name=ROOT + "wte.weight", shape="vocab hidden"),
         Direct("decoder.final_layernorm.weight", name=ROOT + "ln_f.weight", shape="hidden"),
-        Vocabulary("output_layer.weight", when="untied", name=ROOT + "ff_out.weight", shape="vocab hidden"),
+        Vocabulary("output_layer.weight", when="!tied", name=ROOT + "ff_out.weight", shape="vocab hidden"),
         Direct(LAYER + "self_attention.linear_qkv.layer_norm_weight", name=BLOCK + "attn_norm.weight", shape="hidden"),
         QKV(
             LAYER + "self_attention.linear_qkv.weight",
