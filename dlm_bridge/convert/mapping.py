@@ -269,7 +269,7 @@ class Link:
 
     @cached_property
     def stack(self) -> tuple[tuple[int, int], ...]:
-        """(index, size) on each leading axis that the `torch_dist` tensor has before this slice's own: layer, expert."""
+        """(index, size) on each axis that the `torch_dist` tensor has before this slice's own: layer, expert."""
         axes = []
         if self.layer is not None and self.dims.homogeneous:
             axes.append((self.layer, self.dims.layers))
