@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-from dataclasses import fields
 from functools import cache
 from typing import Any, ClassVar
 
@@ -13,10 +11,17 @@ from transformers import PreTrainedConfig
 from dlm_bridge.models import find_family
 from dlm_bridge.models.spec import FamilySpec
 
+# Set on an instance while it is used; facts of the class or of the process, not of the checkpoint.
+RUNTIME_KEYS = ("is_causal", "name_or_path")
+
 
 class HubConfig(PreTrainedConfig):
     """Keeps the source's keys through `save_pretrained`: transformers 5 renames `torch_dtype`, moves `rope_theta` into
-    `rope_parameters` and drops keys that equal its own defaults, and the original remote code then fails."""
+    `rope_parameters` and drops keys that equal its own defaults, and the original remote code then fails.
+
+    What is written is the source, with what has changed since it was loaded. Stands before a stock configuration
+    class (`class SDARConfig(HubConfig, Qwen3Config)`) or alone.
+    """
 
     family: ClassVar[FamilySpec]
 
@@ -27,14 +32,14 @@ class HubConfig(PreTrainedConfig):
         # Saved by transformers with an empty list or nothing: there is nothing to dispatch on, and the class is known.
         if config_dict.get("architectures"):
             where = f"{kwargs.get('name_or_path') or config_dict.get('_name_or_path') or 'config.json'}"
-            spec = find_family(config_dict, where=where)
-            config_class = spec.load("config_class")
+            config_class = find_family(config_dict, where=where).load("config_class")
             if config_class is not cls:
                 return config_class.from_dict(config_dict, **kwargs)
         source = copy.deepcopy(config_dict)
+        loaded = super().from_dict(copy.deepcopy(config_dict))._plain()
         result = super().from_dict(config_dict, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
-        config._source = source
+        config._source, config._loaded = source, loaded
         return result
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -45,51 +50,41 @@ class HubConfig(PreTrainedConfig):
         register_models(self.family)
 
     def to_dict(self) -> dict[str, Any]:
-        return self._as_on_the_hub(super().to_dict())
+        """The Hub's keys and values."""
+        now = self._plain()
+        source, loaded = self.__dict__.get("_source"), self.__dict__.get("_loaded", {})
+        if source is None:
+            defaults = _transformers_defaults()
+            written = {key: value for key, value in now.items() if key not in defaults or value != defaults[key]}
+            return _with_hub_names(written, {})
+        changed = {key: value for key, value in now.items() if key not in loaded or value != loaded[key]}
+        kept = {key: value for key, value in copy.deepcopy(source).items() if not key.startswith("_")}
+        return kept | _with_hub_names(changed, source)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What goes to config.json: the same, since `to_dict` has no key that only transformers knows."""
         return self.to_dict()
 
-    def _as_on_the_hub(self, written: dict[str, Any]) -> dict[str, Any]:
-        source: dict[str, Any] | None = written.pop("_source", None)
-        known = source or {}
-        rope = written.pop("rope_parameters", None)
-        if rope:
-            written["rope_theta"] = rope["rope_theta"]
-        # The original code, vLLM and SGLang read `torch_dtype`.
-        if "dtype" in written and "dtype" not in known:
-            written["torch_dtype"] = written.pop("dtype")
-        # A default that the source did not spell out stays unsaid: all of them where there is a source, else those
-        # that are transformers' own.
-        defaults = _transformers_defaults() if source is None else self._defaults()
-        for key in [key for key in written if key not in known and key in defaults]:
-            if written[key] == defaults[key]:
-                del written[key]
-        written.pop("_name_or_path", None)
-        if "is_causal" not in known:  # a fact of the class that transformers copies to the instance
-            written.pop("is_causal", None)
-        for key, value in known.items():
-            if key == "transformers_version" or (key == "torch_dtype" and key not in written):
-                written[key] = value
-            elif key not in written and not key.startswith("_"):
-                current = getattr(self, key, value)
-                written[key] = value if _unchanged(current, value) else current
-        return written
+    def _plain(self) -> dict[str, Any]:
+        """transformers' own view, without what is not of the checkpoint."""
+        view = super().to_dict()
+        return {key: value for key, value in view.items() if not key.startswith("_") and key not in RUNTIME_KEYS}
 
-    @classmethod
-    def _defaults(cls) -> dict[str, Any]:
-        own = {f.name: f.default for f in fields(cls)}
-        return {**own, **_transformers_defaults()}
+
+def _with_hub_names(values: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
+    """Values under the source's names; where it has none, under those that the original code, vLLM and SGLang read."""
+    if "dtype" in values and "dtype" not in source:
+        values["torch_dtype"] = values.pop("dtype")
+    if values.get("rope_parameters") and "rope_parameters" not in source:
+        rope = dict(values.pop("rope_parameters"))
+        values["rope_theta"] = rope.pop("rope_theta")
+        if rope.get("rope_type", "default") != "default":
+            values["rope_scaling"] = rope
+    return values
 
 
 @cache
 def _transformers_defaults() -> dict[str, Any]:
-    return {**PreTrainedConfig().to_dict(), "torch_dtype": None, "transformers_version": None}
-
-
-def _unchanged(current: Any, value: Any) -> bool:
-    """Whether an attribute still means what the source said, also where transformers has made an object of it."""
-    if isinstance(current, float) and isinstance(value, float) and math.isnan(current) and math.isnan(value):
-        return True
-    return bool(current == value) or not isinstance(current, str | int | float | bool | list | dict | type(None))
+    defaults = PreTrainedConfig().to_dict()
+    del defaults["transformers_version"]
+    return defaults
