@@ -27,7 +27,7 @@ class DiffusionGenerateOutput(ModelOutput):
     """
 
     sequences: torch.Tensor | None = None
-    forwards: int = 0
+    forwards: int | None = None
 
 
 # Not inference_mode: its tensors cannot be saved for a backward pass, and what is sampled is often trained on.

@@ -1,0 +1,113 @@
+"""Ragged batches: every row is what it would be alone, and the model sees neither padding nor its positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from dlm_bridge.generation import generate
+from tests.generation import published
+from tests.generation.conftest import EOS, MASK, load, prompts
+from tests.generation.scripted import Scripted
+
+LENGTHS = (6, 3, 9, 1, 9)
+
+
+def ragged(side: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Rows of LENGTHS, the padded batch and its mask. Padding is whatever token, even the mask token."""
+    rows = [prompts(1, length, seed=number) for number, length in enumerate(LENGTHS)]
+    ids = torch.full((len(rows), 9), MASK)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        columns = slice(9 - row.shape[1], 9) if side == "left" else slice(0, row.shape[1])
+        ids[number, columns], mask[number, columns] = row[0], 1
+    return rows, ids, mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "more", [{}, {"cfg_scale": 1.0}, {"seed": 3, "temperature": 0.8}, {"seed": 3, "remasking": "random"}]
+)
+def test_a_row_in_a_ragged_batch_equals_the_row_alone(model: Any, side: str, more: dict[str, Any]) -> None:
+    rows, ids, mask = ragged(side)
+    arguments = {"gen_length": 16, "block_length": 8, "steps": 8, "eos_token_id": None, **more}
+    output = model.generate(ids, attention_mask=mask, **arguments)
+    assert output.shape == (5, 25)
+    for row, together in zip(rows, output, strict=True):
+        alone = model.generate(row, **arguments)[0]
+        assert torch.equal(together[9 - row.shape[1] :], alone)  # prompts come back padded on the left
+    if not more:
+        expected = published.sample(model, rows[0], mask=MASK, gen_length=16, block_length=8, steps=8)
+        assert torch.equal(output[0, 3:], expected[0])
+
+
+def test_the_model_gets_a_mask_and_positions_per_row() -> None:
+    model = Scripted(torch.zeros(6, 4))
+    ids = torch.tensor([[1, 1, 1, 1], [2, 2, 0, 0]])
+    mask = torch.tensor([[True] * 4, [True, True, False, False]])
+    output = generate(model, ids, attention_mask=mask, gen_length=2, cfg_scale=1.0, eos_token_id=None)
+    assert isinstance(output, torch.Tensor)
+    assert output[:, :4].tolist() == [[1, 1, 1, 1], [0, 0, 2, 2]]
+    call = model.calls[0]
+    mask_rows, position_rows = [[1] * 6, [0, 0, 1, 1, 1, 1]], [[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]]
+    assert call["attention_mask"].tolist() == mask_rows * 2  # once with the prompt, once without
+    assert call["position_ids"].tolist() == position_rows * 2
+    assert (call["input_ids"][2:] == 3).all()
+
+
+def test_without_padding_no_mask_is_passed() -> None:
+    model = Scripted(torch.zeros(4, 4))
+    generate(model, torch.tensor([[1, 2]]), attention_mask=torch.ones(1, 2), gen_length=2, eos_token_id=None)
+    assert model.calls[0]["attention_mask"] is None
+    assert model.calls[0]["position_ids"] is None
+
+
+def test_the_input_is_not_changed_and_both_names_work(model: Any) -> None:
+    ids = prompts(2, 5)
+    before = ids.clone()
+    first = model.generate(inputs=ids, gen_length=8)
+    second = model.generate(input_ids=ids.int(), gen_length=8)
+    assert torch.equal(first, second)
+    assert torch.equal(ids, before)
+    assert torch.equal(first[:, :5], ids)
+    assert first.dtype == torch.long
+
+
+def test_the_mode_is_left_alone_and_the_tokens_can_be_trained_on(model: Any) -> None:
+    model.train()
+    output = model.generate(prompts(1, 4), gen_length=8, eos_token_id=None)
+    assert model.training
+    model(output).logits.sum().backward()
+    assert model.lm_head.weight.grad is not None
+    model.zero_grad()
+    model.eval()
+
+
+def test_a_peft_model_samples_with_its_adapter(folder: Path) -> None:
+    model = get_peft_model(load(folder), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    arguments = {"gen_length": 16, "block_length": 8, "eos_token_id": None}
+    plain = model.generate(input_ids=prompts(2, 5), **arguments)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    tuned = model.generate(input_ids=prompts(2, 5), **arguments)
+    assert not torch.equal(plain, tuned)
+    assert torch.equal(generate(model, prompts(2, 5), **arguments), tuned)
+    with model.disable_adapter():
+        assert torch.equal(model.generate(input_ids=prompts(2, 5), **arguments), plain)
+    assert torch.equal(model.merge_and_unload().generate(prompts(2, 5), **arguments), tuned)
+
+
+def test_a_dispatched_model_samples(model: Any, folder: Path, tmp_path: Path) -> None:
+    devices = {"model.embed_tokens": "disk", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    dispatched = type(model).from_pretrained(
+        folder, device_map=devices | {"lm_head": "disk"}, offload_folder=tmp_path / "offload"
+    )
+    assert dispatched.get_input_embeddings().weight.device.type == "meta"
+    undispatched = type(model).from_pretrained(folder)
+    ids = prompts(2, 5).clamp(max=EOS - 1)
+    assert torch.equal(dispatched.generate(ids, gen_length=8), undispatched.generate(ids, gen_length=8))

@@ -1,0 +1,245 @@
+"""Settings: which source wins, what is saved with a checkpoint, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation import DiffusionGenerationConfig, generate
+from dlm_bridge.generation.settings import resolve
+from tests.checkpoints import write_llada
+from tests.generation.conftest import EOS, MASK, load, prompts
+
+
+def settings(model: Any, config: GenerationConfig | None = None, **keywords: Any) -> Any:
+    return resolve(model, config, keywords, prompt_width=4)
+
+
+def with_stored(model: Any, **stored: Any) -> Any:
+    changed = copy.copy(model)
+    changed.generation_config = DiffusionGenerationConfig(**stored)
+    return changed
+
+
+def test_the_family_s_defaults(model: Any) -> None:
+    found = settings(model)
+    assert (found.gen_length, found.block_length, found.steps) == (128, 128, 128)
+    assert (found.temperature, found.cfg_scale, found.remasking) == (0.0, 0.0, "low_confidence")
+    assert (found.eos_token_ids, found.pad_token_id, found.mask_token_id) == ((EOS,), EOS, MASK)
+
+
+def test_short_lengths_shrink_the_family_s_block_but_not_a_named_one(model: Any) -> None:
+    found = settings(model, gen_length=48)
+    assert (found.block_length, found.steps) == (48, 48)
+    assert settings(model, max_new_tokens=48, block_length=16).block_length == 16
+    with pytest.raises(DlmBridgeError, match="not a multiple of block_length 128"):
+        settings(model, gen_length=48, block_length=128)
+
+
+def test_keyword_over_given_over_stored_over_family(model: Any) -> None:
+    model = with_stored(model, steps=8, gen_length=64, temperature=0.5, eos_token_id=3)
+    given = DiffusionGenerationConfig(steps=16, cfg_scale=1.0)
+    found = settings(model, given, steps=32)
+    assert (found.steps, found.gen_length, found.cfg_scale, found.temperature) == (32, 64, 1.0, 0.5)
+    assert found.eos_token_ids == (3,)
+    assert settings(model, given).steps == 16
+    assert settings(model).steps == 8
+    assert settings(model, max_new_tokens=32).gen_length == 32  # the other name of what is stored
+    assert settings(model, temperature=0.0).temperature == 0.0
+    assert settings(model, steps=None, temperature=None).temperature == 0.5  # None: not given
+
+
+def test_a_config_that_nobody_set_a_temperature_in_is_greedy(model: Any) -> None:
+    assert settings(model, GenerationConfig(max_new_tokens=32)).temperature == 0.0
+    assert settings(model, GenerationConfig(temperature=1.0)).temperature == 1.0
+
+
+def test_a_keyword_of_none_or_an_explicit_none_turns_stopping_off(model: Any) -> None:
+    assert settings(model, eos_token_id=None).eos_token_ids == ()
+    assert settings(model, eos_token_id=[]).eos_token_ids == ()
+    assert settings(model, DiffusionGenerationConfig(eos_token_id=None)).eos_token_ids == ()
+    assert settings(model, DiffusionGenerationConfig()).eos_token_ids == (EOS,)
+    assert settings(model, GenerationConfig()).eos_token_ids == (EOS,)
+    stored = with_stored(model)
+    assert settings(stored).eos_token_ids == (EOS,)  # the model's config still names it
+    stored.generation_config.eos_token_id = None
+    assert settings(stored).eos_token_ids == ()
+    assert settings(stored, eos_token_id=torch.tensor([5, 6])).eos_token_ids == (5, 6)
+
+
+def test_transformers_own_words(model: Any) -> None:
+    assert settings(model, max_length=36).gen_length == 32
+    assert settings(model, max_length=36, max_new_tokens=16).gen_length == 16
+    assert settings(model, do_sample=True).temperature == 1.0
+    assert settings(model, do_sample=True, temperature=0.3).temperature == 0.3
+    hot = with_stored(model, temperature=0.6)
+    assert settings(hot, do_sample=True).temperature == 0.6
+    assert settings(hot, do_sample=False).temperature == 0.0
+    harmless = {"use_cache": True, "num_beams": 1, "top_p": 1.0, "streamer": None, "logits_processor": [], "top_k": 50}
+    assert settings(model, **harmless) == settings(model)
+    assert settings(with_stored(model, do_sample=True, top_p=0.9), top_p=None).temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"gen_length": 100, "block_length": 32}, "use gen_length 96 or 128, or block_length 25"),
+        ({"gen_length": 200}, "gen_length 200 is not a multiple of block_length 128: use gen_length 128 or 256"),
+        ({"gen_length": 96, "block_length": 32, "steps": 100}, r"the 3 blocks .*: use steps 99 or 102"),
+        ({"gen_length": 96, "block_length": 32, "steps": 2}, "use steps 3 or more"),
+        ({"gen_length": 32, "max_new_tokens": 64}, "gen_length 32 and max_new_tokens 64 are the same setting"),
+        ({"gen_length": 0}, r"gen_length \(max_new_tokens\) must be a whole number above 0, not 0"),
+        ({"steps": 2.5}, "steps must be a whole number above 0, not 2.5"),
+        ({"block_length": True}, "block_length must be a whole number above 0, not True"),
+        ({"temperature": -0.1}, "temperature must be a number, 0 or above, not -0.1"),
+        ({"temperature": float("nan")}, "temperature must be a number"),
+        ({"cfg_scale": -1}, "cfg_scale must be a number, 0 or above, not -1"),
+        ({"remasking": "entropy"}, "unknown remasking 'entropy': known are low_confidence, random"),
+        ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, not 'x'"),
+        ({"seed": "x"}, "seed must be a whole number, not 'x'"),
+        ({"mask_token_id": 128}, "mask_token_id 128 is outside the vocabulary of 128"),
+        ({"pad_token_id": MASK}, "pad_token_id 127 is the mask token"),
+        ({"stepz": 3}, r"does not know 'stepz' \(keyword argument\): did you mean steps\?"),
+        ({"zzz": 3}, r"does not know 'zzz' .*: known are gen_length, temperature, steps"),
+        ({"num_beams": 4}, r"has no num_beams \(keyword argument: 4\): leave it out"),
+        ({"top_p": 0.9, "temperature": 1.0}, "has no top_p"),
+        ({"repetition_penalty": 1.2}, "has no repetition_penalty"),
+        ({"streamer": object()}, "has no streamer"),
+        ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature 0.7"),
+        ({"max_length": 4}, "max_length 4 .* leaves no room after a prompt of 4 tokens"),
+    ],
+)
+def test_refused_settings(model: Any, keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=message) as error:
+        model.generate(prompts(1, 4), **keywords)
+    assert "\n" not in str(error.value)
+
+
+def test_refused_sources(model: Any) -> None:
+    with pytest.raises(DlmBridgeError, match=r"does not know 'stepz' \(generation_config\)"):
+        settings(model, GenerationConfig(stepz=3))
+    with pytest.raises(DlmBridgeError, match="generation_config must be a DiffusionGenerationConfig, not dict"):
+        settings(model, {"steps": 3})  # type: ignore[arg-type]
+    with pytest.raises(DlmBridgeError, match=r"has no top_p \(the model's generation_config: 0.9\): pass top_p=None"):
+        settings(with_stored(model, top_p=0.9), temperature=1.0)
+    assert settings(with_stored(model, top_p=0.9)).temperature == 0.0  # greedy: of no account
+    with pytest.raises(DlmBridgeError, match="Linear is not a diffusion language model"):
+        generate(torch.nn.Linear(1, 1), prompts(1, 4))
+    maskless = copy.copy(model)
+    maskless.config = copy.copy(model.config)
+    maskless.config.mask_token_id = None
+    assert settings(with_stored(maskless), mask_token_id=5).mask_token_id == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "generate needs input_ids"),
+        ({"inputs": [1, 2]}, "input_ids must be a tensor, not list"),
+        ({"inputs": torch.tensor([1, 2])}, r"of shape \(2,\): add a batch axis with input_ids\[None\]"),
+        ({"inputs": torch.zeros(1, 1, 1).long()}, r"must be \[batch, length\], not of shape \(1, 1, 1\)"),
+        ({"inputs": torch.zeros(0, 4).long()}, "has no rows"),
+        ({"inputs": torch.ones(1, 4)}, "must hold integers, not torch.float32"),
+        ({"inputs": torch.ones(1, 4).long(), "input_ids": torch.ones(1, 4).long()}, "the same argument"),
+        ({"inputs": torch.tensor([[1, 2], [3, MASK]])}, "row 1 holds the mask token 127 at its token 1"),
+        ({"inputs": torch.tensor([[1, 128]])}, "row 0 holds token 128, outside the vocabulary of 128"),
+        ({"inputs": torch.tensor([[-1, 2]])}, "row 0 holds token -1"),
+        (
+            {"inputs": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 3)},
+            r"shape \(1, 3\), input_ids \(1, 4\)",
+        ),
+        ({"inputs": torch.ones(1, 4).long(), "attention_mask": [1]}, "attention_mask must be a tensor, not list"),
+        (
+            {"inputs": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 0, 1]])},
+            "padding between its tokens",
+        ),
+        ({"inputs": torch.ones(1, 2).long(), "attention_mask": torch.tensor([[1, 2]])}, "other values than 0 and 1"),
+        (
+            {"inputs": torch.ones(1, 200).long()},
+            "a prompt of 200 tokens and gen_length 128 make 328, beyond the model's context of 256: use gen_length 56",
+        ),
+        ({"inputs": torch.ones(1, 256).long()}, "shorten the prompt by at least 1"),
+    ],
+)
+def test_refused_inputs(model: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=message) as error:
+        model.generate(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_padding_does_not_count_towards_the_context(model: Any) -> None:
+    ids, mask = torch.ones(1, 300).long(), torch.zeros(1, 300)
+    mask[:, -4:] = 1
+    assert model.generate(ids, attention_mask=mask, gen_length=8, eos_token_id=None).shape == (1, 308)
+    assert model.generate(torch.ones(1, 248).long(), gen_length=8, eos_token_id=None).shape == (1, 256)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"gen_length": 9, "block_length": 2}, {"remasking": "x"}])
+def test_a_config_is_checked_when_it_is_made(bad: dict[str, Any]) -> None:
+    with pytest.raises(DlmBridgeError):
+        DiffusionGenerationConfig(**bad)
+
+
+def test_a_config_survives_its_file(tmp_path: Path) -> None:
+    config = DiffusionGenerationConfig(
+        steps=16, gen_length=32, block_length=8, temperature=0.7, cfg_scale=0.5, remasking="random",
+        eos_token_id=[3, 4], pad_token_id=5, mask_token_id=6, seed=7,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "generation_config.json").read_text())
+    assert stored["max_new_tokens"] == 32
+    loaded = DiffusionGenerationConfig.from_pretrained(tmp_path)
+    assert loaded == config
+    assert (loaded.gen_length, loaded.temperature, loaded.seed) == (32, 0.7, 7)
+    plain = GenerationConfig.from_pretrained(tmp_path)  # what transformers itself reads
+    assert DiffusionGenerationConfig.from_config(plain) == config
+
+    off = DiffusionGenerationConfig(eos_token_id=None)
+    off.save_pretrained(tmp_path)
+    assert DiffusionGenerationConfig.from_pretrained(tmp_path).eos_token_id == []
+    DiffusionGenerationConfig().save_pretrained(tmp_path)
+    assert set(json.loads((tmp_path / "generation_config.json").read_text())) == {"transformers_version"}
+
+
+def test_settings_travel_with_the_model(folder: Path, tmp_path: Path) -> None:
+    model = load(folder)
+    assert isinstance(model.generation_config, DiffusionGenerationConfig)
+    assert model.generation_config.eos_token_id == EOS  # from the Hub's generation_config.json
+    model.generation_config.gen_length = 16
+    model.generation_config.update(steps=8, temperature=0.5, remasking="random")
+    model.save_pretrained(tmp_path / "changed")
+    changed = type(model).from_pretrained(tmp_path / "changed")
+    assert changed.generation_config == model.generation_config
+    found = settings(changed)
+    assert (found.gen_length, found.steps, found.temperature, found.remasking) == (16, 8, 0.5, "random")
+    given = type(model).from_pretrained(folder, generation_config=GenerationConfig(max_new_tokens=8))
+    assert settings(given).gen_length == 8
+    assert settings(given).eos_token_ids == (EOS,)
+
+
+def test_the_hub_s_own_settings_are_respected_and_kept(tmp_path: Path) -> None:
+    folder = write_llada(tmp_path / "hub", n_layers=1)
+    hub = {"eos_token_id": [7, 8], "pad_token_id": 9, "temperature": 0.2, "gen_length": 64, "some_tool": "x"}
+    (folder / "generation_config.json").write_text(json.dumps(hub))
+    model = load(folder)
+    found = settings(model)
+    assert (found.eos_token_ids, found.pad_token_id, found.temperature, found.gen_length) == ((7, 8), 9, 0.2, 64)
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    del saved["transformers_version"]
+    assert saved == {
+        "eos_token_id": [7, 8],
+        "pad_token_id": 9,
+        "temperature": 0.2,
+        "max_new_tokens": 64,
+        "some_tool": "x",
+    }
+    (folder / "generation_config.json").unlink()
+    assert settings(load(folder)).eos_token_ids == (EOS,)  # config.json's
