@@ -87,7 +87,7 @@ class _AfterImport:
         finally:
             self._busy.discard(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, _ACTIONS[fullname])
+            spec.loader = _Loader(spec.loader, _ACTIONS[fullname])  # type: ignore[assignment]
         return spec
 
 

@@ -17,6 +17,7 @@ from transformers.utils.hub import cached_file
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig, generate
+from dlm_bridge.models.masks import block_causal_mask, for_kernel, positions_of
 from dlm_bridge.models.spec import FamilySpec
 
 logger = logging.get_logger(__name__)
@@ -27,7 +28,9 @@ def register_renames(model_class: type[PreTrainedModel], renames: tuple[tuple[st
 
     Registered by class name, since families share model types. `renames` are (Hub pattern, name in the body).
     """
-    transforms = [WeightRenaming(source_patterns=source, target_patterns=target) for source, target in renames]
+    transforms: list[Any] = [
+        WeightRenaming(source_patterns=source, target_patterns=target) for source, target in renames
+    ]
     register_checkpoint_conversion_mapping(model_class.__name__, transforms, overwrite=True)
 
 
@@ -49,6 +52,14 @@ class DiffusionLM:
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
         _assert_all_loaded(info, pretrained_model_name_or_path)
         return (model, info) if wants_info else model
+
+    def post_init(self) -> None:
+        """As in transformers; attention layers learn here that they are not causal."""
+        if self.family.topology != "causal":
+            for module in self.modules():  # type: ignore[attr-defined]
+                if getattr(module, "is_causal", False):
+                    module.is_causal = False
+        super().post_init()  # type: ignore[misc]
 
     @can_return_tuple
     def forward(
@@ -81,18 +92,22 @@ class DiffusionLM:
             DlmBridgeError: `labels` without `generator`; a cache, which a bidirectional model cannot use.
         """
         if past_key_values is not None or use_cache:
-            raise DlmBridgeError(
-                f"{type(self).__name__} attends in both directions and has no key/value cache: "
-                "drop past_key_values and use_cache"
-            )
-        attention_mask = self._attention_mask(attention_mask, attention_bias)
+            raise DlmBridgeError(f"{type(self).__name__} keeps no key/value cache: drop past_key_values and use_cache")
+        if attention_bias is not None:
+            if attention_mask is not None:
+                raise DlmBridgeError("pass attention_mask or attention_bias, not both")
+            attention_mask = attention_bias
         if labels is not None:
             kwargs["position_ids"] = position_ids
             return self._diffusion_loss(input_ids, labels, generator, attention_mask, **kwargs)
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if tokens is None:
+            raise DlmBridgeError("pass input_ids or inputs_embeds")
+        mask, positions = self._topology(tokens, attention_mask, position_ids)
         outputs = self.model(  # type: ignore[attr-defined]
             input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
+            attention_mask=mask,
+            position_ids=positions,
             inputs_embeds=inputs_embeds,
             use_cache=False,
             **kwargs,
@@ -104,31 +119,27 @@ class DiffusionLM:
             attentions=outputs.attentions,
         )
 
-    def _attention_mask(
-        self, attention_mask: torch.Tensor | None, attention_bias: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """One mask in the form that the attention kernel in use honours."""
-        if attention_bias is not None:
-            if attention_mask is not None:
-                raise DlmBridgeError("pass attention_mask or attention_bias, not both")
-            attention_mask = attention_bias
-        if attention_mask is None or attention_mask.dim() == 2:
-            return attention_mask
-        if attention_mask.dim() != 4:
+    def _topology(
+        self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The family's attention mask and position ids. A 4-D mask is the caller's own topology and is kept.
+
+        For a bidirectional or causal body transformers makes the mask itself, out of `config.is_causal`.
+        """
+        if attention_mask is not None and attention_mask.dim() not in (2, 4):
             raise DlmBridgeError(f"attention_mask must have 2 or 4 dimensions, not {attention_mask.dim()}")
-        implementation = self.config._attn_implementation  # type: ignore[attr-defined]
-        if implementation not in ("eager", "sdpa"):
-            raise DlmBridgeError(
-                f"{implementation} would ignore a 4-D attention_mask: load with attn_implementation='sdpa'"
-            )
-        if attention_mask.dtype == torch.bool and implementation == "eager":
-            additive = torch.zeros(attention_mask.shape, dtype=self.dtype, device=attention_mask.device)  # type: ignore[attr-defined]
-            return additive.masked_fill_(~attention_mask, torch.finfo(additive.dtype).min)
-        if not attention_mask.is_floating_point() and attention_mask.dtype != torch.bool:
-            raise DlmBridgeError(
-                f"a 4-D attention_mask is boolean or additive floating point, not {attention_mask.dtype}"
-            )
-        return attention_mask
+        own = attention_mask is not None and attention_mask.dim() == 4
+        if not own and self.family.topology == "block_causal":
+            if position_ids is None and attention_mask is not None:
+                position_ids = positions_of(attention_mask)  # blocks are counted from a row's first real token
+            elif position_ids is None:
+                position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            attention_mask = block_causal_mask(position_ids, self.config.block_size, attention_mask)  # type: ignore[attr-defined]
+            own = True
+        if own and attention_mask is not None:
+            implementation = self.config._attn_implementation  # type: ignore[attr-defined]
+            attention_mask = for_kernel(attention_mask, implementation, self.dtype)  # type: ignore[attr-defined]
+        return attention_mask, position_ids
 
     def _diffusion_loss(
         self,

@@ -1,0 +1,42 @@
+"""Attention masks by topology, from positions alone: who may look at whom, and in the form that a kernel honours."""
+
+from __future__ import annotations
+
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+
+
+def block_causal_mask(positions_BS: torch.Tensor, block: int, real_BS: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, 1, S, S] bool: position q looks at position k where k // block <= q // block, and k is real.
+
+    Blocks are counted from position 0. A padding position looks at itself, so that no row of a softmax is empty.
+    """
+    blocks_BS = positions_BS // block
+    allowed_BSS = blocks_BS[:, None, :] <= blocks_BS[:, :, None]
+    if real_BS is not None:
+        allowed_BSS = allowed_BSS & real_BS.bool()[:, None, :]
+        allowed_BSS = allowed_BSS | torch.eye(allowed_BSS.shape[-1], dtype=torch.bool, device=allowed_BSS.device)
+    return allowed_BSS[:, None]
+
+
+def positions_of(real_BS: torch.Tensor) -> torch.Tensor:
+    """[B, S] positions that count real tokens only, so that a padded row is numbered as if it were alone."""
+    return (real_BS.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def for_kernel(mask: torch.Tensor, implementation: str, dtype: torch.dtype) -> torch.Tensor:
+    """A 4-D mask, boolean (True: may look) or additive, as the attention implementation honours it.
+
+    Raises DlmBridgeError where the implementation would ignore it.
+    """
+    if implementation not in ("eager", "sdpa"):
+        raise DlmBridgeError(
+            f"{implementation} would ignore a 4-D attention_mask: load with attn_implementation='sdpa'"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise DlmBridgeError(f"a 4-D attention_mask is boolean or additive floating point, not {mask.dtype}")
+    if mask.dtype == torch.bool and implementation == "eager":
+        additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        return additive.masked_fill_(~mask, torch.finfo(dtype).min)
+    return mask

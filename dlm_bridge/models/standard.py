@@ -1,0 +1,184 @@
+"""What the families share whose Hub tensors have transformers' Llama-like names: their table, sizes and RoPE settings.
+
+A family folder names its differences (biases, QK norm, experts, other prefixes) and its config's defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlm_bridge.convert.mapping import QKV, Carried, Dims, Direct, GatedMLP, Mapping, Rule, Vocabulary
+from dlm_bridge.errors import DlmBridgeError
+
+LAYER = "decoder.layers.{layer}."
+HUB_LAYER = "layers.{layer}."
+
+
+def standard_rules(
+    root: str = "model.", head: str = "lm_head.weight", shared: str = "shared_experts"
+) -> tuple[Rule, ...]:
+    """The whole table. Rows hold by `Dims.facts`: "qkv_bias", "qk_norm"; in layers with experts also "router_bias"
+    (a selection bias `e_score_correction_bias`) and "shared_expert"."""
+    layer = root + HUB_LAYER
+    return (
+        Vocabulary("embedding.word_embeddings.weight", name=root + "embed_tokens.weight", shape="vocab hidden"),
+        Direct("decoder.final_layernorm.weight", name=root + "norm.weight", shape="hidden"),
+        Vocabulary("output_layer.weight", when="!tied", name=head, shape="vocab hidden"),
+        *attention_rules(layer),
+        *dense_rules(layer),
+        *expert_rules(layer + "mlp.", layer + "post_attention_layernorm.weight", shared),
+    )
+
+
+def attention_rules(layer: str) -> tuple[Rule, ...]:
+    """Norm, fused and interleaved QKV (with bias by "qkv_bias"), per-head QK norm (by "qk_norm"), output projection."""
+    attention = layer + "self_attn."
+    megatron = LAYER + "self_attention."
+    return (
+        Direct(megatron + "linear_qkv.layer_norm_weight", name=layer + "input_layernorm.weight", shape="hidden"),
+        QKV(
+            megatron + "linear_qkv.weight",
+            q=attention + "q_proj.weight",
+            k=attention + "k_proj.weight",
+            v=attention + "v_proj.weight",
+        ),
+        QKV(
+            megatron + "linear_qkv.bias",
+            when="qkv_bias",
+            q=attention + "q_proj.bias",
+            k=attention + "k_proj.bias",
+            v=attention + "v_proj.bias",
+            bias=True,
+        ),
+        Direct(megatron + "q_layernorm.weight", when="qk_norm", name=attention + "q_norm.weight", shape="head_dim"),
+        Direct(megatron + "k_layernorm.weight", when="qk_norm", name=attention + "k_norm.weight", shape="head_dim"),
+        Direct(megatron + "linear_proj.weight", name=attention + "o_proj.weight", shape="hidden q_rows", axis=1),
+    )
+
+
+def dense_rules(layer: str) -> tuple[Rule, ...]:
+    """Norm and SwiGLU of a layer without experts."""
+    mlp = layer + "mlp."
+    return (
+        Direct(
+            LAYER + "mlp.linear_fc1.layer_norm_weight",
+            when="dense",
+            name=layer + "post_attention_layernorm.weight",
+            shape="hidden",
+        ),
+        GatedMLP(
+            LAYER + "mlp.linear_fc1.weight", when="dense", gate=mlp + "gate_proj.weight", up=mlp + "up_proj.weight"
+        ),
+        Direct(
+            LAYER + "mlp.linear_fc2.weight", when="dense", name=mlp + "down_proj.weight", shape="hidden ffn", axis=1
+        ),
+    )
+
+
+def expert_rules(
+    mlp: str, norm: str, shared: str, router: str = "gate", router_bias: str = "gate.e_score_correction_bias"
+) -> tuple[Rule, ...]:
+    """Norm, router, routed and shared experts of a mixture-of-experts layer; `mlp` is the Hub prefix."""
+    expert = mlp + "experts.{expert}."
+    megatron = LAYER + "mlp."
+    return (
+        Direct(LAYER + "pre_mlp_layernorm.weight", when="moe", name=norm, shape="hidden"),
+        Direct(megatron + "router.weight", when="moe", name=f"{mlp}{router}.weight", shape="experts hidden"),
+        Direct(megatron + "router.expert_bias", when="moe router_bias", name=mlp + router_bias, shape="experts"),
+        GatedMLP(
+            megatron + "experts.experts.{expert}.linear_fc1.weight",
+            when="moe",
+            gate=expert + "gate_proj.weight",
+            up=expert + "up_proj.weight",
+            width="moe_ffn",
+        ),
+        Direct(
+            megatron + "experts.experts.{expert}.linear_fc2.weight",
+            when="moe",
+            name=expert + "down_proj.weight",
+            shape="hidden moe_ffn",
+            axis=1,
+        ),
+        GatedMLP(
+            megatron + "shared_experts.linear_fc1.weight",
+            when="moe shared_expert",
+            gate=f"{mlp}{shared}.gate_proj.weight",
+            up=f"{mlp}{shared}.up_proj.weight",
+            width="shared_ffn",
+        ),
+        Direct(
+            megatron + "shared_experts.linear_fc2.weight",
+            when="moe shared_expert",
+            name=f"{mlp}{shared}.down_proj.weight",
+            shape="hidden shared_ffn",
+            axis=1,
+        ),
+    )
+
+
+def standard_dims(config: dict[str, Any], facts: frozenset[str] = frozenset(), **more: Any) -> Dims:
+    """Sizes from transformers' key names; `config` must already hold the family's defaults. `more` are Dims fields."""
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        layers, vocab = int(config["num_hidden_layers"]), int(config["vocab_size"])
+        ffn = int(config["intermediate_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DlmBridgeError(f"config.json: a size is missing or not a number ({error})") from None
+    groups = config.get("num_key_value_heads") or heads
+    if min(hidden, heads, groups, layers, vocab) < 1 or heads % groups:
+        raise DlmBridgeError(f"config.json: num_key_value_heads {groups} does not divide num_attention_heads {heads}")
+    head_dim = config.get("head_dim")
+    if not head_dim and hidden % heads:
+        raise DlmBridgeError(f"config.json: num_attention_heads {heads} does not divide hidden_size {hidden}")
+    return Dims(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        groups=groups,
+        head_dim=head_dim or hidden // heads,
+        ffn=ffn,
+        vocab=vocab,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        facts=facts,
+        **more,
+    )
+
+
+def standard_transformer(config: dict[str, Any], facts: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """megatron-core's settings beyond the sizes, for a pre-norm RMSNorm SwiGLU decoder with plain RoPE."""
+    return {
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": "qkv_bias" in facts,
+        "qk_layernorm": "qk_norm" in facts,
+        "rotary_base": rope_theta(config),
+        "max_sequence_length": config.get("max_position_embeddings", 4096),
+    }
+
+
+def rope_theta(config: dict[str, Any], default: float = 10000.0) -> float:
+    """The rotary base, from a v4 or a v5 config. Raises DlmBridgeError for a scaled RoPE, which is never dropped."""
+    parameters = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or {}
+    for settings in (parameters, scaling):
+        kind = settings.get("rope_type", settings.get("type", "default"))
+        if kind != "default":
+            raise DlmBridgeError(f"config.json: RoPE scaling '{kind}' is not supported for this family")
+    return float(parameters.get("rope_theta", config.get("rope_theta", default)))
+
+
+def dense_mapping(defaults: dict[str, Any], facts: frozenset[str] = frozenset()) -> Mapping:
+    """The mapping of a dense family under transformers' names. `defaults` are its configuration class's."""
+
+    def dims(config: dict[str, Any]) -> Dims:
+        return standard_dims({**defaults, **config}, facts)
+
+    def transformer(config: dict[str, Any]) -> dict[str, Any]:
+        return standard_transformer({**defaults, **config}, facts)
+
+    return Mapping(rules=standard_rules(), dims=dims, transformer=transformer, carried=TIED_HEAD)
+
+
+TIED_HEAD = (Carried("lm_head.weight", when="tied", copy_of="model.embed_tokens.weight"),)
