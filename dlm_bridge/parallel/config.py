@@ -36,8 +36,8 @@ def model_config(
     that megatron-core does not know.
     """
     layout.check(dims)
-    if layout.ep > 1 or layout.etp is not None:
-        raise DlmBridgeError(f"ep {layout.ep}, etp {layout.etp}: this model has no experts, leave both out")
+    if dims.experts:
+        raise DlmBridgeError("the Megatron engine builds dense models only: this one has experts")
     described = mapping.transformer(config)
     model = {name: described.pop(name) for name in MODEL_ARGUMENTS}
     arguments = {
@@ -58,6 +58,7 @@ def model_config(
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vp if layout.vp > 1 else None,
+        "cuda_graph_scope": [],  # the whole layer; megatron-core's own default warns that it is deprecated
         "pipeline_model_parallel_layout": _pipeline(layout, dims.layers),
         # Every parameter is loaded afterwards. Initialisation stays on, because with it off megatron-core leaves
         # out the attributes that its gradient norm and optimizer go by (`tensor_model_parallel`).

@@ -1,4 +1,4 @@
-"""The one door to megatron-core: every name of it that the engine uses, or one clear line where it is not installed."""
+"""The one door to megatron-core: every name that the engine uses of it, or one clear line where it is missing."""
 
 from __future__ import annotations
 

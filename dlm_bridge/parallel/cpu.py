@@ -38,7 +38,9 @@ def install() -> None:
     for name in OVERRIDES:
         owner, attribute = _locate(name)
         if not hasattr(owner, attribute):
-            raise DlmBridgeError(f"the CPU platform overrides {name}, which does not exist in this torch or megatron-core")
+            raise DlmBridgeError(
+                f"the CPU platform overrides {name}, which does not exist in this torch or megatron-core"
+            )
         found[name] = getattr(owner, attribute)
     for name, make in OVERRIDES.items():
         owner, attribute = _locate(name)
@@ -109,7 +111,7 @@ def _same_tensor(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 # Dotted name: a function from the original to what stands there on CPU.
 OVERRIDES: dict[str, Callable[[Any], Any]] = {
-    # The device of parameters, rotary frequencies, gathered tensors, pipeline buffers and the checkpoint's status flag.
+    # The device of parameters, rotary frequencies, gathered tensors, pipeline buffers and the checkpoint's status.
     "torch.cuda.current_device": _instead(_cpu_device),
     # Before point-to-point communication, in timers and in the checkpoint writer: nothing runs asynchronously.
     "torch.cuda.synchronize": _instead(_nothing),

@@ -16,8 +16,8 @@ def initialize(layout: Layout, seed: int = 1234) -> None:
     """Bring this process into the groups that `layout` asks for; ranks that are left over are data parallel.
 
     Every process calls it. Started by torchrun (or with its environment variables set) it joins the others; started
-    plainly it is a world of one. Groups that already exist are kept if they fit. `seed` seeds the random number
-    tracker that megatron-core's dropout and initialisation draw from.
+    plainly it is a world of one. Groups that already exist are kept if they fit. Where megatron-core's random number
+    tracker is not seeded yet, `seed` seeds it and, as megatron-core does, the platform's default generator.
 
     Raises DlmBridgeError where the number of processes or existing groups do not fit the layout.
     """
@@ -45,7 +45,7 @@ def destroy() -> None:
 
 def _join(chosen: platform.Platform, layout: Layout) -> None:
     """Initialise torch.distributed where nobody has."""
-    need = layout.tp * layout.pp
+    need = layout.world_size
     if dist.is_initialized():
         world = dist.get_world_size()
     else:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from dlm_bridge.convert.mapping import Link
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import parallel_state, unwrap_model
-from dlm_bridge.parallel.weights import OUTPUT, is_vocabulary, live_tensors
+from dlm_bridge.parallel.weights import OUTPUT, is_vocabulary, live_tensors, vocabulary_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,14 +29,12 @@ def stream_hf_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[str
     rank's chunks (a GPTModel or a list, wrapped for data parallelism or not). Padded vocabulary rows are left out.
     Raises DlmBridgeError where the model and the mapping do not cover each other.
     """
-    chunks = unwrap_model(list(megatron_model) if isinstance(megatron_model, Sequence | torch.nn.ModuleList) else [megatron_model])
-    gather = _Gather(live_tensors(chunks))
+    chunks = list(megatron_model) if isinstance(megatron_model, Sequence | torch.nn.ModuleList) else [megatron_model]
+    gather = _Gather(unwrap_model(chunks))
     links = list(bridge.mapping.links(bridge.dims))
     gather.check(links, tied=bridge.dims.tied)
     hub_names = set(bridge.hub_names())
-    carried = {
-        name: entry for name, entry in bridge.mapping.carried_names(bridge.dims).items() if name in hub_names
-    }
+    carried = {name: entry for name, entry in bridge.mapping.carried_names(bridge.dims).items() if name in hub_names}
     for link in links:
         for name, tensor in zip(link.hub_names, link.to_hub(gather(link)), strict=True):
             yield name, tensor.contiguous()
@@ -47,46 +46,90 @@ def stream_hf_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[str
             yield name, bridge.read(name)
 
 
+@torch.no_grad()
+def refresh_hf_model(bridge: Bridge, hf_model: PreTrainedModel, megatron_model: Any) -> None:
+    """Copy a live Megatron model's weights into `hf_model` in place, so that optimizers and tied weights keep theirs.
+
+    Collective, as `stream_hf_weights`; the Hub model keeps its own dtype and device. Raises DlmBridgeError, before
+    anything is written, where the two models do not have the same tensors.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    live = dict(hf_model.named_parameters())  # a tied weight once
+    targets: dict[str, torch.Tensor] = dict(revert_weight_conversion(hf_model, dict(live)))
+    storages = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
+    wanted = {
+        name: shape
+        for link in bridge.mapping.links(bridge.dims)
+        for name, shape in zip(link.hub_names, link.hub_shapes, strict=True)
+    }
+    for name, shape in wanted.items():
+        if name not in targets:
+            raise DlmBridgeError(f"{name}: the Hub model does not have this tensor")
+        if tuple(targets[name].shape) != shape:
+            raise DlmBridgeError(f"{name} has shape {tuple(targets[name].shape)} in the Hub model, but {shape} here")
+        if targets[name].untyped_storage().data_ptr() not in storages:
+            raise DlmBridgeError(f"{name}: the Hub model holds this tensor merged with others, which is not supported")
+    if extra := sorted(targets.keys() - wanted.keys() - bridge.mapping.carried_names(bridge.dims).keys()):
+        raise DlmBridgeError(f"{extra[0]}: the Hub model has this tensor, but the mapping does not know it")
+    for name, tensor in stream_hf_weights(bridge, megatron_model):
+        if name in wanted:
+            targets[name].copy_(tensor)
+
+
 class _Gather:
     """Gathers one link's unsharded Megatron tensor from the tensor parallel ranks of the stage that holds it, and
     hands it to all other stages."""
 
-    def __init__(self, live: dict[str, torch.Tensor]) -> None:
-        self.live = live
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self.tied = any(chunk.share_embeddings_and_output_weights for chunk in chunks)
+        self.live = live_tensors(chunks)
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.tp = parallel_state.get_tensor_model_parallel_world_size()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        described: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
-        dist.all_gather_object(
-            described, {name: tensor.dtype for name, tensor in live.items()}, group=self.pp_group
-        )
-        # A tied output layer repeats the embedding on the last stage: the first stage that has a name owns it.
-        self.owners: dict[str, int] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        for stage in reversed(range(len(described))):
-            self.owners |= dict.fromkeys(described[stage], stage)
-            self.dtypes |= described[stage]
+        described: list[Any] = [None] * self.pp_group.size()
+        mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.live.items()}
+        dist.all_gather_object(described, mine, group=self.pp_group)
+        self.owners = {name: stage for stage, names in enumerate(described) for name in names}
+        self.shapes = {name: shape for names in described for name, (shape, _) in names.items()}
+        self.dtypes = {name: dtype for names in described for name, (_, dtype) in names.items()}
 
     def check(self, links: list[Link], tied: bool) -> None:
-        """Raise DlmBridgeError unless the links cover the live model exactly, over all stages."""
-        wanted = {link.megatron_name for link in links}
-        if missing := sorted(wanted - self.owners.keys()):
+        """Raise DlmBridgeError, on every rank alike, unless the links cover the live model exactly."""
+        if tied != self.tied:
+            raise DlmBridgeError(
+                f"the live Megatron model's output layer is {'' if self.tied else 'not '}tied to its embedding, but "
+                f"the Hub config's is{'' if tied else ' not'}"
+            )
+        names = {link.megatron_name for link in links}
+        if missing := sorted(names - self.owners.keys()):
             raise DlmBridgeError(f"{missing[0]}: the live Megatron model does not have this parameter")
-        if extra := sorted(self.owners.keys() - wanted - ({OUTPUT} if tied else set())):
-            raise DlmBridgeError(f"{extra[0]}: the live Megatron model has this parameter, but the mapping does not know it")
+        # A tied output layer on the last stage repeats the embedding of the first.
+        if extra := sorted(self.owners.keys() - names - ({OUTPUT} if tied else set())):
+            raise DlmBridgeError(f"{extra[0]}: the mapping does not know this parameter of the live Megatron model")
+        for link in links:
+            wanted, found = list(link.megatron_shape), list(self.shapes[link.megatron_name])
+            if link.rule.tp_axis is not None:
+                wanted[link.rule.tp_axis] = sum(length for _, length in link.tp_slices(0, self.tp))
+            padded = is_vocabulary(link) and found[1:] == wanted[1:] and found[0] >= wanted[0]
+            if found != wanted and not padded:
+                raise DlmBridgeError(
+                    f"{link.megatron_name} has shape {tuple(found)} in the live Megatron model at tp {self.tp}, but "
+                    f"the Hub config asks for {tuple(wanted)}"
+                )
 
     def __call__(self, link: Link) -> torch.Tensor:
-        owner = self.owners[link.megatron_name]
-        device = next(iter(self.live.values())).device
-        whole = torch.empty(link.megatron_shape, dtype=self.dtypes[link.megatron_name], device=device)
-        if self.pp_rank == owner:
-            self._from_tensor_parallel(link, self.live[link.megatron_name].detach(), whole)
+        name = link.megatron_name
+        whole = torch.empty(link.megatron_shape, dtype=self.dtypes[name], device=platform.current().device())
+        if self.pp_rank == self.owners[name]:
+            self._from_tensor_parallel(link, self.live[name].detach(), whole)
         if self.pp_group.size() > 1:
-            dist.broadcast(whole, group=self.pp_group, group_src=owner)
+            dist.broadcast(whole, group=self.pp_group, group_src=self.owners[name])
         return whole
 
     def _from_tensor_parallel(self, link: Link, shard: torch.Tensor, whole: torch.Tensor) -> None:
+        """The inverse of `Link.shard`: each rank's ranges go back to their places, padding rows to none."""
         axis = link.rule.tp_axis
         if axis is None:
             whole.copy_(shard)
@@ -97,10 +140,9 @@ class _Gather:
             dist.all_gather(shards, shard.contiguous(), group=self.tp_group)
         for rank, part in enumerate(shards):
             offset = 0
-            for start, length in link.tp_slices(rank, self.tp):
+            ranges = link.tp_slices(rank, self.tp)
+            if is_vocabulary(link):
+                ranges = (vocabulary_range(link, rank, len(part)),)
+            for start, length in ranges:
                 whole.narrow(axis, start, length).copy_(part.narrow(axis, offset, length))
                 offset += length
-            if offset != part.shape[axis] and not is_vocabulary(link):
-                raise DlmBridgeError(
-                    f"{link.megatron_name}: rank {rank} holds {part.shape[axis]} rows along axis {axis}, not {offset}"
-                )

@@ -32,7 +32,9 @@ def build_megatron_model(
     `sequence_parallel=True`. Raises DlmBridgeError where the layout does not fit the model or the processes, or where
     a tensor is missing, left over, mis-shaped or of another dtype.
     """
-    config = model_config(bridge.mapping, bridge.config, bridge.dims, layout, dtype or _stored_dtype(bridge), **overrides)
+    config = model_config(
+        bridge.mapping, bridge.config, bridge.dims, layout, dtype or _stored_dtype(bridge), **overrides
+    )
     hub_names = set(bridge.hub_names())
     check_coverage(bridge.mapping, bridge.dims, hub_names)
     groups.initialize(layout)

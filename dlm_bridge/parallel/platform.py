@@ -1,4 +1,4 @@
-"""The platform that megatron-core runs on: its device and communication backend, and what it must be told about them."""
+"""The platform that megatron-core runs on: its device, its communication backend, and what prepares a process."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.mapping import Dims, Link, Mapping
+from dlm_bridge.convert.mapping import Dims, Link, Mapping, Vocabulary
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import parallel_state
 
@@ -62,9 +62,7 @@ def check_carried(mapping: Mapping, dims: Dims, hub_names: set[str], read: Calla
 
 
 @torch.no_grad()
-def load(
-    chunks: Sequence[Any], mapping: Mapping, dims: Dims, read: Callable[[str], torch.Tensor], cast: bool
-) -> None:
+def load(chunks: Sequence[Any], mapping: Mapping, dims: Dims, read: Callable[[str], torch.Tensor], cast: bool) -> None:
     """Fill this rank's chunks from `read(hub_name)`, one link at a time, reading only what the rank holds.
 
     Padded vocabulary rows become zero. `cast` allows the dtype to change. Raises DlmBridgeError where a tensor of the
@@ -78,8 +76,11 @@ def load(
         if not names:
             continue
         sources = [_checked(link, i, read(name)) for i, name in enumerate(link.hub_names)]
-        shard = link.shard(link.to_megatron(sources), rank, size)
+        whole = link.to_megatron(sources)
         for name in names:
+            shard = link.shard(whole, rank, size)
+            if is_vocabulary(link):
+                shard = whole.narrow(0, *vocabulary_range(link, rank, live[name].shape[0]))
             if name not in unset:
                 raise DlmBridgeError(f"{name}: the mapping sets this parameter twice")
             if not cast and shard.dtype != live[name].dtype:
@@ -103,7 +104,8 @@ def _places(link: Link, dims: Dims) -> tuple[str, ...]:
 def _checked(link: Link, index: int, tensor: torch.Tensor) -> torch.Tensor:
     if tuple(tensor.shape) != link.hub_shapes[index]:
         raise DlmBridgeError(
-            f"{link.hub_names[index]} has shape {tuple(tensor.shape)}, but the config asks for {link.hub_shapes[index]}"
+            f"{link.hub_names[index]} has shape {tuple(tensor.shape)}, but the config asks for "
+            f"{link.hub_shapes[index]}"
         )
     return tensor
 
@@ -114,7 +116,8 @@ def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, link: Link) -> N
     padded = is_vocabulary(link) and target.shape[1:] == shard.shape[1:] and target.shape[0] > rows
     if target.shape != shard.shape and not padded:
         raise DlmBridgeError(
-            f"{name}: the Megatron model has shape {tuple(target.shape)} here, but the layout gives {tuple(shard.shape)}"
+            f"{name}: the Megatron model has shape {tuple(target.shape)} here, but the mapping gives "
+            f"{tuple(shard.shape)}"
         )
     target.data[:rows].copy_(shard)
     target.data[rows:].zero_()
@@ -122,9 +125,15 @@ def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, link: Link) -> N
 
 def is_vocabulary(link: Link) -> bool:
     """Whether rows are tokens, which Megatron may pad."""
-    from dlm_bridge.convert.mapping import Vocabulary
-
     return isinstance(link.rule, Vocabulary)
+
+
+def vocabulary_range(link: Link, tp_rank: int, rows: int) -> tuple[int, int]:
+    """The (start, length) of the true vocabulary that a tensor parallel rank with `rows` rows holds; what is left of
+    the rows is padding, which only the last ranks have."""
+    vocab = link.megatron_shape[0]
+    start = min(tp_rank * rows, vocab)
+    return start, min(rows, vocab - start)
 
 
 def _short(dtype: torch.dtype) -> str:

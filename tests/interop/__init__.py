@@ -1,0 +1,1 @@
+"""Proof against megatron-core itself: two processes, gloo, CPU."""

@@ -1,0 +1,202 @@
+"""What two processes check: each function runs on both ranks at once, in the order of `cases.plan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import core, cpu, groups
+from dlm_bridge.parallel.handover import refresh_hf_model, stream_hf_weights
+from dlm_bridge.parallel.model import build_megatron_model
+from tests.checkpoints import llada_config, llada_tensors
+from tests.interop import engine
+from tests.interop.cases import LAYOUTS, MODELS, Files, logit_weights, tokens
+
+TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
+
+
+def _build(files: Files, model: str, layout: str, **overrides: Any) -> tuple[Bridge, list[Any]]:
+    groups.destroy()
+    bridge = Bridge.from_hf(str(files.hub(model)))
+    return bridge, build_megatron_model(bridge, LAYOUTS[layout], **overrides)
+
+
+def _reference(files: Files, model: str) -> dict[str, Any]:
+    return torch.load(files.reference(model), weights_only=True)
+
+
+def _source(model: str) -> dict[str, torch.Tensor]:
+    return llada_tensors(llada_config(**MODELS[model]), seed=1)
+
+
+def _assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def platform_is_reversible_and_refuses_other_versions(files: Files) -> None:
+    untouched = torch.cuda.current_device, torch.cuda.synchronize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "version", "0.17.0")
+        with pytest.raises(DlmBridgeError, match=r"0\.17\.0 .* made for 0\.16\.1"):
+            cpu.install()
+    assert (torch.cuda.current_device, torch.cuda.synchronize) == untouched
+    cpu.install()
+    installed = torch.cuda.current_device
+    cpu.install()
+    assert torch.cuda.current_device is installed
+    assert torch.cuda.current_device() == torch.device("cpu")
+    cpu.uninstall()
+    assert (torch.cuda.current_device, torch.cuda.synchronize) == untouched
+
+
+def one_process_without_torchrun(files: Files) -> None:
+    """Each process is a world of its own here, and leaves it again."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.delenv(name)
+        with pytest.raises(DlmBridgeError, match="needs a multiple of 4 processes, but 1 run"):
+            groups.initialize(Layout(tp=2, pp=2))
+        bridge = Bridge.from_hf(str(files.hub("gqa")))
+        chunks = build_megatron_model(bridge, Layout())
+        assert dist.get_world_size() == 1
+        logits = engine.run(chunks, tokens(128), 128)
+        torch.testing.assert_close(logits, _reference(files, "gqa")["logits"], **TOLERANCE)
+        _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), _source("gqa"))
+        groups.destroy()
+        dist.destroy_process_group()
+
+
+def built_logits_match(files: Files, model: str, layout: str, **overrides: Any) -> None:
+    vocab = llada_config(**MODELS[model])["vocab_size"]
+    _, chunks = _build(files, model, layout, **overrides)
+    logits = engine.run(chunks, tokens(vocab), vocab)
+    torch.testing.assert_close(logits, _reference(files, model)["logits"], **TOLERANCE)
+
+
+def last_token_moves_first_logit(files: Files, layout: str) -> None:
+    _, chunks = _build(files, "gqa", layout)
+    input_ids = tokens(128)
+    before = engine.run(chunks, input_ids, 128)
+    input_ids[:, -1] = (input_ids[:, -1] + 1) % 128
+    after = engine.run(chunks, input_ids, 128)
+    assert ((after - before)[:, 0].abs().amax(-1) > 1e-3).all()
+
+
+def gradients_match(files: Files, model: str, layout: str, **overrides: Any) -> None:
+    vocab = llada_config(**MODELS[model])["vocab_size"]
+    bridge, chunks = _build(files, model, layout, **overrides)
+    engine.run(chunks, tokens(vocab), vocab, logit_weights(vocab))
+    engine.sum_sequence_parallel_gradients(chunks)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.grad
+    wanted = _reference(files, model)["gradients"]
+    found = dict(stream_hf_weights(bridge, chunks))
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-4 * float(gradient.abs().max()), rtol=0, msg=name)
+
+
+def imported_checkpoint_loads_strictly(files: Files, model: str, layout: str) -> None:
+    """Into a model that holds other weights, from a checkpoint written for another layout."""
+    vocab = llada_config(**MODELS[model])["vocab_size"]
+    bridge, chunks = _build(files, model, layout)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(7)
+    engine.load(chunks, files.imported(model, layout))
+    logits = engine.run(chunks, tokens(vocab), vocab)
+    torch.testing.assert_close(logits, _reference(files, model)["logits"], **TOLERANCE)
+    _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), _source(model))
+
+
+def megatron_saves(files: Files, model: str, layout: str) -> None:
+    """What it saves is exported and compared in the parent process."""
+    _, chunks = _build(files, model, layout)
+    engine.save(chunks, files.saved(model, layout))
+
+
+def streamed_weights_are_the_source(files: Files, model: str, layout: str) -> None:
+    bridge, chunks = _build(files, model, layout)
+    _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), _source(model))
+    aliases = {parameter.data_ptr() for chunk in chunks for parameter in chunk.parameters()}
+    assert not any(tensor.data_ptr() in aliases for _, tensor in stream_hf_weights(bridge, chunks))
+
+
+def half_precision_is_kept(files: Files) -> None:
+    groups.destroy()
+    bridge = Bridge.from_hf(str(files.hub("bf16")))
+    chunks = build_megatron_model(bridge, Layout(tp=2))
+    assert {parameter.dtype for parameter in chunks[0].parameters()} == {torch.bfloat16}
+    streamed = dict(stream_hf_weights(bridge, chunks))
+    _assert_same_tensors(streamed, {name: tensor.bfloat16() for name, tensor in _source("gqa").items()})
+    groups.destroy()
+    chunks = build_megatron_model(bridge, Layout(tp=2), dtype=torch.float32)
+    assert {parameter.dtype for parameter in chunks[0].parameters()} == {torch.float32}
+    streamed = dict(stream_hf_weights(bridge, chunks))
+    _assert_same_tensors(streamed, {name: tensor.bfloat16().float() for name, tensor in _source("gqa").items()})
+
+
+def mixed_dtypes_need_a_choice(files: Files) -> None:
+    groups.destroy()
+    bridge = Bridge.from_hf(str(files.hub("mixed")))
+    with pytest.raises(DlmBridgeError, match=r"wte\.weight is stored as bfloat16, but .* float32: pass dtype="):
+        build_megatron_model(bridge, Layout(tp=2))
+
+
+def changed_weights_refresh_the_hub_model(files: Files, model: str, layout: str) -> None:
+    bridge, chunks = _build(files, model, layout)
+    hf_model = bridge.build_hf_model()
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.mul_(2)
+    pointers = {name: parameter.data_ptr() for name, parameter in hf_model.named_parameters()}
+    refresh_hf_model(bridge, hf_model, chunks)
+    assert {name: parameter.data_ptr() for name, parameter in hf_model.named_parameters()} == pointers
+    again = Bridge.from_model(hf_model)
+    wanted = {name: tensor * 2 for name, tensor in _source(model).items()}
+    for name in again.hub_names():
+        assert torch.equal(again.read(name), wanted[name]), name
+    vocab = llada_config(**MODELS[model])["vocab_size"]
+    with torch.no_grad():
+        logits = hf_model(tokens(vocab)).logits
+    torch.testing.assert_close(engine.run(chunks, tokens(vocab), vocab), logits, atol=1e-4, rtol=1e-5)
+
+
+def parameters_are_ready_for_the_optimizer(files: Files) -> None:
+    """megatron-core's gradient norm counts a parameter on every tensor parallel rank, or once, by this attribute."""
+    _, chunks = _build(files, "gqa", "tp2", sequence_parallel=True)
+    for name, parameter in chunks[0].named_parameters():
+        norm = "layernorm" in name
+        assert getattr(parameter, "tensor_model_parallel", False) is not norm, name
+        assert getattr(parameter, "sequence_parallel", False) is norm, name
+
+
+def bad_input_is_named(files: Files) -> None:
+    groups.destroy()
+    bridge = Bridge.from_hf(str(files.hub("gqa")))
+    with pytest.raises(DlmBridgeError, match="needs a multiple of 4 processes, but 2 run"):
+        build_megatron_model(bridge, Layout(tp=2, pp=2))
+    with pytest.raises(DlmBridgeError, match="--tp 4 does not divide the 2 query groups"):
+        build_megatron_model(bridge, Layout(tp=4))
+    with pytest.raises(DlmBridgeError, match="has no field 'tensor_parallelism'"):
+        build_megatron_model(bridge, Layout(tp=2), tensor_parallelism=2)
+    chunks = build_megatron_model(bridge, Layout(tp=2))
+    with pytest.raises(DlmBridgeError, match="already initialised with tp 2, but the layout says tp 1"):
+        build_megatron_model(bridge, Layout(pp=2))
+    tied = Bridge.from_hf(str(files.hub("tied")))
+    with pytest.raises(DlmBridgeError, match="output layer is not tied to its embedding, but the Hub config's is"):
+        list(stream_hf_weights(tied, chunks))
+    smaller = Bridge.from_hf(str(files.hub("odd_vocabulary")))
+    with pytest.raises(DlmBridgeError, match=r"linear_qkv\.weight has shape \(64, 64\) .* asks for \(96, 64\)"):
+        list(stream_hf_weights(smaller, chunks))

@@ -1,0 +1,106 @@
+"""Running a live megatron-core model through its own pipeline schedules, saving and loading it as it does itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+def run(chunks: list[Any], input_ids: torch.Tensor, vocab: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Whole logits [B, S, V] on every rank, one sample a micro-batch; with `weights` [B, S, V] also the backward of
+    sum(logits * weights) / B, whose gradients are left in `.grad`."""
+    batch, length = input_ids.shape
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+
+    def samples() -> Iterator[int]:
+        yield from range(batch)
+
+    def step(data: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
+        sample = next(data)
+        position_ids = torch.arange(length)[None]
+        output = model(input_ids[sample : sample + 1], position_ids, None)
+
+        def loss(logits_BSV: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            if weights is None:
+                return logits_BSV.sum(), {"logits": logits_BSV.detach()}
+            columns = logits_BSV.shape[-1]
+            mine = torch.nn.functional.pad(weights[sample], (0, columns))[
+                :, tp_rank * columns : (tp_rank + 1) * columns
+            ]
+            return (logits_BSV * mine).sum(), {"logits": logits_BSV.detach()}
+
+        return output, loss
+
+    outputs = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[samples() for _ in chunks] if len(chunks) > 1 else samples(),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=batch,
+        seq_length=length,
+        micro_batch_size=1,
+        forward_only=weights is None,
+    )
+    return _whole_logits([output["logits"] for output in outputs], batch, length)[..., :vocab]
+
+
+def _whole_logits(local: list[torch.Tensor], batch: int, length: int) -> torch.Tensor:
+    """The last stage's vocabulary-parallel logits, put together and handed to every stage."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    last = parallel_state.get_pipeline_model_parallel_world_size() - 1
+    box: list[Any] = [None]
+    if local:
+        mine = torch.cat(local)
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(parts, mine, group=group)
+        box = [torch.cat(parts, dim=-1)]
+    dist.broadcast_object_list(box, group=parallel_state.get_pipeline_model_parallel_group(), group_src=last)
+    assert box[0].shape[:2] == (batch, length)
+    return box[0]
+
+
+def sum_sequence_parallel_gradients(chunks: list[Any]) -> None:
+    """What megatron-core's `finalize_model_grads` does for parameters that sequence parallelism replicates."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if getattr(parameter, "sequence_parallel", False):
+                dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
+
+
+def save(chunks: list[Any], root: Path, iteration: int = 0) -> None:
+    """As Megatron-LM saves: dist_checkpointing of the sharded state, and the tracker file."""
+    folder = root / f"iter_{iteration:07d}"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    state = {**_sharded(chunks), "iteration": iteration, "checkpoint_version": 3.0}
+    dist_checkpointing.save(state, str(folder), content_metadata=CONTENT)
+    if dist.get_rank() == 0:
+        (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    dist.barrier()
+
+
+def load(chunks: list[Any], root: Path) -> None:
+    """Load strictly: a key missing or unexpected on either side raises."""
+    iteration = (root / "latest_checkpointed_iteration.txt").read_text().strip()
+    folder = root / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
+    state = dist_checkpointing.load(_sharded(chunks), str(folder), strict=StrictHandling.RAISE_ALL)
+    for key, chunk in zip(_keys(chunks), chunks, strict=True):
+        chunk.load_state_dict(state[key], strict=True)
+
+
+def _keys(chunks: list[Any]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+
+
+def _sharded(chunks: list[Any]) -> dict[str, Any]:
+    metadata = {**CONTENT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in zip(_keys(chunks), chunks, strict=True)}

@@ -1,0 +1,54 @@
+"""The proof against megatron-core: what two processes checked, and what it saved, exported back."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from dlm_bridge import Bridge
+from tests.checkpoints import llada_config, llada_tensors
+from tests.interop.cases import MODELS, OK, SAVED, Files, plan
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="megatron-core is not installed: pip install 'dlm-bridge[megatron]'",
+)
+
+
+@pytest.mark.parametrize("name", list(plan()))
+def test_two_processes(name: str, report: dict[str, list[str]]) -> None:
+    said = report.get(name)
+    if said is None:
+        failed = [key for key, results in report.items() if results != [OK, OK]]
+        pytest.fail(f"not reached, because of: {', '.join(failed) or 'a time-out'}")
+    assert said == [OK, OK], "\n".join(said)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize(("model", "layout"), SAVED)
+def test_what_megatron_core_saved_is_exported_bit_for_bit(
+    model: str, layout: str, files: Files, report: dict[str, list[str]], tmp_path: Path
+) -> None:
+    assert report[f"save[{model}-{layout}]"] == [OK, OK]
+    out = tmp_path / "out"
+    Bridge.from_megatron(str(files.saved(model, layout)), like=str(files.hub(model))).to_hf(str(out))
+    wanted = llada_tensors(llada_config(**MODELS[model]), seed=1)
+    found = _tensors(out)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+    for file in files.hub(model).rglob("*"):
+        if file.is_file() and file.suffix != ".safetensors":
+            assert (out / file.relative_to(files.hub(model))).read_bytes() == file.read_bytes(), file.name
