@@ -51,9 +51,10 @@ def register_models(family: FamilySpec) -> None:
 
 def _register_configs() -> None:
     auto = sys.modules[CONFIGURATION_AUTO]
-    for family in FAMILIES:
-        config_class = family.load("config_class")
-        auto.AutoConfig.register(family.model_type, config_class, exist_ok=True)
+    # Where families share a model type the first one's configuration dispatches on `architectures`.
+    first = {family.model_type: family for family in reversed(FAMILIES) if family.auto_classes and family.model_type}
+    for model_type, family in first.items():
+        auto.AutoConfig.register(model_type, family.load("config_class"), exist_ok=True)
 
 
 def _register_models() -> None:

@@ -29,8 +29,8 @@ class HubConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Dispatch on `architectures`, since two families can share a `model_type`. Raises DlmBridgeError where that
         names a family that this package does not have."""
-        # Saved by transformers with an empty list or nothing: there is nothing to dispatch on, and the class is known.
-        if config_dict.get("architectures"):
+        # Without architectures there is nothing to dispatch on, and a family without any was chosen by its name.
+        if config_dict.get("architectures") and cls.family.architectures:
             where = f"{kwargs.get('name_or_path') or config_dict.get('_name_or_path') or 'config.json'}"
             config_class = find_family(config_dict, where=where).load("config_class")
             if config_class is not cls:

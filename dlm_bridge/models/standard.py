@@ -31,7 +31,7 @@ def standard_rules(
 
 
 def attention_rules(layer: str) -> tuple[Rule, ...]:
-    """Norm, fused and interleaved QKV (with bias by "qkv_bias"), per-head QK norm (by "qk_norm"), output projection."""
+    """Norm, fused QKV (with bias by "qkv_bias"), per-head QK norm (by "qk_norm") and output projection."""
     attention = layer + "self_attn."
     megatron = LAYER + "self_attention."
     return (
