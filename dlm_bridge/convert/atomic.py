@@ -23,17 +23,21 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
-def atomic_output(output: Path, sources: Sequence[Path], overwrite: bool = False) -> Iterator[Path]:
+def atomic_output(output: Path, sources: Sequence[Path], overwrite: bool = False, expected: int = 0) -> Iterator[Path]:
     """Yield a folder to write into; it becomes `output` when the block ends without an exception.
 
     `sources` are never written to: an output that is, holds or lies in one of them is refused. Raises DlmBridgeError
-    for a refused output and for a full disk; after any exception nothing is left under the output's name that was not
-    there before, and nothing beside it. KeyboardInterrupt passes with a message that says so.
+    for a refused output and for a disk that is full or has no room for `expected` bytes. After any exception nothing
+    is left under the output's name that was not there before, and nothing beside it. KeyboardInterrupt passes with a
+    message that says so.
     """
     check_output(output, sources, overwrite)
     output = output.absolute()
     _make_parent(output)
     _recover(output)
+    free = shutil.disk_usage(output.parent).free
+    if expected > free:
+        raise DlmBridgeError(f"no space for {output}: it needs {expected / 1e9:.2f} GB, {free / 1e9:.2f} GB are free")
     temporary = Path(tempfile.mkdtemp(prefix=_prefix(output, _NEW), dir=output.parent))
     lock = os.open(temporary, os.O_RDONLY)
     try:
@@ -48,7 +52,9 @@ def atomic_output(output: Path, sources: Sequence[Path], overwrite: bool = False
             raise DlmBridgeError(
                 f"no space left while writing {output} ({free / 1e9:.2f} GB free): nothing was written there"
             ) from None
-        raise DlmBridgeError(f"{error.filename or output}: {error.strerror or error}: {output} was not written") from error
+        raise DlmBridgeError(
+            f"{error.filename or output}: {error.strerror or error}: {output} was not written"
+        ) from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted: {output} was not written, nothing is left behind") from None
     finally:

@@ -27,7 +27,7 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
     text = os.fspath(name)
     if not _HUB_ID.fullmatch(text):
         raise DlmBridgeError(f"{text}: no such folder, and not a Hub id (owner/name)")
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 (heavy, and only needed for Hub ids)
+    from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(text, revision=revision, ignore_patterns=_NOT_NEEDED))

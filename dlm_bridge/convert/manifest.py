@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,7 +32,7 @@ class ShardRecord:
     """One safetensors file of the Hub source: its name, its metadata, its tensors in the order of their bytes."""
 
     file: str
-    metadata: dict[str, str] | None
+    metadata: Mapping[str, str] | None
     tensors: tuple[str, ...]
 
 

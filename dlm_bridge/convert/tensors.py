@@ -48,7 +48,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor, without a copy."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def digest(tensor: torch.Tensor) -> str:

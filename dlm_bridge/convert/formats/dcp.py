@@ -105,7 +105,7 @@ def write_metadata(folder: Path, contents: Contents) -> None:
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for name, tensor in contents.tensors.items():
         chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
-        properties = TensorProperties(dtype=tensor.dtype)
+        properties = TensorProperties(dtype=WEIGHT_DTYPES[tensor.dtype_name])
         state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         for chunk in tensor.chunks:
             storage[MetadataIndex(name, chunk.offsets)] = _storage_info(chunk.place)
@@ -139,10 +139,9 @@ def _contents(metadata: Any) -> Contents:
         chunks = []
         for chunk in stored.fields["chunks"]:
             offsets, sizes = (tuple(map(_whole, chunk.fields[key])) for key in ("offsets", "sizes"))
-            place = places.get((name, offsets))
-            if place is None:
+            if (name, offsets) not in places:
                 raise ValueError(f"{name}: the chunk at {offsets} has no place in any file")
-            chunks.append(Chunk(offsets, sizes, place))
+            chunks.append(Chunk(offsets, sizes, places[name, offsets]))
         word = stored.fields["properties"].state[0]
         shape = tuple(map(_whole, stored.fields["size"]))
         tensors[name] = StoredTensor(WEIGHT_DTYPES.get(word), word, shape, tuple(chunks))
@@ -221,9 +220,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO, path: Path) -> None:
         super().__init__(stream)
         self._path = path
-        self._known: dict[tuple[str, str], Any] = {
-            key: type(key[1], (_Record,), {}) for key in _RECORDS
-        }
+        self._known: dict[tuple[str, str], Any] = {key: type(key[1], (_Record,), {}) for key in _RECORDS}
         self._known["torch", "Size"] = tuple
         self._known["torch.serialization", "_get_layout"] = _constant("strided")
         self._known["collections", "OrderedDict"] = OrderedDict

@@ -90,6 +90,7 @@ class ShardPlan:
     """One safetensors file that will be written: its header and the place of every tensor."""
 
     file: str
+    metadata: Mapping[str, str] | None
     header: bytes
     entries: tuple[TensorEntry, ...]
 
@@ -136,7 +137,7 @@ def plan_like(shards: Iterable[ShardRecord], tensors: TensorSpecs) -> list[Shard
     plans = []
     for shard in shards:
         header, entries = build_header(shard.metadata, [(name, *tensors[name]) for name in shard.tensors])
-        plans.append(ShardPlan(shard.file, header, entries))
+        plans.append(ShardPlan(shard.file, shard.metadata, header, entries))
     return plans
 
 
@@ -155,7 +156,7 @@ def plan_by_size(tensors: TensorSpecs, shard_size: int) -> list[ShardPlan]:
     plans = []
     for file, group in zip([SINGLE] if len(groups) == 1 else names, groups, strict=True):
         header, entries = build_header(METADATA, standard_order(group))
-        plans.append(ShardPlan(file, header, entries))
+        plans.append(ShardPlan(file, METADATA, header, entries))
     return plans
 
 

@@ -1,4 +1,4 @@
-"""Reading Megatron's distributed checkpoint (`torch_dist`): boxes of global tensors, from any chunking, each byte once."""
+"""Reading Megatron's distributed checkpoint (`torch_dist`): boxes of tensors from any chunking, each byte once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,7 @@ class TorchDistReader:
         """Copy what `chunk` and the box of `target` at `offsets` have in common."""
         low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
         high = [
-            min(a + n, b + m)
-            for a, n, b, m in zip(offsets, target.shape, chunk.offsets, chunk.sizes, strict=True)
+            min(a + n, b + m) for a, n, b, m in zip(offsets, target.shape, chunk.offsets, chunk.sizes, strict=True)
         ]
         sizes = [b - a for a, b in zip(low, high, strict=True)]
         if any(size <= 0 for size in sizes):
@@ -169,7 +169,7 @@ def _disjoint(chunks: Sequence[Chunk], axis: int) -> bool:
     for chunk in chunks:
         groups.setdefault((chunk.offsets[axis], chunk.sizes[axis]), []).append(chunk)
     spans = sorted(groups)
-    if any(a + n > b for (a, n), (b, _) in zip(spans, spans[1:], strict=False)):
+    if any(a + n > b for (a, n), (b, _) in pairwise(spans)):
         if len(chunks) > 4096:
             return False  # no tool cuts like this; comparing every pair would take too long
         return not any(_overlap(a, b) for place, a in enumerate(chunks) for b in chunks[:place])
@@ -177,9 +177,7 @@ def _disjoint(chunks: Sequence[Chunk], axis: int) -> bool:
 
 
 def _overlap(a: Chunk, b: Chunk) -> bool:
-    return all(
-        p < q + m and q < p + n for p, n, q, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
+    return all(p < q + m and q < p + n for p, n, q, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
 
 
 def _check_backend(folder: Path) -> None:

@@ -48,7 +48,7 @@ def tensor_item_length(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Bytes that `torch.save` makes of a tensor of this dtype and shape. No value is touched or written."""
     counter = _Counter()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), counter)
+        torch.save(torch.empty(shape, dtype=dtype), counter)  # type: ignore[arg-type]
     return counter.position
 
 
@@ -64,7 +64,7 @@ def write_tensor_item(path: Path, offset: int, length: int, tensor: torch.Tensor
     fd = os.open(path, os.O_WRONLY)
     try:
         stream = _At(fd, offset)
-        torch.save(tight(tensor), stream)
+        torch.save(tight(tensor), stream)  # type: ignore[arg-type]
         assert stream.position == length, f"{path}: item at {offset} took {stream.position} bytes, planned {length}"
     finally:
         os.close(fd)

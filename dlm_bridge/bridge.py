@@ -1,0 +1,164 @@
+"""The Bridge: one model between the Hub's layout and Megatron's, on disk or live."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.engine import Options, write_hub, write_megatron
+from dlm_bridge.convert.hub_checkpoint import LiveCheckpoint, open_hub
+from dlm_bridge.convert.layout import Layout
+from dlm_bridge.convert.mapping import Dims, Mapping
+from dlm_bridge.convert.opening import open_megatron, parse_size
+from dlm_bridge.convert.report import Report
+from dlm_bridge.convert.tensors import parse_dtype, promote
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.spec import FamilySpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PathLike = str | os.PathLike[str]
+
+
+class Bridge:
+    """A model's weights under their Hub names, from whichever side they come, and the ways to the other side.
+
+    Opening reads configuration and headers only. Every method raises DlmBridgeError, with one line, for bad input.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    @classmethod
+    def from_hf(cls, path_or_id: PathLike, revision: str | None = None, family: str | None = None) -> Bridge:
+        """A Hub folder or Hub id. `family` names the family where the config cannot tell."""
+        return cls(open_hub(os.fspath(path_or_id), revision, family))
+
+    @classmethod
+    def from_model(cls, hf_model: PreTrainedModel, family: str | None = None) -> Bridge:
+        """A live model; its parameters are shared, so what is read later is what they are then."""
+        return cls(LiveCheckpoint(hf_model, family))
+
+    @classmethod
+    def from_megatron(
+        cls,
+        root: PathLike,
+        like: PathLike | None = None,
+        hf_config: PathLike | None = None,
+        family: str | None = None,
+    ) -> Bridge:
+        """A `torch_dist` checkpoint. `like` (Hub folder or id) or `hf_config` (a config.json) names the Hub model of
+        one that was not written by dlm-bridge."""
+        return cls(open_megatron(root, like, hf_config, family))
+
+    @property
+    def family(self) -> FamilySpec:
+        return self.checkpoint.family
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The Hub's config.json."""
+        return self.checkpoint.config
+
+    @property
+    def mapping(self) -> Mapping:
+        return self.checkpoint.mapping
+
+    @property
+    def dims(self) -> Dims:
+        return self.checkpoint.dims
+
+    def hub_names(self) -> list[str]:
+        """The names of all Hub tensors."""
+        return self.checkpoint.hub_names()
+
+    def read(self, hub_name: str) -> torch.Tensor:
+        """One whole Hub tensor, in its stored dtype, on the CPU."""
+        return self.checkpoint.read(hub_name)
+
+    def to_megatron(
+        self,
+        output: PathLike,
+        layout: Layout | None = None,
+        dtype: str | torch.dtype | None = None,
+        *,
+        vocab_multiple: int | None = None,
+        workers: int | None = None,
+        overwrite: bool = False,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> Report:
+        """Write a `torch_dist` checkpoint for the layout. `dtype` is keep, bf16, fp16, fp32 or a torch dtype;
+        `vocab_multiple` pads the vocabulary's rows with zeros."""
+        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress)
+        return write_megatron(self.checkpoint, Path(output), layout or Layout(), options, vocab_multiple)
+
+    def to_hf(
+        self,
+        output: PathLike,
+        dtype: str | torch.dtype | None = None,
+        *,
+        shard_size: int | str | None = None,
+        workers: int | None = None,
+        overwrite: bool = False,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> Report:
+        """Write a Hub folder, with the source's own files and shards unless `shard_size` (bytes or "5GB") asks for
+        new ones."""
+        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress)
+        return write_hub(self.checkpoint, Path(output), options, parse_size(shard_size))
+
+    def build_hf_model(
+        self, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None
+    ) -> PreTrainedModel:
+        """The live PreTrainedModel with these weights, in eval mode, on `device` (CPU where None).
+
+        `dtype` None keeps the stored dtype (the one that holds all, where they are mixed). Raises DlmBridgeError
+        where any parameter does not come from the checkpoint.
+        """
+        self.checkpoint.check()
+        state = dict(self._tensors())
+        wanted = parse_dtype(dtype) or promote([tensor.dtype for tensor in state.values()])
+        config = self.family.load("config_class").from_dict(self.config)
+        model, info = self.family.load("model_class").from_pretrained(
+            None, config=config, state_dict=state, dtype=wanted, output_loading_info=True
+        )
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+            if info.get(problem):
+                raise DlmBridgeError(
+                    f"{self.checkpoint.where}: {problem.replace('_', ' ')}: {sorted(info[problem])[0]}"
+                )
+        return model if device is None else model.to(device)
+
+    def build_megatron_model(self, layout: Layout, dtype: torch.dtype | None = None, **overrides: Any) -> list[Any]:
+        """This rank's megatron-core GPTModel chunks with the weights loaded; see parallel.model."""
+        from dlm_bridge.parallel.model import build_megatron_model
+
+        return build_megatron_model(self, layout, dtype, **overrides)
+
+    def refresh_hf_model(self, hf_model: PreTrainedModel, megatron_model: Any) -> None:
+        """Copy a live Megatron model's weights into `hf_model` in place; see parallel.handover."""
+        from dlm_bridge.parallel.handover import refresh_hf_model
+
+        refresh_hf_model(self, hf_model, megatron_model)
+
+    def stream_hf_weights(self, megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a live Megatron model's weights under their Hub names, one at a time; see parallel.handover."""
+        from dlm_bridge.parallel.handover import stream_hf_weights
+
+        return stream_hf_weights(self, megatron_model)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every Hub tensor that is not a copy of another; each is read once."""
+        for link in self.checkpoint.links:
+            yield from zip(link.hub_names, self.checkpoint.read_link(link), strict=True)
+        for name, carried in self.checkpoint.carried.items():
+            if not carried.copy_of:
+                yield name, self.checkpoint.read(name)

@@ -1,0 +1,203 @@
+"""A Megatron checkpoint (`torch_dist`) as a checkpoint of Hub tensors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from dlm_bridge.convert.checkpoint import Checkpoint, HubSide, TensorSpec, first_of, open_family
+from dlm_bridge.convert.formats.dcp import StoredTensor
+from dlm_bridge.convert.formats.safetensors_file import read_header
+from dlm_bridge.convert.formats.torch_dist import TorchDistReader, iteration_folder
+from dlm_bridge.convert.formats.torch_items import object_item
+from dlm_bridge.convert.hub import read_config
+from dlm_bridge.convert.hub_checkpoint import CONFIG, HubCheckpoint
+from dlm_bridge.convert.manifest import FILE_NAME, Manifest, read_manifest
+from dlm_bridge.convert.mapping import Link, Vocabulary
+from dlm_bridge.convert.side_files import list_side_files
+from dlm_bridge.convert.tensors import WEIGHT_DTYPES, narrow_exactly, promote, read_tensor
+from dlm_bridge.errors import DlmBridgeError
+
+HUB_FOLDER = "hf"  # in a Megatron checkpoint's root: the Hub's side files
+CARRIED_FILE = "carried.safetensors"
+
+# What a training checkpoint holds besides the weights.
+_NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state\b|rerun_state_machine_state\b|common_state/")
+_EXTRA_STATE = re.compile(r"\._extra_state\d*(/|$)")
+
+
+class MegatronCheckpoint(Checkpoint):
+    """The newest iteration under a root, by the Hub names of its manifest's model or of `hub`'s.
+
+    Raises DlmBridgeError for what is not a whole checkpoint, and where neither a manifest nor `hub` names the model.
+    """
+
+    format = "torch_dist"
+
+    def __init__(self, path: Path, hub: HubSide | None = None, like: HubCheckpoint | None = None) -> None:
+        self.folder = iteration_folder(path)
+        self.root = megatron_root(path, self.folder)
+        self.reader = TorchDistReader(self.folder)
+        self.manifest = read_manifest(self.root)
+        self._like = like
+        super().__init__(str(path), hub or _hub_side(self.root, self.manifest))
+
+    @property
+    def iteration(self) -> str:
+        """The folder's name: "iter_0000000" or "release"."""
+        return self.folder.name
+
+    @property
+    def derived(self) -> dict[str, str]:
+        return {name: carried.copy_of for name, carried in self.carried.items() if carried.copy_of}
+
+    def spec(self, name: str) -> TensorSpec:
+        if name in self.carried:
+            copy_of = self.carried[name].copy_of
+            if copy_of:
+                return self.spec(copy_of)
+            tensor = self.read_carried(name)
+            return tensor.dtype, tuple(tensor.shape)
+        link = self.link_of[name]
+        shape = link.hub_shapes[link.hub_names.index(name)]
+        return self._hub_dtypes(link)[link.hub_names.index(name)], shape
+
+    def read_link(self, link: Link) -> tuple[torch.Tensor, ...]:
+        key, layer = self._place(link)
+        tensors = link.to_hub(self.reader.read(key, layer, link.megatron_shape))
+        dtypes = self._hub_dtypes(link)
+        return tuple(
+            narrow_exactly(tensor, dtype, name)
+            for tensor, dtype, name in zip(tensors, dtypes, link.hub_names, strict=True)
+        )
+
+    def read_carried(self, name: str) -> torch.Tensor:
+        if copy_of := self.carried[name].copy_of:
+            return self.read(copy_of)
+        if self._like is not None:
+            return self._like.read(name)
+        for entry in read_header(self.root / HUB_FOLDER / CARRIED_FILE).entries:
+            if entry.name == name:
+                return read_tensor(self.root / HUB_FOLDER / CARRIED_FILE, entry.offset, entry.dtype, entry.shape)
+        raise DlmBridgeError(f"{self.root / HUB_FOLDER / CARRIED_FILE}: tensor {name} is missing")
+
+    def check(self) -> list[str]:
+        used = set()
+        for link in self.mapping.links(self.dims):
+            key, layer = self._place(link)
+            self._check_shape(link, key, layer)
+            if key not in used:
+                self.reader.check_tiled(key)
+            used.add(key)
+        contents = self.reader.contents
+        extra = [key for key in contents.tensors.keys() - used if not is_training_state(key)]
+        extra += [key for key in contents.objects if not is_training_state(key) and not _EXTRA_STATE.search(key)]
+        if extra:
+            raise DlmBridgeError(
+                f"{self.where}: {first_of(extra)} is not part of a {self.family.name} model of this config"
+            )
+        return self._notes()
+
+    def folders(self) -> list[Path]:
+        return [self.root, self.folder, *([self.hub.folder] if self.hub.folder else [])]
+
+    def _notes(self) -> list[str]:
+        notes = []
+        contents = self.reader.contents
+        state = [key for key in (*contents.tensors, *contents.objects) if is_training_state(key)]
+        if any("optimizer." in key for key in state):
+            notes.append(f"weights only: {len(state)} tensors and objects of training state are not carried over")
+        empty = len(object_item([None]))
+        full = [key for key, place in contents.objects.items() if "_extra_state" in key and place.length > 2 * empty]
+        if full:
+            notes.append(f"extra states with content (an FP8 scaling history) are reset: {first_of(full)}")
+        return notes
+
+    def _place(self, link: Link) -> tuple[str, int | None]:
+        """The stored key of a link's slice and its index on the stacked axis (None: each layer has its own key)."""
+        tensors = self.reader.contents.tensors
+        if link.megatron_key in tensors:
+            return link.megatron_key, link.layer
+        if link.megatron_name in tensors:
+            return link.megatron_name, None
+        raise DlmBridgeError(f"{self.where}: tensor {link.megatron_key} is missing")
+
+    def _check_shape(self, link: Link, key: str, layer: int | None) -> None:
+        found = self.reader.tensor(key).shape
+        wanted = link.megatron_shape if layer is None else (self.dims.layers, *link.megatron_shape)
+        rest = slice(1, None) if isinstance(link.rule, Vocabulary) else slice(0, None)
+        if found[rest] != wanted[rest] or (found and found[0] < wanted[0]):
+            padded = " or more rows" if isinstance(link.rule, Vocabulary) else ""
+            raise DlmBridgeError(
+                f"{self.where}: tensor {key} has shape {list(found)}, the config asks for {list(wanted)}{padded}"
+            )
+
+    @cached_property
+    def _key_dtypes(self) -> dict[str, torch.dtype]:
+        """Stored key -> what the dtypes recorded at import become when they share one tensor."""
+        groups: dict[str, list[torch.dtype]] = {}
+        for link in self.links:
+            for name in link.hub_names:
+                if name in self.hub.dtypes:
+                    groups.setdefault(link.megatron_key, []).append(self.hub.dtypes[name])
+        return {key: promote(dtypes) for key, dtypes in groups.items()}
+
+    def _hub_dtypes(self, link: Link) -> tuple[torch.dtype, ...]:
+        """The stored dtype, but for tensors that were widened at import so as to share one Megatron tensor."""
+        stored: StoredTensor = self.reader.tensor(self._place(link)[0])
+        if stored.dtype is None:
+            raise DlmBridgeError(f"{self.where}: tensor {link.megatron_key} has dtype {stored.dtype_name}")
+        if self._key_dtypes.get(link.megatron_key) != stored.dtype:
+            return (stored.dtype,) * len(link.hub_names)
+        return tuple(self.hub.dtypes.get(name, stored.dtype) for name in link.hub_names)
+
+
+def is_training_state(key: str) -> bool:
+    """Whether a stored key is an optimizer's, a random generator's or another part of a training run's state."""
+    return _NOT_WEIGHTS.match(key) is not None
+
+
+def megatron_root(path: Path, iteration: Path) -> Path:
+    """The folder that holds dlm_bridge.json and hf/: the parent where an iteration's own folder was named."""
+    parent = iteration.absolute().parent
+    return parent if path == iteration and (parent / FILE_NAME).is_file() else path
+
+
+def hub_side_like(like: HubCheckpoint) -> HubSide:
+    """Config, side files and shard map of a Hub folder, for a Megatron checkpoint that was not imported from it."""
+    like.check()
+    hub = like.hub
+    return replace(hub, dtypes={})
+
+
+def hub_side_of_config(path: Path, family: str | None = None) -> HubSide:
+    """Only a config.json: no side files, no shard map."""
+    config = read_config(path)
+    spec = open_family(config, family, str(path))
+    return HubSide(spec, config, {"name": str(path), "revision": None}, texts={CONFIG: path.read_bytes()})
+
+
+def _hub_side(root: Path, manifest: Manifest | None) -> HubSide:
+    if manifest is None:
+        raise DlmBridgeError(
+            f"{root} has no {FILE_NAME}, so its Hub model is not known: name it with --like HF or --hf-config FILE"
+        )
+    folder = root / HUB_FOLDER
+    if not (folder / CONFIG).is_file():
+        raise DlmBridgeError(f"{root}: {HUB_FOLDER}/{CONFIG} is missing: name the Hub model with --like HF")
+    files = list_side_files(folder, {CARRIED_FILE})
+    return HubSide(
+        family=open_family({}, manifest.family, str(root / FILE_NAME)),
+        config=manifest.config,
+        source=manifest.source,
+        folder=folder,
+        files=files.carried,
+        left_out=tuple(manifest.left_out),
+        shards=manifest.shards,
+        carried=tuple(manifest.carried),
+        dtypes={name: WEIGHT_DTYPES[record.dtype] for name, record in manifest.tensors.items()},
+    )

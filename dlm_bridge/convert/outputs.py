@@ -1,0 +1,119 @@
+"""The files of a written checkpoint that are not weights: side files, config.json, the index, carried tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
+from dlm_bridge.convert.formats.huggingface import METADATA, HubWriter, ShardPlan, index_text, plan_by_size, plan_like
+from dlm_bridge.convert.formats.safetensors_file import build_header
+from dlm_bridge.convert.hub_checkpoint import CONFIG
+from dlm_bridge.convert.manifest import ShardRecord
+from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE
+from dlm_bridge.convert.records import config_bytes
+from dlm_bridge.convert.side_files import INDEX, copy_files
+from dlm_bridge.convert.tensors import file_digest
+from dlm_bridge.errors import DlmBridgeError
+
+SHARD_SIZE = 5_000_000_000  # bytes; where neither a shard map nor --shard-size says more
+Specs = dict[str, TensorSpec]
+
+
+def write_side_files(source: Checkpoint, folder: Path, dtype: torch.dtype | None, index: bytes | None) -> None:
+    """Write the side files byte for byte; config.json, which makes the folder a checkpoint, comes last.
+
+    Only the dtype field of config.json follows a cast, and `index` takes the place of the source's own.
+    """
+    hub = source.hub
+    if hub.folder is not None:
+        copy_files(hub.folder, [name for name in hub.files if name not in (CONFIG, INDEX)], folder)
+    for name, text in hub.texts.items():
+        if name != CONFIG:
+            (folder / name).write_bytes(text)
+    if index is not None:
+        (folder / INDEX).write_bytes(index)
+    (folder / CONFIG).write_bytes(config_bytes(source, dtype))
+
+
+def side_file_digests(folder: Path, below: str = "", skip: Collection[str] = ()) -> dict[str, str]:
+    """Path below `folder` -> digest, of every file under `folder`/`below` but those in `skip`."""
+    found = {}
+    for directory, subfolders, files in os.walk(folder / below):
+        subfolders.sort()
+        for name in sorted(files):
+            path = Path(directory, name)
+            key = path.relative_to(folder).as_posix()
+            if key not in skip:
+                found[key] = file_digest(path)
+    return found
+
+
+def shard_plans(source: Checkpoint, specs: Specs, shard_size: int | None) -> list[ShardPlan]:
+    """The safetensors files to write: by size where asked, else the Hub's own map, else by the Hub's default size.
+
+    Raises DlmBridgeError for a shard map that does not name the model's tensors, each once, in plain files.
+    """
+    names = source.hub_names()
+    if shard_size is not None and shard_size < 1:
+        raise DlmBridgeError(f"--shard-size must be at least one byte, not {shard_size}")
+    if shard_size is not None or not source.hub.shards:
+        return plan_by_size({name: specs[name] for name in names}, shard_size or SHARD_SIZE)
+    check_shard_map(source.where, source.hub.shards, names)
+    return plan_like(source.hub.shards, specs)
+
+
+def check_shard_map(where: str, shards: Sequence[ShardRecord], names: Sequence[str]) -> None:
+    """Raise DlmBridgeError unless the map names exactly `names` and stays inside the folder."""
+    listed = [name for shard in shards for name in shard.tensors]
+    if sorted(listed) != sorted(names):
+        odd = sorted(set(listed) ^ set(names)) or sorted(name for name in set(listed) if listed.count(name) > 1)
+        raise DlmBridgeError(f"{where}: shard map and model do not agree on tensor {odd[0]}: give --shard-size")
+    for shard in shards:
+        path = PurePosixPath(shard.file)
+        if path.is_absolute() or ".." in path.parts or "\\" in shard.file or path.suffix != ".safetensors":
+            raise DlmBridgeError(f"{where}: its shard map names the file '{shard.file}', outside the output")
+
+
+def index_bytes(source: Checkpoint, plans: Sequence[ShardPlan], specs: Specs, like_source: bool) -> bytes | None:
+    """model.safetensors.index.json of the files in `plans`, None where there is one file and the source had no index.
+
+    It is the source's own, byte for byte, where files (`like_source`) and sizes are.
+    """
+    old = None
+    if INDEX in source.hub.files and source.hub.folder is not None:
+        old = (source.hub.folder / INDEX).read_bytes()
+    if not like_source:
+        return index_text(plans, _parsed(old)).encode() if len(plans) > 1 else None
+    if old is None:
+        return None
+    same = all(source.hub.dtypes.get(name) == dtype for name, (dtype, _) in specs.items())
+    text = index_text(plans, _parsed(old)).encode()
+    same = same or _parsed(old).get("metadata") == _parsed(text)["metadata"]
+    return old if same else text
+
+
+def write_carried(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """The carried tensors that are copies of nothing, in one safetensors file; no file where there are none."""
+    if not tensors:
+        return
+    header, entries = build_header(METADATA, [(name, t.dtype, t.shape) for name, t in tensors.items()])
+    writer = HubWriter(path.parent, [ShardPlan(CARRIED_FILE, METADATA, header, entries)])
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.finish()
+
+
+def _parsed(index: bytes | None) -> dict[str, Any]:
+    if index is None:
+        return {}
+    try:
+        value = json.loads(index)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,35 @@
+"""What a conversion will do or did, for people (`--dry-run`, the summary) and for machines (`--json`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Report:
+    """`files` maps every weight file below the output to its bytes; `seconds` is None for a plan that was not run."""
+
+    action: str  # "import", "export" or "reshard"
+    source: str
+    output: str
+    family: str
+    format: str
+    dtype: str
+    tensors: int
+    parameters: int
+    bytes: int
+    files: dict[str, int]
+    layout: dict[str, Any] | None = None
+    vocab_multiple: int | None = None
+    side_files: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    largest_tensor: int = 0  # bytes
+    workers: int = 1
+    dry_run: bool = False
+    seconds: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
