@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError
@@ -130,6 +132,58 @@ def streamed_weights_are_the_source(files: Files, model: str, layout: str) -> No
     _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), _source(model))
     aliases = {parameter.data_ptr() for chunk in chunks for parameter in chunk.parameters()}
     assert not any(tensor.data_ptr() in aliases for _, tensor in stream_hf_weights(bridge, chunks))
+
+
+def more_padding_is_trimmed_by_role(files: Files) -> None:
+    """A vocabulary padded to a larger multiple, as other launchers do: its cut over ranks moves."""
+    bridge, chunks = _build(files, "odd_vocabulary", "tp2")
+    rows, rank = 80, dist.get_rank()  # 80 + 45 of 125, and 35 rows of padding that must not come back
+    parameters = dict(chunks[0].named_parameters())
+    for name, hub_name in (("embedding.word_embeddings", "wte"), ("output_layer", "ff_out")):
+        whole = torch.full((2 * rows, 64), 9.0)
+        whole[:125] = _source("odd_vocabulary")[f"model.transformer.{hub_name}.weight"]
+        parameters[f"{name}.weight"].data = whole[rank * rows : (rank + 1) * rows].clone()
+    _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), _source("odd_vocabulary"))
+
+
+def wrapped_models_are_unwrapped(files: Files) -> None:
+    groups.destroy()
+    bridge = Bridge.from_hf(str(files.hub("bf16")))
+    (chunk,) = build_megatron_model(bridge, Layout(tp=2))
+    wrapped = DistributedDataParallel(
+        chunk.config, DistributedDataParallelConfig(), Float16Module(chunk.config, chunk)
+    )
+    wanted = {name: tensor.bfloat16() for name, tensor in _source("gqa").items()}
+    _assert_same_tensors(dict(stream_hf_weights(bridge, [wrapped])), wanted)
+    _assert_same_tensors(dict(stream_hf_weights(bridge, wrapped)), wanted)
+
+
+class _Recording:
+    """A bridge that remembers which Hub tensors were read."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self.bridge = bridge
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.bridge, name)
+
+    def read(self, name: str) -> torch.Tensor:
+        self.names.append(name)
+        return self.bridge.read(name)
+
+
+def each_stage_reads_its_own_tensors(files: Files) -> None:
+    groups.destroy()
+    recording = _Recording(Bridge.from_hf(str(files.hub("gqa"))))
+    build_megatron_model(recording, Layout(pp=2))
+    probe, *names = recording.names  # the first, small read tells the dtype
+    assert len(set(names)) == len(names)
+    read: list[Any] = [None, None]
+    dist.all_gather_object(read, set(names))
+    assert not read[0] & read[1]
+    assert read[0] | read[1] == set(_source("gqa"))
+    assert _source("gqa")[probe].ndim == 1
 
 
 def half_precision_is_kept(files: Files) -> None:
