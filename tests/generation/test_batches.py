@@ -59,6 +59,17 @@ def test_the_model_gets_a_mask_and_positions_per_row() -> None:
     assert (call["input_ids"][2:] == 3).all()
 
 
+def test_ties_are_broken_as_they_are_alone() -> None:
+    row, mask = torch.tensor([[1, 1]]), torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
+    arguments = {"gen_length": 40, "block_length": 40, "steps": 4, "eos_token_id": None}
+    alone, together = Scripted(torch.zeros(42, 4)), Scripted(torch.zeros(45, 4))  # equal confidence everywhere
+    generate(alone, row, **arguments)
+    generate(together, torch.ones(2, 5, dtype=torch.long), attention_mask=mask, **arguments)
+    assert len(alone.calls) == len(together.calls) == 4
+    for one, both in zip(alone.calls, together.calls, strict=True):
+        assert torch.equal(one["input_ids"][0], both["input_ids"][0, 3:])
+
+
 def test_without_padding_no_mask_is_passed() -> None:
     model = Scripted(torch.zeros(4, 4))
     generate(model, torch.tensor([[1, 2]]), attention_mask=torch.ones(1, 2), gen_length=2, eos_token_id=None)

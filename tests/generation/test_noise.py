@@ -63,6 +63,13 @@ def test_copies_of_a_prompt_draw_different_noise(model: Any) -> None:
     assert len({tuple(row) for row in output.tolist()}) == 4
 
 
+def test_different_prompts_draw_different_noise() -> None:
+    model = Scripted(torch.zeros(20, 9))
+    output = generate(model, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]]), seed=7, **ARGUMENTS)
+    assert isinstance(output, torch.Tensor)
+    assert not torch.equal(output[0, 4:], output[1, 4:])
+
+
 def test_generators_per_row_follow_their_row(model: Any) -> None:
     ids = prompts(3, 6)
 
