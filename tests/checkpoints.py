@@ -141,11 +141,11 @@ def write_hub_folder(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     # Never run: a file that would fail if it were.
-    for name in ("configuration_llada.py", "modeling_llada.py"):
-        (folder / name).write_text("raise SystemExit('remote code was executed')\n")
+    for reference in config.get("auto_map", {}).values():
+        (folder / f"{reference.split('.')[0]}.py").write_text("raise SystemExit('remote code was executed')\n")
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# A card, with ünïcode\n")
     (folder / "generation_config.json").write_text(
-        json.dumps({"_from_model_config": True, "eos_token_id": config["eos_token_id"]}, indent=2) + "\n"
+        json.dumps({"_from_model_config": True, "eos_token_id": config.get("eos_token_id")}, indent=2) + "\n"
     )
     (folder / "assets").mkdir(exist_ok=True)
     (folder / "assets" / "logo.bin").write_bytes(bytes(range(256)))
@@ -158,3 +158,87 @@ def write_llada(
     """A tiny LLaDA checkpoint in the public layout."""
     config = llada_config(**{"torch_dtype": str(dtype).removeprefix("torch."), **overrides})
     return write_hub_folder(folder, config, llada_tensors(config, seed, dtype), shards)
+
+
+def standard_tensors(
+    config: dict[str, Any],
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    root: str = "model.",
+    head: str = "lm_head.weight",
+) -> dict[str, torch.Tensor]:
+    """Random weights under the names that transformers gives to a Llama-like body; experts where the config has them.
+
+    The output layer is left out where the config ties it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    hidden, heads, ffn, rows = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    )
+    head_dim = config.get("head_dim") or hidden // heads
+    groups = config.get("num_key_value_heads") or heads
+    experts, moe_ffn = config.get("num_experts") or 0, config.get("moe_intermediate_size") or 0
+
+    def matrix(out_features: int, in_features: int) -> torch.Tensor:
+        return (torch.randn(out_features, in_features, generator=generator) * in_features**-0.5).to(dtype)
+
+    def vector(size: int, mean: float) -> torch.Tensor:
+        return (mean + 0.1 * torch.randn(size, generator=generator)).to(dtype)
+
+    def gated(prefix: str, width: int) -> dict[str, torch.Tensor]:
+        return {
+            prefix + "gate_proj.weight": matrix(width, hidden),
+            prefix + "up_proj.weight": matrix(width, hidden),
+            prefix + "down_proj.weight": matrix(hidden, width),
+        }
+
+    tensors = {root + "embed_tokens.weight": matrix(rows, hidden), root + "norm.weight": vector(hidden, 1)}
+    if not config.get("tie_word_embeddings"):
+        tensors[head] = matrix(rows, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        block = f"{root}layers.{layer}."
+        attention = block + "self_attn."
+        tensors |= {
+            block + "input_layernorm.weight": vector(hidden, 1),
+            block + "post_attention_layernorm.weight": vector(hidden, 1),
+            attention + "o_proj.weight": matrix(hidden, heads * head_dim),
+        }
+        for name, count in (("q", heads), ("k", groups), ("v", groups)):
+            tensors[f"{attention}{name}_proj.weight"] = matrix(count * head_dim, hidden)
+            if qkv_bias:
+                tensors[f"{attention}{name}_proj.bias"] = vector(count * head_dim, 0)
+            if qk_norm and name != "v":
+                tensors[f"{attention}{name}_norm.weight"] = vector(head_dim, 1)
+        if not experts:
+            tensors |= gated(block + "mlp.", ffn)
+            continue
+        tensors[block + "mlp.gate.weight"] = matrix(experts, hidden)
+        for expert in range(experts):
+            tensors |= gated(f"{block}mlp.experts.{expert}.", moe_ffn)
+    return tensors
+
+
+def write_tokenizer(folder: Path, tokenizer_config: dict[str, Any]) -> None:
+    """A tiny byte-level BPE tokenizer in every file form (tokenizer.json, vocab.json with merges.txt) and with the
+    config given; the code that its auto_map names must never run."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(alphabet)} | {"th": 256, "the": 257}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h"), ("th", "e")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [value for key, value in tokenizer_config.items() if key.endswith("_token") and isinstance(value, str)]
+    tokenizer.add_special_tokens(sorted(set(special)))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False))
+    (folder / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+    for references in tokenizer_config.get("auto_map", {}).values():
+        for reference in references if isinstance(references, list) else [references]:
+            if reference:
+                file = folder / f"{reference.split('.')[0]}.py"
+                file.write_text("raise SystemExit('remote code was executed')\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,88 @@ def rotate(x_BSHD: torch.Tensor, positions_BS: torch.Tensor, theta: float) -> to
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    a = x @ gate.T
+    return (a * a.sigmoid() * (x @ up.T)) @ down.T
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """[B, S, H * D] from q [B, S, H, D] and k, v [B, S, G, D]: query q looks at key k where `allowed` [B, S, S]."""
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    probabilities = scores.masked_fill(~allowed[:, None], float("-inf")).softmax(-1).nan_to_num()
+    return torch.einsum("bhqk,bkhd->bqhd", probabilities, v).flatten(2)
+
+
+# Which experts a token goes to: (hidden [B, S, D], this layer's tensors) -> weights [B, S, E], zero where it does not
+Router = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def softmax_router(top_k: int, renormalise: bool) -> Router:
+    """Mixtral's, Qwen3-MoE's (renormalised) and OLMoE's (not) choice."""
+
+    def route(x: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
+        scores = (x @ w["mlp.gate.weight"].T).softmax(-1)
+        best, chosen = scores.topk(top_k, dim=-1)
+        if renormalise:
+            best = best / best.sum(-1, keepdim=True)
+        return torch.zeros_like(scores).scatter(-1, chosen, best)
+
+    return route
+
+
+def decoder_logits(
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    input_ids: torch.Tensor,
+    allowed: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    root: str = "model.",
+    head: str = "lm_head.weight",
+    turn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    route: Router | None = None,
+) -> torch.Tensor:
+    """Logits [B, S, V] in float64 of a pre-norm RMSNorm SwiGLU decoder under transformers' Llama-like names.
+
+    Biases, QK norms (per head), experts and shared experts are applied where their tensors are. `turn` is the rotary
+    embedding of (x [B, S, H, D], positions), by default the plain one with the config's base; `route` the router.
+    """
+    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    heads, eps = config["num_attention_heads"], config["rms_norm_eps"]
+    groups = config.get("num_key_value_heads") or heads
+    turn = turn or (lambda x, at: rotate(x, at, config["rope_theta"]))
+    x = tensors[root + "embed_tokens.weight"][input_ids]
+    for layer in range(config["num_hidden_layers"]):
+        block = f"{root}layers.{layer}."
+        w = {name.removeprefix(block): tensor for name, tensor in tensors.items() if name.startswith(block)}
+
+        def project(h: torch.Tensor, name: str, count: int, w: dict[str, torch.Tensor] = w) -> torch.Tensor:
+            out = h @ w[f"self_attn.{name}_proj.weight"].T + w.get(f"self_attn.{name}_proj.bias", 0)
+            out = out.unflatten(-1, (count, -1))
+            norm = w.get(f"self_attn.{name}_norm.weight")
+            return out if norm is None else rms_norm(out, norm, eps)
+
+        h = rms_norm(x, w["input_layernorm.weight"], eps)
+        q, k, v = project(h, "q", heads), project(h, "k", groups), project(h, "v", groups)
+        x = x + attend(turn(q, positions), turn(k, positions), v, allowed) @ w["self_attn.o_proj.weight"].T
+        h = rms_norm(x, w["post_attention_layernorm.weight"], eps)
+        x = x + (mixture(h, w, route) if route and "mlp.gate.weight" in w else mlp(h, w, "mlp."))
+    x = rms_norm(x, tensors[root + "norm.weight"], eps)
+    return x @ tensors[head if head in tensors else root + "embed_tokens.weight"].T
+
+
+def mlp(x: torch.Tensor, w: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
+    return swiglu(x, *(w[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down")))
+
+
+def mixture(x: torch.Tensor, w: dict[str, torch.Tensor], route: Router) -> torch.Tensor:
+    """The weighted sum of every expert's output (most weights are zero), and the shared expert's where there is one."""
+    weights = route(x, w)
+    out = sum(weights[..., e, None] * mlp(x, w, f"mlp.experts.{e}.") for e in range(weights.shape[-1]))
+    return out + (mlp(x, w, "mlp.shared_experts.") if "mlp.shared_experts.gate_proj.weight" in w else 0)
+
+
 def llada_logits(
     tensors: dict[str, torch.Tensor],
     config: dict[str, Any],
@@ -29,27 +112,48 @@ def llada_logits(
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """LLaDA's logits [B, S, V] in float64: every position attends to every real position (`real` is [B, S] bool)."""
-    tensors = {name.removeprefix("model.transformer."): tensor.double() for name, tensor in tensors.items()}
     batch, length = input_ids.shape
-    heads, groups = config["n_heads"], config["n_kv_heads"]
     if positions is None:
         positions = torch.arange(length).expand(batch, length)
-    x = tensors["wte.weight"][input_ids]
-    for layer in range(config["n_layers"]):
-        block = f"blocks.{layer}."
-        w = {name.removeprefix(block): tensor for name, tensor in tensors.items() if name.startswith(block)}
-        h = rms_norm(x, w["attn_norm.weight"], config["rms_norm_eps"])
-        q = rotate((h @ w["q_proj.weight"].T).view(batch, length, heads, -1), positions, config["rope_theta"])
-        k = rotate((h @ w["k_proj.weight"].T).view(batch, length, groups, -1), positions, config["rope_theta"])
-        v = (h @ w["v_proj.weight"].T).view(batch, length, groups, -1)
-        k, v = (t.repeat_interleave(heads // groups, dim=2) for t in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-        if real is not None:
-            scores = scores.masked_fill(~real[:, None, None, :], float("-inf"))
-        mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).reshape(batch, length, -1)
-        x = x + mixed @ w["attn_out.weight"].T
-        h = rms_norm(x, w["ff_norm.weight"], config["rms_norm_eps"])
-        gate = h @ w["ff_proj.weight"].T
-        x = x + (gate * gate.sigmoid() * (h @ w["up_proj.weight"].T)) @ w["ff_out.weight"].T
-    x = rms_norm(x, tensors["ln_f.weight"], config["rms_norm_eps"])
-    return x @ tensors["wte.weight" if config["weight_tying"] else "ff_out.weight"].T
+    if real is None:
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+    return llada_reference(tensors, config, input_ids, real[:, None, :].expand(-1, length, -1), positions)
+
+
+LLADA_NAMES = {
+    "transformer.wte": "embed_tokens",
+    "transformer.ln_f": "norm",
+    "transformer.blocks": "layers",
+    "attn_norm": "input_layernorm",
+    "ff_norm": "post_attention_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ff_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj",
+}
+
+
+def llada_reference(
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    input_ids: torch.Tensor,
+    allowed: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """LLaDA's logits with any attention mask [B, S, S]."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        if name == "model.transformer.ff_out.weight":
+            name = "lm_head.weight"
+        for theirs, ours in LLADA_NAMES.items():
+            name = name.replace(f".{theirs}.", f".{ours}.")
+        renamed[name] = tensor
+    sizes = {
+        "num_attention_heads": config["n_heads"],
+        "num_key_value_heads": config["n_kv_heads"],
+        "num_hidden_layers": config["n_layers"],
+    }
+    return decoder_logits(renamed, {**config, **sizes}, input_ids, allowed, positions)

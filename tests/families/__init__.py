@@ -1,0 +1,1 @@
+"""One suite that every family passes; each family contributes its facts in a file of its own."""

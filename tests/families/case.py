@@ -1,0 +1,106 @@
+"""What a family contributes to the suite: its Hub config with tiny sizes, its tensors, and its maths."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlm_bridge.models import family_by_name
+from dlm_bridge.models.spec import FamilySpec
+from tests.checkpoints import write_hub_folder, write_tokenizer
+
+Tensors = dict[str, torch.Tensor]
+BuildTensors = Callable[[dict[str, Any], int, torch.dtype], Tensors]
+# (tensors, config, input_ids [B, S], allowed [B, S, S] bool, positions [B, S]) -> logits [B, S, V] in float64
+Reference = Callable[[Tensors, dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """One tiny checkpoint of a family, and what it must compute.
+
+    Give it at least 4 layers, 2 key/value heads and 100 tokens of vocabulary, so that every layout cuts something;
+    with experts also 4 of them.
+    """
+
+    name: str  # the family's, as in `--family`
+    config: dict[str, Any]  # the Hub's config.json key for key, with tiny sizes
+    tensors: BuildTensors
+    reference: Reference
+    mask_token_id: int | None  # what the loaded configuration must say
+    label: str = ""  # tells apart several cases of one family
+    block: int | None = None  # the block size that the loaded configuration must have, where attention has blocks
+    sizes_of_blocks: tuple[int, ...] = ()  # other values of `block_size` to try
+    tokenizer: dict[str, Any] = field(default_factory=dict)  # tokenizer_config.json as on the Hub; {}: none published
+
+    @property
+    def spec(self) -> FamilySpec:
+        return family_by_name(self.name)
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}-{self.label}" if self.label else self.name
+
+    @property
+    def length(self) -> int:
+        """A sequence length with whole blocks and a part of one."""
+        return 24 if self.block is None else max(24, 2 * self.block + self.block // 2)
+
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Path:
+        """The checkpoint in the Hub's layout: two shards with an index, remote code that must never run, a card."""
+        config = {**self.config, **overrides}
+        for key in ("torch_dtype", "dtype"):
+            if key in config:
+                config[key] = str(dtype).removeprefix("torch.")
+        write_hub_folder(folder, config, self.tensors(config, seed, dtype))
+        if self.tokenizer:
+            write_tokenizer(folder, self.tokenizer)
+        return folder
+
+    def load(self, folder: Path, **kwargs: Any) -> Any:
+        """As a user would: through the first Auto class, or by the family's class where a config cannot tell."""
+        import transformers
+
+        names = self.spec.auto_classes
+        loader = getattr(transformers, names[-1]) if names else self.spec.load("model_class")
+        return loader.from_pretrained(folder, **kwargs).eval()
+
+    @property
+    def family_argument(self) -> str | None:
+        """What `--family` must be: the name where config.json cannot tell."""
+        return None if self.spec.auto_classes else self.name
+
+    def allowed(self, positions: torch.Tensor, real: torch.Tensor, block: int | None = None) -> torch.Tensor:
+        """[B, S, S] bool by the definition of the topology: query q (row) may look at key k (column)."""
+        q, k = positions[:, :, None], positions[:, None, :]
+        block = block or self.block
+        if self.spec.topology == "bidirectional":
+            allowed = (q == q) & (k == k)
+        elif self.spec.topology == "causal":
+            allowed = k <= q
+        else:
+            assert block is not None, f"{self.id}: say its block size"
+            allowed = k // block <= q // block
+        return allowed & real[:, None, :]
+
+
+def all_cases() -> list[FamilyCase]:
+    """`CASE` or `CASES` of every family file beside this one."""
+    package = importlib.import_module("tests.families")
+    cases: list[FamilyCase] = []
+    for module in pkgutil.iter_modules(package.__path__):
+        if not module.name.startswith("test_") and module.name not in ("case", "conftest", "tp_worker"):
+            loaded = importlib.import_module(f"tests.families.{module.name}")
+            cases += getattr(loaded, "CASES", None) or [loaded.CASE]
+    return cases
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())

@@ -1,0 +1,302 @@
+"""What every family must do, without special cases: load, compute, save, cross to Megatron's format and back, train."""
+
+from __future__ import annotations
+
+import filecmp
+import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.models import FAMILIES, UNSUPPORTED, find_family
+from dlm_bridge.models.initialisation import initial_weights
+from tests.families.case import FamilyCase, all_cases, config_of
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def whole(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """positions and real [B, S] of rows without padding."""
+    return torch.arange(ids.shape[1]).expand(ids.shape), torch.ones_like(ids, dtype=torch.bool)
+
+
+def test_every_diffusion_family_has_a_case() -> None:
+    assert {case.name for case in all_cases()} == {spec.name for spec in FAMILIES if spec.kind == "diffusion"}
+
+
+def test_architectures_lead_to_one_family_each() -> None:
+    named = [architecture for spec in FAMILIES for architecture in spec.architectures]
+    assert len(set(named)) == len(named)
+    assert not set(named) & set(UNSUPPORTED)
+    for architecture, reason in UNSUPPORTED.items():
+        with pytest.raises(DlmBridgeError, match=f"architecture {architecture}: ") as raised:
+            find_family({"architectures": [architecture]})
+        assert reason in str(raised.value)
+        assert "\n" not in reason
+
+
+# ------------------------------------------------------------------------------------------------- loading
+
+
+def test_auto_classes_give_the_class_of_the_hub(case: FamilyCase, folder: Path, model: Any) -> None:
+    import transformers
+
+    assert type(model) is case.spec.load("model_class")
+    for name in case.spec.auto_classes:
+        assert type(getattr(transformers, name).from_pretrained(folder)) is type(model), name
+    if case.spec.auto_classes:
+        assert type(transformers.AutoConfig.from_pretrained(folder)) is case.spec.load("config_class")
+        assert find_family(case.config) is case.spec
+    assert find_family(case.config, case.name) is case.spec
+
+
+def test_token_ids_and_blocks_are_the_published_ones(case: FamilyCase, model: Any) -> None:
+    assert model.config.mask_token_id == case.mask_token_id
+    assert (case.block is not None) == (case.spec.topology == "block_causal")
+    if case.block is not None:
+        assert model.config.block_size == case.block
+
+
+def test_tokenizer_loads_without_remote_code(case: FamilyCase, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    if not case.tokenizer:
+        pytest.skip("the family publishes no tokenizer of its own")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "the other — thé"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert 257 in ids  # merged, so the vocabulary's own merges were used
+    assert tokenizer.decode(ids) == text
+    for key, token in case.tokenizer.items():
+        if key in ("eos_token", "pad_token", "mask_token"):
+            assert getattr(tokenizer, key) == (token["content"] if isinstance(token, dict) else token)
+
+
+# ------------------------------------------------------------------------------------------------- maths
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_logits_are_our_own_maths(case: FamilyCase, folder: Path, ids: torch.Tensor, attention: str) -> None:
+    model = case.load(folder, attn_implementation=attention)
+    positions, real = whole(ids)
+    expected = case.reference(tensors_of(folder), case.config, ids, case.allowed(positions, real), positions)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits.double(), expected, atol=1e-5, rtol=1e-5)
+        assert (expected - expected.mean()).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_topology_by_perturbation(case: FamilyCase, folder: Path, ids: torch.Tensor, attention: str) -> None:
+    """Exactly the logits of positions that may look at a token move when that token changes."""
+    model = case.load(folder, attn_implementation=attention)
+    positions, real = whole(ids)
+    with torch.no_grad():
+        for block in (case.block, *case.sizes_of_blocks):
+            if block is not None:
+                model.config.block_size = block
+            allowed = case.allowed(positions, real, block)[0]
+            before = model(ids).logits
+            for token in (0, 1, case.length // 2, case.length - 1):
+                changed = ids.clone()
+                changed[:, token] = (ids[:, token] + 1) % 100
+                moved = (model(changed).logits - before).abs().amax(-1)
+                assert ((moved > 1e-5) == allowed[:, token]).all(), (block, token)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_never_seen(case: FamilyCase, folder: Path, ids: torch.Tensor, attention: str, side: str) -> None:
+    model = case.load(folder, attn_implementation=attention)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if side == "left":
+        real[0, :7], real[1, :1] = False, False
+    else:
+        real[0, -7:], real[1, -1:] = False, False
+    positions = (real.cumsum(-1) - 1).clamp(min=0)
+    allowed = case.allowed(positions, real)
+    expected = case.reference(tensors_of(folder), case.config, ids, allowed, positions)
+    garbled = torch.where(real, ids, 5)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=real.long(), position_ids=positions).logits
+        other = model(garbled, attention_mask=real.long(), position_ids=positions).logits
+    torch.testing.assert_close(logits[real].double(), expected[real], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits[real], other[real], atol=1e-6, rtol=0)
+
+
+def test_four_dimensional_masks_are_the_callers_topology(
+    case: FamilyCase, folder: Path, model: Any, ids: torch.Tensor
+) -> None:
+    allowed = torch.rand(3, ids.shape[1], ids.shape[1], generator=torch.Generator().manual_seed(2)) < 0.5
+    allowed |= torch.eye(ids.shape[1], dtype=torch.bool)
+    positions = 3 * torch.arange(ids.shape[1]).expand(ids.shape)
+    expected = case.reference(tensors_of(folder), case.config, ids, allowed, positions)
+    bias = torch.zeros(3, 1, *allowed.shape[1:]).masked_fill(~allowed[:, None], torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        for mask in (allowed[:, None], bias):
+            logits = model(ids, attention_mask=mask, position_ids=positions).logits
+            torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_logits_to_keep(model: Any, ids: torch.Tensor) -> None:
+    kept = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    with torch.no_grad():
+        full = model(ids).logits
+        torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, full[kept])
+        torch.testing.assert_close(model(ids, logits_to_keep=5).logits, full[:, -5:])
+
+
+# ------------------------------------------------------------------------------------------------- saving
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_saving_gives_back_names_keys_and_bits(case: FamilyCase, tmp_path: Path, dtype: torch.dtype) -> None:
+    source = case.write(tmp_path / "hub", dtype)
+    case.load(source).save_pretrained(tmp_path / "saved", max_shard_size="50KB")
+    case.load(tmp_path / "saved").save_pretrained(tmp_path / "again")
+    for saved in (tmp_path / "saved", tmp_path / "again"):
+        assert_same_bits(tensors_of(saved), tensors_of(source))
+        assert config_of(saved) == config_of(source)
+        for file in source.glob("*.py"):
+            if any(file.stem in reference for reference in case.config.get("auto_map", {}).values()):
+                assert filecmp.cmp(file, saved / file.name, shallow=False)
+
+
+def test_saving_keeps_keys_that_nobody_knows_and_real_changes(case: FamilyCase, tmp_path: Path) -> None:
+    source = case.write(tmp_path / "hub", some_future_key={"a": [1, None]})
+    model = case.load(source)
+    model.config.mask_token_id = 5
+    model.save_pretrained(tmp_path / "saved")
+    assert config_of(tmp_path / "saved") == {**config_of(source), "mask_token_id": 5}
+
+
+def test_no_parameter_is_left_random(case: FamilyCase, tmp_path: Path) -> None:
+    tensors = case.tensors(case.config, 0, torch.float32)
+    name = next(name for name in reversed(tensors) if "layers.2" in name or "blocks.2" in name)
+    folder = case.write(tmp_path / "hub")
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    from safetensors.torch import save_file
+
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DlmBridgeError, match="lacks .*2"):
+        case.load(folder)
+    with pytest.raises(DlmBridgeError, match=name.replace(".", r"\.")):
+        Bridge.from_hf(folder, family=case.family_argument).to_megatron(tmp_path / "out")
+
+
+# ------------------------------------------------------------------------------------------------- conversion
+
+
+def layouts(case: FamilyCase) -> list[Layout]:
+    """Whole, cut by rows, by layers, unevenly, interleaved; experts over ranks where there are any."""
+    found = [Layout(), Layout(tp=2, pp=2), Layout(pp=2, first_stage=1), Layout(tp=2, pp=2, vp=2)]
+    if _dims(case).experts:
+        found += [Layout(ep=2), Layout(tp=2, pp=2, ep=2, etp=1), Layout(tp=2, ep=4, etp=2)]
+    return found
+
+
+def _dims(case: FamilyCase) -> Any:
+    return case.spec.load("mapping").dims(case.config)
+
+
+def test_mapping_covers_the_hubs_tensors(case: FamilyCase) -> None:
+    """Each tensor exactly once, with its shape, whether mapped or carried; from scratch the same set is made."""
+    mapping, dims = case.spec.load("mapping"), _dims(case)
+    tensors = case.tensors(case.config, 0, torch.float32)
+    covered = [name for link in mapping.links(dims) for name in link.hub_names]
+    assert len(set(covered)) == len(covered)
+    assert set(covered) <= set(tensors)
+    assert set(tensors) - set(covered) <= set(mapping.carried_names(dims))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for link in mapping.links(dims):
+        for name, shape in zip(link.hub_names, link.hub_shapes, strict=True):
+            assert shapes[name] == shape, name
+    started = dict(initial_weights(case.spec, case.config, seed=3))
+    assert {name: tuple(tensor.shape) for name, tensor in started.items()} == {name: shapes[name] for name in covered}
+    assert all(tensor.isfinite().all() for tensor in started.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_conversion_gives_back_names_keys_files_and_bits(case: FamilyCase, tmp_path: Path, dtype: torch.dtype) -> None:
+    source = case.write(tmp_path / "hub", dtype)
+    expected = tensors_of(source)
+    for number, layout in enumerate(layouts(case)):
+        megatron, back = tmp_path / f"megatron{number}", tmp_path / f"back{number}"
+        Bridge.from_hf(source, family=case.family_argument).to_megatron(megatron, layout)
+        Bridge.from_megatron(megatron).to_hf(back)
+        assert_same_bits(tensors_of(back), expected)
+        for file in source.rglob("*"):
+            if file.is_file() and file.suffix != ".safetensors":
+                assert filecmp.cmp(file, back / file.relative_to(source), shallow=False), file.name
+
+
+def test_live_models_cross_the_bridge(case: FamilyCase, folder: Path, model: Any, ids: torch.Tensor) -> None:
+    built = Bridge.from_hf(folder, family=case.family_argument).build_hf_model()
+    with torch.no_grad():
+        assert torch.equal(built(ids).logits, model(ids).logits)
+    live, expected = Bridge.from_model(model), tensors_of(folder)
+    assert_same_bits({name: live.read(name) for name in expected}, expected)
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+def test_labels_give_a_loss_that_trains_everything(case: FamilyCase, folder: Path, ids: torch.Tensor) -> None:
+    model = case.load(folder).train()
+    model.config.mask_token_id = 99
+    labels = ids.clone()
+    labels[:, : case.block or 6] = -100
+
+    def loss(seed: int) -> torch.Tensor:
+        return model(ids, labels=labels, generator=torch.Generator().manual_seed(seed)).loss
+
+    first = loss(3)
+    assert torch.equal(first, loss(3))
+    assert not torch.equal(first, loss(4))
+    assert first.isfinite()
+    first.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+    with pytest.raises(DlmBridgeError, match="generator"):
+        model(ids, labels=labels)
+
+
+def test_gradient_checkpointing_changes_no_gradient(case: FamilyCase, folder: Path, ids: torch.Tensor) -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        model = case.load(folder).train()
+        model.config.mask_token_id = 99
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+            assert model.is_gradient_checkpointing
+        model(ids, labels=ids, generator=torch.Generator().manual_seed(0)).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+def test_tensor_parallel_plan_covers_every_matrix(case: FamilyCase, model: Any) -> None:
+    """Every matrix of the layers (the router aside) is cut over ranks by transformers' own plan."""
+    plan = model.tp_plan
+    cut = [pattern for pattern, style in plan.items() if "replicate" not in style]
+    for name, parameter in model.model.named_parameters():
+        if parameter.ndim < 2 or name.endswith(("embed_tokens.weight", "gate.weight")):
+            continue
+        candidates = (f"model.{name}", f"model.{name.removesuffix('.weight')}")
+        assert any(fnmatch.fnmatch(each, pattern) for each in candidates for pattern in cut), name
