@@ -98,7 +98,7 @@ def mlp(x: torch.Tensor, w: dict[str, torch.Tensor], prefix: str) -> torch.Tenso
 
 
 def mixture(x: torch.Tensor, w: dict[str, torch.Tensor], route: Router) -> torch.Tensor:
-    """The weighted sum of every expert's output (most weights are zero), and the shared expert's where there is one."""
+    """Every expert's output by its weight (most are zero), and the shared expert's where there is one."""
     weights = route(x, w)
     out = sum(weights[..., e, None] * mlp(x, w, f"mlp.experts.{e}.") for e in range(weights.shape[-1]))
     return out + (mlp(x, w, "mlp.shared_experts.") if "mlp.shared_experts.gate_proj.weight" in w else 0)

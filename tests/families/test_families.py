@@ -1,4 +1,4 @@
-"""What every family must do, without special cases: load, compute, save, cross to Megatron's format and back, train."""
+"""What every family must do, without special cases: load, compute, save, cross to Megatron and back, train."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_no_parameter_is_left_random(case: FamilyCase, tmp_path: Path) -> None:
 
     del tensors[name]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DlmBridgeError, match="lacks .*2"):
+    with pytest.raises(DlmBridgeError, match=r"lacks .*2"):
         case.load(folder)
     with pytest.raises(DlmBridgeError, match=name.replace(".", r"\.")):
         Bridge.from_hf(folder, family=case.family_argument).to_megatron(tmp_path / "out")
