@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from dlm_bridge.convert.hub_checkpoint import LiveCheckpoint, open_hub
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Dims, Mapping
 from dlm_bridge.convert.opening import open_megatron, parse_size
+from dlm_bridge.convert.pool import Progress
 from dlm_bridge.convert.report import Report
 from dlm_bridge.convert.tensors import parse_dtype, promote
 from dlm_bridge.errors import DlmBridgeError
@@ -92,7 +93,7 @@ class Bridge:
         workers: int | None = None,
         overwrite: bool = False,
         dry_run: bool = False,
-        progress: Callable[[int], None] | None = None,
+        progress: Progress | None = None,
     ) -> Report:
         """Write a `torch_dist` checkpoint for the layout. `dtype` is keep, bf16, fp16, fp32 or a torch dtype;
         `vocab_multiple` pads the vocabulary's rows with zeros."""
@@ -108,7 +109,7 @@ class Bridge:
         workers: int | None = None,
         overwrite: bool = False,
         dry_run: bool = False,
-        progress: Callable[[int], None] | None = None,
+        progress: Progress | None = None,
     ) -> Report:
         """Write a Hub folder, with the source's own files and shards unless `shard_size` (bytes or "5GB") asks for
         new ones."""
@@ -137,7 +138,9 @@ class Bridge:
                 )
         return model if device is None else model.to(device)
 
-    def build_megatron_model(self, layout: Layout, dtype: torch.dtype | None = None, **overrides: Any) -> list[Any]:
+    def build_megatron_model(
+        self, layout: Layout, dtype: str | torch.dtype | None = None, **overrides: Any
+    ) -> list[Any]:
         """This rank's megatron-core GPTModel chunks with the weights loaded; see parallel.model."""
         from dlm_bridge.parallel.model import build_megatron_model
 

@@ -122,7 +122,8 @@ def checked_dims(mapping: Mapping, config: dict[str, Any], where: str) -> Dims:
         raise DlmBridgeError(f"{where}: {error}") from None
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise DlmBridgeError(f"{where}: config.json: sizes cannot be read: {error!r}") from None
-    for name in ("layers", "hidden", "heads", "groups", "head_dim", "ffn", "vocab"):
+    feed_forward = ("moe_ffn",) if dims.experts else ("ffn",)
+    for name in ("layers", "hidden", "heads", "groups", "head_dim", "vocab", *feed_forward):
         value = getattr(dims, name)
         if type(value) is not int or not 0 < value < 1 << 40:
             raise DlmBridgeError(f"{where}: config.json: the size '{name}' is {value!r}, not a positive whole number")

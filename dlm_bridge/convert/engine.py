@@ -19,7 +19,7 @@ from dlm_bridge.convert.atomic import atomic_output, check_output
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.formats.huggingface import HubWriter, ShardPlan, plan_like
 from dlm_bridge.convert.formats.torch_dist import TRACKER
-from dlm_bridge.convert.formats.torch_dist_writer import TorchDistPlan, TorchDistWriter, plan_torch_dist
+from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter, plan_torch_dist
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.manifest import ShardRecord
 from dlm_bridge.convert.mapping import Link
@@ -32,7 +32,7 @@ from dlm_bridge.convert.outputs import (
     write_carried,
     write_side_files,
 )
-from dlm_bridge.convert.pool import run_tasks, worker_count
+from dlm_bridge.convert.pool import Progress, run_tasks, worker_count
 from dlm_bridge.convert.records import Records
 from dlm_bridge.convert.report import Report
 from dlm_bridge.convert.tensors import dtype_name, promote
@@ -43,19 +43,18 @@ FIRST_ITERATION = "iter_0000000"
 
 @dataclass(frozen=True)
 class Options:
-    """What every conversion takes. `dtype` None keeps the stored dtypes; `progress` is told of bytes as they are
-    written, from any thread."""
+    """What every conversion takes. `dtype` None keeps the stored dtypes."""
 
     dtype: torch.dtype | None = None
     workers: int | None = None
     overwrite: bool = False
     dry_run: bool = False
-    progress: Callable[[int], None] | None = None
+    progress: Progress | None = None
 
-    def done(self, nbytes: int) -> None:
-        """Tell the progress."""
+    def done(self, nbytes: int, total: int) -> None:
+        """Tell the progress that so many more bytes of `total` are written."""
         if self.progress is not None:
-            self.progress(nbytes)
+            self.progress(nbytes, total)
 
 
 def write_megatron(
@@ -69,9 +68,11 @@ def write_megatron(
     started = time.monotonic()
     check_output(output, source.folders(), options.overwrite)
     layout.check(source.dims)
-    for rule in source.mapping.rules:
-        rule.check_tp(layout.tp, source.dims)
     notes = source.check()
+    for rule in dict.fromkeys(link.rule for link in source.links):
+        rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, source.dims)
+    if vocab_multiple is None and isinstance(source, MegatronCheckpoint) and source.manifest is not None:
+        vocab_multiple = source.manifest.vocab_multiple
     links = _padded_links(source, vocab_multiple)
     specs = _target_specs(source, options.dtype)
     dtypes = _key_dtypes(source.links, specs)
@@ -90,7 +91,7 @@ def write_megatron(
     with atomic_output(output, source.folders(), options.overwrite, report.bytes) as folder:
         records = Records(source, specs)
         writer = TorchDistWriter(folder / iteration, plan)
-        carried = _run_megatron(source, writer, links, plan, dtypes, records, options)
+        carried = _run_megatron(source, writer, links, specs, dtypes, records, options)
         hub_folder = folder / HUB_FOLDER
         hub_folder.mkdir()
         write_carried(hub_folder / CARRIED_FILE, carried)
@@ -146,13 +147,14 @@ def _run_megatron(
     source: Checkpoint,
     writer: TorchDistWriter,
     links: Sequence[Link],
-    plan: TorchDistPlan,
+    specs: dict[str, TensorSpec],
     dtypes: dict[str, torch.dtype],
     records: Records,
     options: Options,
 ) -> dict[str, torch.Tensor]:
     """Write every slice. Returns the carried tensors that are copies of nothing."""
     carried: dict[str, torch.Tensor] = {}
+    total = sum(map(_bytes_of, specs.values()))
 
     def move(link: Link, padded: Link) -> None:
         dtype = dtypes[link.megatron_key]
@@ -163,13 +165,13 @@ def _run_megatron(
         slice_ = link.to_megatron([part.to(dtype) for part in parts])
         del parts
         writer.write(padded, slice_ if padded is link else _pad_rows(slice_, padded))
-        options.done(nbytes)
+        options.done(nbytes, total)
 
     def carry(name: str) -> None:
         tensor = records.convert(name, source.read_carried(name))
         if not source.carried[name].copy_of:
             carried[name] = tensor
-        options.done(tensor.nbytes)
+        options.done(tensor.nbytes, total)
 
     tasks: list[tuple[int, Callable[[], None]]] = [
         (_held(padded, dtypes[link.megatron_key]), partial(move, link, padded))
@@ -194,10 +196,11 @@ def _run_hub(
 ) -> None:
     writer = HubWriter(folder, plans)
     copies = {copy_of: name for name, copy_of in source.derived.items()}
+    total = sum(map(_bytes_of, specs.values()))
 
     def put(name: str, tensor: torch.Tensor) -> None:
         writer.write(name, tensor)
-        options.done(tensor.nbytes)
+        options.done(tensor.nbytes, total)
 
     def move(link: Link) -> None:
         for name, tensor in zip(link.hub_names, source.read_link(link), strict=True):

@@ -117,7 +117,7 @@ class LiveCheckpoint(_ByName):
     def __init__(self, model: PreTrainedModel, family: str | None = None) -> None:
         from transformers.core_model_loading import revert_weight_conversion
 
-        self._tensors: dict[str, torch.Tensor] = dict(revert_weight_conversion(model, dict(model.state_dict())))
+        self._tensors: dict[str, torch.Tensor] = dict(revert_weight_conversion(model, _state(model)))
         config, text = _config_of(model)
         where = f"the live {type(model).__name__}"
         spec = open_family(config, family, where)
@@ -148,6 +148,13 @@ def open_hub(name: str | Path, revision: str | None = None, family: str | None =
     if folder.parent.name == "snapshots":  # the Hub's cache names a snapshot by its commit
         source["revision"] = folder.name
     return HubCheckpoint(folder, family, source)
+
+
+def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The state dict without a tied weight's second name, which transformers would not turn back into a Hub name."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    again = names - {name for name, _ in model.named_parameters()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
 
 
 def _config_of(model: PreTrainedModel) -> tuple[dict[str, Any], bytes]:

@@ -43,11 +43,20 @@ class Layout:
     @property
     def world_size(self) -> int:
         """The fewest ranks that this layout runs on (data and context parallel sizes of one)."""
-        return self.pp * math.lcm(self.tp, self.ep * (self.tp if self.etp is None else self.etp))
+        return self.pp * math.lcm(self.tp, self.ep * self.expert_tp)
 
-    def rank(self, pp_rank: int, tp_rank: int) -> int:
-        """The global rank of the first data parallel replica there (Megatron counts tensor parallel ranks first)."""
-        return pp_rank * (self.world_size // self.pp) + tp_rank
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that one expert is split over."""
+        return self.tp if self.etp is None else self.etp
+
+    def rank(self, pp_rank: int, tp_rank: int, ep_rank: int | None = None) -> int:
+        """The global rank of the first data parallel replica there: Megatron counts tensor parallel ranks first.
+
+        With `ep_rank`, of an expert's holder; `tp_rank` is then the expert tensor parallel one.
+        """
+        inner = tp_rank if ep_rank is None else ep_rank * self.expert_tp + tp_rank
+        return pp_rank * (self.world_size // self.pp) + inner
 
     def stages(self, layers: int) -> list[list[list[int]]]:
         """stages[pp_rank][vp_rank] is the list of global layer numbers there.
@@ -63,19 +72,25 @@ class Layout:
 
     def check(self, dims: Dims) -> None:
         """Raise DlmBridgeError where a model of these sizes cannot be cut so; the message names what to change."""
-        experts = getattr(dims, "experts", 0)
-        if not experts and (self.ep > 1 or self.etp not in (None, 1, self.tp)):
+        if not dims.experts and (self.ep > 1 or self.etp not in (None, 1, self.tp)):
             option = f"--ep {self.ep}" if self.ep > 1 else f"--etp {self.etp}"
             raise DlmBridgeError(f"{option}: the model is dense (it has no experts): leave --ep at 1 and --etp out")
-        if experts and experts % self.ep:
-            raise DlmBridgeError(f"--ep {self.ep} does not divide the {experts} experts: {_divisors(experts)}")
+        if dims.experts and dims.experts % self.ep:
+            raise DlmBridgeError(
+                f"--ep {self.ep} does not divide the {dims.experts} experts: {_divisors(dims.experts)}"
+            )
         if dims.groups % self.tp:
             raise DlmBridgeError(
                 f"--tp {self.tp} does not divide the {dims.groups} query groups (key/value heads): "
                 f"{_divisors(dims.groups)}"
             )
-        if dims.ffn % self.tp:
-            raise DlmBridgeError(f"--tp {self.tp} does not divide the feed-forward size {dims.ffn}")
+        for what, size, option, ranks in (
+            ("feed-forward size", 0 if dims.experts and not dims.dense_layers else dims.ffn, "--tp", self.tp),
+            ("shared expert's size", dims.shared_ffn, "--tp", self.tp),
+            ("experts' size", dims.moe_ffn, "--tp" if self.etp is None else "--etp", self.expert_tp),
+        ):
+            if size % ranks:
+                raise DlmBridgeError(f"{option} {ranks} does not divide the {what} {size}: {_divisors(size)}")
         self.stages(dims.layers)
 
     def as_dict(self) -> dict[str, Any]:
@@ -155,4 +170,4 @@ def parse_pipeline_split(text: str, pp: int, vp: int = 1) -> dict[str, Any]:
 
 
 def _divisors(number: int) -> str:
-    return "choose one of " + ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    return "choose one of " + ", ".join(str(n) for n in range(1, min(number, 512) + 1) if number % n == 0)

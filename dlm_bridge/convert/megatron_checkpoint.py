@@ -67,8 +67,8 @@ class MegatronCheckpoint(Checkpoint):
         return self._hub_dtypes(link)[link.hub_names.index(name)], shape
 
     def read_link(self, link: Link) -> tuple[torch.Tensor, ...]:
-        key, layer = self._place(link)
-        tensors = link.to_hub(self.reader.read(key, layer, link.megatron_shape))
+        key, stack = self._place(link)
+        tensors = link.to_hub(self.reader.read(key, tuple(index for index, _ in stack), link.megatron_shape))
         dtypes = self._hub_dtypes(link)
         return tuple(
             narrow_exactly(tensor, dtype, name)
@@ -88,19 +88,27 @@ class MegatronCheckpoint(Checkpoint):
     def check(self) -> list[str]:
         used = set()
         for link in self.mapping.links(self.dims):
-            key, layer = self._place(link)
-            self._check_shape(link, key, layer)
-            if key not in used:
-                self.reader.check_tiled(key)
-            used.add(key)
+            used.add(self.check_link(link))
         contents = self.reader.contents
         extra = [key for key in contents.tensors.keys() - used if not is_training_state(key)]
-        extra += [key for key in contents.objects if not is_training_state(key) and not _EXTRA_STATE.search(key)]
+        extra += [key for key in contents.objects if not is_training_state(key) and not is_extra_state(key)]
         if extra:
             raise DlmBridgeError(
                 f"{self.where}: {first_of(extra)} is not part of a {self.family.name} model of this config"
             )
         return self._notes()
+
+    def check_link(self, link: Link) -> str:
+        """The stored key of a link's tensor. Raises DlmBridgeError unless it has its shape and its chunks cover it."""
+        key, stack = self._place(link)
+        self._check_shape(link, key, tuple(size for _, size in stack))
+        self.reader.check_tiled(key)
+        return key
+
+    def stored_key(self, link: Link) -> str | None:
+        """The key that the link's slice is stored under, None where it is missing."""
+        tensors = self.reader.contents.tensors
+        return next((key for key in (link.megatron_key, _key_of_layer(link)) if key in tensors), None)
 
     def folders(self) -> list[Path]:
         return [self.root, self.folder, *([self.hub.folder] if self.hub.folder else [])]
@@ -117,23 +125,23 @@ class MegatronCheckpoint(Checkpoint):
             notes.append(f"extra states with content (an FP8 scaling history) are reset: {first_of(full)}")
         return notes
 
-    def _place(self, link: Link) -> tuple[str, int | None]:
-        """The stored key of a link's slice and its index on the stacked axis (None: each layer has its own key)."""
-        tensors = self.reader.contents.tensors
-        if link.megatron_key in tensors:
-            return link.megatron_key, link.layer
-        if link.megatron_name in tensors:
-            return link.megatron_name, None
-        raise DlmBridgeError(f"{self.where}: tensor {link.megatron_key} is missing")
+    def _place(self, link: Link) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """The stored key of a link's slice, and (index, size) on the axes that are stacked before it."""
+        key = self.stored_key(link)
+        if key is None:
+            raise DlmBridgeError(f"{self.where}: tensor {link.megatron_key} is missing")
+        of_layer = key != link.megatron_key  # each layer has a key of its own, though all hold the same tensors
+        return key, link.stack[1:] if of_layer else link.stack
 
-    def _check_shape(self, link: Link, key: str, layer: int | None) -> None:
+    def _check_shape(self, link: Link, key: str, stack: tuple[int, ...]) -> None:
         found = self.reader.tensor(key).shape
-        wanted = link.megatron_shape if layer is None else (self.dims.layers, *link.megatron_shape)
-        rest = slice(1, None) if isinstance(link.rule, Vocabulary) else slice(0, None)
+        wanted = (*stack, *link.megatron_shape)
+        padded = isinstance(link.rule, Vocabulary)
+        rest = slice(1, None) if padded else slice(0, None)
         if found[rest] != wanted[rest] or (found and found[0] < wanted[0]):
-            padded = " or more rows" if isinstance(link.rule, Vocabulary) else ""
+            more = " or more rows" if padded else ""
             raise DlmBridgeError(
-                f"{self.where}: tensor {key} has shape {list(found)}, the config asks for {list(wanted)}{padded}"
+                f"{self.where}: tensor {key} has shape {list(found)}, the config asks for {list(wanted)}{more}"
             )
 
     @cached_property
@@ -156,9 +164,19 @@ class MegatronCheckpoint(Checkpoint):
         return tuple(self.hub.dtypes.get(name, stored.dtype) for name in link.hub_names)
 
 
+def _key_of_layer(link: Link) -> str:
+    """The key of a link's tensor where layers are not stacked."""
+    return link.rule.megatron.replace("{expert}.", "").replace("{layer}", str(link.layer))
+
+
 def is_training_state(key: str) -> bool:
     """Whether a stored key is an optimizer's, a random generator's or another part of a training run's state."""
     return _NOT_WEIGHTS.match(key) is not None
+
+
+def is_extra_state(key: str) -> bool:
+    """Whether a stored key is Transformer Engine's `_extra_state` of a module."""
+    return _EXTRA_STATE.search(key) is not None
 
 
 def megatron_root(path: Path, iteration: Path) -> Path:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from dlm_bridge.errors import DlmBridgeError
 
+Progress = Callable[[int, int], None]  # (bytes just done, bytes in all); called from any thread
 FLOOR = 256 << 20  # bytes that may be in flight even where every tensor is small
 
 

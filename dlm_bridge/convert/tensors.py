@@ -65,12 +65,16 @@ def file_digest(path: Path) -> str:
     return state.hexdigest()
 
 
+def bit_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements as whole numbers of the same width, which compare bit by bit."""
+    return tensor.contiguous().view(_BITS[tensor.itemsize])
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in dtype, shape and every bit (so that NaN equals itself)."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    bits = _BITS[a.dtype.itemsize]
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+    return torch.equal(bit_view(a), bit_view(b))
 
 
 def promote(dtypes: Sequence[torch.dtype]) -> torch.dtype:

@@ -7,7 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,9 @@ class TorchDistReader:
         _check_backend(folder)
         self.contents: Contents = read_metadata(folder)
         self.common: dict[str, Any] = _read_common(folder, self.contents)
-        self._by_layer: dict[str, dict[int, list[Chunk]]] = {}
+        self._by_place: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
         self._lock = threading.Lock()
+        self._tiled: set[str] = set()  # keys that were checked
 
     def tensor(self, key: str) -> StoredTensor:
         """A stored tensor's dtype, shape and chunks; KeyError where there is none."""
@@ -77,6 +78,8 @@ class TorchDistReader:
 
     def check_tiled(self, key: str) -> None:
         """Raise DlmBridgeError unless the tensor's chunks cover it exactly: no gap, no overlap, a weight's dtype."""
+        if key in self._tiled:
+            return
         tensor = self.tensor(key)
         if tensor.dtype is None:
             raise DlmBridgeError(f"{self.folder}: tensor {key} has dtype {tensor.dtype_name}, which no weight has")
@@ -86,31 +89,33 @@ class TorchDistReader:
             raise DlmBridgeError(f"{self.folder}: tensor {key}: {missing} of its elements are in no chunk")
         if not _disjoint(tensor.chunks, 0):
             raise DlmBridgeError(f"{self.folder}: tensor {key}: chunks overlap")
+        self._tiled.add(key)
 
-    def read(self, key: str, layer: int | None, shape: Sequence[int]) -> torch.Tensor:
-        """The first `shape` elements along every axis of a tensor, of one layer of a stacked one. [*shape].
+    def read(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> torch.Tensor:
+        """One slice of a tensor: the index `stack` on its first axes (layer, expert), and the first `shape` elements
+        along the others. [*shape].
 
         Raises DlmBridgeError for an item that is not the tensor's.
         """
         tensor = self.tensor(key)
         assert tensor.dtype is not None
         result = torch.empty(tuple(shape), dtype=tensor.dtype)
-        offsets = (0,) * len(shape) if layer is None else (layer, *(0,) * len(shape))
-        view = result if layer is None else result.unsqueeze(0)
-        for chunk in tensor.chunks if layer is None else self._layers(key, tensor)[layer]:
-            self._copy(key, tensor, chunk, offsets, view)
+        view = result.view((1,) * len(stack) + tuple(shape))
+        for chunk in self._chunks(key, tensor, len(stack)).get(stack, []):
+            self._copy(key, tensor, chunk, (*stack, *(0,) * len(shape)), view)
         return result
 
-    def _layers(self, key: str, tensor: StoredTensor) -> dict[int, list[Chunk]]:
-        """A stacked tensor's chunks by layer, so that the cost of reading it all is linear in its chunks."""
+    def _chunks(self, key: str, tensor: StoredTensor, axes: int) -> dict[tuple[int, ...], list[Chunk]]:
+        """A tensor's chunks by their place on the stacked axes, so that reading it all is linear in its chunks."""
         with self._lock:
-            if key not in self._by_layer:
-                found: dict[int, list[Chunk]] = {layer: [] for layer in range(tensor.shape[0])}
+            if key not in self._by_place:
+                found: dict[tuple[int, ...], list[Chunk]] = {}
                 for chunk in tensor.chunks:
-                    for layer in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
-                        found[layer].append(chunk)
-                self._by_layer[key] = found
-            return self._by_layer[key]
+                    spans = zip(chunk.offsets[:axes], chunk.sizes[:axes], strict=True)
+                    for place in product(*(range(start, start + size) for start, size in spans)):
+                        found.setdefault(place, []).append(chunk)
+                self._by_place[key] = found
+            return self._by_place[key]
 
     def _copy(
         self, key: str, tensor: StoredTensor, chunk: Chunk, offsets: tuple[int, ...], target: torch.Tensor

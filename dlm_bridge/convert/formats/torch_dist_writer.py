@@ -52,8 +52,8 @@ class _Planner:
     objects: dict[str, Place] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
 
-    def place(self, pp_rank: int, tp_rank: int, length: int) -> Place:
-        file = f"__{self.layout.rank(pp_rank, tp_rank)}_0.distcp"
+    def place(self, rank: int, length: int) -> Place:
+        file = f"__{rank}_0.distcp"
         offset = self.files.get(file, 0)
         self.files[file] = offset + length
         return Place(file, offset, length)
@@ -69,20 +69,21 @@ def plan_torch_dist(links: Iterable[Link], layout: Layout, dtypes: dict[str, tor
     stage_of: dict[int, int] = {}
     empty = len(object_item(_NO_STATE))
     for link in links:
-        key, layers, dtype = link.megatron_key, link.dims.layers, dtypes[link.megatron_key]
+        key, dtype = link.megatron_key, dtypes[link.megatron_key]
         if not stage_of:
-            stages = layout.stages(layers)
+            stages = layout.stages(link.dims.layers)
             stage_of = {layer: p for p, chunks in enumerate(stages) for chunk in chunks for layer in chunk}
         pp_rank = _stage(link, layout, stage_of)
-        shapes[key] = link.megatron_shape if link.layer is None else (layers, *link.megatron_shape)
+        ep_rank = None if link.expert is None else link.expert // (link.dims.experts // layout.ep)
+        shapes[key] = (*(size for _, size in link.stack), *link.megatron_shape)
         module, _, last = key.rpartition(".")
         if last == "weight" and module.rpartition(".")[2] in _WITH_EXTRA_STATE:
-            shard = "0_1" if link.layer is None else f"{link.layer}_{layers}"
-            planner.objects[f"{module}._extra_state/shard_{shard}"] = planner.place(pp_rank, 0, empty)
+            place = planner.place(layout.rank(pp_rank, 0, ep_rank), empty)
+            planner.objects[f"{module}._extra_state/shard_{_shard(link)}"] = place
         pieces = planner.pieces.setdefault(link.megatron_name, [])
-        for tp_rank, axis, start, length in _runs(link, layout.tp):
+        for tp_rank, axis, start, length in _runs(link, layout.tp if ep_rank is None else layout.expert_tp):
             offsets, sizes = _box(link, axis, start, length)
-            place = planner.place(pp_rank, tp_rank, tensor_item_length(dtype, sizes))
+            place = planner.place(layout.rank(pp_rank, tp_rank, ep_rank), tensor_item_length(dtype, sizes))
             chunk = Chunk(offsets, sizes, place)
             planner.chunks.setdefault(key, []).append(chunk)
             pieces.append(Piece(chunk, axis, start, length))
@@ -158,6 +159,10 @@ def _box(link: Link, axis: int | None, start: int, length: int) -> tuple[tuple[i
     offsets, sizes = [0] * len(link.megatron_shape), list(link.megatron_shape)
     if axis is not None:
         offsets[axis], sizes[axis] = start, length
-    if link.layer is not None:
-        offsets, sizes = [link.layer, *offsets], [1, *sizes]
-    return tuple(offsets), tuple(sizes)
+    return (*(index for index, _ in link.stack), *offsets), (*(1 for _ in link.stack), *sizes)
+
+
+def _shard(link: Link) -> str:
+    """How megatron-core numbers an object of a stacked module: "3_32", "3.17_32.256", or "0_1" where nothing is."""
+    stack = link.stack or ((0, 1),)
+    return ".".join(str(index) for index, _ in stack) + "_" + ".".join(str(size) for _, size in stack)

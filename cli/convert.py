@@ -1,0 +1,267 @@
+"""The conversion commands: import, export, reshard, inspect, verify."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from dlm_bridge.convert.layout import Layout
+
+SPLIT_HELP = (
+    "Uneven pipeline: FIRST,LAST layers on the first and last stage (the rest even), or one number per stage, or "
+    "megatron-core's layout string such as 'Et*3|t*3|t*2L'."
+)
+Tp = Annotated[int, typer.Option(help="Tensor parallel size.")]
+Pp = Annotated[int, typer.Option(help="Pipeline parallel size.")]
+Vp = Annotated[int, typer.Option(help="Virtual pipeline chunks per pipeline rank.")]
+Ep = Annotated[int, typer.Option(help="Expert parallel size.")]
+Etp = Annotated[int | None, typer.Option(help="Expert tensor parallel size; --tp by default.")]
+Split = Annotated[str | None, typer.Option("--pipeline-split", help=SPLIT_HELP)]
+Dtype = Annotated[str, typer.Option(help="Cast the weights: keep, bf16, fp16 or fp32.")]
+Vocab = Annotated[int | None, typer.Option(help="Pad the vocabulary with zero rows to a multiple of N.")]
+Workers = Annotated[int | None, typer.Option(help="Threads; one per core, at most 8, by default.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is whole.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Family = Annotated[str | None, typer.Option(help="The model family, where config.json cannot tell.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+Like = Annotated[
+    str | None, typer.Option(metavar="HF", help="Hub folder or id to take config, side files and shard map from.")
+]
+HfConfig = Annotated[str | None, typer.Option(metavar="FILE", help="A config.json that names the model.")]
+Format = Annotated[str, typer.Option(help="The Megatron format to write: torch_dist.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the conversion commands to the app."""
+    app.command("import")(import_)
+    app.command("export")(export)
+    app.command("reshard")(reshard)
+    app.command("inspect")(inspect)
+    app.command("verify")(verify)
+
+
+def _says_when_interrupted(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except KeyboardInterrupt as interrupt:
+            typer.echo(f"dlm-bridge: {str(interrupt) or 'interrupted'}", err=True)
+            raise typer.Exit(130) from None
+
+    return run
+
+
+@_says_when_interrupted
+def import_(
+    source: Annotated[str, typer.Argument(metavar="HF", help="Hub folder or Hub id.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The Megatron checkpoint to write.")],
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vp: Vp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    pipeline_split: Split = None,
+    family: Family = None,
+    format: Format = "torch_dist",
+    dtype: Dtype = "keep",
+    vocab_multiple: Vocab = None,
+    revision: Revision = None,
+    workers: Workers = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Turn a Hub checkpoint into a Megatron checkpoint.
+
+    Example: dlm-bridge import GSAI-ML/LLaDA-8B-Instruct ckpt --tp 4 --pp 2
+    """
+    _check_format(format)
+    from dlm_bridge.bridge import Bridge
+
+    layout = _layout(tp, pp, vp, ep, etp, pipeline_split)
+    bridge = Bridge.from_hf(source, revision, family)
+    with _progress("importing") as progress:
+        report = bridge.to_megatron(
+            output,
+            layout,
+            dtype,
+            vocab_multiple=vocab_multiple,
+            workers=workers,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    _show_report(report.as_dict(), as_json)
+
+
+@_says_when_interrupted
+def export(
+    source: Annotated[str, typer.Argument(metavar="MEGATRON", help="Megatron checkpoint.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The Hub folder to write.")],
+    dtype: Dtype = "keep",
+    shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Split the weights anew, such as 5GB; else as the source did.")
+    ] = None,
+    like: Like = None,
+    hf_config: HfConfig = None,
+    family: Family = None,
+    workers: Workers = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Turn a Megatron checkpoint into a Hub checkpoint.
+
+    Example: dlm-bridge export ckpt LLaDA-tuned
+    """
+    from dlm_bridge.bridge import Bridge
+
+    bridge = Bridge.from_megatron(source, like, hf_config, family)
+    with _progress("exporting") as progress:
+        report = bridge.to_hf(
+            output,
+            dtype,
+            shard_size=shard_size,
+            workers=workers,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    _show_report(report.as_dict(), as_json)
+
+
+@_says_when_interrupted
+def reshard(
+    source: Annotated[str, typer.Argument(metavar="MEGATRON", help="Megatron checkpoint.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The Megatron checkpoint to write.")],
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vp: Vp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    pipeline_split: Split = None,
+    format: Format = "torch_dist",
+    vocab_multiple: Vocab = None,
+    like: Like = None,
+    hf_config: HfConfig = None,
+    family: Family = None,
+    workers: Workers = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Cut a Megatron checkpoint for another layout.
+
+    Example: dlm-bridge reshard ckpt ckpt-tp8 --tp 8 --pp 1
+    """
+    _check_format(format)
+    from dlm_bridge.bridge import Bridge
+
+    layout = _layout(tp, pp, vp, ep, etp, pipeline_split)
+    bridge = Bridge.from_megatron(source, like, hf_config, family)
+    with _progress("resharding") as progress:
+        report = bridge.to_megatron(
+            output,
+            layout,
+            vocab_multiple=vocab_multiple,
+            workers=workers,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    _show_report(report.as_dict(), as_json)
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Hub folder, Hub id or Megatron checkpoint.")],
+    family: Family = None,
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint is, from its headers alone.
+
+    Example: dlm-bridge inspect ckpt
+    """
+    from dlm_bridge.cli import convert_views
+    from dlm_bridge.convert.inspect import inspect_checkpoint
+
+    convert_views.show_facts(inspect_checkpoint(path, revision, family).as_dict(), as_json)
+
+
+@_says_when_interrupted
+def verify(
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint of any format.")],
+    b: Annotated[
+        str | None, typer.Argument(metavar="[B]", help="A second one; without it, A's own manifest is compared.")
+    ] = None,
+    logits: Annotated[bool, typer.Option("--logits", help="Compare both models' logits as well (fp32).")] = False,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor, or one with its manifest. Exit code 1 where they differ.
+
+    Example: dlm-bridge verify GSAI-ML/LLaDA-8B-Instruct ckpt
+    """
+    from dlm_bridge.cli import convert_views
+    from dlm_bridge.convert.verify import verify_manifest, verify_pair
+    from dlm_bridge.errors import DlmBridgeError
+
+    if logits and b is None:
+        raise DlmBridgeError("--logits compares two checkpoints: name a second one")
+    with _progress("verifying") as progress:
+        verdict = verify_manifest(a, workers, progress) if b is None else verify_pair(a, b, workers, progress)
+    if logits and b is not None:
+        from dlm_bridge.convert.logits import add_logits
+
+        add_logits(verdict, a, b)
+    convert_views.show_verdict(verdict.as_dict(), as_json)
+    if not verdict.equal:
+        raise typer.Exit(1)
+
+
+def _layout(tp: int, pp: int, vp: int, ep: int, etp: int | None, pipeline_split: str | None) -> Layout:
+    from dlm_bridge.convert.layout import Layout, parse_pipeline_split
+
+    split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
+    return Layout(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, **split)
+
+
+def _check_format(format: str) -> None:
+    from dlm_bridge.errors import DlmBridgeError
+
+    if format != "torch_dist":
+        raise DlmBridgeError(f"--format {format}: only torch_dist is written")
+
+
+def _show_report(report: dict[str, Any], as_json: bool) -> None:
+    from dlm_bridge.cli import convert_views
+
+    convert_views.show_report(report, as_json)
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar with bytes, speed and time left on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+
+        def advance(nbytes: int, total: int) -> None:
+            bar.update(task, advance=nbytes, total=total)
+
+        yield advance

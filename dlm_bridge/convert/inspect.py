@@ -1,0 +1,128 @@
+"""What a checkpoint is, from its headers alone: family, sizes, dtypes, parameters, files, layout, source."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.formats.dcp import StoredTensor
+from dlm_bridge.convert.formats.torch_dist import TorchDistReader, is_torch_dist, iteration_folder
+from dlm_bridge.convert.hub import resolve
+from dlm_bridge.convert.hub_checkpoint import HubCheckpoint, open_hub
+from dlm_bridge.convert.manifest import Manifest, read_manifest
+from dlm_bridge.convert.mapping import Dims
+from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint, is_training_state, megatron_root
+from dlm_bridge.convert.tensors import dtype_name
+
+
+@dataclass
+class Facts:
+    """`family`, `architecture` and `sizes` are None for a Megatron checkpoint without a manifest, whose model is not
+    known; its tensors are then counted under their Megatron keys."""
+
+    path: str
+    format: str
+    family: str | None
+    architecture: str | None
+    parameters: int
+    tensors: int
+    bytes: int
+    dtypes: dict[str, int]  # name -> tensors
+    files: dict[str, int]  # weight file -> bytes
+    sizes: dict[str, Any] | None = None
+    layout: dict[str, Any] | None = None
+    iteration: int | str | None = None
+    training_state: int = 0  # tensors and objects besides the weights
+    source: dict[str, Any] | None = None
+    side_files: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    tool: str | None = None  # what wrote the manifest
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], revision: str | None = None, family: str | None = None) -> Facts:
+    """The facts of a Hub folder, a Hub id or a Megatron checkpoint. Raises DlmBridgeError."""
+    folder = resolve(path, revision)
+    if not is_torch_dist(folder):
+        return _hub_facts(open_hub(os.fspath(path), revision, family))
+    iteration = iteration_folder(folder)
+    manifest = read_manifest(megatron_root(folder, iteration))
+    if manifest is None:
+        return _unknown_megatron(folder, TorchDistReader(iteration))
+    checkpoint = MegatronCheckpoint(folder)
+    checkpoint.check()
+    facts = _facts(checkpoint, str(folder), manifest)
+    _add_megatron(facts, checkpoint.reader)
+    facts.layout = manifest.layout if manifest.iteration == checkpoint.iteration else None
+    return facts
+
+
+def _hub_facts(checkpoint: HubCheckpoint) -> Facts:
+    checkpoint.check()
+    facts = _facts(checkpoint, str(checkpoint.folder), read_manifest(checkpoint.folder))
+    facts.files = {name: (checkpoint.folder / name).stat().st_size for name in checkpoint.reader.files}
+    return facts
+
+
+def _facts(checkpoint: Checkpoint, path: str, manifest: Manifest | None) -> Facts:
+    specs = {name: checkpoint.spec(name) for name in checkpoint.hub_names()}
+    architectures = checkpoint.config.get("architectures") or [None]
+    return Facts(
+        path=path,
+        format=checkpoint.format,
+        family=checkpoint.family.name,
+        architecture=architectures[0],
+        parameters=sum(prod(shape) for name, (_, shape) in specs.items() if name not in checkpoint.carried),
+        tensors=len(specs),
+        bytes=sum(prod(shape) * dtype.itemsize for dtype, shape in specs.values()),
+        dtypes=dict(Counter(dtype_name(dtype) for dtype, _ in specs.values())),
+        files={},
+        sizes=_sizes(checkpoint.dims),
+        source=manifest.source if manifest else checkpoint.hub.source,
+        side_files=list(checkpoint.hub.files),
+        left_out=list(checkpoint.hub.left_out),
+        tool=manifest.tool if manifest else None,
+    )
+
+
+def _sizes(dims: Dims) -> dict[str, Any]:
+    """The sizes that the model has: what is zero or empty does not apply to it."""
+    values = asdict(dims)
+    plain = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in values.items()}
+    return {name: value for name, value in plain.items() if value or name == "tied"}
+
+
+def _unknown_megatron(folder: Path, reader: TorchDistReader) -> Facts:
+    tensors: dict[str, StoredTensor] = {
+        key: tensor for key, tensor in reader.contents.tensors.items() if not is_training_state(key)
+    }
+    facts = Facts(
+        path=str(folder),
+        format="torch_dist",
+        family=None,
+        architecture=None,
+        parameters=sum(prod(tensor.shape) for tensor in tensors.values()),
+        tensors=len(tensors),
+        bytes=sum(prod(t.shape) * (t.dtype.itemsize if t.dtype else 0) for t in tensors.values()),
+        dtypes=dict(Counter(tensor.dtype_name for tensor in tensors.values())),
+        files={},
+    )
+    _add_megatron(facts, reader)
+    return facts
+
+
+def _add_megatron(facts: Facts, reader: TorchDistReader) -> None:
+    contents = reader.contents
+    names = {chunk.place.file for tensor in contents.tensors.values() for chunk in tensor.chunks}
+    facts.files = {name: (reader.folder / name).stat().st_size for name in sorted(names)}
+    iteration = reader.common.get("iteration")
+    facts.iteration = iteration if isinstance(iteration, int) else reader.folder.name
+    facts.training_state = sum(map(is_training_state, (*contents.tensors, *contents.objects)))

@@ -1,0 +1,284 @@
+"""Are two checkpoints equal, tensor by tensor, in any two formats? Is one what its own manifest says?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlm_bridge.convert.checkpoint import HubSide, TensorSpec
+from dlm_bridge.convert.formats.huggingface import HubReader
+from dlm_bridge.convert.formats.torch_dist import is_torch_dist, iteration_folder
+from dlm_bridge.convert.hub import resolve
+from dlm_bridge.convert.hub_checkpoint import HubCheckpoint
+from dlm_bridge.convert.manifest import FILE_NAME, Manifest, TensorRecord, read_manifest
+from dlm_bridge.convert.megatron_checkpoint import (
+    MegatronCheckpoint,
+    is_extra_state,
+    is_training_state,
+    megatron_root,
+)
+from dlm_bridge.convert.pool import Progress, run_tasks, worker_count
+from dlm_bridge.convert.tensors import bit_view, digest, dtype_name, file_digest, same_bits
+from dlm_bridge.errors import DlmBridgeError
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not equal: `kind` is missing, extra, dtype, shape, values, unreadable or file."""
+
+    name: str
+    kind: str
+    detail: str
+
+
+@dataclass
+class Verdict:
+    """The result of a comparison. `logits` is the largest difference of two models' logits, where asked for."""
+
+    a: str
+    b: str
+    equal: bool
+    tensors: int
+    bytes: int
+    differences: list[Difference] = field(default_factory=list)
+    logits: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def verify_pair(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], workers: int | None = None, progress: Progress | None = None
+) -> Verdict:
+    """Compare every tensor of two checkpoints by its Hub name: presence, dtype, shape, every bit.
+
+    A Megatron checkpoint without a manifest is read by the other side's configuration. Raises DlmBridgeError for what
+    is not a checkpoint; tensors that cannot be read are differences.
+    """
+    left, right = _open_pair(resolve(a), resolve(b))
+    differences: list[Difference] = [*left.oddities(), *right.oddities()]
+    for names, other, where in ((left.names, right, right.where), (right.names, left, left.where)):
+        differences += [Difference(name, "missing", f"not in {where}") for name in names if name not in other.names]
+    common = [name for name in left.names if name in right.names]
+    total = _nbytes(common, left.names)
+    found: dict[str, Difference] = {}
+    for group in _groups(common, left, right):
+        for name in group:
+            if problem := _compare_specs(name, left.names[name], right.names[name]):
+                found[name] = problem
+
+    def compare(group: Sequence[str]) -> None:
+        try:
+            here, there = left.read(group), right.read(group)
+        except DlmBridgeError as error:
+            found.update({name: Difference(name, "unreadable", str(error)) for name in group})
+            return
+        for name in group:
+            if name not in found and not same_bits(here[name], there[name]):
+                found[name] = Difference(name, "values", _first_difference(here[name], there[name]))
+            if progress is not None:
+                progress(here[name].nbytes, total)
+
+    tasks = [(2 * _nbytes(group, left.names), partial(compare, group)) for group in _groups(common, left, right)]
+    run_tasks(tasks, worker_count(workers))
+    differences += [found[name] for name in common if name in found]
+    return Verdict(left.where, right.where, not differences, len(common), total, differences)
+
+
+def verify_manifest(
+    path: str | os.PathLike[str], workers: int | None = None, progress: Progress | None = None
+) -> Verdict:
+    """Compare a checkpoint with its own manifest: every tensor's dtype, shape and digest, every side file's digest.
+
+    Raises DlmBridgeError where there is no manifest, or none of what is there now.
+    """
+    folder = resolve(path)
+    side = _open_one(folder)
+    manifest = side.manifest
+    if manifest is None:
+        raise DlmBridgeError(f"{folder} has no {FILE_NAME} to verify it against: name a second checkpoint")
+    if manifest.iteration is not None and manifest.iteration != side.iteration:
+        raise DlmBridgeError(
+            f"{folder}: its {FILE_NAME} describes {manifest.iteration}, the newest iteration is {side.iteration}: "
+            "name a second checkpoint"
+        )
+    records = manifest.tensors
+    differences = side.oddities()
+    differences += [Difference(n, "missing", f"{FILE_NAME} has it") for n in records if n not in side.names]
+    differences += [Difference(n, "extra", f"{FILE_NAME} does not have it") for n in side.names if n not in records]
+    common = [name for name in side.names if name in records]
+    total = _nbytes(common, side.names)
+    found: dict[str, Difference] = {}
+
+    def compare(group: Sequence[str]) -> None:
+        try:
+            tensors = side.read(group)
+        except DlmBridgeError as error:
+            found.update({name: Difference(name, "unreadable", str(error)) for name in group})
+            return
+        for name in group:
+            problem = _compare_record(name, side.names[name], records[name], tensors[name])
+            if problem is not None:
+                found[name] = problem
+            if progress is not None:
+                progress(tensors[name].nbytes, total)
+
+    groups = _groups(common, side)
+    run_tasks([(2 * _nbytes(group, side.names), partial(compare, group)) for group in groups], worker_count(workers))
+    differences += [found[name] for name in common if name in found]
+    differences += _compare_files(side.root, manifest)
+    return Verdict(side.where, FILE_NAME, not differences, len(common), total, differences)
+
+
+class _Side:
+    """A checkpoint as named tensors, whole or not."""
+
+    where: str
+    root: Path
+    names: dict[str, TensorSpec]
+    manifest: Manifest | None
+    iteration: str | None = None
+
+    def read(self, group: Sequence[str]) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def group_of(self, name: str) -> str:
+        """Names with the same value are best read together."""
+        return name
+
+    def oddities(self) -> list[Difference]:
+        """What is there and belongs to no Hub tensor."""
+        return []
+
+
+class _HubTensors(_Side):
+    def __init__(self, folder: Path) -> None:
+        self.where, self.root = str(folder), folder
+        self._reader = HubReader(folder)
+        entries = [self._reader.entry(name) for name in self._reader.names]
+        self.names = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+        self.manifest = read_manifest(folder)
+
+    def read(self, group: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: self._reader.read(name) for name in group}
+
+
+class _MegatronTensors(_Side):
+    def __init__(self, folder: Path, hub: HubSide | None, twin: HubCheckpoint | None) -> None:
+        self._checkpoint = MegatronCheckpoint(folder, hub, twin)
+        self.where, self.root = str(folder), self._checkpoint.root
+        self.manifest, self.iteration = self._checkpoint.manifest, self._checkpoint.iteration
+        self.names = {}
+        used = set()
+        for link in self._checkpoint.links:
+            key = self._checkpoint.stored_key(link)
+            if key is None:
+                continue
+            used.add(key)
+            for name in link.hub_names:
+                self.names[name] = self._checkpoint.spec(name)
+        self._odd = [key for key in self._checkpoint.reader.contents.tensors if key not in used]
+        self._odd = [key for key in self._odd if not is_training_state(key) and not is_extra_state(key)]
+        for name, carried in self._checkpoint.carried.items():
+            if not carried.copy_of or carried.copy_of in self.names:
+                self.names[name] = self._checkpoint.spec(name)
+
+    def read(self, group: Sequence[str]) -> dict[str, torch.Tensor]:
+        checkpoint = self._checkpoint
+        if group[0] not in checkpoint.link_of:
+            return {name: checkpoint.read(name) for name in group}
+        link = checkpoint.link_of[group[0]]
+        checkpoint.check_link(link)
+        return dict(zip(link.hub_names, checkpoint.read_link(link), strict=True))
+
+    def group_of(self, name: str) -> str:
+        link = self._checkpoint.link_of.get(name)
+        return link.megatron_name if link is not None else name
+
+    def oddities(self) -> list[Difference]:
+        return [Difference(key, "extra", f"in {self.where}, but it belongs to no Hub tensor") for key in self._odd]
+
+
+def _open_one(folder: Path) -> _Side:
+    return _MegatronTensors(folder, None, None) if is_torch_dist(folder) else _HubTensors(folder)
+
+
+def _open_pair(a: Path, b: Path) -> tuple[_Side, _Side]:
+    """Each side by its own manifest, or by the other's configuration where it has none."""
+
+    def open_by(folder: Path, other: Path) -> _Side:
+        if not is_torch_dist(folder):
+            return _HubTensors(folder)
+        if _manifest_of(folder) is not None:
+            return _MegatronTensors(folder, None, None)
+        if is_torch_dist(other):
+            hub = MegatronCheckpoint(other).hub
+            return _MegatronTensors(folder, replace(hub, dtypes={}), None)
+        twin = HubCheckpoint(other)
+        return _MegatronTensors(folder, replace(twin.hub, dtypes={}), twin)
+
+    return open_by(a, b), open_by(b, a)
+
+
+def _manifest_of(folder: Path) -> Manifest | None:
+    return read_manifest(megatron_root(folder, iteration_folder(folder)))
+
+
+def _groups(names: Iterable[str], *sides: _Side) -> list[list[str]]:
+    """Names that are read together, since they lie in one Megatron tensor."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        key = next((side.group_of(name) for side in sides if side.group_of(name) != name), name)
+        groups.setdefault((key,), []).append(name)
+    return list(groups.values())
+
+
+def _nbytes(names: Iterable[str], specs: dict[str, TensorSpec]) -> int:
+    return sum(prod(specs[name][1]) * specs[name][0].itemsize for name in names)
+
+
+def _compare_specs(name: str, a: TensorSpec, b: TensorSpec) -> Difference | None:
+    if a[1] != b[1]:
+        return Difference(name, "shape", f"{list(a[1])} and {list(b[1])}")
+    if a[0] != b[0]:
+        return Difference(name, "dtype", f"{dtype_name(a[0])} and {dtype_name(b[0])}")
+    return None
+
+
+def _compare_record(name: str, spec: TensorSpec, record: TensorRecord, tensor: torch.Tensor) -> Difference | None:
+    if spec[1] != record.shape:
+        return Difference(name, "shape", f"{list(spec[1])}, {FILE_NAME} says {list(record.shape)}")
+    if dtype_name(spec[0]) != record.dtype:
+        return Difference(name, "dtype", f"{dtype_name(spec[0])}, {FILE_NAME} says {record.dtype}")
+    found = digest(tensor)
+    if found != record.digest:
+        return Difference(name, "values", f"digest {found}, {FILE_NAME} says {record.digest}")
+    return None
+
+
+def _compare_files(root: Path, manifest: Manifest) -> list[Difference]:
+    differences = []
+    for name, recorded in manifest.side_files.items():
+        path = root / name
+        if not path.is_file():
+            differences.append(Difference(name, "file", "is missing"))
+        elif file_digest(path) != recorded:
+            differences.append(Difference(name, "file", f"is not what {FILE_NAME} says"))
+    return differences
+
+
+def _first_difference(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Where two tensors of one dtype and shape differ first, and in how many elements."""
+    wrong = (bit_view(a) != bit_view(b)).reshape(-1)
+    first = int(torch.argmax(wrong.to(torch.uint8)))
+    index = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)] if a.dim() else []
+    values = f"{a.reshape(-1)[first].item()!r} and {b.reshape(-1)[first].item()!r}"
+    return f"{int(wrong.sum())} of {wrong.numel()} elements, first at {index}: {values}"
