@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlm_bridge.convert.layout import Layout
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.convert.tensors import parse_dtype
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.config import ModelConfig, model_config
 from dlm_bridge.parallel.core import GPTModel, parallel_state
 from dlm_bridge.parallel.layer_spec import block_spec
-from dlm_bridge.parallel.weights import check_carried, check_coverage, load
+from dlm_bridge.parallel.weights import check_source, load, stored_dtype
 
 if TYPE_CHECKING:
     from dlm_bridge.bridge import Bridge
 
 
 def build_megatron_model(
-    bridge: Bridge, layout: Layout, dtype: torch.dtype | None = None, **overrides: Any
+    bridge: Bridge, layout: Layout, dtype: str | torch.dtype | None = None, **overrides: Any
 ) -> list[GPTModel]:
     """This rank's virtual-pipeline chunks as megatron-core GPTModels, with the bridge's weights loaded.
 
@@ -28,39 +28,22 @@ def build_megatron_model(
     and returns logits [B, S, V / tp] on its last stage; the vocabulary is padded to a multiple of tp, and a token's
     logits beyond the true vocabulary mean nothing.
 
-    `dtype` None keeps the stored dtype. `overrides` are fields of megatron-core's TransformerConfig, such as
-    `sequence_parallel=True`. Raises DlmBridgeError where the layout does not fit the model or the processes, or where
-    a tensor is missing, left over, mis-shaped or of another dtype.
+    `dtype` (as of `Bridge.to_megatron`) None keeps the stored one. `overrides` are fields of megatron-core's
+    TransformerConfig, such as `sequence_parallel=True`. Raises DlmBridgeError where the layout does not fit the model
+    or the processes, or where a tensor is missing, left over, mis-shaped or (without `dtype`) of another dtype than
+    the rest.
     """
-    config = model_config(
-        bridge.mapping, bridge.config, bridge.dims, layout, dtype or _stored_dtype(bridge), **overrides
-    )
-    hub_names = set(bridge.hub_names())
-    check_coverage(bridge.mapping, bridge.dims, hub_names)
+    checkpoint = bridge.checkpoint
+    check_source(checkpoint)
+    wanted = parse_dtype(dtype) or stored_dtype(checkpoint)
+    config = model_config(bridge.mapping, bridge.config, bridge.dims, layout, wanted, **overrides)
     groups.initialize(layout)
-    if parallel_state.is_pipeline_first_stage():
-        check_carried(bridge.mapping, bridge.dims, hub_names, bridge.read)
     chunks = [
         _chunk(config, layout, bridge.family.topology, vp_stage if layout.vp > 1 else None)
         for vp_stage in range(layout.vp)
     ]
-    load(chunks, bridge.mapping, bridge.dims, bridge.read, cast=dtype is not None)
+    load(chunks, checkpoint)
     return chunks
-
-
-def _stored_dtype(bridge: Bridge) -> torch.dtype:
-    """The dtype of the smallest tensor; that all others share it is checked while they are loaded."""
-    links = bridge.mapping.links(bridge.dims)
-    sizes = {
-        name: torch.Size(shape).numel()
-        for link in links
-        for name, shape in zip(link.hub_names, link.hub_shapes, strict=True)
-    }
-    name = min(sizes, key=lambda name: sizes[name])
-    dtype = bridge.read(name).dtype
-    if not dtype.is_floating_point:
-        raise DlmBridgeError(f"{name} is stored as {dtype}, which is no dtype of a weight")
-    return dtype
 
 
 def _chunk(config: ModelConfig, layout: Layout, topology: str, vp_stage: int | None) -> GPTModel:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from dlm_bridge.convert.mapping import Dims, Link, Mapping, Vocabulary
+from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.mapping import Link, Vocabulary
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import parallel_state
 
@@ -40,74 +41,64 @@ def _global_name(chunk: Any, name: str) -> str:
     return f"{prefix}{layer.layer_number - 1}.{rest}"
 
 
-def check_coverage(mapping: Mapping, dims: Dims, hub_names: set[str]) -> None:
-    """Raise DlmBridgeError unless the mapping uses exactly `hub_names`, each once, but for those that are carried."""
-    used: set[str] = set()
-    for link in mapping.links(dims):
-        for name in link.hub_names:
-            if name in used:
-                raise DlmBridgeError(f"{name}: the mapping uses this tensor twice")
-            if name not in hub_names:
-                raise DlmBridgeError(f"{name}: this tensor is missing in the source")
-            used.add(name)
-    if extra := sorted(hub_names - used - mapping.carried_names(dims).keys()):
-        raise DlmBridgeError(f"{extra[0]}: the source has this tensor, but the mapping does not know it")
+def check_source(checkpoint: Checkpoint) -> None:
+    """Raise DlmBridgeError unless the source's tensors and the mapping cover each other exactly, and a redundant
+    tensor is the copy that it must be."""
+    checkpoint.check()
+    for name, carried in checkpoint.carried.items():
+        if not carried.copy_of or name in checkpoint.derived:
+            continue
+        if not torch.equal(checkpoint.read(name), checkpoint.read(carried.copy_of)):
+            raise DlmBridgeError(f"{checkpoint.where}: {name} differs from {carried.copy_of}, which it must equal")
 
 
-def check_carried(mapping: Mapping, dims: Dims, hub_names: set[str], read: Callable[[str], torch.Tensor]) -> None:
-    """Raise DlmBridgeError where a redundant tensor of the source is not the copy that it must be."""
-    for name, carried in mapping.carried_names(dims).items():
-        if name in hub_names and carried.copy_of and not torch.equal(read(name), read(carried.copy_of)):
-            raise DlmBridgeError(f"{name} differs from {carried.copy_of}, of which it must be a copy")
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The one dtype of all the source's weights. Raises DlmBridgeError where they differ."""
+    first: dict[torch.dtype, str] = {}
+    for name in checkpoint.link_of:
+        first.setdefault(checkpoint.spec(name)[0], name)
+    if len(first) > 1:
+        (one, one_name), (two, two_name), *_ = first.items()
+        raise DlmBridgeError(
+            f"{checkpoint.where}: {one_name} is {_short(one)} and {two_name} is {_short(two)}: choose one dtype= for "
+            f"the Megatron model"
+        )
+    return next(iter(first))
 
 
 @torch.no_grad()
-def load(chunks: Sequence[Any], mapping: Mapping, dims: Dims, read: Callable[[str], torch.Tensor], cast: bool) -> None:
-    """Fill this rank's chunks from `read(hub_name)`, one link at a time, reading only what the rank holds.
+def load(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
+    """Fill this rank's chunks, one link at a time, reading only what its pipeline stages hold, each tensor once.
 
-    Padded vocabulary rows become zero. `cast` allows the dtype to change. Raises DlmBridgeError where a tensor of the
-    model is not set exactly once, or where shapes or (without `cast`) dtypes differ.
+    The values take the parameters' dtype; padded vocabulary rows become zero. Raises DlmBridgeError where a tensor of
+    the model is not set exactly once or has another shape.
     """
     rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     live = live_tensors(chunks)
     unset = set(live)
-    for link in mapping.links(dims):
-        names = [name for name in _places(link, dims) if name in live]
+    for link in checkpoint.links:
+        names = [name for name in _places(link) if name in live]
         if not names:
             continue
-        sources = [_checked(link, i, read(name)) for i, name in enumerate(link.hub_names)]
-        whole = link.to_megatron(sources)
+        whole = link.to_megatron(checkpoint.read_link(link))
         for name in names:
-            shard = link.shard(whole, rank, size)
-            if is_vocabulary(link):
-                shard = whole.narrow(0, *vocabulary_range(link, rank, live[name].shape[0]))
             if name not in unset:
                 raise DlmBridgeError(f"{name}: the mapping sets this parameter twice")
-            if not cast and shard.dtype != live[name].dtype:
-                raise DlmBridgeError(
-                    f"{link.hub_names[0]} is stored as {_short(shard.dtype)}, but the model is built as "
-                    f"{_short(live[name].dtype)}: pass dtype= to change it"
-                )
+            if is_vocabulary(link):
+                shard = whole.narrow(0, *vocabulary_range(link, rank, live[name].shape[0]))
+            else:
+                shard = link.shard(whole, rank, size)
             _fill(name, live[name], shard, link)
             unset.remove(name)
     if unset:
         raise DlmBridgeError(f"{min(unset)}: the mapping does not set this parameter of the Megatron model")
 
 
-def _places(link: Link, dims: Dims) -> tuple[str, ...]:
+def _places(link: Link) -> tuple[str, ...]:
     """Where a link's tensor stands in a model: a tied embedding also is the last pipeline stage's output layer."""
-    if dims.tied and link.megatron_name == EMBEDDING:
+    if link.dims.tied and link.megatron_name == EMBEDDING:
         return (EMBEDDING, OUTPUT)
     return (link.megatron_name,)
-
-
-def _checked(link: Link, index: int, tensor: torch.Tensor) -> torch.Tensor:
-    if tuple(tensor.shape) != link.hub_shapes[index]:
-        raise DlmBridgeError(
-            f"{link.hub_names[index]} has shape {tuple(tensor.shape)}, but the config asks for "
-            f"{link.hub_shapes[index]}"
-        )
-    return tensor
 
 
 def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, link: Link) -> None:

@@ -20,6 +20,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(tp=2),
     "pp2": Layout(pp=2),
     "pp2_uneven": Layout(pp=2, first_stage=1),
+    "pp2_string": Layout(pp=2, pipeline="E|ttttL"),  # the embedding has a stage of its own
     "pp2_vp2": Layout(pp=2, vp=2),
     "dp2": Layout(),
 }

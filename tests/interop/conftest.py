@@ -32,7 +32,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
         write_hub_folder(files.hub(model), config, llada_tensors(config, seed=1))
         _write_reference(files, model)
         for layout, written_for in IMPORTED.items():
-            Bridge.from_hf(str(files.hub(model))).to_megatron(str(files.imported(model, layout)), written_for)
+            Bridge.from_hf(files.hub(model)).to_megatron(files.imported(model, layout), written_for)
     _write_half_precision(files)
     return files
 

@@ -42,7 +42,7 @@ def test_what_megatron_core_saved_is_exported_bit_for_bit(
 ) -> None:
     assert report[f"save[{model}-{layout}]"] == [OK, OK]
     out = tmp_path / "out"
-    Bridge.from_megatron(str(files.saved(model, layout)), like=str(files.hub(model))).to_hf(str(out))
+    Bridge.from_megatron(files.saved(model, layout), like=files.hub(model)).to_hf(out)
     wanted = llada_tensors(llada_config(**MODELS[model]), seed=1)
     found = _tensors(out)
     assert found.keys() == wanted.keys()
