@@ -53,6 +53,18 @@ def initialise(name: str, shape: tuple[int, ...], distribution: Distribution, se
     return torch.from_numpy(values)
 
 
+def normal(config: dict[str, Any]) -> Rule:
+    """transformers' own rule, which most families publish: N(0, `initializer_range`), norms one, biases zero."""
+    std = float(config.get("initializer_range", 0.02))
+
+    def distribution(name: str) -> Distribution:
+        if name.endswith(".bias"):
+            return Constant(0.0)
+        return Constant(1.0) if name.endswith("norm.weight") else Normal(std)
+
+    return distribution
+
+
 def initial_weights(spec: FamilySpec, config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Every Hub tensor of a model with this config.json, one at a time. Raises DlmBridgeError for a config that the
     family cannot hold or an initialisation that it does not know."""
