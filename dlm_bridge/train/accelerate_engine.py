@@ -202,9 +202,8 @@ class Trainer:
     def evaluate(self) -> float:
         """The validation loss, over the same blocks with the same noise every time."""
         accelerator = self.accelerator
-        samples = list(range(min(len(self.valid), EVAL_BLOCKS)))[
-            accelerator.process_index :: accelerator.num_processes
-        ]
+        count = min(len(self.valid), EVAL_BATCHES * self.config.global_batch_size)
+        samples = range(count)[accelerator.process_index :: accelerator.num_processes]
         objective = dataclasses.replace(self.objective, length_variation=0.0)
         loss_sum, normaliser = 0.0, 0
         self.model.eval()

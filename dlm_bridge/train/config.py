@@ -172,8 +172,6 @@ def _check(config: TrainConfig) -> None:
     for name, known in (("lr_schedule", SCHEDULES), ("precision", PRECISIONS), ("engine", ENGINES)):
         if getattr(config, name) not in known:
             raise DlmBridgeError(f"{_flag(name)} {getattr(config, name)!r} is unknown: known are {', '.join(known)}")
-    if config.warmup_steps > config.steps:
-        raise DlmBridgeError(f"--warmup-steps {config.warmup_steps} is more than --steps {config.steps}")
     if config.min_lr > config.lr:
         raise DlmBridgeError(f"--min-lr {config.min_lr} is more than --lr {config.lr}")
     _split_numbers(config.split)

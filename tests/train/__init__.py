@@ -1,0 +1,1 @@
+"""Training: objectives, data, configuration and the Accelerate engine."""

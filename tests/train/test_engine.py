@@ -1,0 +1,201 @@
+"""The Accelerate engine: the maths of a step, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models import FAMILIES
+from dlm_bridge.models.initialisation import initial_weights
+from dlm_bridge.train.objectives import MaskedDiffusion, Uniforms
+from dlm_bridge.train.optimisation import learning_rate
+from tests.train.conftest import Run, read_metrics, without_speed
+
+
+def _weights(output: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(output / "checkpoints" / f"step-{step:07d}" / "model.safetensors")
+
+
+def _close(left: list[dict[str, Any]], right: list[dict[str, Any]], rel: float) -> None:
+    assert [row["step"] for row in left] == [row["step"] for row in right]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in left] == pytest.approx([row[key] for row in right], rel=rel)
+
+
+def test_loss_falls_and_the_folder_holds_what_it_should(tmp_path: Path, run: Run) -> None:
+    rows = run(tmp_path / "run", steps=60, save_interval=25, keep_last=2, length_variation=0.0)
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert sum(row["loss"] for row in rows[-10:]) < 0.6 * 10 * rows[0]["loss"]
+    assert set(rows[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu"}
+    assert rows[0]["mfu"] is None
+    assert rows[-1]["tokens"] == 60 * 8 * 16
+    assert rows[-1]["eval_loss"] < 0.6 * rows[0]["loss"]
+    output = tmp_path / "run"
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-0000050", "step-0000060"]
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert yaml.safe_load((output / "config.yaml").read_text())["objective"] == "masked"
+    checkpoint = output / "checkpoints" / "step-0000060"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert json.loads((checkpoint / "config.json").read_text())["d_model"] == 32
+    assert torch.equal(model.lm_head.weight, _weights(output, 60)["model.transformer.ff_out.weight"])
+    assert AutoTokenizer.from_pretrained(checkpoint).mask_token_id == model.config.mask_token_id
+
+
+def test_first_step_is_the_objective_at_the_initial_weights(
+    tmp_path: Path, run: Run, seed_folder: Path, values: dict[str, Any]
+) -> None:
+    """Loss, gradient norm and AdamW's first update of step 1, computed here without the engine."""
+    from dlm_bridge.train.data import find_files, pack, split
+    from dlm_bridge.train.sampling import Sampler
+
+    rows = run(tmp_path / "run", steps=1, warmup_steps=0, lr_schedule="constant", clip_grad=0.0)
+    raw = json.loads((seed_folder / "config.json").read_text())
+    weights = dict(initial_weights(FAMILIES[0], raw, seed=0))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step-0000001")
+    model.load_state_dict(type(model).from_pretrained(None, config=model.config, state_dict=weights).state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(seed_folder)
+    train, _, _ = split(pack(find_files(values["data"]), tokenizer, 16, raw["mask_token_id"]), (0.99, 0.01, 0.0))
+    sampler = Sampler(len(train), seed=0, global_batch_size=8)
+    objective = MaskedDiffusion(raw["mask_token_id"], length_variation=0.2)
+    noisy = objective.noise(train.rows([sampler.block(g) for g in range(8)]), Uniforms.keyed(0, 1, range(8), 16))
+    logits = model(noisy.input_ids, attention_mask=noisy.attention_mask).logits[noisy.mask]
+    loss = objective.loss_sum(logits, noisy) / noisy.normaliser
+    loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    assert rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert rows[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    trained = _weights(tmp_path / "run", 1)
+    # AdamW's first step moves each weight by lr x sign(gradient) after decay, except where the gradient is near zero.
+    name = "model.transformer.blocks.0.attn_norm.weight"
+    gradient = model.model.layers[0].input_layernorm.weight.grad
+    expected = weights[name] - 1e-2 * gradient / (gradient.abs() + 1e-8)
+    assert torch.allclose(trained[name], expected, atol=1e-5)  # a norm does not decay
+    name = "model.transformer.blocks.0.q_proj.weight"
+    gradient = model.model.layers[0].self_attn.q_proj.weight.grad
+    expected = weights[name] * (1 - 1e-2 * 0.1) - 1e-2 * gradient / (gradient.abs() + 1e-8)
+    assert torch.allclose(trained[name], expected, atol=1e-4)
+
+
+def test_accumulation_equals_one_big_batch(tmp_path: Path, run: Run) -> None:
+    whole = run(tmp_path / "whole", steps=4)
+    cut = run(tmp_path / "cut", steps=4, micro_batch_size=2)
+    _close(cut, whole, rel=1e-5)
+    for name, tensor in _weights(tmp_path / "whole", 4).items():
+        assert torch.allclose(_weights(tmp_path / "cut", 4)[name], tensor, atol=2e-5), name
+
+
+def test_two_processes_equal_one(tmp_path: Path, run: Run, values: dict[str, Any]) -> None:
+    """Through the command line under torchrun, with gloo, and with accumulation on top."""
+    one = run(tmp_path / "one", steps=4)
+    options = {**values, "steps": 4, "micro_batch_size": 2, "output": str(tmp_path / "two")}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(options))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "dlm_bridge.cli", "pretrain", "--config", str(tmp_path / "run.yaml")]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    two = read_metrics(tmp_path / "two")
+    _close(two, one, rel=1e-5)
+    assert two[-1]["eval_loss"] == pytest.approx(one[-1]["eval_loss"], rel=1e-4)
+    for name, tensor in _weights(tmp_path / "one", 4).items():
+        assert torch.allclose(_weights(tmp_path / "two", 4)[name], tensor, atol=2e-5), name
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path, run: Run) -> None:
+    plain = run(tmp_path / "plain", steps=3)
+    recomputed = run(tmp_path / "recomputed", steps=3, gradient_checkpointing=True)
+    _close(recomputed, plain, rel=1e-6)
+
+
+def test_bf16_trains_close_to_fp32_and_keeps_fp32_weights(tmp_path: Path, run: Run) -> None:
+    exact = run(tmp_path / "fp32", steps=6)
+    rounded = run(tmp_path / "bf16", steps=6, precision="bf16")
+    losses = [[row["loss"] for row in rows] for rows in (exact, rounded)]
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert {tensor.dtype for tensor in _weights(tmp_path / "bf16", 6).values()} == {torch.float32}
+
+
+def test_learning_rates_follow_the_schedule(tmp_path: Path, run: Run, values: dict[str, Any]) -> None:
+    rows = run(tmp_path / "run", steps=6, warmup_steps=2, lr=0.4e-2, min_lr=1e-3, save_interval=0)
+    cosine = [1e-3 + 3e-3 * (1 + c) / 2 for c in (2**-0.5, 0.0, -(2**-0.5), -1.0)]
+    assert [row["lr"] for row in rows] == pytest.approx([0.2e-2, 0.4e-2, *cosine])
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-0000006"]
+
+
+@pytest.mark.parametrize(("name", "middle"), [("linear", 0.55), ("constant", 1.0), ("cosine", 0.55)])
+def test_schedules(name: str, middle: float, values: dict[str, Any]) -> None:
+    from dlm_bridge.train.config import TrainConfig
+
+    config = TrainConfig(**{**values, "output": "x", "steps": 12, "lr": 1.0, "min_lr": 0.1, "lr_schedule": name})
+    assert learning_rate(config, 1) == 0.5
+    assert learning_rate(config, 2) == 1.0
+    assert learning_rate(config, 7) == pytest.approx(middle)
+    assert learning_rate(config, 12) == pytest.approx(1.0 if name == "constant" else 0.1)
+
+
+def test_starts_from_a_checkpoint_of_another_run(tmp_path: Path, run: Run) -> None:
+    run(tmp_path / "first", steps=30, save_interval=0)
+    start = tmp_path / "first/checkpoints/step-0000030"
+    rows = run(tmp_path / "second", model=str(start), from_scratch=False, steps=2, lr=0.0)
+    assert rows[0]["loss"] < 4.0 < read_metrics(tmp_path / "first")[0]["loss"]
+    assert all(
+        torch.equal(tensor, load_file(start / "model.safetensors")[name])
+        for name, tensor in _weights(tmp_path / "second", 2).items()
+    )
+
+
+def test_mock_data_needs_no_tokenizer(tmp_path: Path, run: Run, seed_folder: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((seed_folder / "config.json").read_bytes())
+    rows = run(tmp_path / "run", model=str(bare), data=["mock"], steps=2)
+    assert without_speed(rows) == without_speed(run(tmp_path / "again", model=str(bare), data=["mock"], steps=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "fp16"}, "--precision fp16 needs a GPU"),
+        ({"model": "/nowhere"}, "--model /nowhere: --from-scratch needs a folder with a config.json"),
+        ({"model": "/nowhere", "from_scratch": False}, "--model /nowhere: no such folder"),
+        ({"from_scratch": False}, "no weights there (*.safetensors): add --from-scratch"),
+        ({"data": ["/nowhere.txt"]}, "--data /nowhere.txt: no such file"),
+        ({"tokenizer": "/nowhere"}, "--tokenizer /nowhere: no such folder"),
+        ({"seq_length": 65}, "--seq-length 65 is more than the model's 64 positions"),
+        ({"objective": "causal"}, "unknown objective 'causal'"),
+        ({"lr": 1e30, "clip_grad": 0.0, "warmup_steps": 0}, "lower --lr"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, run: Run, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
+        run(tmp_path / "run", **changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_output_folder_with_a_run_is_refused(tmp_path: Path, run: Run) -> None:
+    rows = run(tmp_path / "run", steps=1)
+    with pytest.raises(DlmBridgeError, match="already holds a run"):
+        run(tmp_path / "run", steps=2)
+    assert read_metrics(tmp_path / "run") == rows
+
+
+def test_config_without_usable_ids_is_refused(tmp_path: Path, run: Run, seed_folder: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((seed_folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": 999}))
+    with pytest.raises(DlmBridgeError, match="mask_token_id 999 is outside the vocabulary of 288"):
+        run(tmp_path / "run", model=str(folder), data=["mock"])
+    (folder / "config.json").write_text(json.dumps({**config, "init_fn": "kaiming_normal"}))
+    with pytest.raises(DlmBridgeError, match="init_fn 'kaiming_normal' is not supported"):
+        run(tmp_path / "run", model=str(folder), data=["mock"])

@@ -1,0 +1,139 @@
+"""A run that stops, however it stops, goes on to the very losses of one that did not: compared bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train import accelerate_engine
+from tests.train.conftest import Run, read_metrics, without_speed
+
+STEPS = 14
+
+
+def _equal(resumed: Path, uninterrupted: Path) -> None:
+    assert without_speed(read_metrics(resumed)) == without_speed(read_metrics(uninterrupted))
+    last = Path("checkpoints") / f"step-{STEPS:07d}" / "model.safetensors"
+    ours, theirs = load_file(resumed / last), load_file(uninterrupted / last)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture
+def uninterrupted(tmp_path: Path, run: Run) -> Path:
+    run(tmp_path / "uninterrupted", steps=STEPS)
+    return tmp_path / "uninterrupted"
+
+
+def _wait_for_step(output: Path, step: int, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Until metrics.jsonl holds `step`; fails where the process ends first."""
+    for _ in range(6000):
+        metrics = output / "metrics.jsonl"
+        if metrics.exists() and f'{{"step": {step},' in metrics.read_text():
+            return
+        assert process is None or process.poll() is None, process.stderr and process.stderr.read().decode()
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} never came")
+
+
+def test_sigkill_and_a_torn_line(tmp_path: Path, run: Run, uninterrupted: Path, values: dict[str, Any]) -> None:
+    output = tmp_path / "killed"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**values, "steps": STEPS, "output": str(output)}))
+    command = [sys.executable, "-m", "dlm_bridge.cli", "pretrain", "--config", str(tmp_path / "run.yaml")]
+    # One thread, as here: the number of threads decides in which order a sum is added up.
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    _wait_for_step(output, 9, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len((output / "metrics.jsonl").read_text().splitlines()) < STEPS
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": 0.1')
+    # What a kill while saving leaves behind.
+    (output / "checkpoints/.step-0000012.tmp").mkdir()
+    (output / "checkpoints/.step-0000012.tmp/model.safetensors").write_bytes(b"half")
+    run(output, resume=True, steps=STEPS)
+    _equal(output, uninterrupted)
+    assert not list((output / "checkpoints").glob(".*"))
+
+
+def test_crash_between_checkpoints(
+    tmp_path: Path, run: Run, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CrashError(Exception):
+        pass
+
+    step = accelerate_engine.Trainer.step
+
+    def crashing(self: Any, number: int, want_stop: bool) -> Any:
+        if number == 7:
+            raise CrashError
+        return step(self, number, want_stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(accelerate_engine.Trainer, "step", crashing)
+        with pytest.raises(CrashError):
+            run(tmp_path / "crashed", steps=STEPS)
+    assert [row["step"] for row in read_metrics(tmp_path / "crashed")] == [1, 2, 3, 4, 5, 6]
+    run(tmp_path / "crashed", resume=True, steps=STEPS)
+    _equal(tmp_path / "crashed", uninterrupted)
+
+
+def test_sigterm_saves_and_returns(tmp_path: Path, run: Run, uninterrupted: Path) -> None:
+    output = tmp_path / "terminated"
+
+    def terminate() -> None:
+        _wait_for_step(output, 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    rows = run(output, steps=STEPS)
+    thread.join()
+    last = rows[-1]["step"]
+    assert 2 < last < STEPS
+    assert (output / f"checkpoints/step-{last:07d}/trainer_state.pt").exists()
+    run(output, resume=True, steps=STEPS)
+    # The validation of the last step before the stop is the only row that may hold more.
+    assert [row["loss"] for row in read_metrics(output)] == [row["loss"] for row in read_metrics(uninterrupted)]
+
+
+def test_exit_duration_saves_and_stops(tmp_path: Path, run: Run) -> None:
+    rows = run(tmp_path / "run", steps=STEPS, exit_duration=0.0)
+    assert [row["step"] for row in rows] == [1]
+    assert (tmp_path / "run/checkpoints/step-0000001/model.safetensors").exists()
+
+
+def test_resume_of_a_finished_run_and_of_an_empty_folder(tmp_path: Path, run: Run) -> None:
+    rows = run(tmp_path / "run", resume=True, steps=2)  # nothing there yet: starts
+    assert [row["step"] for row in rows] == [1, 2]
+    assert run(tmp_path / "run", resume=True, steps=2) == rows
+
+
+def test_resume_with_other_data_is_refused(tmp_path: Path, run: Run, corpus: Path) -> None:
+    run(tmp_path / "run", steps=2)
+    longer = tmp_path / "longer.txt"
+    longer.write_text(corpus.read_text() * 2)
+    with pytest.raises(DlmBridgeError, match="resume with the data that it began with"):
+        run(tmp_path / "run", resume=True, steps=4, data=[str(longer)])
+
+
+def test_a_damaged_state_is_named(tmp_path: Path, run: Run) -> None:
+    run(tmp_path / "run", steps=1)
+    state = tmp_path / "run/checkpoints/step-0000001/trainer_state.pt"
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(DlmBridgeError, match=r"trainer_state\.pt: damaged"):
+        run(tmp_path / "run", resume=True, steps=2)
