@@ -2,12 +2,13 @@
 
 If transformers' Auto modules are already imported, registration happens at once. Else one import hook waits for them:
 a `sys.meta_path` finder that finds nothing itself, lets the normal import machinery load
-`transformers.models.auto.configuration_auto` and `.modeling_auto`, and registers right after each has run. It touches
-no other module and removes nothing.
+`transformers.models.auto.configuration_auto` and `.tokenization_auto`, and registers right after each has run. It
+touches no other module and removes nothing.
 
-Model classes are heavy (torch) and their bodies import the Auto classes in turn, so one that cannot be imported yet
-(its body is just being imported) is registered when the first configuration object of its family is made, which is
-before any Auto class can look for it.
+transformers' bodies import the Auto modules while they are being imported, so a family's classes cannot be there yet:
+AutoConfig gets a stand-in for each model type that hands over to the family's configuration class when it is used, and
+model classes are registered when the first configuration object of their family is made, which is before any Auto
+class can look for them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dlm_bridge.models import FAMILIES
 from dlm_bridge.models.spec import FamilySpec
 
 CONFIGURATION_AUTO = "transformers.models.auto.configuration_auto"
-MODELING_AUTO = "transformers.models.auto.modeling_auto"
+TOKENIZATION_AUTO = "transformers.models.auto.tokenization_auto"
 
 _registered: set[str] = set()
 
@@ -51,24 +52,46 @@ def register_models(family: FamilySpec) -> None:
 
 def _register_configs() -> None:
     auto = sys.modules[CONFIGURATION_AUTO]
-    # Where families share a model type the first one's configuration dispatches on `architectures`.
-    first = {family.model_type: family for family in reversed(FAMILIES) if family.auto_classes and family.model_type}
-    for model_type, family in first.items():
-        auto.AutoConfig.register(model_type, family.load("config_class"), exist_ok=True)
+    for model_type, family in _first_of_model_type().items():
+        auto.AutoConfig.register(model_type, _stand_in(family), exist_ok=True)
 
 
-def _register_models() -> None:
+def _register_tokenizers() -> None:
+    auto = sys.modules[TOKENIZATION_AUTO]
     for family in FAMILIES:
-        if not _being_imported("transformers.modeling_layers"):
-            register_models(family)
+        if family.tokenizer_class:
+            # Found by its name, so also where a folder holds a tokenizer and no config.json.
+            tokenizer_class = family.load("tokenizer_class")
+            auto.AutoTokenizer.register(_stand_in(family), tokenizer_class=tokenizer_class, exist_ok=True)
 
 
-def _being_imported(name: str) -> bool:
-    module = sys.modules.get(name)
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+def _first_of_model_type() -> dict[str, FamilySpec]:
+    """Where families share a model type the first one's configuration dispatches on `architectures`."""
+    return {family.model_type: family for family in reversed(FAMILIES) if family.auto_classes and family.model_type}
 
 
-_ACTIONS: dict[str, Callable[[], None]] = {CONFIGURATION_AUTO: _register_configs, MODELING_AUTO: _register_models}
+def _stand_in(family: FamilySpec) -> type:
+    """A configuration class that makes objects of the family's own."""
+    from transformers.configuration_utils import PreTrainedConfig
+
+    class StandIn(PreTrainedConfig):
+        model_type = family.model_type
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return family.load("config_class")(*args, **kwargs)
+
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+            return family.load("config_class").from_dict(config_dict, **kwargs)
+
+    StandIn.__name__ = family.config_class.partition(":")[2]  # transformers finds model types by class name
+    return StandIn
+
+
+_ACTIONS: dict[str, Callable[[], None]] = {
+    CONFIGURATION_AUTO: _register_configs,
+    TOKENIZATION_AUTO: _register_tokenizers,
+}
 
 
 class _AfterImport:

@@ -36,6 +36,8 @@ class HubConfig(PreTrainedConfig):
             if config_class is not cls:
                 return config_class.from_dict(config_dict, **kwargs)
         source = copy.deepcopy(config_dict)
+        # The kernel that the original code was run with; which one runs here is the loader's choice.
+        config_dict = {key: value for key, value in config_dict.items() if key != "attn_implementation"}
         loaded = super().from_dict(copy.deepcopy(config_dict))._plain()
         result = super().from_dict(config_dict, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
@@ -44,6 +46,13 @@ class HubConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        self._register()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._register()
+
+    def _register(self) -> None:
         # The Auto classes look model classes up by the type of a configuration object, so one exists by then.
         from dlm_bridge.registration import register_models
 

@@ -24,6 +24,7 @@ class FamilySpec:
     model_class: str
     mapping: str  # the dlm_bridge.convert.mapping.Mapping of the family
     initialisation: str  # config.json's dict -> dlm_bridge.models.initialisation.Rule
+    tokenizer_class: str = ""  # only where the Hub's tokenizer_class is one that transformers does not have
     auto_classes: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM")
     kind: Literal["diffusion", "autoregressive"] = "diffusion"
     topology: Topology = "bidirectional"
@@ -38,7 +39,9 @@ class FamilySpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sampler", MappingProxyType(dict(self.sampler)))
 
-    def load(self, attribute: Literal["config_class", "model_class", "mapping", "initialisation"]) -> Any:
+    def load(
+        self, attribute: Literal["config_class", "model_class", "mapping", "initialisation", "tokenizer_class"]
+    ) -> Any:
         """Import and return the object that `attribute` names."""
         module, _, name = getattr(self, attribute).partition(":")
         return getattr(importlib.import_module(module), name)
