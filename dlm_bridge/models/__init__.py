@@ -8,15 +8,18 @@ from functools import cache
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.dream.spec import SPEC as DREAM
 from dlm_bridge.models.llada.spec import SPEC as LLADA
+from dlm_bridge.models.llada_moe.spec import SPEC as LLADA_MOE
+from dlm_bridge.models.rnd1.spec import SPEC as RND1
+from dlm_bridge.models.sdar.spec import SPEC as SDAR
+from dlm_bridge.models.sdar_moe.spec import SPEC as SDAR_MOE
 from dlm_bridge.models.spec import FamilySpec
 
-FAMILIES: tuple[FamilySpec, ...] = (LLADA,)
+FAMILIES: tuple[FamilySpec, ...] = (LLADA, DREAM, LLADA_MOE, RND1, SDAR, SDAR_MOE)
 
 # Checkpoints that people will try, and why they do not load. Keyed by Hub architecture.
 UNSUPPORTED: dict[str, str] = {
-    "LLaDAMoEModelLM": "LLaDA-MoE shares model_type 'llada' but has another body, which is not supported yet",
-    "LLaDAMoEModel": "LLaDA-MoE shares model_type 'llada' but has another body, which is not supported yet",
 }
 
 

@@ -169,10 +169,14 @@ def rope_theta(config: dict[str, Any], default: float = 10000.0) -> float:
     return float(parameters.get("rope_theta", config.get("rope_theta", default)))
 
 
-def dense_mapping(defaults: dict[str, Any], facts: frozenset[str] = frozenset()) -> Mapping:
-    """The mapping of a dense family under transformers' names. `defaults` are its configuration class's."""
+def dense_mapping(
+    defaults: dict[str, Any], facts: frozenset[str] = frozenset(), required: dict[str, Any] | None = None
+) -> Mapping:
+    """The mapping of a dense family under transformers' names. `defaults` are its configuration class's; `required`
+    the values of config keys that the table cannot do without."""
 
     def dims(config: dict[str, Any]) -> Dims:
+        require(config, {**PLAIN, **(required or {})})
         return standard_dims({**defaults, **config}, facts)
 
     def transformer(config: dict[str, Any]) -> dict[str, Any]:
@@ -181,4 +185,12 @@ def dense_mapping(defaults: dict[str, Any], facts: frozenset[str] = frozenset())
     return Mapping(rules=standard_rules(), dims=dims, transformer=transformer, carried=TIED_HEAD)
 
 
+def require(config: dict[str, Any], values: dict[str, Any]) -> None:
+    """Raise DlmBridgeError for a config key that is there and says something else."""
+    for key, value in values.items():
+        if (found := config.get(key)) not in (None, value):
+            raise DlmBridgeError(f"config.json: {key} = {found!r} is not supported for this family, only {value!r}")
+
+
+PLAIN: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 TIED_HEAD = (Carried("lm_head.weight", when="tied", copy_of="model.embed_tokens.weight"),)

@@ -1,0 +1,32 @@
+"""Dream's facts. Source: the public modeling_dream.py, generation_utils.py and configs, arXiv 2508.15487, 2506.20639."""
+
+from __future__ import annotations
+
+from dlm_bridge.models.spec import FamilySpec
+
+SPEC = FamilySpec(
+    name="dream",
+    title="Dream, Dream-Coder, DiffuCoder",
+    hub_ids=(
+        "Dream-org/Dream-v0-Base-7B",
+        "Dream-org/Dream-v0-Instruct-7B",
+        "Dream-org/Dream-Coder-v0-Base-7B",
+        "Dream-org/Dream-Coder-v0-Instruct-7B",
+        "apple/DiffuCoder-7B-Base",
+        "apple/DiffuCoder-7B-Instruct",
+        "apple/DiffuCoder-7B-cpGRPO",
+    ),
+    architectures=("DreamModel",),
+    model_type="Dream",
+    config_class="dlm_bridge.models.dream.configuration:DreamConfig",
+    model_class="dlm_bridge.models.dream.modeling:DreamModel",
+    mapping="dlm_bridge.models.dream.mapping:MAPPING",
+    initialisation="dlm_bridge.models.initialisation:normal",
+    tokenizer_class="dlm_bridge.models.dream.tokenization:DreamTokenizer",
+    auto_classes=("AutoModel",),  # as in the Hub's auto_map; the class has the output layer
+    shift=True,
+    mask_token_id=151666,
+    objective="shifted",
+    sampler={"steps": 512, "eps": 1e-3, "alg": "origin", "temperature": 0.0},
+    checked_against="two public copies of modeling_dream.py, and of tokenization_dream.py",
+)
