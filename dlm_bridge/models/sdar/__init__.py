@@ -1,0 +1,1 @@
+"""SDAR and TraDo: Qwen3 turned into a block diffusion model."""
