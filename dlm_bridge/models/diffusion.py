@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple, logging
@@ -23,15 +24,20 @@ from dlm_bridge.models.spec import FamilySpec
 logger = logging.get_logger(__name__)
 
 
-def register_renames(model_class: type[PreTrainedModel], renames: tuple[tuple[str, str], ...]) -> None:
+def register_renames(
+    model_class: type[PreTrainedModel],
+    renames: tuple[tuple[str, str], ...],
+    converters: Sequence[WeightConverter] = (),
+) -> None:
     """Tell transformers how a class's tensors are named on the Hub, for loading and, reversed, for saving.
 
-    Registered by class name, since families share model types. `renames` are (Hub pattern, name in the body).
+    Registered by class name, since families share model types. `renames` are (Hub pattern, name in the body);
+    `converters` (`expert_stacks()`) follow them, so that their Hub names are those after renaming.
     """
     transforms: list[Any] = [
         WeightRenaming(source_patterns=source, target_patterns=target) for source, target in renames
     ]
-    register_checkpoint_conversion_mapping(model_class.__name__, transforms, overwrite=True)
+    register_checkpoint_conversion_mapping(model_class.__name__, [*transforms, *converters], overwrite=True)
 
 
 class DiffusionLM:
@@ -54,7 +60,9 @@ class DiffusionLM:
         return (model, info) if wants_info else model
 
     def post_init(self) -> None:
-        """As in transformers; attention layers learn here that they are not causal."""
+        """As in transformers; attention layers learn here that they are not causal, and the embedding that its padding
+        row trains too: that token is the end of text in most families."""
+        self.get_input_embeddings().padding_idx = None  # type: ignore[attr-defined]
         if self.family.topology != "causal":
             for module in self.modules():  # type: ignore[attr-defined]
                 if getattr(module, "is_causal", False):

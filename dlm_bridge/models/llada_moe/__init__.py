@@ -1,0 +1,1 @@
+"""LLaDA-MoE-7B-A1B: the Qwen3-MoE body, bidirectional, trained from scratch."""

@@ -1,0 +1,49 @@
+"""LLaDA-MoE's configuration: the Hub's key names, readable under Qwen3-MoE's as well."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import Qwen3MoeConfig
+
+from dlm_bridge.models.hub_config import HubConfig
+from dlm_bridge.models.llada_moe import mapping
+from dlm_bridge.models.llada_moe.spec import SPEC
+from dlm_bridge.models.spec import FamilySpec
+
+
+@strict  # anew, because null is a value of fields that are not nullable in Qwen3-MoE's
+class LLaDAMoEConfig(HubConfig, Qwen3MoeConfig):
+    """Field names are those of the public configuration_lladamoe.py, defaults those of the 7B-A1B checkpoints."""
+
+    model_type = "llada"
+    family: ClassVar[FamilySpec] = SPEC
+    is_causal: ClassVar[bool] = False
+    attribute_map: ClassVar[dict[str, str]] = {
+        "num_local_experts": "num_experts",
+        "intermediate_size": "dense_intermediate_size",
+        "moe_intermediate_size": "expert_intermediate_size",
+    }
+    default_theta: ClassVar[float] = 50000.0
+
+    vocab_size: int = 157184
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    num_experts: int = 64
+    expert_intermediate_size: int = 1024
+    dense_intermediate_size: int = 8192
+    max_position_embeddings: int = 8192
+    rms_norm_eps: float = 1e-5
+    norm_topk_prob: bool | None = None
+    qk_layernorm: bool = True
+    use_cache: bool = False
+    mask_token_id: int | None = 156895
+    eos_token_id: int | list[int] | None = 156892
+    pad_token_id: int | None = 156892
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        mapping.check({**kwargs, "qk_layernorm": self.qk_layernorm, "norm_topk_prob": self.norm_topk_prob})
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        super().__post_init__(**kwargs)
