@@ -35,6 +35,7 @@ def atomic_output(output: Path, sources: Sequence[Path], overwrite: bool = False
     output = output.absolute()
     _make_parent(output)
     _recover(output)
+    check_output(output, sources, overwrite)  # once more: an old one may be back
     free = shutil.disk_usage(output.parent).free
     if expected > free:
         raise DlmBridgeError(f"no space for {output}: it needs {expected / 1e9:.2f} GB, {free / 1e9:.2f} GB are free")

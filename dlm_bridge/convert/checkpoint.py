@@ -17,6 +17,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models import find_family
 from dlm_bridge.models.spec import FamilySpec
 
+_LARGEST = 10**6  # layers times experts; a hostile config must not ask for more names than memory holds
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -127,6 +128,8 @@ def checked_dims(mapping: Mapping, config: dict[str, Any], where: str) -> Dims:
         value = getattr(dims, name)
         if type(value) is not int or not 0 < value < 1 << 40:
             raise DlmBridgeError(f"{where}: config.json: the size '{name}' is {value!r}, not a positive whole number")
+    if dims.layers * max(1, dims.experts) > _LARGEST:
+        raise DlmBridgeError(f"{where}: config.json: {dims.layers} layers of {dims.experts} experts cannot be")
     return dims
 
 

@@ -67,8 +67,8 @@ def write_megatron(
     """
     started = time.monotonic()
     check_output(output, source.folders(), options.overwrite)
-    layout.check(source.dims)
     notes = source.check()
+    layout.check(source.dims)
     for rule in dict.fromkeys(link.rule for link in source.links):
         rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, source.dims)
     if vocab_multiple is None and isinstance(source, MegatronCheckpoint) and source.manifest is not None:
@@ -101,7 +101,7 @@ def write_megatron(
         writer.finish(int(number))
         manifest = records.manifest("torch_dist", options.dtype)
         manifest.layout, manifest.vocab_multiple, manifest.iteration = layout.as_dict(), vocab_multiple, iteration
-        manifest.side_files = side_file_digests(folder, HUB_FOLDER)
+        manifest.side_files = side_file_digests(folder, skip=report.files)
         manifest.write(folder)
         (folder / TRACKER).write_text(iteration if iteration == "release" else str(int(number)))
     report.notes += records.notes()

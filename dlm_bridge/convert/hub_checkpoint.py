@@ -144,7 +144,7 @@ class LiveCheckpoint(_ByName):
 def open_hub(name: str | Path, revision: str | None = None, family: str | None = None) -> HubCheckpoint:
     """Open a local folder or a Hub id. Raises DlmBridgeError."""
     folder = resolve(name, revision)
-    source = {"name": str(name), "revision": revision}
+    source = {"name": str(folder.absolute()) if folder == Path(name).expanduser() else str(name), "revision": revision}
     if folder.parent.name == "snapshots":  # the Hub's cache names a snapshot by its commit
         source["revision"] = folder.name
     return HubCheckpoint(folder, family, source)

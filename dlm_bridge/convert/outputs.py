@@ -41,10 +41,10 @@ def write_side_files(source: Checkpoint, folder: Path, dtype: torch.dtype | None
     (folder / CONFIG).write_bytes(config_bytes(source, dtype))
 
 
-def side_file_digests(folder: Path, below: str = "", skip: Collection[str] = ()) -> dict[str, str]:
-    """Path below `folder` -> digest, of every file under `folder`/`below` but those in `skip`."""
+def side_file_digests(folder: Path, skip: Collection[str]) -> dict[str, str]:
+    """Path below `folder` -> digest, of every file but those in `skip`, the weights."""
     found = {}
-    for directory, subfolders, files in os.walk(folder / below):
+    for directory, subfolders, files in os.walk(folder):
         subfolders.sort()
         for name in sorted(files):
             path = Path(directory, name)

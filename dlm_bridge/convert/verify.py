@@ -134,7 +134,7 @@ def verify_manifest(
     groups = _groups(common, side)
     run_tasks([(2 * _nbytes(group, side.names), partial(compare, group)) for group in groups], worker_count(workers))
     differences += [found[name] for name in common if name in found]
-    differences += _compare_files(side.root, manifest)
+    differences += [*_compare_files(side.root, manifest), *side.compare_headers(manifest)]
     return Verdict(side.where, FILE_NAME, not differences, len(common), total, differences)
 
 
@@ -158,6 +158,10 @@ class _Side:
         """What is there and belongs to no Hub tensor."""
         return []
 
+    def compare_headers(self, manifest: Manifest) -> list[Difference]:
+        """Weight files that do not hold what the manifest says, in its order."""
+        return []
+
 
 class _HubTensors(_Side):
     def __init__(self, folder: Path) -> None:
@@ -169,6 +173,14 @@ class _HubTensors(_Side):
 
     def read(self, group: Sequence[str]) -> dict[str, torch.Tensor]:
         return {name: self._reader.read(name) for name in group}
+
+    def compare_headers(self, manifest: Manifest) -> list[Difference]:
+        found = {shard.file: shard for shard in self._reader.shards()}
+        return [
+            Difference(shard.file, "file", f"its header is not what {FILE_NAME} says")
+            for shard in manifest.shards
+            if manifest.format == "huggingface" and found.get(shard.file) != shard
+        ]
 
 
 class _MegatronTensors(_Side):

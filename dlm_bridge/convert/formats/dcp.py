@@ -200,11 +200,13 @@ class _Record:
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
+_OLDER = "torch.distributed._shard.sharded_tensor.metadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _RECORDS = {
     *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")),
     *((_METADATA, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
+    *((_OLDER, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
     *((_MEGATRON, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),

@@ -198,8 +198,11 @@ def _check_backend(folder: Path) -> None:
         raise DlmBridgeError(f"{path}: sharded backend {name!r} is not supported, only torch_dist version 1")
 
 
+_INERT = ("megatron.", "transformer_engine.", "signal.Signals")
+
+
 class _Inert:
-    """Stands for an object of Megatron's own classes in `common.pt`, such as an enum in `args`: kept, never run."""
+    """Stands for an object of another package in `common.pt`, such as an enum in `args`: kept, never run."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -227,10 +230,10 @@ def _load_plain(source: Any, path: Path) -> dict[str, Any]:
     """torch.load with `weights_only`, argparse.Namespace and inert stand-ins for megatron's own classes."""
     try:
         asked = get_unsafe_globals_in_checkpoint(source)
-        refused = sorted(name for name in asked if name != "argparse.Namespace" and not name.startswith("megatron."))
+        refused = sorted(name for name in asked if name != "argparse.Namespace" and not name.startswith(_INERT))
         if refused:
             raise DlmBridgeError(f"{path}: its pickle asks for {refused[0]}, which no checkpoint needs: refused")
-        inert = [(type("Inert", (_Inert,), {}), name) for name in asked if name.startswith("megatron.")]
+        inert = [(type("Inert", (_Inert,), {}), name) for name in asked if name.startswith(_INERT)]
         if hasattr(source, "seek"):
             source.seek(0)
         with safe_globals([argparse.Namespace, *inert]):

@@ -64,7 +64,12 @@ def write_tensor_item(path: Path, offset: int, length: int, tensor: torch.Tensor
     fd = os.open(path, os.O_WRONLY)
     try:
         stream = _At(fd, offset)
-        torch.save(tight(tensor), stream)  # type: ignore[arg-type]
+        try:
+            torch.save(tight(tensor), stream)  # type: ignore[arg-type]
+        except RuntimeError:
+            if stream.error is not None:  # torch hides a full disk behind an error of its own
+                raise stream.error from None
+            raise
         assert stream.position == length, f"{path}: item at {offset} took {stream.position} bytes, planned {length}"
     finally:
         os.close(fd)
@@ -216,10 +221,15 @@ class _At:
 
     def __init__(self, fd: int, offset: int) -> None:
         self._fd, self._offset, self.position = fd, offset, 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        write_at(self._fd, view, self._offset + self.position)
+        try:
+            write_at(self._fd, view, self._offset + self.position)
+        except OSError as error:
+            self.error = error
+            raise
         self.position += len(view)
         return len(view)
 

@@ -1,0 +1,295 @@
+"""Bad Hub folders: one line that names the thing, nothing written, the source untouched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dlm_bridge import Bridge, DlmBridgeError, Layout
+from tests.checkpoints import llada_config, llada_tensors, write_hub_folder, write_llada
+from tests.convert.helpers import hub_tensors, no_leftovers, run_cli, tree
+
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00001-of-00002.safetensors"
+FF_OUT = "model.transformer.blocks.2.ff_out.weight"
+
+
+def cut(folder: Path) -> None:
+    data = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(data[:-100])
+
+
+def corrupt_header(folder: Path) -> None:
+    data = bytearray((folder / SHARD).read_bytes())
+    data[20] ^= 0xFF
+    (folder / SHARD).write_bytes(bytes(data))
+
+
+def huge_header(folder: Path) -> None:
+    data = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(struct.pack("<Q", 1 << 62) + data[8:])
+
+
+def empty(folder: Path) -> None:
+    (folder / SHARD).write_bytes(b"")
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def missing_shard(folder: Path) -> None:
+    (folder / SHARD).unlink()
+
+
+def unknown_shard(folder: Path) -> None:
+    edit_index(folder, lambda names: names.update({FF_OUT: "model-00009-of-00002.safetensors"}))
+
+
+def outside_relative(folder: Path) -> None:
+    shutil.copy(folder / SHARD, folder.parent / "stolen.safetensors")
+    edit_index(folder, lambda names: names.update(dict.fromkeys(names, "../stolen.safetensors")))
+
+
+def outside_absolute(folder: Path) -> None:
+    path = folder.parent / "stolen.safetensors"
+    shutil.copy(folder / SHARD, path)
+    edit_index(folder, lambda names: names.update(dict.fromkeys(names, str(path))))
+
+
+def outside_link(folder: Path) -> None:
+    path = folder.parent / "stolen.safetensors"
+    shutil.move(folder / SHARD, path)
+    (folder / SHARD).symlink_to(path)
+
+
+def outside_side_file(folder: Path) -> None:
+    (folder.parent / "secret").write_text("secret")
+    (folder / "tokenizer.json").symlink_to(folder.parent / "secret")
+
+
+def linked_folder(folder: Path) -> None:
+    (folder / "more").symlink_to(folder / "assets")
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / SHARD)
+    before = set(tensors)
+    change(tensors)
+    save_file(tensors, folder / SHARD, metadata={"format": "pt"})
+    gone, new = before - set(tensors), set(tensors) - before
+    for name in gone:
+        edit_index(folder, lambda names, name=name: names.__delitem__(name))  # type: ignore[misc]
+    edit_index(folder, lambda names: names.update(dict.fromkeys(new, SHARD)))
+
+
+def in_shard(folder: Path) -> str:
+    return next(name for name in sorted(load_file(folder / SHARD)) if "ff_out" in name)
+
+
+def missing_tensor(folder: Path) -> None:
+    name = in_shard(folder)
+    rewrite(folder, lambda tensors: tensors.__delitem__(name))
+
+
+def extra_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update(surplus=torch.zeros(3)))
+
+
+def misshapen(folder: Path) -> None:
+    name = in_shard(folder)
+    rewrite(folder, lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()}))
+
+
+def integers(folder: Path) -> None:
+    name = in_shard(folder)
+    rewrite(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int32)}))
+
+
+def twice(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({name: tensors[name] for name in tensors}))
+    other = folder / "model-00002-of-00002.safetensors"
+    tensors = load_file(other)
+    tensors[in_shard(folder)] = torch.zeros(2)
+    save_file(tensors, other, metadata={"format": "pt"})
+
+
+def not_in_index(folder: Path) -> None:
+    name = in_shard(folder)
+    edit_index(folder, lambda names: names.__delitem__(name))
+
+
+def not_in_shard(folder: Path) -> None:
+    name = in_shard(folder)
+    edit_index(folder, lambda names: names.update({name: "model-00002-of-00002.safetensors"}))
+
+
+def bad_index(folder: Path) -> None:
+    (folder / INDEX).write_text("{")
+
+
+def no_weights(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def bad_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{]")
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+CASES: list[tuple[Callable[[Path], None], str]] = [
+    (cut, rf"{SHARD}: not a whole safetensors file"),
+    (corrupt_header, rf"{SHARD}: not a whole safetensors file"),
+    (huge_header, rf"{SHARD}: not a whole safetensors file"),
+    (empty, rf"{SHARD}: not a whole safetensors file"),
+    (missing_shard, rf"names '{SHARD}': .*{SHARD} does not exist"),
+    (unknown_shard, r"model-00009-of-00002\.safetensors does not exist"),
+    (outside_relative, r"'\.\./stolen\.safetensors' points outside the folder"),
+    (outside_absolute, r"stolen\.safetensors' points outside the folder"),
+    (outside_link, rf"{SHARD} is a link to .*stolen\.safetensors, outside the folder"),
+    (outside_side_file, r"tokenizer\.json is a link to .*secret, outside"),
+    (linked_folder, r"more: a link to a folder"),
+    (missing_tensor, r"tensor model\.transformer\.blocks\.\d\.ff_out\.weight is missing"),
+    (extra_tensor, r"tensor surplus is not part of a llada model"),
+    (misshapen, r"blocks\.\d\.ff_out\.weight has shape \[64, 95\], the config asks for \[64, 96\]"),
+    (integers, r"blocks\.\d\.ff_out\.weight has dtype I32, a weight has one of"),
+    (twice, r"ff_out\.weight is in two files"),
+    (not_in_index, r"ff_out\.weight of .* is not in the index"),
+    (not_in_shard, r"ff_out\.weight is not in model-00002-of-00002\.safetensors, where the index has it"),
+    (bad_index, r"index\.json: is not a safetensors index"),
+    (no_weights, r"is not a checkpoint: it has neither model\.safetensors nor"),
+    (no_config, r"is not a checkpoint: it has no config\.json"),
+    (bad_config, r"config\.json: is not valid JSON"),
+    (lambda f: edit_config(f, architectures=["GPT9LM"]), r"config\.json: unknown architecture GPT9LM"),
+    (lambda f: edit_config(f, architectures=None), r"config\.json: no 'architectures'"),
+    (lambda f: edit_config(f, architectures=["LLaDAMoEModelLM"], d_model=None), r"config\.json"),
+    (lambda f: edit_config(f, n_layers=5), r"tensor model\.transformer\.blocks\.4\.\w+\.weight \(and 4 more\) is missing"),
+    (lambda f: edit_config(f, n_layers=10**9), r"cannot be"),
+    (lambda f: edit_config(f, n_layers=-1), r"the size 'layers' is -1"),
+    (lambda f: edit_config(f, d_model="x"), r"must be numbers"),
+    (lambda f: edit_config(f, mlp_hidden_size="wide"), r"config\.json"),
+    (lambda f: edit_config(f, weight_tying=True), r"ff_out\.weight differs from"),
+    (lambda f: edit_config(f, block_type="sequential"), r"block_type"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), CASES, ids=lambda case: getattr(case, "__name__", None))
+def test_bad_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], message: str
+) -> None:
+    source = write_llada(tmp_path / "hub")
+    spoil(source)
+    before = {path: path.lstat().st_mtime_ns for path in source.rglob("*")}
+    with pytest.raises(DlmBridgeError, match=message) as refused:
+        Bridge.from_hf(source).to_megatron(tmp_path / "out", Layout(tp=2))
+    assert "\n" not in str(refused.value)
+    assert {path: path.lstat().st_mtime_ns for path in source.rglob("*")} == before
+    assert not (tmp_path / "out").exists()
+    assert no_leftovers(tmp_path)
+    code, out, err = run_cli(capsys, "import", source, tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_the_hub_cache_is_no_trick(tmp_path: Path) -> None:
+    """The Hub's cache keeps files in blobs/ and links to them from snapshots/REVISION/."""
+    plain = write_llada(tmp_path / "plain")
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    (repository / "blobs").mkdir(parents=True)
+    for number, path in enumerate(sorted(path for path in plain.rglob("*") if path.is_file())):
+        shutil.copy(path, repository / "blobs" / str(number))
+        link = snapshot / path.relative_to(plain)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(repository / "blobs" / str(number), link.parent))
+    bridge = Bridge.from_hf(snapshot)
+    bridge.to_megatron(tmp_path / "m")
+    assert bridge.checkpoint.hub.source["revision"] == "a" * 40
+    Bridge.from_megatron(tmp_path / "m").to_hf(tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(plain)
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["no/such-model", "./nowhere", "nowhere", "/no/where", "a/b/c"])
+def test_names_that_lead_nowhere(name: str) -> None:
+    with pytest.raises(DlmBridgeError, match=f"^{name}: no such folder") as refused:
+        Bridge.from_hf(name)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_revision_needs_a_hub_id(llada: Path) -> None:
+    with pytest.raises(DlmBridgeError, match="--revision main needs a Hub id"):
+        Bridge.from_hf(llada, revision="main")
+
+
+def test_file_for_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DlmBridgeError, match="not a folder"):
+        Bridge.from_hf(tmp_path / "file")
+    with pytest.raises(DlmBridgeError, match="not a folder"):
+        Bridge.from_megatron(tmp_path / "file")
+
+
+def test_side_files(tmp_path: Path) -> None:
+    """Weights of other formats stay behind and are named; everything else is carried, code as data."""
+    config = llada_config()
+    source = write_hub_folder(tmp_path / "hub", config, llada_tensors(config), shards=1)
+    left = {
+        "pytorch_model.bin", "model.gguf", "optimizer.pt", "x.pth", "stray.safetensors", "pytorch_model.bin.index.json",
+        "tf_model.h5", "sub/pytorch_model-00001-of-00002.bin", "sub/head.bin",
+    }  # fmt: skip
+    carried = {"sub/deep/notes.txt": b"\r\n\x00", "tokenizer.json": b"{}", ".gitattributes": b"x", "sub/sounds.bin": b"RIFF"}
+    for name in left:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(b"PK\x03\x04 weights")
+    for name, data in carried.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(data)
+    for name in ("original/params.json", ".git/config", ".cache/huggingface/x"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("x")
+    report = Bridge.from_hf(source).to_megatron(tmp_path / "m", Layout(tp=2))
+    assert set(report.left_out) == left | {"original/", ".git/", ".cache/huggingface/"}
+    Bridge.from_megatron(tmp_path / "m").to_megatron(tmp_path / "m2")
+    report = Bridge.from_megatron(tmp_path / "m2").to_hf(tmp_path / "out")
+    assert set(report.left_out) == left | {"original/", ".git/", ".cache/huggingface/"}
+    kept = {name: data for name, data in tree(source).items() if name not in left}
+    kept = {name: data for name, data in kept.items() if not name.startswith(("original", ".git/", ".cache"))}
+    assert carried.items() <= kept.items()
+    assert tree(tmp_path / "out") == kept
+
+
+def test_unaligned_and_unusual_headers_keep_their_tensors(tmp_path: Path) -> None:
+    """A header in another order and with other padding than usual is read all the same."""
+    source = write_llada(tmp_path / "hub", shards=1)
+    path = source / "model.safetensors"
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    names = [name for name in header if name != "__metadata__"]
+    text = json.dumps({name: header[name] for name in reversed(names)}, indent=1).encode() + b"   "
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    wanted = hub_tensors(source)
+    Bridge.from_hf(source).to_megatron(tmp_path / "m")
+    Bridge.from_megatron(tmp_path / "m").to_hf(tmp_path / "out")
+    found = hub_tensors(tmp_path / "out")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
