@@ -1,4 +1,4 @@
-"""Dream's facts. Source: the public modeling_dream.py, generation_utils.py and configs, arXiv 2508.15487, 2506.20639."""
+"""Dream's facts. Source: public modeling_dream.py, generation_utils.py and configs; arXiv 2508.15487, 2506.20639."""
 
 from __future__ import annotations
 
