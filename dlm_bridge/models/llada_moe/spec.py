@@ -1,4 +1,4 @@
-"""LLaDA-MoE's facts. Source: the public modeling_lladamoe.py and configs of inclusionAI/LLaDA-MoE, arXiv 2509.24389."""
+"""LLaDA-MoE's facts. Source: the public modeling_lladamoe.py and configs, arXiv 2509.24389."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class RND1Config(HubConfig, Qwen3MoeConfig):
     family: ClassVar[FamilySpec] = SPEC
     is_causal: ClassVar[bool] = False
     attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
-    default_theta: ClassVar[float] = 1000000.0
+    default_theta = 1000000.0
 
     num_hidden_layers: int = 48
     head_dim: int = 128

@@ -19,7 +19,7 @@ class SDARMoeConfig(HubConfig, Qwen3MoeConfig):
     family: ClassVar[FamilySpec] = SPEC
     is_causal: ClassVar[bool] = False
     attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
-    default_theta: ClassVar[float] = 1000000.0
+    default_theta = 1000000.0
 
     head_dim: int = 128
     norm_topk_prob: bool = True

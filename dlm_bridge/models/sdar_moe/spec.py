@@ -1,4 +1,4 @@
-"""SDAR-MoE's facts. Source: the public configs, generate.py and serving code of JetAstra/SDAR and Gen-Verse/dLLM-RL."""
+"""SDAR-MoE's facts. Source: the public configs and the serving code of JetAstra/SDAR and Gen-Verse/dLLM-RL."""
 
 from __future__ import annotations
 
