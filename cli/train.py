@@ -75,12 +75,12 @@ def pretrain(
     given: dict[str, Any] = {
         name: value
         for name, value in context.params.items()
-        if value not in (None, []) and name not in ("config", "resume", "more_data")
+        if value is not None and name not in ("config", "resume", "data", "more_data")
     }
-    if more_data:  # --data a b c, as an unquoted glob gives it
-        if not data:
-            raise typer.BadParameter(f"unexpected argument '{more_data[0]}'")
-        given["data"] = [*data, *more_data]
+    if more_data and not data:
+        raise typer.BadParameter(f"unexpected argument '{more_data[0]}'")
+    if data:  # --data a b c, as an unquoted glob gives it, leaves b and c as arguments
+        given["data"] = [*data, *(more_data or [])]
 
     from dlm_bridge.train.config import load_config
 
