@@ -144,6 +144,9 @@ class DiffusionLM:
                 position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
             attention_mask = block_causal_mask(position_ids, self.config.block_size, attention_mask)  # type: ignore[attr-defined]
             own = True
+        if self.family.topology == "causal" and attention_mask is None and position_ids is not None:
+            # Without one transformers takes positions that do not count up for several packed sequences.
+            attention_mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         if own and attention_mask is not None:
             implementation = self.config._attn_implementation  # type: ignore[attr-defined]
             attention_mask = for_kernel(attention_mask, implementation, self.dtype)  # type: ignore[attr-defined]

@@ -31,6 +31,5 @@ class WeDLMForCausalLM(DiffusionLM, Qwen3ForCausalLM):
             if not config.qk_norm:
                 attention.q_norm = attention.k_norm = nn.Identity()
             if config.attention_bias:  # in Qwen3 it would be the output projection's, too
-                inputs = config.num_attention_heads * config.head_dim
-                attention.o_proj = nn.Linear(inputs, config.hidden_size, bias=False)
+                attention.o_proj = nn.Linear(attention.o_proj.in_features, config.hidden_size, bias=False)
         self.post_init()
