@@ -159,9 +159,11 @@ class Bridge:
         return stream_hf_weights(self, megatron_model)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every Hub tensor that is not a copy of another; each is read once."""
+        """Every Hub tensor that the transformers model has and that is not a copy of another; each is read once."""
         for link in self.checkpoint.links:
+            if link.is_mtp:
+                continue
             yield from zip(link.hub_names, self.checkpoint.read_link(link), strict=True)
         for name, carried in self.checkpoint.carried.items():
-            if not carried.copy_of:
+            if carried.in_model and not carried.copy_of:
                 yield name, self.checkpoint.read(name)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,16 @@ class Checkpoint(ABC):
         self.config: dict[str, Any] = hub.config
         self.mapping: Mapping = hub.family.load("mapping")
         self.dims: Dims = checked_dims(self.mapping, hub.config, where)
+        self.notes: list[str] = []  # for the report
+
+    def _drop_absent_mtp(self, present: Callable[[Link], bool]) -> None:
+        """A checkpoint without any of its multi-token prediction layers is whole too: transformers drops them."""
+        if not self.dims.mtp:
+            return
+        layers = (link for link in self.mapping.links(self.dims) if link.is_mtp)
+        if not any(present(link) for link in layers):
+            self.notes.append(f"no multi-token prediction layer is there, though the config says {self.dims.mtp}")
+            self.dims = replace(self.dims, mtp=0)
 
     @cached_property
     def links(self) -> list[Link]:
@@ -128,7 +138,7 @@ def checked_dims(mapping: Mapping, config: dict[str, Any], where: str) -> Dims:
         value = getattr(dims, name)
         if type(value) is not int or not 0 < value < 1 << 40:
             raise DlmBridgeError(f"{where}: config.json: the size '{name}' is {value!r}, not a positive whole number")
-    if dims.layers * max(1, dims.experts) > _LARGEST:
+    if (dims.layers + dims.mtp) * max(1, dims.experts) > _LARGEST:
         raise DlmBridgeError(f"{where}: config.json: {dims.layers} layers of {dims.experts} experts cannot be")
     return dims
 

@@ -66,6 +66,8 @@ def write_megatron(
     and a refused output; then nothing is left under the output's name.
     """
     started = time.monotonic()
+    if source.mapping.hub_only:
+        raise DlmBridgeError(f"{source.where}: {source.mapping.hub_only}")
     check_output(output, source.folders(), options.overwrite)
     notes = source.check()
     layout.check(source.dims)

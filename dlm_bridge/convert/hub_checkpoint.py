@@ -68,7 +68,7 @@ class _ByName(Checkpoint):
                 raise DlmBridgeError(
                     f"{self.where}: tensor {name} has shape {list(stored[name][1])}, the config asks for {list(shape)}"
                 )
-        return []
+        return list(self.notes)
 
     def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for link in self.mapping.links(self.dims):
@@ -99,6 +99,7 @@ class HubCheckpoint(_ByName):
             dtypes={entry.name: entry.dtype for entry in entries},
         )
         super().__init__(str(folder), hub)
+        self._drop_absent_mtp(lambda link: any(name in self._stored for name in link.hub_names))
         known = self.mapping.carried_names(self.dims)
         hub.carried = tuple(name for name in self.reader.names if name in known)
 
@@ -122,6 +123,7 @@ class LiveCheckpoint(_ByName):
         where = f"the live {type(model).__name__}"
         spec = open_family(config, family, where)
         super().__init__(where, HubSide(spec, config, {"name": where, "revision": None}, texts={CONFIG: text}))
+        self._drop_absent_mtp(lambda link: any(name in self._tensors for name in link.hub_names))
         for name, entry in self.mapping.carried_names(self.dims).items():
             if entry.copy_of:  # a tied head: the state dict names one parameter twice
                 self._tensors.pop(name, None)

@@ -4,7 +4,8 @@ Everything that moves weights (import, export, reshard, verify, live hand-over, 
 `Link`s that a table expands to. A link ties a few whole Hub tensors to one layer's (or expert's) slice of one global,
 unsharded Megatron tensor; sharding that slice over ranks is the job of `Link.tp_slices` and of the formats.
 
-Name templates hold `{layer}` and `{expert}`. On the Megatron side they mark the axes that `torch_dist` stacks.
+Name templates hold `{layer}` and `{expert}`. On the Megatron side they mark the axes that `torch_dist` stacks. `{mtp}`
+counts multi-token prediction layers, which follow the model's own in `{layer}` and are never stacked.
 Shapes are written in the words of `Dims`, as in "vocab hidden".
 """
 
@@ -38,6 +39,8 @@ class Dims:
     shared_ffn: int = 0  # width of the shared expert
     dense_layers: frozenset[int] = frozenset()  # layers without experts, where a model has experts in others
     facts: frozenset[str] = frozenset()  # what else rules may ask for with `when`, such as "qkv_bias"
+    mtp: int = 0  # multi-token prediction layers, after the last layer
+    sizes: tuple[tuple[str, int], ...] = ()  # a family's own words for shapes
 
     @property
     def q_rows(self) -> int:
@@ -61,7 +64,8 @@ class Dims:
 
     def shape(self, words: str) -> tuple[int, ...]:
         """The sizes that `words` name: "ffn hidden" is (ffn, hidden)."""
-        return tuple(int(getattr(self, word)) for word in words.split())
+        own = dict(self.sizes)
+        return tuple(own[word] if word in own else int(getattr(self, word)) for word in words.split())
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,27 @@ class QKV(Rule):
 
 
 @dataclass(frozen=True)
+class FusedQKV(QKV):
+    """One Hub tensor of [all q rows; all k rows; all v rows], interleaved per query group as `QKV` is."""
+
+    name: str = ""
+
+    @property
+    def hub(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        return (self.megatron_shape(dims),)
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        (fused,) = tensors
+        return super().to_megatron(fused.split([dims.q_rows, dims.kv_rows, dims.kv_rows]), dims)
+
+    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        return (torch.cat(super().to_hub(tensor, dims)),)
+
+
+@dataclass(frozen=True)
 class GatedMLP(Rule):
     """SwiGLU's gate and up projections: [all gate rows, all up rows], each split over ranks on its own.
 
@@ -250,8 +275,17 @@ class Link:
     layer: int | None = None
     expert: int | None = None
 
+    @property
+    def is_mtp(self) -> bool:
+        """Whether it belongs to a multi-token prediction layer, which transformers' models leave out."""
+        return self.layer is not None and self.layer >= self.dims.layers
+
+    @property
+    def _mtp(self) -> int | None:
+        return self.layer - self.dims.layers if self.layer is not None and self.is_mtp else None
+
     def _fill(self, template: str) -> str:
-        return template.format(layer=self.layer, expert=self.expert)
+        return template.format(layer=self.layer, expert=self.expert, mtp=self._mtp)
 
     @cached_property
     def hub_names(self) -> tuple[str, ...]:
@@ -264,14 +298,14 @@ class Link:
     @cached_property
     def megatron_key(self) -> str:
         """The `torch_dist` key, without the axes that it stacks: "decoder.layers.mlp.linear_fc2.weight"."""
-        key = self.rule.megatron.replace("{expert}.", "")
+        key = self.rule.megatron.replace("{expert}.", "").replace("{mtp}", str(self._mtp))
         return key.replace("{layer}.", "" if self.dims.homogeneous else f"{self.layer}.")
 
     @cached_property
     def stack(self) -> tuple[tuple[int, int], ...]:
         """(index, size) on each axis that the `torch_dist` tensor has before this slice's own: layer, expert."""
         axes = []
-        if self.layer is not None and self.dims.homogeneous:
+        if self.layer is not None and not self.is_mtp and self.dims.homogeneous:
             axes.append((self.layer, self.dims.layers))
         if self.expert is not None:
             axes.append((self.expert, self.dims.experts))
@@ -319,12 +353,22 @@ class Link:
 class Carried:
     """A Hub tensor that Megatron has no place for, kept beside the checkpoint and given back bit for bit.
 
+    `name` may hold `{layer}`, which then stands for every layer, or with `mtp` for every multi-token prediction layer.
     `copy_of` names the tensor that it must equal (a redundant tied head); a difference is an error.
     """
 
     name: str
     when: str = ""
     copy_of: str = ""
+    in_model: bool = True  # whether the transformers model has it
+    mtp: bool = False
+
+    def names(self, dims: Dims) -> list[str]:
+        """The Hub names that the template stands for."""
+        if "{layer}" not in self.name:
+            return [self.name]
+        layers = range(dims.layers, dims.layers + dims.mtp) if self.mtp else range(dims.layers)
+        return [self.name.format(layer=layer) for layer in layers]
 
 
 @dataclass(frozen=True)
@@ -335,17 +379,20 @@ class Mapping:
     dims: Callable[[dict[str, Any]], Dims]  # from config.json's dict; raises DlmBridgeError on what the body cannot do
     transformer: Callable[[dict[str, Any]], dict[str, Any]]  # megatron-core keyword arguments, see parallel/
     carried: tuple[Carried, ...] = ()
+    hub_only: str = ""  # why Megatron cannot hold such a model, where it cannot
 
     def links(self, dims: Dims) -> Iterator[Link]:
         """Every link of a model, layer by layer after the tensors that belong to none."""
         in_layers = [rule for rule in self.rules if "{layer}" in rule.megatron]
-        yield from (Link(rule, dims) for rule in self.rules if rule not in in_layers and rule.holds(dims))
-        for layer in range(dims.layers):
-            for rule in in_layers:
+        in_mtp = [rule for rule in self.rules if "{mtp}" in rule.megatron]
+        alone = [rule for rule in self.rules if rule not in in_layers and rule not in in_mtp]
+        yield from (Link(rule, dims) for rule in alone if rule.holds(dims))
+        for layer in range(dims.layers + dims.mtp):
+            for rule in in_layers if layer < dims.layers else in_mtp:
                 if rule.holds(dims, layer):
                     experts: Iterable[int | None] = range(dims.experts) if "{expert}" in rule.megatron else (None,)
                     yield from (Link(rule, dims, layer, expert) for expert in experts)
 
     def carried_names(self, dims: Dims) -> dict[str, Carried]:
         """Hub names that may be present and are carried beside the Megatron checkpoint."""
-        return {carried.name: carried for carried in self.carried if holds(carried.when, dims)}
+        return {name: carried for carried in self.carried if holds(carried.when, dims) for name in carried.names(dims)}

@@ -45,6 +45,7 @@ class MegatronCheckpoint(Checkpoint):
         self.manifest = read_manifest(self.root)
         self._like = like
         super().__init__(str(path), hub or _hub_side(self.root, self.manifest))
+        self._drop_absent_mtp(lambda link: self.stored_key(link) is not None)
 
     @property
     def iteration(self) -> str:
@@ -114,7 +115,7 @@ class MegatronCheckpoint(Checkpoint):
         return [self.root, self.folder, *([self.hub.folder] if self.hub.folder else [])]
 
     def _notes(self) -> list[str]:
-        notes = []
+        notes = list(self.notes)
         contents = self.reader.contents
         state = [key for key in (*contents.tensors, *contents.objects) if is_training_state(key)]
         if any("optimizer." in key for key in state):

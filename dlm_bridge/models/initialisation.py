@@ -58,7 +58,7 @@ def normal(config: dict[str, Any]) -> Rule:
     std = float(config.get("initializer_range", 0.02))
 
     def distribution(name: str) -> Distribution:
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             return Constant(0.0)
         return Constant(1.0) if name.endswith("norm.weight") else Normal(std)
 
@@ -71,5 +71,7 @@ def initial_weights(spec: FamilySpec, config: dict[str, Any], seed: int) -> Iter
     mapping = spec.load("mapping")
     rule: Rule = spec.load("initialisation")(config)
     for link in mapping.links(mapping.dims(config)):
+        if link.is_mtp:  # transformers' models do not have these layers
+            continue
         for name, shape in zip(link.hub_names, link.hub_shapes, strict=True):
             yield name, initialise(name, shape, rule(name), seed)

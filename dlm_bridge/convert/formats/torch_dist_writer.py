@@ -20,6 +20,8 @@ from dlm_bridge.convert.tensors import dtype_name
 _WITH_EXTRA_STATE = {
     "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2",
     "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm",
+    "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+    "input_layernorm", "eh_proj", "enorm", "hnorm",
 }  # fmt: skip
 _NO_STATE = [None]
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -134,9 +136,9 @@ class TorchDistWriter:
 
 
 def _stage(link: Link, layout: Layout, stage_of: dict[int, int]) -> int:
-    """The pipeline rank that holds a link's tensor: the embedding is on the first, the final norm and the output
-    layer are on the last."""
-    if link.layer is not None:
+    """The pipeline rank that holds a link's tensor: the embedding is on the first; the final norm, the output layer
+    and multi-token prediction are on the last."""
+    if link.layer is not None and not link.is_mtp:
         return stage_of[link.layer]
     return 0 if link.megatron_key.startswith("embedding.") else layout.pp - 1
 
