@@ -126,7 +126,8 @@ class Bridge:
         """
         self.checkpoint.check()
         state = dict(self._tensors())
-        wanted = parse_dtype(dtype) or promote([tensor.dtype for tensor in state.values()])
+        own = {name for link in self.checkpoint.links if link.rule.own_dtype for name in link.hub_names}
+        wanted = parse_dtype(dtype) or promote([tensor.dtype for name, tensor in state.items() if name not in own])
         config = self.family.load("config_class").from_dict(self.config)
         model, info = self.family.load("model_class").from_pretrained(
             None, config=config, state_dict=state, dtype=wanted, output_loading_info=True

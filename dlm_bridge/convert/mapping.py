@@ -73,11 +73,13 @@ class Rule(ABC):
     """One row of a mapping table: how some Hub tensors and one Megatron tensor become each other.
 
     `when` lists the conditions under which the row holds: "tied", "moe" and "dense" (of the layer), or one of
-    `Dims.facts`; "!" before a word means that it must not be so.
+    `Dims.facts`; "!" before a word means that it must not be so. `own_dtype`: the tensor keeps the dtype that it is
+    stored in where the others are cast to a narrower one (a router in fp32).
     """
 
     megatron: str
     when: str = ""
+    own_dtype: bool = False
     tp_axis: ClassVar[int | None] = None  # axis of the Megatron tensor that tensor parallelism splits
 
     @property

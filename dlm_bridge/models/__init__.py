@@ -11,6 +11,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.dream.spec import SPEC as DREAM
 from dlm_bridge.models.fast_dllm_v2.spec import SPEC as FAST_DLLM_V2
 from dlm_bridge.models.llada.spec import SPEC as LLADA
+from dlm_bridge.models.llada2_moe.spec import SPEC as LLADA2_MOE
 from dlm_bridge.models.llada_moe.spec import SPEC as LLADA_MOE
 from dlm_bridge.models.rnd1.spec import SPEC as RND1
 from dlm_bridge.models.sdar.spec import SPEC as SDAR
@@ -18,7 +19,7 @@ from dlm_bridge.models.sdar_moe.spec import SPEC as SDAR_MOE
 from dlm_bridge.models.spec import FamilySpec
 from dlm_bridge.models.wedlm.spec import SPEC as WEDLM
 
-FAMILIES: tuple[FamilySpec, ...] = (LLADA, DREAM, FAST_DLLM_V2, LLADA_MOE, RND1, SDAR, SDAR_MOE, WEDLM)
+FAMILIES: tuple[FamilySpec, ...] = (LLADA, DREAM, FAST_DLLM_V2, LLADA2_MOE, LLADA_MOE, RND1, SDAR, SDAR_MOE, WEDLM)
 
 # Checkpoints that people will try, and why they do not load. Keyed by Hub architecture.
 UNSUPPORTED: dict[str, str] = {

@@ -67,6 +67,9 @@ class HubConfig(PreTrainedConfig):
             written = {key: value for key, value in now.items() if key not in defaults or value != defaults[key]}
             return _with_hub_names(written, {})
         changed = {key: value for key, value in now.items() if key not in loaded or value != loaded[key]}
+        names = [*(source.get("architectures") or [""]), *(changed.get("architectures") or [""])]
+        if set(names) <= set(self.family.architectures):
+            del changed["architectures"]  # two names of one class
         kept = {key: value for key, value in copy.deepcopy(source).items() if not key.startswith("_")}
         return kept | _with_hub_names(changed, source)
 
@@ -87,6 +90,8 @@ def _with_hub_names(values: dict[str, Any], source: dict[str, Any]) -> dict[str,
     if values.get("rope_parameters") and "rope_parameters" not in source:
         rope = dict(values.pop("rope_parameters"))
         values["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
         if rope.get("rope_type", "default") != "default":
             values["rope_scaling"] = rope
     return values

@@ -76,15 +76,33 @@ def dense_rules(layer: str) -> tuple[Rule, ...]:
 
 
 def expert_rules(
-    mlp: str, norm: str, shared: str, router: str = "gate", router_bias: str = "gate.e_score_correction_bias"
+    mlp: str,
+    norm: str,
+    shared: str,
+    router: str = "gate",
+    router_bias: str = "gate.e_score_correction_bias",
+    own_dtype: bool = False,
 ) -> tuple[Rule, ...]:
-    """Norm, router, routed and shared experts of a mixture-of-experts layer; `mlp` is the Hub prefix."""
+    """Norm, router, routed and shared experts of a mixture-of-experts layer; `mlp` is the Hub prefix. `own_dtype` says
+    that the router is kept in the dtype that it is stored in."""
     expert = mlp + "experts.{expert}."
     megatron = LAYER + "mlp."
     return (
         Direct(LAYER + "pre_mlp_layernorm.weight", when="moe", name=norm, shape="hidden"),
-        Direct(megatron + "router.weight", when="moe", name=f"{mlp}{router}.weight", shape="experts hidden"),
-        Direct(megatron + "router.expert_bias", when="moe router_bias", name=mlp + router_bias, shape="experts"),
+        Direct(
+            megatron + "router.weight",
+            when="moe",
+            own_dtype=own_dtype,
+            name=f"{mlp}{router}.weight",
+            shape="experts hidden",
+        ),
+        Direct(
+            megatron + "router.expert_bias",
+            when="moe router_bias",
+            own_dtype=own_dtype,
+            name=mlp + router_bias,
+            shape="experts",
+        ),
         GatedMLP(
             megatron + "experts.experts.{expert}.linear_fc1.weight",
             when="moe",

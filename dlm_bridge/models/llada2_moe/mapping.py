@@ -1,0 +1,129 @@
+"""LLaDA2's tensors, Hub to Megatron: Bailing-MoE's names, QKV in one tensor, the first layers dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlm_bridge.convert.mapping import Carried, Dims, Direct, FusedQKV, Mapping, Vocabulary
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.moe import check_experts, moe_settings
+from dlm_bridge.models.standard import (
+    LAYER,
+    dense_rules,
+    expert_rules,
+    require,
+    standard_dims,
+    standard_transformer,
+)
+
+HUB = "model.layers.{layer}."
+ATTENTION, MEGATRON = HUB + "attention.", LAYER + "self_attention."
+
+# What the public checkpoints say and the body can do. Anything else would be silently wrong.
+REQUIRED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_qk_norm": True,
+    "use_sliding_window": False,
+    "rope_scaling": None,
+    "norm_head": False,
+    "norm_softmax": False,
+    "norm_topk_prob": True,
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+# Where a config leaves a key out.
+DEFAULTS: dict[str, Any] = {
+    "rope_theta": 600000.0,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "first_k_dense_replace": 1,
+    "num_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def check(config: dict[str, Any]) -> None:
+    """Raise DlmBridgeError for a LLaDA2 config that the body cannot hold."""
+    require(config, REQUIRED)
+    if config.get("model_type") == "llada2_moe_veomni":
+        raise DlmBridgeError(
+            "config.json: model_type llada2_moe_veomni is dFactory's training layout (experts merged): "
+            "split them with dFactory's scripts/moe_convertor.py first"
+        )
+    if not config.get("num_shared_experts", 1):
+        raise DlmBridgeError("config.json: num_shared_experts 0 is not supported for LLaDA2 (no public model)")
+    experts, groups, chosen = config.get("num_experts"), config.get("n_group"), config.get("topk_group")
+    if experts and groups and chosen and (experts % groups or experts // groups < 2 or chosen > groups):
+        raise DlmBridgeError(
+            f"config.json: topk_group {chosen} of n_group {groups} of num_experts {experts} is unsound"
+        )
+
+
+def dims(config: dict[str, Any]) -> Dims:
+    """LLaDA2's sizes."""
+    config = {**DEFAULTS, **config}
+    check(config)
+    check_experts(config)
+    return standard_dims(
+        config,
+        frozenset({"qk_norm", "router_bias", "shared_expert"}),
+        experts=config["num_experts"],
+        moe_ffn=config["moe_intermediate_size"],
+        shared_ffn=config["moe_intermediate_size"] * config["num_shared_experts"],
+        dense_layers=frozenset(range(config["first_k_dense_replace"])),
+    )
+
+
+def transformer(config: dict[str, Any]) -> dict[str, Any]:
+    """What megatron-core needs beyond the sizes. Its groups are scored by their best
+    `moe_router_topk / moe_router_group_topk` experts, the original's by their best two."""
+    config = {**DEFAULTS, **config}
+    sizes = dims(config)
+    if config["num_experts_per_tok"] != 2 * config["topk_group"]:
+        raise DlmBridgeError(
+            f"config.json: megatron-core scores expert groups as LLaDA2 does only where num_experts_per_tok "
+            f"{config['num_experts_per_tok']} is twice topk_group {config['topk_group']}"
+        )
+    return (
+        standard_transformer(config, sizes.facts)
+        | moe_settings(sizes, config["num_experts_per_tok"], score="sigmoid")
+        | {
+            "rotary_percent": config["partial_rotary_factor"],
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_num_groups": config["n_group"],
+            "moe_router_group_topk": config["topk_group"],
+            "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
+            "moe_router_dtype": "fp32",
+        }
+    )
+
+
+MAPPING = Mapping(
+    rules=(
+        Vocabulary("embedding.word_embeddings.weight", name="model.word_embeddings.weight", shape="vocab hidden"),
+        Direct("decoder.final_layernorm.weight", name="model.norm.weight", shape="hidden"),
+        Vocabulary("output_layer.weight", when="!tied", name="lm_head.weight", shape="vocab hidden"),
+        Direct(MEGATRON + "linear_qkv.layer_norm_weight", name=HUB + "input_layernorm.weight", shape="hidden"),
+        FusedQKV(MEGATRON + "linear_qkv.weight", name=ATTENTION + "query_key_value.weight"),
+        Direct(MEGATRON + "q_layernorm.weight", name=ATTENTION + "query_layernorm.weight", shape="head_dim"),
+        Direct(MEGATRON + "k_layernorm.weight", name=ATTENTION + "key_layernorm.weight", shape="head_dim"),
+        Direct(MEGATRON + "linear_proj.weight", name=ATTENTION + "dense.weight", shape="hidden q_rows", axis=1),
+        *dense_rules(HUB),
+        *expert_rules(
+            HUB + "mlp.",
+            HUB + "post_attention_layernorm.weight",
+            "shared_experts",
+            router_bias="gate.expert_bias",
+            own_dtype=True,
+        ),
+    ),
+    dims=dims,
+    transformer=transformer,
+    carried=(Carried("lm_head.weight", when="tied", copy_of="model.word_embeddings.weight"),),
+)
