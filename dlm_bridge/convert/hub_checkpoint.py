@@ -121,6 +121,8 @@ class LiveCheckpoint(_ByName):
         self._tensors: dict[str, torch.Tensor] = dict(revert_weight_conversion(model, _state(model)))
         config, text = _config_of(model)
         where = f"the live {type(model).__name__}"
+        # A model of this package knows its family, also where its config cannot tell (DiffuLLaMA's is Llama's).
+        family = family or getattr(getattr(type(model), "family", None), "name", None)
         spec = open_family(config, family, where)
         super().__init__(where, HubSide(spec, config, {"name": where, "revision": None}, texts={CONFIG: text}))
         self._drop_absent_mtp(lambda link: any(name in self._tensors for name in link.hub_names))

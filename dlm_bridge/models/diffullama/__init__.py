@@ -1,0 +1,1 @@
+"""DiffuLLaMA: Llama-2 adapted to diffusion; on the Hub it looks like any Llama."""

@@ -1,0 +1,23 @@
+"""DiffuLLaMA's facts. Source: HKUNLP/DiffuLLaMA (model.py, inf_diffullama.py, the training code), arXiv 2410.17891."""
+
+from __future__ import annotations
+
+from dlm_bridge.models.spec import FamilySpec
+
+SPEC = FamilySpec(
+    name="diffullama",
+    title="DiffuLLaMA",
+    hub_ids=("diffusionfamily/diffullama",),
+    architectures=(),  # its config.json is Llama's: it is chosen by family="diffullama" alone
+    model_type="llama",
+    config_class="dlm_bridge.models.diffullama.configuration:DiffuLLaMAConfig",
+    model_class="dlm_bridge.models.diffullama.modeling:LlamaForCausalLM",
+    mapping="dlm_bridge.models.diffullama.mapping:MAPPING",
+    initialisation="dlm_bridge.models.initialisation:normal",
+    auto_classes=(),  # Llama's own entries stay as they are
+    shift=True,
+    mask_token_id=811,
+    objective="shifted",
+    sampler={"steps": 64, "temperature": 0.9, "top_p": 0.9, "remasking": "origin"},
+    checked_against="the public DiscreteDiffusionModel of DiffuLLaMA",
+)
