@@ -38,7 +38,9 @@ def atomic_output(output: Path, sources: Sequence[Path], overwrite: bool = False
     check_output(output, sources, overwrite)  # once more: an old one may be back
     free = shutil.disk_usage(output.parent).free
     if expected > free:
-        raise DlmBridgeError(f"no space for {output}: it needs {expected / 1e9:.2f} GB, {free / 1e9:.2f} GB are free")
+        raise DlmBridgeError(
+            f"no space for {output}: it needs {expected / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
+        )
     temporary = Path(tempfile.mkdtemp(prefix=_prefix(output, _NEW), dir=output.parent))
     lock = os.open(temporary, os.O_RDONLY)
     try:
@@ -51,7 +53,7 @@ def atomic_output(output: Path, sources: Sequence[Path], overwrite: bool = False
         if error.errno in _NO_SPACE:
             free = shutil.disk_usage(output.parent).free
             raise DlmBridgeError(
-                f"no space left while writing {output} ({free / 1e9:.2f} GB free): nothing was written there"
+                f"no space left while writing {output} ({free / 1e6:,.1f} MB free): nothing was written there"
             ) from None
         raise DlmBridgeError(
             f"{error.filename or output}: {error.strerror or error}: {output} was not written"

@@ -100,10 +100,11 @@ def write_megatron(
         index = index_bytes(source, plan_like(shards, specs), specs, like_source=True) if shards else None
         write_side_files(source, hub_folder, options.dtype, index)
         number = "0" if iteration == "release" else iteration.removeprefix("iter_")
-        writer.finish(int(number))
+        file_digests = writer.finish(int(number))
         manifest = records.manifest("torch_dist", options.dtype)
         manifest.layout, manifest.vocab_multiple, manifest.iteration = layout.as_dict(), vocab_multiple, iteration
         manifest.side_files = side_file_digests(folder, skip=report.files)
+        manifest.files = {f"{iteration}/{file}": value for file, value in sorted(file_digests.items())}
         manifest.write(folder)
         (folder / TRACKER).write_text(iteration if iteration == "release" else str(int(number)))
     report.notes += records.notes()
@@ -244,7 +245,14 @@ def _pad_rows(slice_: torch.Tensor, padded: Link) -> torch.Tensor:
 def _target_specs(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
     """dtype and shape of every Hub tensor after the cast."""
     specs = {name: source.spec(name) for name in source.hub_names()}
-    return {name: (dtype or stored, shape) for name, (stored, shape) in specs.items()}
+    own = {name for link in source.links if link.rule.own_dtype for name in link.hub_names}
+
+    def target(name: str, stored: torch.dtype) -> torch.dtype:
+        if dtype is None:
+            return stored
+        return promote([dtype, stored]) if name in own else dtype
+
+    return {name: (target(name, stored), shape) for name, (stored, shape) in specs.items()}
 
 
 def _key_dtypes(links: Sequence[Link], specs: dict[str, TensorSpec]) -> dict[str, torch.dtype]:

@@ -51,6 +51,7 @@ class Manifest:
     vocab_multiple: int | None = None
     shards: list[ShardRecord] = field(default_factory=list)
     side_files: dict[str, str] = field(default_factory=dict)  # path below the folder -> digest
+    files: dict[str, str] = field(default_factory=dict)  # files of torch_dist -> digest of their items' digests
     left_out: list[str] = field(default_factory=list)
     carried: list[str] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
@@ -108,7 +109,12 @@ def _parse(data: dict[str, Any]) -> Manifest:
     for name, record in manifest.tensors.items():
         if record.dtype not in WEIGHT_DTYPES:
             raise ValueError(f"tensor {name} has dtype {record.dtype}")
-    for kind, value in (("config", manifest.config), ("source", manifest.source), ("side_files", manifest.side_files)):
+    for kind, value in (
+        ("config", manifest.config),
+        ("source", manifest.source),
+        ("side_files", manifest.side_files),
+        ("files", manifest.files),
+    ):
         if not isinstance(value, dict):
             raise TypeError(f"{kind} is not an object")
     return manifest

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.checkpoint import HubSide, TensorSpec
+from dlm_bridge.convert.formats.dcp import read_file_digests
 from dlm_bridge.convert.formats.huggingface import HubReader
 from dlm_bridge.convert.formats.torch_dist import is_torch_dist, iteration_folder
 from dlm_bridge.convert.hub import resolve
@@ -134,7 +135,8 @@ def verify_manifest(
     groups = _groups(common, side)
     run_tasks([(2 * _nbytes(group, side.names), partial(compare, group)) for group in groups], worker_count(workers))
     differences += [found[name] for name in common if name in found]
-    differences += [*_compare_files(side.root, manifest), *side.compare_headers(manifest)]
+    differences += _compare_files(side.root, manifest)
+    differences += [] if found else side.compare_headers(manifest)
     return Verdict(side.where, FILE_NAME, not differences, len(common), total, differences)
 
 
@@ -159,7 +161,7 @@ class _Side:
         return []
 
     def compare_headers(self, manifest: Manifest) -> list[Difference]:
-        """Weight files that do not hold what the manifest says, in its order."""
+        """Weight files that are not what the manifest says, though all their tensors are."""
         return []
 
 
@@ -214,6 +216,15 @@ class _MegatronTensors(_Side):
     def group_of(self, name: str) -> str:
         link = self._checkpoint.link_of.get(name)
         return link.megatron_name if link is not None else name
+
+    def compare_headers(self, manifest: Manifest) -> list[Difference]:
+        reader = self._checkpoint.reader
+        found = read_file_digests(reader.folder, reader.contents)
+        return [
+            Difference(file, "file", f"its bytes around the tensors are not what {FILE_NAME} says")
+            for file, recorded in manifest.files.items()
+            if found.get(Path(file).name) != recorded
+        ]
 
     def oddities(self) -> list[Difference]:
         return [Difference(key, "extra", f"in {self.where}, but it belongs to no Hub tensor") for key in self._odd]

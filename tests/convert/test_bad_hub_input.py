@@ -182,7 +182,10 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
     (lambda f: edit_config(f, architectures=["GPT9LM"]), r"config\.json: unknown architecture GPT9LM"),
     (lambda f: edit_config(f, architectures=None), r"config\.json: no 'architectures'"),
     (lambda f: edit_config(f, architectures=["LLaDAMoEModelLM"], d_model=None), r"config\.json"),
-    (lambda f: edit_config(f, n_layers=5), r"tensor model\.transformer\.blocks\.4\.\w+\.weight \(and 4 more\) is missing"),
+    (
+        lambda f: edit_config(f, n_layers=5),
+        r"tensor model\.transformer\.blocks\.4\.\w+\.weight \(and 4 more\) is missing",
+    ),
     (lambda f: edit_config(f, n_layers=10**9), r"cannot be"),
     (lambda f: edit_config(f, n_layers=-1), r"the size 'layers' is -1"),
     (lambda f: edit_config(f, d_model="x"), r"must be numbers"),
@@ -254,10 +257,15 @@ def test_side_files(tmp_path: Path) -> None:
     config = llada_config()
     source = write_hub_folder(tmp_path / "hub", config, llada_tensors(config), shards=1)
     left = {
-        "pytorch_model.bin", "model.gguf", "optimizer.pt", "x.pth", "stray.safetensors", "pytorch_model.bin.index.json",
-        "tf_model.h5", "sub/pytorch_model-00001-of-00002.bin", "sub/head.bin",
+        "pytorch_model.bin", "model.gguf", "optimizer.pt", "x.pth", "stray.safetensors", "tf_model.h5",
+        "pytorch_model.bin.index.json", "sub/pytorch_model-00001-of-00002.bin", "sub/head.bin",
     }  # fmt: skip
-    carried = {"sub/deep/notes.txt": b"\r\n\x00", "tokenizer.json": b"{}", ".gitattributes": b"x", "sub/sounds.bin": b"RIFF"}
+    carried = {
+        "sub/deep/notes.txt": b"\r\n\x00",
+        "tokenizer.json": b"{}",
+        ".gitattributes": b"x",
+        "sub/sounds.bin": b"RIFF",
+    }
     for name in left:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(b"PK\x03\x04 weights")

@@ -33,7 +33,10 @@ def test_layout_string() -> None:
     assert Layout(pp=3, pipeline="E|t*8|L").stages(8) == [[[]], [list(range(8))], [[]]]
 
 
-@pytest.mark.parametrize(("pp", "vp", "layers", "text"), [(2, 1, 5, "Ettt|ttL"), (2, 2, 6, "Et|t,t|t*1|(t)*2L"), (4, 1, 9, "Et*3|(tt|)*2t*2L")])
+@pytest.mark.parametrize(
+    ("pp", "vp", "layers", "text"),
+    [(2, 1, 5, "Ettt|ttL"), (2, 2, 6, "Et|t,t|t*1|(t)*2L"), (4, 1, 9, "Et*3|(tt|)*2t*2L")],
+)
 def test_layout_string_as_megatron_reads_it(pp: int, vp: int, layers: int, text: str) -> None:
     module = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
     theirs = module.PipelineParallelLayerLayout(text, pp).layout

@@ -159,7 +159,9 @@ def test_vocabulary_padding(tmp_path: Path, multiple: int) -> None:
     assert same(stored["embedding.word_embeddings.weight"][:130], hub_tensors(source)[EMBEDDING])
 
 
-@pytest.mark.parametrize(("choice", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+@pytest.mark.parametrize(
+    ("choice", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
 @pytest.mark.parametrize("side", ["import", "export"])
 def test_casts(tmp_path: Path, choice: str, dtype: torch.dtype, side: str) -> None:
     config = {**llada_config(torch_dtype="float32"), "nested": {"torch_dtype": "float32"}}
@@ -173,7 +175,9 @@ def test_casts(tmp_path: Path, choice: str, dtype: torch.dtype, side: str) -> No
     assert all(same(found[name], expected[name]) for name in expected)
     old, new = tree(source), tree(tmp_path / "out")
     name = str(dtype).removeprefix("torch.")
-    wanted = old["config.json"].replace(b'"torch_dtype": "float32",\n  "transf', f'"torch_dtype": "{name}",\n  "transf'.encode())
+    wanted = old["config.json"].replace(
+        b'"torch_dtype": "float32",\n  "transf', f'"torch_dtype": "{name}",\n  "transf'.encode()
+    )
     assert new["config.json"] == wanted
     assert (dtype == torch.float32) == (new == old)
     total = sum(tensor.nbytes for tensor in expected.values())

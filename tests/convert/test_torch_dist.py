@@ -33,8 +33,12 @@ def expected(hub: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
     stacked: dict[str, list[torch.Tensor]] = {}
     for layer in range(LAYERS):
-        block = {name: hub[f"{ROOT}blocks.{layer}.{name}.weight"] for name in
-                 ("attn_norm", "q_proj", "k_proj", "v_proj", "attn_out", "ff_norm", "ff_proj", "up_proj", "ff_out")}  # fmt: skip
+        prefix = f"{ROOT}blocks.{layer}."
+        block = {
+            name.removeprefix(prefix).removesuffix(".weight"): tensor
+            for name, tensor in hub.items()
+            if name.startswith(prefix)
+        }
         qkv = torch.empty((HEADS + 2 * GROUPS) * HEAD, HIDDEN)
         for group in range(GROUPS):
             base = group * (per_group + 2) * HEAD
@@ -153,8 +157,12 @@ def test_extra_states(imported: Path) -> None:
 @pytest.mark.parametrize("chunking", ["whole", "per layer", "two layers", "odd columns", "rows and columns"])
 def test_any_chunking_reads(tmp_path: Path, llada: Path, chunking: str) -> None:
     state = expected(hub_tensors(llada))
-    state["embedding.word_embeddings.weight"] = torch.cat([state["embedding.word_embeddings.weight"], torch.ones(32, 64)])
-    cut: dict[str, Any] = {key: _Chunked(tensor, _boxes(tuple(tensor.shape), chunking)) for key, tensor in state.items()}
+    state["embedding.word_embeddings.weight"] = torch.cat(
+        [state["embedding.word_embeddings.weight"], torch.ones(32, 64)]
+    )
+    cut: dict[str, Any] = {
+        key: _Chunked(tensor, _boxes(tuple(tensor.shape), chunking)) for key, tensor in state.items()
+    }
     iteration = tmp_path / "m" / "iter_0000007"
     _save_chunked(cut, iteration)
     (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("7\n")
@@ -242,7 +250,9 @@ def test_checkpoint_without_common_pt(tmp_path: Path, llada: Path, imported: Pat
     assert tree(tmp_path / "out") == tree(llada)
 
 
-def test_each_source_byte_is_read_once(llada: Path, imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_source_byte_is_read_once(
+    llada: Path, imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dlm_bridge.convert import tensors
     from dlm_bridge.convert.formats import torch_items
 
@@ -270,7 +280,9 @@ def test_each_source_byte_is_read_once(llada: Path, imported: Path, tmp_path: Pa
 def test_experts_are_placed_by_rank() -> None:
     """tp 2, ep 2, etp 1, pp 2: rank 1 of a stage holds the second half of the experts whole."""
     dims = Dims(layers=2, hidden=8, heads=2, groups=2, head_dim=4, ffn=0, vocab=16, experts=4, moe_ffn=6)
-    fc1 = GatedMLP("decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight", gate="g", up="u", width="moe_ffn")
+    fc1 = GatedMLP(
+        "decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight", gate="g", up="u", width="moe_ffn"
+    )
     router = Direct("decoder.layers.{layer}.mlp.router.weight", name="r", shape="experts hidden")
     links = [Link(rule, dims, layer, expert) for layer in range(2) for rule, expert in
              [(router, None), *((fc1, e) for e in range(4))]]  # fmt: skip
@@ -317,7 +329,10 @@ def _boxes(shape: tuple[int, ...], chunking: str) -> list[tuple[tuple[int, ...],
         steps[-1] = 7
     if chunking == "rows and columns":
         steps = [max(1, size // 3) for size in shape]
-    axes = [[(start, min(step, size - start)) for start in range(0, size, step)] for size, step in zip(shape, steps, strict=True)]
+    axes = [
+        [(start, min(step, size - start)) for start in range(0, size, step)]
+        for size, step in zip(shape, steps, strict=True)
+    ]
     return [(tuple(a for a, _ in box), tuple(n for _, n in box)) for box in product(*axes)]
 
 

@@ -9,13 +9,14 @@ import io
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -97,6 +98,30 @@ def read_metadata(folder: Path) -> Contents:
     for name, place in contents.objects.items():
         _check_place(folder, name, place, sizes)
     return contents
+
+
+def combined_file_digests(digests: Mapping[Place, bytes]) -> dict[str, str]:
+    """One digest for each file, from those of its items in the order of their places."""
+    states: dict[str, Any] = {}
+    for place in sorted(digests, key=lambda place: (place.file, place.offset)):
+        states.setdefault(place.file, xxhash.xxh3_128()).update(digests[place])
+    return {file: state.hexdigest() for file, state in states.items()}
+
+
+def read_file_digests(folder: Path, contents: Contents) -> dict[str, str]:
+    """`combined_file_digests` of what lies on the disk now, every byte of every item read."""
+    places = [chunk.place for tensor in contents.tensors.values() for chunk in tensor.chunks]
+    digests = {}
+    for place in (*places, *contents.objects.values()):
+        state, left = xxhash.xxh3_128(), place.length
+        with (folder / place.file).open("rb") as stream:
+            stream.seek(place.offset)
+            while left:
+                data = stream.read(min(left, 1 << 20))
+                state.update(data)
+                left -= len(data)
+        digests[place] = state.digest()
+    return combined_file_digests(digests)
 
 
 def write_metadata(folder: Path, contents: Contents) -> None:

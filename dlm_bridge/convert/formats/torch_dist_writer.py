@@ -8,8 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import xxhash
 
-from dlm_bridge.convert.formats.dcp import Chunk, Contents, Place, StoredTensor, write_metadata
+from dlm_bridge.convert.formats.dcp import (
+    Chunk,
+    Contents,
+    Place,
+    StoredTensor,
+    combined_file_digests,
+    write_metadata,
+)
 from dlm_bridge.convert.formats.torch_dist import BACKEND
 from dlm_bridge.convert.formats.torch_items import object_item, tensor_item_length, write_tensor_item
 from dlm_bridge.convert.layout import Layout
@@ -102,6 +110,7 @@ class TorchDistWriter:
     def __init__(self, folder: Path, plan: TorchDistPlan) -> None:
         self._folder, self._plan = folder, plan
         self._missing = set(plan.pieces)
+        self._digests: dict[Place, bytes] = {}
         folder.mkdir()
         for file, size in plan.files.items():
             with (folder / file).open("wb") as stream:
@@ -115,10 +124,14 @@ class TorchDistWriter:
             part = slice_ if piece.axis is None else slice_.narrow(piece.axis, piece.start, piece.length)
             place = piece.chunk.place
             item = part.reshape(piece.chunk.sizes)
-            write_tensor_item(self._folder / place.file, place.offset, place.length, item)
+            path = self._folder / place.file
+            self._digests[place] = write_tensor_item(path, place.offset, place.length, item)
 
-    def finish(self, iteration: int) -> None:
-        """Write the objects, `common.pt`, `metadata.json` and `.metadata`; every planned slice must be there."""
+    def finish(self, iteration: int) -> dict[str, str]:
+        """Write the objects, `common.pt`, `metadata.json` and `.metadata`; every planned slice must be there.
+
+        Returns a digest of every file of items, as `dcp.read_file_digests` finds it again.
+        """
         assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
         data = object_item(_NO_STATE)
         by_file: dict[str, list[Place]] = {}
@@ -129,10 +142,12 @@ class TorchDistWriter:
                 for place in places:
                     stream.seek(place.offset)
                     stream.write(data)
+                    self._digests[place] = xxhash.xxh3_128_digest(data)
         common = {"iteration": iteration, "checkpoint_version": 3.0, "content_metadata": dict(CONTENT_METADATA)}
         torch.save(common, self._folder / "common.pt")
         (self._folder / "metadata.json").write_text(json.dumps(BACKEND))
         write_metadata(self._folder, self._plan.contents)
+        return combined_file_digests(self._digests)
 
 
 def _stage(link: Link, layout: Layout, stage_of: dict[int, int]) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from dlm_bridge.convert.manifest import one_line
 from dlm_bridge.convert.tensors import read_into, tight, write_at
@@ -59,8 +60,11 @@ def object_item(value: object) -> bytes:
     return stream.getvalue()
 
 
-def write_tensor_item(path: Path, offset: int, length: int, tensor: torch.Tensor) -> None:
-    """`torch.save` the tensor at `offset` of an existing file; it must take exactly `length` bytes."""
+def write_tensor_item(path: Path, offset: int, length: int, tensor: torch.Tensor) -> bytes:
+    """`torch.save` the tensor at `offset` of an existing file; it must take exactly `length` bytes.
+
+    Returns the xxh3_128 digest of those bytes.
+    """
     fd = os.open(path, os.O_WRONLY)
     try:
         stream = _At(fd, offset)
@@ -71,6 +75,7 @@ def write_tensor_item(path: Path, offset: int, length: int, tensor: torch.Tensor
                 raise stream.error from None
             raise
         assert stream.position == length, f"{path}: item at {offset} took {stream.position} bytes, planned {length}"
+        return stream.hash.digest()
     finally:
         os.close(fd)
 
@@ -222,6 +227,7 @@ class _At:
     def __init__(self, fd: int, offset: int) -> None:
         self._fd, self._offset, self.position = fd, offset, 0
         self.error: OSError | None = None
+        self.hash = xxhash.xxh3_128()
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -230,6 +236,7 @@ class _At:
         except OSError as error:
             self.error = error
             raise
+        self.hash.update(view)
         self.position += len(view)
         return len(view)
 

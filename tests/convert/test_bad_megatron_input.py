@@ -1,0 +1,378 @@
+"""Bad and hostile Megatron checkpoints: refused with one line that names the thing; nothing of theirs is run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert.formats.torch_dist import TorchDistReader
+from dlm_bridge.convert.verify import verify_manifest
+from tests.convert.helpers import hub_tensors, no_leftovers, run_cli, save_dcp, tree
+from tests.convert.test_torch_dist import expected
+
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+FC2 = "decoder.layers.mlp.linear_fc2.weight"
+ITERATION = "iter_0000000"
+
+
+class Exploit:
+    """Runs a command when a pickle of it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, llada: Path) -> Path:
+    Bridge.from_hf(llada).to_megatron(tmp_path / "m", Layout(tp=2, pp=2))
+    return tmp_path / "m"
+
+
+def edit_metadata(root: Path, change: Callable[[Metadata], None]) -> None:
+    folder = root / ITERATION
+    metadata = FileSystemReader(folder).read_metadata()
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def without_chunk(metadata: Metadata) -> None:
+    metadata.state_dict_metadata[FC2].chunks.pop()  # type: ignore[union-attr]
+
+
+def double_chunk(metadata: Metadata) -> None:
+    item = metadata.state_dict_metadata[FC2]
+    item.chunks.append(item.chunks[0])  # type: ignore[union-attr]
+
+
+def overlapping_chunk(metadata: Metadata) -> None:
+    chunks = metadata.state_dict_metadata[QKV].chunks  # type: ignore[union-attr]
+    old = chunks[1]
+    moved = torch.Size([old.offsets[0], old.offsets[1] + 1 if old.offsets[1] == 0 else old.offsets[1] - 1, 0])
+    chunks[1] = ChunkStorageMetadata(moved, old.sizes)
+    metadata.storage_data[MetadataIndex(QKV, moved)] = metadata.storage_data[MetadataIndex(QKV, old.offsets)]
+
+
+def chunk_out_of_range(metadata: Metadata) -> None:
+    metadata.state_dict_metadata[FC2].chunks[0].sizes = torch.Size([1, 10**12, 48])  # type: ignore[union-attr]
+
+
+def negative_size(metadata: Metadata) -> None:
+    metadata.state_dict_metadata[FC2].chunks[0].offsets = (-1, 0, 0)  # type: ignore[union-attr, assignment]
+
+
+def no_place(metadata: Metadata) -> None:
+    del metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == FC2)]
+
+
+def change_place(**changes: Any) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        index = next(index for index in metadata.storage_data if index.fqn == FC2)
+        for name, value in changes.items():
+            setattr(metadata.storage_data[index], name, value)
+
+    return change
+
+
+def swap_items(metadata: Metadata) -> None:
+    """Points one tensor's chunk at another tensor's item."""
+    fc2 = next(index for index in metadata.storage_data if index.fqn == FC2)
+    metadata.storage_data[fc2] = metadata.storage_data[next(i for i in metadata.storage_data if i.fqn == QKV)]
+
+
+def missing_key(metadata: Metadata) -> None:
+    del metadata.state_dict_metadata[FC2]
+
+
+def unknown_key(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["decoder.layers.mlp.surplus.weight"] = metadata.state_dict_metadata.pop(FC2)
+    for index in [index for index in metadata.storage_data if index.fqn == FC2]:
+        place = metadata.storage_data[index]
+        metadata.storage_data[MetadataIndex("decoder.layers.mlp.surplus.weight", index.offset)] = place
+
+
+def surplus_key(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["decoder.surplus"] = metadata.state_dict_metadata["decoder.final_layernorm.weight"]
+    place = next(p for i, p in metadata.storage_data.items() if i.fqn == "decoder.final_layernorm.weight")
+    metadata.storage_data[MetadataIndex("decoder.surplus", torch.Size([0]))] = place
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_chunk, rf"tensor {FC2}: 3072 of its elements are in no chunk"),
+        (double_chunk, rf"tensor {FC2}: chunks overlap"),
+        (overlapping_chunk, rf"tensor {QKV}: chunks overlap"),
+        (chunk_out_of_range, rf"tensor {FC2}: the chunk at .* leaves the shape"),
+        (negative_size, r"-1 is not a size"),
+        (no_place, rf"{FC2}: the chunk at .* has no place"),
+        (change_place(relative_path="../../secret"), r"is in '\.\./\.\./secret', outside the folder"),
+        (change_place(relative_path="/etc/passwd"), r"is in '/etc/passwd', outside the folder"),
+        (change_place(relative_path="__9_0.distcp"), r"__9_0\.distcp does not exist"),
+        (change_place(offset=10**9), rf"truncated: has \d+ bytes, {FC2} ends at byte"),
+        (change_place(offset=-5), r"-5 is not a size"),
+        (change_place(length=1 << 70), r"is not a size"),
+        (change_place(length=100), rf"tensor {FC2}: not a saved tensor"),
+        (change_place(transform_descriptors=["zstd"]), r"stored with transforms"),
+        (swap_items, rf"tensor {FC2}: the item is torch\.float32 \[1, 64, 64\]"),
+        (missing_key, rf"tensor {FC2} is missing"),
+        (unknown_key, rf"tensor {FC2} is missing"),
+        (surplus_key, r"decoder\.surplus is not part of a llada model"),
+    ],
+    ids=lambda case: getattr(case, "__name__", None),
+)
+def test_bad_metadata(
+    tmp_path: Path,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Metadata], None],
+    message: str,
+) -> None:
+    edit_metadata(checkpoint, change)
+    before = tree(checkpoint)
+    with pytest.raises(DlmBridgeError, match=message) as refused:
+        Bridge.from_megatron(checkpoint).to_hf(tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    assert tree(checkpoint) == before
+    assert not (tmp_path / "out").exists()
+    assert no_leftovers(tmp_path)
+    assert run_cli(capsys, "export", checkpoint, tmp_path / "out")[0] == 2
+
+
+@pytest.mark.parametrize("file", [".metadata", "common.pt"])
+def test_hostile_pickles_are_not_run(tmp_path: Path, checkpoint: Path, file: str) -> None:
+    marker = tmp_path / "marker"
+    hostile = {"iteration": 0, "args": Exploit(marker)}
+    path = checkpoint / ITERATION / file
+    if file == ".metadata":
+        path.write_bytes(pickle.dumps(hostile))
+    else:
+        torch.save(hostile, path)
+    with pytest.raises(DlmBridgeError, match=rf"{file}: .*asks for posix\.system, which no checkpoint needs: refused"):
+        Bridge.from_megatron(checkpoint)
+    assert not marker.exists()
+
+
+def test_hostile_metadata_by_other_ways(tmp_path: Path, checkpoint: Path) -> None:
+    marker = tmp_path / "marker"
+    command = f"touch {marker}".encode()
+    payloads = [
+        b"cbuiltins\neval\n(V__import__('os').system('" + command + b"')\ntR.",
+        b"cposix\nsystem\n(V" + command + b"\ntR.",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata.__init__.__globals__\n.",
+        b"ctorch\nload\n(Vx\ntR.",
+        b"ctorch.serialization\n_get_layout.__globals__\n.",
+        pickle.dumps(Metadata({}, storage_data={}))[:-1] + b"\x85\x82" + b"\x01" + b".",
+    ]
+    for payload in payloads:
+        (checkpoint / ITERATION / ".metadata").write_bytes(payload)
+        with pytest.raises(DlmBridgeError, match=r"\.metadata: "):
+            Bridge.from_megatron(checkpoint)
+    assert not marker.exists()
+
+
+def test_a_pickle_cannot_alter_classes_for_the_next_one(checkpoint: Path) -> None:
+    """BUILD on a class would set attributes of it: what it reaches is made anew for every file."""
+    name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    good = (checkpoint / ITERATION / ".metadata").read_bytes()
+    (checkpoint / ITERATION / ".metadata").write_bytes(name + b"(N}Vfields\nI1\ns\x86b.")
+    with pytest.raises(DlmBridgeError):
+        Bridge.from_megatron(checkpoint)
+    (checkpoint / ITERATION / ".metadata").write_bytes(good)
+    assert Bridge.from_megatron(checkpoint).hub_names()
+
+
+def test_extra_states_are_never_unpickled(tmp_path: Path, checkpoint: Path, llada: Path) -> None:
+    """Their bytes may hold anything: they are written anew."""
+    marker, folder = tmp_path / "marker", checkpoint / ITERATION
+    torch.save([Exploit(marker)], folder / "evil")
+    evil = (folder / "evil").read_bytes() + bytes(8192)
+
+    def point(metadata: Metadata) -> None:
+        for index, place in metadata.storage_data.items():
+            if "_extra_state" in index.fqn:
+                place.relative_path, place.offset, place.length = "evil", 0, len(evil)
+
+    (folder / "evil").write_bytes(evil)
+    edit_metadata(checkpoint, point)
+    report = Bridge.from_megatron(checkpoint).to_megatron(tmp_path / "again")
+    assert any("extra states with content" in note for note in report.notes)
+    Bridge.from_megatron(tmp_path / "again").to_hf(tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(llada)
+    assert not any(b"touch" in data for data in tree(tmp_path / "again").values())
+    assert not marker.exists()
+
+
+def test_hostile_tensor_items_are_not_run(tmp_path: Path, checkpoint: Path) -> None:
+    marker, folder = tmp_path / "marker", checkpoint / ITERATION
+    torch.save(Exploit(marker), folder / "evil")
+    length = (folder / "evil").stat().st_size
+    edit_metadata(checkpoint, change_place(relative_path="evil", offset=0, length=length))
+    with pytest.raises(DlmBridgeError, match=rf"tensor {FC2}: its pickle asks for posix\.system, which is refused"):
+        Bridge.from_megatron(checkpoint).to_hf(tmp_path / "out")
+    assert not marker.exists()
+
+
+def test_common_pt_of_megatron_is_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Namespace of plain values, and enums of Megatron's own, which become inert."""
+    module = types.ModuleType("megatron.made_up")
+    backend = Enum("Backend", {"flash": 1}, module="megatron.made_up")
+    module.Backend = backend  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.made_up", module)
+    args = argparse.Namespace(num_layers=4, params_dtype=torch.bfloat16, attention_backend=backend(1))
+    torch.save({"iteration": 3, "checkpoint_version": 3.0, "args": args}, checkpoint / ITERATION / "common.pt")
+    common = TorchDistReader(checkpoint / ITERATION).common
+    assert common["iteration"] == 3
+    assert common["args"].num_layers == 4
+    assert not isinstance(common["args"].attention_backend, Enum)
+
+
+def test_damaged_files(tmp_path: Path, checkpoint: Path) -> None:
+    folder = checkpoint / ITERATION
+
+    def refused(message: str, *, path: Path = checkpoint) -> None:
+        with pytest.raises(DlmBridgeError, match=message) as error:
+            Bridge.from_megatron(path).to_hf(tmp_path / "out")
+        assert "\n" not in str(error.value)
+
+    def replaced(name: str, data: bytes | None, message: str) -> None:
+        path = checkpoint / name
+        old = path.read_bytes()
+        path.unlink() if data is None else path.write_bytes(data)
+        refused(message)
+        path.write_bytes(old)
+
+    replaced(f"{ITERATION}/.metadata", b"garbage", r"\.metadata: is not a checkpoint's metadata")
+    replaced(f"{ITERATION}/.metadata", (folder / ".metadata").read_bytes()[:-500], r"\.metadata: is not")
+    replaced(f"{ITERATION}/.metadata", None, r"it has no \.metadata")
+    replaced(f"{ITERATION}/common.pt", b"garbage", r"common\.pt: cannot be read")
+    replaced(f"{ITERATION}/common.pt", None, r"it has no common\.pt")
+    replaced(f"{ITERATION}/metadata.json", b"{", r"metadata\.json: is not valid JSON")
+    replaced(f"{ITERATION}/metadata.json", b'{"sharded_backend": "zarr"}', r"backend 'zarr' is not supported")
+    replaced(f"{ITERATION}/metadata.json", None, r"it has no metadata\.json")
+    replaced(f"{ITERATION}/__1_0.distcp", b"short", r"__1_0\.distcp: truncated: has 5 bytes")
+    replaced(f"{ITERATION}/__1_0.distcp", None, r"__1_0\.distcp does not exist, but \.metadata has")
+    replaced("latest_checkpointed_iteration.txt", b"5", r"names iteration 5, but .*iter_0000005 does not exist")
+    replaced("latest_checkpointed_iteration.txt", b"../..", r"neither an iteration's number nor 'release'")
+    replaced("latest_checkpointed_iteration.txt", None, r"is not a Megatron checkpoint: it has no latest_")
+    replaced("dlm_bridge.json", b"{", r"dlm_bridge\.json: cannot be read")
+    replaced("dlm_bridge.json", b'{"format_version": 99}', r"format version 99, this dlm-bridge reads 1")
+    replaced("dlm_bridge.json", b'{"format_version": 1}', r"is not a dlm-bridge manifest")
+    replaced("hf/config.json", None, r"hf/config\.json is missing")
+    refused("no such folder", path=tmp_path / "nowhere")
+    refused("is not a Megatron checkpoint", path=tmp_path)
+    (folder / "__1_0.distcp").rename(tmp_path / "elsewhere")
+    (folder / "__1_0.distcp").symlink_to(tmp_path / "elsewhere")
+    refused(r"'__1_0\.distcp', outside the folder")
+
+
+@pytest.mark.parametrize("file", ["../../escape.safetensors", "/tmp/escape.safetensors", "config.json"])
+def test_hostile_shard_map(tmp_path: Path, checkpoint: Path, file: str) -> None:
+    manifest = json.loads((checkpoint / "dlm_bridge.json").read_text())
+    manifest["shards"][0]["file"] = file
+    (checkpoint / "dlm_bridge.json").write_text(json.dumps(manifest))
+    with pytest.raises(DlmBridgeError, match=rf"its shard map names the file '{file}'"):
+        Bridge.from_megatron(checkpoint).to_hf(tmp_path / "deep" / "out")
+    assert not (tmp_path / "escape.safetensors").exists()
+
+
+def test_shard_map_of_another_model(tmp_path: Path, checkpoint: Path) -> None:
+    manifest = json.loads((checkpoint / "dlm_bridge.json").read_text())
+    manifest["shards"][0]["tensors"].pop()
+    (checkpoint / "dlm_bridge.json").write_text(json.dumps(manifest))
+    with pytest.raises(DlmBridgeError, match="shard map and model do not agree on tensor model"):
+        Bridge.from_megatron(checkpoint).to_hf(tmp_path / "out")
+    Bridge.from_megatron(checkpoint).to_hf(tmp_path / "out", shard_size="1GB")
+
+
+def test_hostile_hf_folder(tmp_path: Path, checkpoint: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (checkpoint / "hf" / "stolen").symlink_to(tmp_path / "secret")
+    with pytest.raises(DlmBridgeError, match=r"stolen is a link to .*secret, outside the folder"):
+        Bridge.from_megatron(checkpoint).to_hf(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        (FC2, lambda t: t[:, :, :-1], r"has shape \[4, 64, 95\], the config asks for \[4, 64, 96\]"),
+        (FC2, lambda t: t[:3], r"has shape \[3, 64, 96\]"),
+        (
+            "embedding.word_embeddings.weight",
+            lambda t: t[:100],
+            r"has shape \[100, 64\], the config asks for \[128, 64\] or more rows",
+        ),
+        (QKV, lambda t: t.to(torch.int32), r"has dtype int32, which no weight has"),
+    ],
+)
+def test_other_shapes(
+    tmp_path: Path, llada: Path, key: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    state = expected(hub_tensors(llada))
+    state[key] = change(state[key]).contiguous()
+    save_dcp(state, tmp_path / "m" / "iter_0000001")
+    (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("1")
+    with pytest.raises(DlmBridgeError, match=f"tensor {key}:? {message}"):
+        Bridge.from_megatron(tmp_path / "m", like=llada).to_hf(tmp_path / "out")
+
+
+def test_absurd_sizes_allocate_nothing(tmp_path: Path, llada: Path, checkpoint: Path) -> None:
+    def absurd(metadata: Metadata) -> None:
+        item = metadata.state_dict_metadata[FC2]
+        item.size = torch.Size([4, 1 << 40, 1 << 20])  # type: ignore[union-attr]
+
+    edit_metadata(checkpoint, absurd)
+    with pytest.raises(DlmBridgeError, match=rf"tensor {FC2} has shape"):
+        Bridge.from_megatron(checkpoint).to_hf(tmp_path / "out")
+    config = json.loads((llada / "config.json").read_text())
+    for changes in (
+        {"n_layers": 1 << 40},
+        {"d_model": 1 << 50},
+        {"n_layers": True},
+        {"vocab_size": 1 << 35, "embedding_size": None},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(DlmBridgeError):
+            Bridge.from_megatron(checkpoint, hf_config=tmp_path / "config.json").to_hf(tmp_path / "out")
+
+
+def test_like_and_config_exclude_each_other(checkpoint: Path, llada: Path) -> None:
+    with pytest.raises(DlmBridgeError, match="--like or --hf-config, not both"):
+        Bridge.from_megatron(checkpoint, like=llada, hf_config=llada / "config.json")
+
+
+def test_a_damaged_copy_is_seen_by_verify(tmp_path: Path, checkpoint: Path) -> None:
+    """Every byte of every tensor counts: one flipped bit is found, and its tensor named."""
+    folder = checkpoint / ITERATION
+    metadata = FileSystemReader(folder).read_metadata()
+    index = next(index for index in metadata.storage_data if index.fqn == FC2 and index.offset[0] == 2)  # type: ignore[index]
+    place = metadata.storage_data[index]
+    copy = tmp_path / "copy"
+    for position in (place.offset + place.length // 2, place.offset + 2):  # a value, then the archive's head
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(checkpoint, copy)
+        data = bytearray((copy / ITERATION / place.relative_path).read_bytes())
+        data[position] ^= 0x10
+        (copy / ITERATION / place.relative_path).write_bytes(bytes(data))
+        verdict = verify_manifest(copy)
+        names = {item.name for item in verdict.differences}
+        assert not verdict.equal
+        value = position > place.offset + 2
+        assert names == {"model.transformer.blocks.2.ff_out.weight" if value else f"{ITERATION}/{place.relative_path}"}
