@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,34 @@ def rotate(x_BSHD: torch.Tensor, positions_BS: torch.Tensor, theta: float) -> to
     cos, sin = angles.cos().to(x_BSHD.dtype), angles.sin().to(x_BSHD.dtype)
     a, b = x_BSHD[..., :half], x_BSHD[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def yarn(parameters: dict[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """YaRN (arXiv 2309.00071): frequencies that turn less than beta_slow times within the original context are divided
+    by `factor`, those that turn more than beta_fast times are kept, and a ramp over the pairs lies between."""
+    theta, factor = parameters["rope_theta"], parameters["factor"]
+    original = parameters["original_max_position_embeddings"]
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+    def turn(x_BSHD: torch.Tensor, positions_BS: torch.Tensor) -> torch.Tensor:
+        size = x_BSHD.shape[-1]
+
+        def pair(turns: float) -> float:
+            return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(pair(parameters["beta_fast"])), 0)
+        high = min(math.ceil(pair(parameters["beta_slow"])), size - 1)
+        pairs = torch.arange(size // 2, dtype=torch.float64)
+        ramp = ((pairs - low) / (high - low if high > low else 0.001)).clamp(0, 1)
+        frequencies = theta ** (-2 * pairs / size) * (ramp / factor + (1 - ramp))
+        angles = positions_BS[..., None, None].double() * frequencies
+        a, b = x_BSHD[..., : size // 2], x_BSHD[..., size // 2 :]
+        turned = torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
+        return turned * (magnitude(parameters["mscale"]) / magnitude(parameters["mscale_all_dim"]))
+
+    return turn
 
 
 def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -62,12 +91,14 @@ def decoder_logits(
     root: str = "model.",
     head: str = "lm_head.weight",
     turn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    query_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
     route: Router | None = None,
 ) -> torch.Tensor:
     """Logits [B, S, V] in float64 of a pre-norm RMSNorm SwiGLU decoder under transformers' Llama-like names.
 
     Biases, QK norms (per head), experts and shared experts are applied where their tensors are. `turn` is the rotary
-    embedding of (x [B, S, H, D], positions), by default the plain one with the config's base; `route` the router.
+    embedding of (x [B, S, H, D], positions), by default the plain one with the config's base; `query_scale` what
+    queries are multiplied with, by positions; `route` the router.
     """
     tensors = {name: tensor.double() for name, tensor in tensors.items()}
     heads, eps = config["num_attention_heads"], config["rms_norm_eps"]
@@ -86,6 +117,8 @@ def decoder_logits(
 
         h = rms_norm(x, w["input_layernorm.weight"], eps)
         q, k, v = project(h, "q", heads), project(h, "k", groups), project(h, "v", groups)
+        if query_scale is not None:
+            q = q * query_scale(positions)[..., None, None]
         x = x + attend(turn(q, positions), turn(k, positions), v, allowed) @ w["self_attn.o_proj.weight"].T
         h = rms_norm(x, w["post_attention_layernorm.weight"], eps)
         x = x + (mixture(h, w, route) if route and "mlp.gate.weight" in w else mlp(h, w, "mlp."))

@@ -20,6 +20,17 @@ def block_causal_mask(positions_BS: torch.Tensor, block: int, real_BS: torch.Ten
     return allowed_BSS[:, None]
 
 
+def causal_mask(real_BS: torch.Tensor, draft_start: int | None = None) -> torch.Tensor:
+    """[B, 1, S, S] bool: a token looks at itself and at the real ones before it in the input; those from `draft_start`
+    on, the block that is being denoised, look at each other as well."""
+    order_S = torch.arange(real_BS.shape[1], device=real_BS.device)
+    allowed_SS = order_S[:, None] >= order_S[None, :]
+    if draft_start is not None:
+        allowed_SS = allowed_SS | ((order_S[:, None] >= draft_start) & (order_S[None, :] >= draft_start))
+    own_SS = torch.eye(len(order_S), dtype=torch.bool, device=real_BS.device)
+    return ((allowed_SS & real_BS.bool()[:, None, :]) | own_SS)[:, None]
+
+
 def positions_of(real_BS: torch.Tensor) -> torch.Tensor:
     """[B, S] positions that count real tokens only, so that a padded row is numbered as if it were alone."""
     return (real_BS.long().cumsum(dim=-1) - 1).clamp(min=0)
