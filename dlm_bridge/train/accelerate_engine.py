@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import signal
 import threading
 import time
@@ -20,17 +19,17 @@ from accelerate.utils import DistributedType
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train import data as data_module
 from dlm_bridge.train.checkpoints import clean, find_checkpoints, load_state, save_checkpoint
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data import MOCK, MockBlocks, Section
+from dlm_bridge.train.data import Section
 from dlm_bridge.train.keyed import Purpose, torch_seed
-from dlm_bridge.train.loading import load_hub_model, load_model, load_tokenizer
+from dlm_bridge.train.loading import load_hub_model, load_model
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
 from dlm_bridge.train.objectives import MaskedDiffusion, NoisyBatch, Uniforms, build_objective
 from dlm_bridge.train.optimisation import learning_rate, parameter_groups
 from dlm_bridge.train.progress import TrainingProgress
 from dlm_bridge.train.sampling import Sampler
+from dlm_bridge.train.setup import load_data, mask_token_id, open_output, with_objective, write_config
 
 EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always the same
 
@@ -47,7 +46,7 @@ def pretrain(config: TrainConfig, resume: bool = False, console: Console | None 
     micro_batch_size, _ = config.accumulation(accelerator.num_processes)
     output = Path(config.output)
     if accelerator.is_main_process:
-        _open_output(output, resume)
+        open_output(output, resume)
     accelerator.wait_for_everyone()
     step, checkpoint = find_checkpoints(output)[-1] if resume and find_checkpoints(output) else (0, None)
     if checkpoint is not None and step >= config.steps:
@@ -56,10 +55,10 @@ def pretrain(config: TrainConfig, resume: bool = False, console: Console | None 
         return checkpoint
 
     model = load_model(config) if checkpoint is None else load_hub_model(str(checkpoint))
-    config = _with_objective(config, model)
-    objective = build_objective(str(config.objective), _mask_token_id(model), config.length_variation)
+    config = with_objective(config, model)
+    objective = build_objective(str(config.objective), mask_token_id(model), config.length_variation)
     with accelerator.main_process_first():
-        train, valid, tokenizer = _load_data(config, model, objective.mask_token_id)
+        train, valid, tokenizer = load_data(config, model, objective.mask_token_id)
     state = None if checkpoint is None else load_state(checkpoint)
     if state is not None and state["train_blocks"] != len(train):
         raise DlmBridgeError(
@@ -79,7 +78,7 @@ def pretrain(config: TrainConfig, resume: bool = False, console: Console | None 
         console=console,
     )
     if accelerator.is_main_process:
-        _write_config(config, output)
+        write_config(config, output)
         console.print(
             f"{'training' if step == 0 else f'resuming at step {step}:'} {len(train):,} blocks of {config.seq_length} "
             f"tokens, {len(valid):,} for validation",
@@ -269,67 +268,6 @@ def _accelerator(config: TrainConfig) -> Accelerator:
             "launch with torchrun or accelerate launch --multi_gpu"
         )
     return accelerator
-
-
-def _open_output(output: Path, resume: bool) -> None:
-    """Make the folder; without `resume`, refuse one that holds a run. Clears what a killed writer left."""
-    traces = [name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()]
-    if traces and not resume:
-        raise DlmBridgeError(f"--output {output} already holds a run ({traces[0]}): add --resume or choose another")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DlmBridgeError(f"--output {output}: cannot be made: {error.strerror}") from None
-    clean(output)
-
-
-def _write_config(config: TrainConfig, output: Path) -> None:
-    temporary = output / ".config.yaml"
-    temporary.write_text(config.to_yaml())
-    os.replace(temporary, output / "config.yaml")
-
-
-def _with_objective(config: TrainConfig, model: Any) -> TrainConfig:
-    family = getattr(model, "family", None)
-    if family is None or family.kind != "diffusion":
-        raise DlmBridgeError(
-            f"--model {config.model}: {type(model).__name__} is not a diffusion language model: "
-            "see dlm-bridge families for what pretrain takes"
-        )
-    limit = model.config.max_position_embeddings
-    if config.seq_length > limit:
-        raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
-    return dataclasses.replace(config, objective=config.objective or family.objective)
-
-
-def _mask_token_id(model: Any) -> int:
-    mask_token_id = getattr(model.config, "mask_token_id", None)
-    if mask_token_id is None:
-        mask_token_id = model.family.mask_token_id
-    if mask_token_id is None:
-        raise DlmBridgeError("the model's config has no mask_token_id: set it in config.json")
-    rows = model.get_input_embeddings().weight.shape[0]
-    if not 0 <= mask_token_id < rows:
-        raise DlmBridgeError(
-            f"the config's mask_token_id {mask_token_id} is outside the vocabulary of {rows}: set it in config.json"
-        )
-    return int(mask_token_id)
-
-
-def _load_data(config: TrainConfig, model: Any, mask_token_id: int) -> tuple[Section, Section, Any]:
-    rows = model.get_input_embeddings().weight.shape[0]
-    if config.data == [MOCK]:
-        tokenizer = None
-        blocks: Any = MockBlocks(config.seq_length, tokens=min(rows, mask_token_id), seed=config.seed)
-        if blocks.tokens < 1:
-            raise DlmBridgeError("--data mock needs a mask_token_id above 0: the ids below it are its tokens")
-    else:
-        files = data_module.find_files(config.data)
-        tokenizer = load_tokenizer(config)
-        data_module.check_tokenizer(tokenizer, rows, mask_token_id)
-        blocks = data_module.pack(files, tokenizer, config.seq_length, mask_token_id)
-    train, valid, _ = data_module.split(blocks, config.shares)
-    return train, valid, tokenizer
 
 
 @contextlib.contextmanager

@@ -117,7 +117,7 @@ def pack(files: Sequence[Path], tokenizer: Any, seq_length: int, mask_token_id: 
             "set eos_token in its tokenizer_config.json"
         )
     arguments = {
-        "files": [str(file) for file in files],
+        "files": tuple(str(file) for file in files),  # a list would be packed file by file
         "tokenizer": tokenizer,
         "seq_length": seq_length,
         "mask_token_id": mask_token_id,
@@ -184,7 +184,7 @@ class _Piece:
 
 
 def _packed(
-    files: list[str], tokenizer: Any, seq_length: int, mask_token_id: int | None
+    files: Sequence[str], tokenizer: Any, seq_length: int, mask_token_id: int | None
 ) -> Iterator[dict[str, np.ndarray]]:
     rest = np.empty(0, dtype=np.int32)
     total = 0
@@ -221,7 +221,7 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _pieces(files: list[str]) -> Iterator[_Piece]:
+def _pieces(files: Sequence[str]) -> Iterator[_Piece]:
     for name in files:
         path = Path(name)
         if path.suffix in JSON_SUFFIXES:

@@ -25,7 +25,7 @@ def load_model(config: TrainConfig) -> Any:
     if (folder / MEGATRON_MARK).is_file():
         from dlm_bridge.bridge import Bridge
 
-        return Bridge.from_megatron(config.model).build_hf_model().to(torch.float32)
+        return Bridge.from_megatron(config.model).build_hf_model().float()
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         raise DlmBridgeError(f"--model {folder}: no weights there (*.safetensors): add --from-scratch to start anew")
     return load_hub_model(config.model)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,15 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models import FAMILIES
+from dlm_bridge.models import FAMILIES, family_by_name
 from dlm_bridge.models.initialisation import initial_weights
+from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.objectives import MaskedDiffusion, Uniforms
 from dlm_bridge.train.optimisation import learning_rate
+from dlm_bridge.train.setup import with_objective
 from tests.train.conftest import Run, read_metrics, without_speed
 
 
@@ -134,8 +140,6 @@ def test_learning_rates_follow_the_schedule(tmp_path: Path, run: Run, values: di
 
 @pytest.mark.parametrize(("name", "middle"), [("linear", 0.55), ("constant", 1.0), ("cosine", 0.55)])
 def test_schedules(name: str, middle: float, values: dict[str, Any]) -> None:
-    from dlm_bridge.train.config import TrainConfig
-
     config = TrainConfig(**{**values, "output": "x", "steps": 12, "lr": 1.0, "min_lr": 0.1, "lr_schedule": name})
     assert learning_rate(config, 1) == 0.5
     assert learning_rate(config, 2) == 1.0
@@ -152,6 +156,37 @@ def test_starts_from_a_checkpoint_of_another_run(tmp_path: Path, run: Run) -> No
         torch.equal(tensor, load_file(start / "model.safetensors")[name])
         for name, tensor in _weights(tmp_path / "second", 2).items()
     )
+
+
+def test_starts_from_a_megatron_checkpoint(tmp_path: Path, run: Run, seed_folder: Path) -> None:
+    run(tmp_path / "first", steps=1, save_interval=0)
+    start = tmp_path / "first/checkpoints/step-0000001"
+    Bridge.from_hf(start).to_megatron(tmp_path / "megatron", Layout(tp=2, pp=2))
+    options = {"from_scratch": False, "steps": 2}
+    rows = run(tmp_path / "hub", model=str(start), **options)
+    assert without_speed(run(tmp_path / "sharded", model=str(tmp_path / "megatron"), **options)) == without_speed(rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (family_by_name("llada"), None),
+        (dataclasses.replace(family_by_name("llada"), objective="other"), "does not have the objective of"),
+        (dataclasses.replace(family_by_name("llada"), shift=True), "is shifted"),
+        (dataclasses.replace(family_by_name("llada"), topology="block_causal"), "is block-causal"),
+        (dataclasses.replace(family_by_name("llada"), kind="autoregressive"), "is not a diffusion language model"),
+    ],
+)
+def test_objective_must_be_the_one_that_the_model_is_read_with(
+    values: dict[str, Any], family: FamilySpec, message: str | None
+) -> None:
+    model = SimpleNamespace(family=family, config=SimpleNamespace(max_position_embeddings=None))
+    config = TrainConfig(**values, output="o")
+    if message is None:
+        assert with_objective(config, model).objective == "masked"
+    else:
+        with pytest.raises(DlmBridgeError, match=message):
+            with_objective(config, model)
 
 
 def test_mock_data_needs_no_tokenizer(tmp_path: Path, run: Run, seed_folder: Path) -> None:

@@ -1,0 +1,93 @@
+"""What a run needs before its first step, whichever engine takes it: output folder, objective, data."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train import data
+from dlm_bridge.train.checkpoints import clean
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.data import MOCK, Blocks, MockBlocks, Section
+from dlm_bridge.train.loading import load_tokenizer
+from dlm_bridge.train.objectives import OBJECTIVES
+
+
+def open_output(output: Path, resume: bool) -> None:
+    """Make the folder; without `resume`, refuse one that holds a run. Clears what a killed writer left."""
+    traces = [name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()]
+    if traces and not resume:
+        raise DlmBridgeError(f"--output {output} already holds a run ({traces[0]}): add --resume or choose another")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DlmBridgeError(f"--output {output}: cannot be made: {error.strerror}") from None
+    clean(output)
+
+
+def write_config(config: TrainConfig, output: Path) -> None:
+    """Write the resolved configuration to DIR/config.yaml."""
+    temporary = output / ".config.yaml"
+    temporary.write_text(config.to_yaml())
+    os.replace(temporary, output / "config.yaml")
+
+
+def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
+    """The configuration with its objective resolved. Raises DlmBridgeError where the objective would be another than
+    the model is read with: a shifted or block-causal model trained as a bidirectional one is silently broken."""
+    family = getattr(model, "family", None)
+    if family is None or family.kind != "diffusion":
+        raise DlmBridgeError(
+            f"--model {config.model}: {type(model).__name__} is not a diffusion language model: "
+            "see dlm-bridge families for what pretrain takes"
+        )
+    objective = config.objective or family.objective
+    if objective not in OBJECTIVES and config.objective is None:
+        raise DlmBridgeError(
+            f"--model {config.model}: pretrain does not have the objective of {type(model).__name__}, '{objective}': "
+            f"known are {', '.join(OBJECTIVES)}"
+        )
+    if objective == "masked" and (family.shift or family.topology != "bidirectional"):
+        kind = "shifted" if family.shift else family.topology.replace("_", "-")
+        raise DlmBridgeError(
+            f"--model {config.model}: --objective masked is for bidirectional models whose logits are not shifted, "
+            f"{type(model).__name__} is {kind}"
+        )
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and config.seq_length > limit:
+        raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
+    return dataclasses.replace(config, objective=objective)
+
+
+def mask_token_id(model: Any) -> int:
+    """The config's mask token, else the family's. Raises DlmBridgeError where there is none in the vocabulary."""
+    token = getattr(model.config, "mask_token_id", None)
+    token = model.family.mask_token_id if token is None else token
+    if token is None:
+        raise DlmBridgeError("the model's config has no mask_token_id: set it in config.json")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if not 0 <= token < rows:
+        raise DlmBridgeError(
+            f"the config's mask_token_id {token} is outside the vocabulary of {rows}: set it in config.json"
+        )
+    return int(token)
+
+
+def load_data(config: TrainConfig, model: Any, mask_token: int) -> tuple[Section, Section, Any]:
+    """The training and validation blocks and the tokenizer (None for mock data). Raises DlmBridgeError."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    tokenizer = None
+    if config.data == [MOCK]:
+        if mask_token < 1:
+            raise DlmBridgeError("--data mock needs a mask_token_id above 0: the ids below it are its tokens")
+        blocks: Blocks = MockBlocks(config.seq_length, tokens=min(rows, mask_token), seed=config.seed)
+    else:
+        files = data.find_files(config.data)
+        tokenizer = load_tokenizer(config)
+        data.check_tokenizer(tokenizer, rows, mask_token)
+        blocks = data.pack(files, tokenizer, config.seq_length, mask_token)
+    train, valid, _ = data.split(blocks, config.shares)
+    return train, valid, tokenizer

@@ -1,0 +1,173 @@
+"""Packing, splitting and sampling: every token in its place, every block once an epoch, bad files named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train import data
+from dlm_bridge.train.data import MockBlocks, check_tokenizer, find_files, pack, split
+from dlm_bridge.train.sampling import Sampler
+
+DOCUMENTS = ["def f(x):\n    return x\n", "x + 1\r\n", "é = 3\n" * 30]
+
+
+def _write(folder: Path, kind: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "jsonl":
+        lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(DOCUMENTS)]
+        (folder / "a.jsonl").write_text("\n".join([lines[0], "", *lines[1:]]))
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS}), folder / "a.parquet")
+    else:
+        for i, text in enumerate(DOCUMENTS):
+            (folder / f"{i}.txt").write_bytes(text.encode())
+    return folder
+
+
+def _stream(tokenizer: Any) -> list[int]:
+    return [
+        token
+        for text in DOCUMENTS
+        for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    ]
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_blocks_are_the_token_stream_cut(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+    blocks = pack(find_files([str(_write(tmp_path / kind, kind))]), tokenizer, 7)
+    expected = _stream(tokenizer)
+    rows = blocks.rows(range(len(blocks)))
+    assert len(blocks) == len(expected) // 7 > 5
+    assert rows.dtype == torch.int64
+    assert rows.flatten().tolist() == expected[: len(blocks) * 7]
+    assert torch.equal(blocks.rows([3, 0, 3]), rows[[3, 0, 3]])
+
+
+def test_long_texts_in_pieces_give_the_same_stream(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = pack(find_files([str(_write(tmp_path / "whole", "text"))]), tokenizer, 5)
+    monkeypatch.setattr(data, "PIECE", 20)
+    monkeypatch.setattr(data, "BATCH", 50)
+    pieces = pack(find_files([str(_write(tmp_path / "pieces", "text"))]), tokenizer, 5)
+    assert torch.equal(pieces.rows(range(len(pieces))), whole.rows(range(len(whole))))
+
+
+def test_a_changed_file_is_packed_anew(tmp_path: Path, tokenizer: Any) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("x = 1\n" * 20)
+    first = pack([file], tokenizer, 4).rows([0])
+    file.write_text("y = 2\n" * 21)
+    assert not torch.equal(pack([file], tokenizer, 4).rows([0]), first)
+
+
+def test_folders_globs_and_order(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "b/1.txt", "b/.hidden/3.txt", "a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    names = [str(path.relative_to(tmp_path)) for path in find_files([str(tmp_path / "b"), str(tmp_path / "*.txt")])]
+    assert names == ["b/1.txt", "b/2.txt", "a.txt"]
+    (tmp_path / "empty").mkdir()
+    for bad in ("empty", "*.jsonl", "nowhere.txt"):
+        with pytest.raises(DlmBridgeError, match=re.escape(bad)):
+            find_files([str(tmp_path / bad)])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "ok"}\n\n{"body": 1}\n', "a.jsonl, line 3: no 'text' field with text (it has 'body')"),
+        ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1: no 'text' field with text"),
+        ("a.jsonl", b"[1]\n", "a.jsonl, line 1: no 'text' field with text (not an object)"),
+        ("a.jsonl", b'{"text": "ok"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
+        ("a.txt", b"good \xff bad", "a.txt: not UTF-8 text (byte 5)"),
+        ("a.parquet", b"PAR1 but not really", "a.parquet: not a parquet file"),
+        ("a.txt", b"x", "tokens, fewer than one block of --seq-length 8"),
+        ("a.txt", b"", "--data holds 0 tokens"),
+        ("a.txt", b"x = 1 <mask> y", "a.txt: the text holds the mask token (id 1)"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, tokenizer: Any, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
+        pack([tmp_path / name], tokenizer, 8, tokenizer.mask_token_id)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_parquet_file_without_text_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(DlmBridgeError, match=r"a\.parquet: no 'text' column \(it has body\)"):
+        pack([tmp_path / "a.parquet"], tokenizer, 8)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x", None]}), tmp_path / "b.parquet")
+    with pytest.raises(DlmBridgeError, match=r"b\.parquet, row 2: 'text' is not text"):
+        pack([tmp_path / "b.parquet"], tokenizer, 8)
+
+
+def test_tokenizers_that_do_not_fit_are_refused(tokenizer: Any, corpus: Path) -> None:
+    check_tokenizer(tokenizer, len(tokenizer), tokenizer.mask_token_id)
+    with pytest.raises(DlmBridgeError, match="more than the model's vocabulary of 100"):
+        check_tokenizer(tokenizer, 100, tokenizer.mask_token_id)
+    with pytest.raises(DlmBridgeError, match="has mask token id 1, the model's config has 5"):
+        check_tokenizer(tokenizer, len(tokenizer), 5)
+    eos = tokenizer.eos_token
+    try:
+        tokenizer.eos_token = None
+        with pytest.raises(DlmBridgeError, match="has no EOS token"):
+            pack([corpus], tokenizer, 8)
+    finally:
+        tokenizer.eos_token = eos
+
+
+@pytest.mark.parametrize(
+    ("total", "shares", "sizes"),
+    [
+        (1000, (0.99, 0.01, 0.0), (990, 10, 0)),
+        (50, (0.99, 0.01, 0.0), (49, 1, 0)),
+        (1, (0.98, 0.01, 0.01), (1, 0, 0)),
+        (2, (0.98, 0.01, 0.01), (1, 1, 0)),
+        (100, (0.8, 0.1, 0.1), (80, 10, 10)),
+        (10, (1.0, 0.0, 0.0), (10, 0, 0)),
+    ],
+)
+def test_sections_cover_all_blocks_once(
+    total: int, shares: tuple[float, float, float], sizes: tuple[int, int, int]
+) -> None:
+    sections = split(MockBlocks(4, 9, seed=0, length=total), shares)
+    assert tuple(len(section) for section in sections) == sizes
+    ends = [0, *(section.start + section.length for section in sections)]
+    assert [section.start for section in sections] == ends[:-1]
+    assert ends[-1] == total
+
+
+def test_an_epoch_holds_every_block_once_and_the_next_another_order() -> None:
+    sampler = Sampler(blocks=10, seed=1, global_batch_size=4)
+    drawn = [sampler.block(g) for step in range(1, 6) for micro in sampler.samples(step, 0, 1, 2) for g in micro]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    assert drawn[:10] != drawn[10:]
+    assert drawn[:10] != [Sampler(10, 2, 4).block(g) for g in range(10)]
+
+
+@pytest.mark.parametrize(("processes", "micro"), [(1, 8), (1, 2), (2, 4), (4, 1)])
+def test_every_layout_reads_the_same_samples(processes: int, micro: int) -> None:
+    sampler = Sampler(blocks=100, seed=0, global_batch_size=8)
+    read = [
+        g for process in range(processes) for batch in sampler.samples(3, process, processes, micro) for g in batch
+    ]
+    assert read == list(range(16, 24))
+
+
+def test_mock_blocks_repeat_their_motif_and_stay_below_the_limit() -> None:
+    rows = MockBlocks(20, tokens=5, seed=0).rows([7, 8, 7])
+    assert rows.max() < 5
+    assert torch.equal(rows[0, :8], rows[0, 8:16])
+    assert torch.equal(rows[0], rows[2])
+    assert not torch.equal(rows[0], rows[1])
