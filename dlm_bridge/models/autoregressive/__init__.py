@@ -1,0 +1,1 @@
+"""Autoregressive families: transformers' own classes, to which only a mapping is added."""

@@ -1,0 +1,77 @@
+"""GLM-4.5 and 4.6 (Glm4-MoE): leading dense layers, a shared expert, partial rotary, multi-token prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlm_bridge.convert.mapping import Dims, Direct, Mapping, Vocabulary
+from dlm_bridge.models.autoregressive.common import settings
+from dlm_bridge.models.autoregressive.mtp import mtp_carried, mtp_layers, mtp_rules
+from dlm_bridge.models.autoregressive.sigmoid_router import expert_sizes, router_settings
+from dlm_bridge.models.standard import (
+    HUB_LAYER,
+    TIED_HEAD,
+    attention_rules,
+    dense_rules,
+    expert_rules,
+    require,
+    standard_dims,
+)
+
+LAYER = "model." + HUB_LAYER
+# Where config.json leaves a key out, transformers' configuration class says this.
+DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "partial_rotary_factor": 0.5,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+
+
+def dims(config: dict[str, Any]) -> Dims:
+    """Glm4-MoE's sizes. Its `attention_bias` is of query, key and value only."""
+    config = {**DEFAULTS, **config}
+    require(config, {"hidden_act": "silu"})
+    facts = {"router_bias"}
+    facts |= {"qkv_bias"} if config["attention_bias"] else set()
+    facts |= {"qk_norm"} if config["use_qk_norm"] else set()
+    facts |= {"shared_expert"} if config["n_shared_experts"] else set()
+    return standard_dims(
+        config,
+        frozenset(facts),
+        mtp=mtp_layers(config),
+        sizes=(("mtp_input", 2 * int(config["hidden_size"])),),
+        **expert_sizes(config),
+    )
+
+
+def transformer(config: dict[str, Any]) -> dict[str, Any]:
+    """What megatron-core needs beyond the sizes."""
+    config = {**DEFAULTS, **config}
+    sizes = dims(config)
+    return settings(config, sizes) | router_settings(config, sizes)
+
+
+_EXPERTS = expert_rules(LAYER + "mlp.", LAYER + "post_attention_layernorm.weight", "shared_experts", own_dtype=True)
+
+MAPPING = Mapping(
+    rules=(
+        Vocabulary("embedding.word_embeddings.weight", name="model.embed_tokens.weight", shape="vocab hidden"),
+        Direct("decoder.final_layernorm.weight", name="model.norm.weight", shape="hidden"),
+        Vocabulary("output_layer.weight", when="!tied", name="lm_head.weight", shape="vocab hidden"),
+        *attention_rules(LAYER),
+        *dense_rules(LAYER),
+        *_EXPERTS,
+        *mtp_rules(LAYER, (*attention_rules(LAYER), *_EXPERTS)),
+    ),
+    dims=dims,
+    transformer=transformer,
+    carried=(*TIED_HEAD, *mtp_carried(LAYER)),
+)

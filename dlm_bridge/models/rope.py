@@ -1,0 +1,97 @@
+"""RoPE scaling and sliding windows of published configs, in megatron-core's terms."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+
+# What megatron-core's llama3 scaling has as constants; every published Llama 3.1 to 3.3 says the same.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def rope_parameters(config: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+    """`rope_type`, `rope_theta` and whatever belongs to the type, from a v4 config (`rope_theta`, `rope_scaling`) or a
+    v5 one (`rope_parameters`). `theta` is the family's default."""
+    scaling = dict(config.get("rope_scaling") or {})
+    parameters = {**scaling, **(config.get("rope_parameters") or {})}
+    parameters.setdefault("rope_type", parameters.get("type", "default"))
+    parameters.setdefault("rope_theta", config.get("rope_theta") or theta)
+    if config.get("partial_rotary_factor") is not None:
+        parameters.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    return parameters
+
+
+def rope_settings(config: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+    """megatron-core's arguments for the published RoPE (those of YaRN are attributes that its GPTModel looks for).
+
+    Raises DlmBridgeError for a scaling that it cannot compute: a live model without it would be silently wrong.
+    """
+    rope = rope_parameters(config, theta)
+    settings: dict[str, Any] = {"rotary_base": float(rope["rope_theta"])}
+    partial = float(rope.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        settings["rotary_percent"] = partial
+    kind = rope["rope_type"]
+    if kind == "default":
+        return settings
+    if kind == "llama3":
+        for key, value in _LLAMA3.items():
+            if rope.get(key) != value:
+                raise DlmBridgeError(
+                    f"config.json: RoPE scaling 'llama3' with {key} {rope.get(key)}: megatron-core computes it with "
+                    f"{value} only, so it cannot run this model"
+                )
+        return settings | {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    if kind == "linear":
+        return settings | {"seq_len_interpolation_factor": float(rope["factor"])}
+    if kind == "yarn" and partial == 1.0:
+        return settings | {"position_embedding_type": "yarn"} | _yarn(config, rope)
+    what = "YaRN on a part of each head" if kind == "yarn" else f"RoPE scaling '{kind}'"
+    raise DlmBridgeError(f"config.json: megatron-core has no {what}, so it cannot run this model")
+
+
+def yarn_numbers(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """factor, original length, betas and the two mscales, as transformers computes with them."""
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    factor = rope.get("factor") or config["max_position_embeddings"] / original
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not (mscale and all_dim):
+        mscale = all_dim = None
+    wanted = rope.get("attention_factor")
+    if wanted is not None and factor > 1:  # solved for mscale in 0.1 * mscale * log(factor) + 1
+        mscale, all_dim = (float(wanted) - 1) / (0.1 * math.log(factor)), 0.0
+    return {
+        "rotary_scaling_factor": float(factor),
+        "original_max_position_embeddings": int(original),
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "mscale": mscale,
+        "mscale_all_dim": all_dim,
+    }
+
+
+def _yarn(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    numbers = {f"yarn_{name}": value for name, value in yarn_numbers(config, rope).items()}
+    return numbers | {"yarn_correction_range_round_to_int": bool(rope.get("truncate", True))}
+
+
+def window_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """megatron-core's sliding window: a position sees `sliding_window` positions, itself among them.
+
+    Which layers have it goes by `layer_types`, else by `max_window_layers` (those from there on), else all have.
+    """
+    window = config.get("sliding_window")
+    if window is None or config.get("use_sliding_window") is False:
+        return {}
+    layers = int(config["num_hidden_layers"])
+    if config.get("layer_types"):
+        slides = [int(kind == "sliding_attention") for kind in config["layer_types"]]
+    else:
+        first = config.get("max_window_layers") or 0
+        slides = [int(layer >= first) for layer in range(layers)]
+    if not any(slides):
+        return {}
+    settings: dict[str, Any] = {"window_size": (int(window) - 1, 0)}
+    return settings if all(slides) else settings | {"window_attn_skip_freq": slides}

@@ -1,0 +1,572 @@
+"""One tiny checkpoint of each autoregressive family: the Hub's config.json key for key, and the Hub's tensor names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlm_bridge.models import family_by_name
+from dlm_bridge.models.spec import FamilySpec
+from tests.checkpoints import write_hub_folder
+
+Tensors = dict[str, torch.Tensor]
+TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 130}
+
+
+class Random:
+    """Random weights of a size that keeps activations near one."""
+
+    def __init__(self, config: dict[str, Any], seed: int, dtype: torch.dtype) -> None:
+        self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
+        self.hidden = config["hidden_size"]
+
+    def matrix(self, rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=self.generator) * columns**-0.5).to(self.dtype)
+
+    def vector(self, size: int, mean: float = 1.0) -> torch.Tensor:
+        return (mean + 0.1 * torch.randn(size, generator=self.generator)).to(self.dtype)
+
+    def mlp(
+        self, prefix: str, width: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    ) -> Tensors:
+        gate, up, down = names
+        return {
+            f"{prefix}{gate}.weight": self.matrix(width, self.hidden),
+            f"{prefix}{up}.weight": self.matrix(width, self.hidden),
+            f"{prefix}{down}.weight": self.matrix(self.hidden, width),
+        }
+
+
+def model_tensors(config: dict[str, Any], random: Random, layer: Callable[[str, int], Tensors]) -> Tensors:
+    rows, hidden = config["vocab_size"], config["hidden_size"]
+    tensors = {"model.embed_tokens.weight": random.matrix(rows, hidden), "model.norm.weight": random.vector(hidden)}
+    if not config.get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = random.matrix(rows, hidden)
+    for number in range(config["num_hidden_layers"]):
+        tensors |= layer(f"model.layers.{number}.", number)
+    return tensors
+
+
+def attention(config: dict[str, Any], random: Random, block: str, bias: bool = False, norm: str = "") -> Tensors:
+    """`norm` is "head" for Qwen3's, "row" for OLMoE's."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    tensors = {
+        block + "input_layernorm.weight": random.vector(hidden),
+        block + "post_attention_layernorm.weight": random.vector(hidden),
+        block + "self_attn.o_proj.weight": random.matrix(hidden, heads * size),
+    }
+    for name, count in (("q", heads), ("k", config["num_key_value_heads"]), ("v", config["num_key_value_heads"])):
+        tensors[f"{block}self_attn.{name}_proj.weight"] = random.matrix(count * size, hidden)
+        if bias:
+            tensors[f"{block}self_attn.{name}_proj.bias"] = random.vector(count * size, 0)
+        if norm and name != "v":
+            tensors[f"{block}self_attn.{name}_norm.weight"] = random.vector(size if norm == "head" else count * size)
+    return tensors
+
+
+def dense(bias: bool = False, norm: str = "", frequencies: bool = False) -> Callable[..., Tensors]:
+    def build(config: dict[str, Any], seed: int, dtype: torch.dtype) -> Tensors:
+        random = Random(config, seed, dtype)
+
+        def layer(block: str, number: int) -> Tensors:
+            tensors = attention(config, random, block, bias, norm)
+            if frequencies:  # fp32, whatever the weights are
+                tensors[block + "self_attn.rotary_emb.inv_freq"] = 10000 ** -(torch.arange(0, 16, 2) / 16)
+            return tensors | random.mlp(block + "mlp.", config["intermediate_size"])
+
+        return model_tensors(config, random, layer)
+
+    return build
+
+
+def experts(norm: str, key: str = "moe_intermediate_size") -> Callable[..., Tensors]:
+    def build(config: dict[str, Any], seed: int, dtype: torch.dtype) -> Tensors:
+        random = Random(config, seed, dtype)
+
+        def layer(block: str, number: int) -> Tensors:
+            tensors = attention(config, random, block, norm=norm)
+            tensors[block + "mlp.gate.weight"] = random.matrix(config["num_experts"], config["hidden_size"])
+            for expert in range(config["num_experts"]):
+                tensors |= random.mlp(f"{block}mlp.experts.{expert}.", config[key])
+            return tensors
+
+        return model_tensors(config, random, layer)
+
+    return build
+
+
+def mixtral(config: dict[str, Any], seed: int, dtype: torch.dtype) -> Tensors:
+    random = Random(config, seed, dtype)
+
+    def layer(block: str, number: int) -> Tensors:
+        tensors = attention(config, random, block)
+        moe = block + "block_sparse_moe."
+        tensors[moe + "gate.weight"] = random.matrix(config["num_local_experts"], config["hidden_size"])
+        for expert in range(config["num_local_experts"]):
+            tensors |= random.mlp(f"{moe}experts.{expert}.", config["intermediate_size"], ("w1", "w3", "w2"))
+        return tensors
+
+    return model_tensors(config, random, layer)
+
+
+def latent_attention(config: dict[str, Any], random: Random, block: str) -> Tensors:
+    hidden, heads, attn = config["hidden_size"], config["num_attention_heads"], block + "self_attn."
+    q_lora, kv_lora = config["q_lora_rank"], config["kv_lora_rank"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    tensors = {
+        block + "input_layernorm.weight": random.vector(hidden),
+        block + "post_attention_layernorm.weight": random.vector(hidden),
+        attn + "kv_a_proj_with_mqa.weight": random.matrix(kv_lora + rope, hidden),
+        attn + "kv_a_layernorm.weight": random.vector(kv_lora),
+        attn + "kv_b_proj.weight": random.matrix(heads * (nope + value), kv_lora),
+        attn + "o_proj.weight": random.matrix(hidden, heads * value),
+    }
+    if q_lora is None:
+        return tensors | {attn + "q_proj.weight": random.matrix(heads * (nope + rope), hidden)}
+    return tensors | {
+        attn + "q_a_proj.weight": random.matrix(q_lora, hidden),
+        attn + "q_a_layernorm.weight": random.vector(q_lora),
+        attn + "q_b_proj.weight": random.matrix(heads * (nope + rope), q_lora),
+    }
+
+
+def with_mtp(attention_of: Callable[[dict[str, Any], Random, str], Tensors]) -> Callable[..., Tensors]:
+    """Glm4-MoE's and DeepSeek-V3's layout: dense layers first, then experts with a shared one, then MTP layers."""
+
+    def build(config: dict[str, Any], seed: int, dtype: torch.dtype) -> Tensors:
+        random = Random(config, seed, dtype)
+        hidden, width, count = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
+
+        def layer(block: str, number: int) -> Tensors:
+            tensors = attention_of(config, random, block)
+            if number < config["first_k_dense_replace"]:
+                return tensors | random.mlp(block + "mlp.", config["intermediate_size"])
+            tensors[block + "mlp.gate.weight"] = random.matrix(count, hidden)
+            bias = random.vector(count, 0).float()  # fp32, whatever the weights are
+            tensors[block + "mlp.gate.e_score_correction_bias"] = bias
+            for expert in range(count):
+                tensors |= random.mlp(f"{block}mlp.experts.{expert}.", width)
+            return tensors | random.mlp(block + "mlp.shared_experts.", width * config["n_shared_experts"])
+
+        tensors = model_tensors(config, random, layer)
+        for number in range(config["num_nextn_predict_layers"]):
+            block = f"model.layers.{config['num_hidden_layers'] + number}."
+            tensors |= layer(block, config["num_hidden_layers"] + number)
+            tensors |= {
+                block + "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+                block + "enorm.weight": random.vector(hidden),
+                block + "hnorm.weight": random.vector(hidden),
+                block + "eh_proj.weight": random.matrix(hidden, 2 * hidden),
+                block + "shared_head.norm.weight": random.vector(hidden),
+                block + "shared_head.head.weight": tensors["lm_head.weight"].clone(),
+            }
+        return tensors
+
+    return build
+
+
+@dataclass(frozen=True)
+class Case:
+    """`published` is the Hub's config.json; `tiny` its sizes shrunk."""
+
+    label: str
+    family: str
+    published: dict[str, Any]
+    tiny: dict[str, Any]
+    build: Callable[[dict[str, Any], int, torch.dtype], Tensors]
+    megatron: bool = True  # whether Megatron can hold it
+
+    @property
+    def spec(self) -> FamilySpec:
+        return family_by_name(self.family)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**self.published, **TINY, **self.tiny}
+
+    def tensors(self, dtype: torch.dtype = torch.float32, **overrides: Any) -> Tensors:
+        return self.build({**self.config, **overrides}, 0, dtype)
+
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+        config = {**self.config, "torch_dtype": str(dtype).removeprefix("torch."), **overrides}
+        return write_hub_folder(folder, config, self.build(config, 0, dtype), shards=3)
+
+
+LLAMA_2 = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+LLAMA_31 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+LLAMA_32 = {
+    **LLAMA_31,
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "rope_scaling": {**LLAMA_31["rope_scaling"], "factor": 32.0},  # type: ignore[dict-item]
+    "tie_word_embeddings": True,
+    "transformers_version": "4.45.0.dev0",
+}
+QWEN_25 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN_3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN_3_MOE = {
+    **{key: value for key, value in QWEN_3.items() if key != "transformers_version"},
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.51.0",
+}
+MISTRAL_1 = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+NEMO = {
+    **MISTRAL_1,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "max_position_embeddings": 128000,
+    "num_hidden_layers": 40,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "transformers_version": "4.43.0.dev0",
+    "vocab_size": 131072,
+}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+GLM_45 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "pad_token_id": 151329,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "partial_rotary_factor": 0.5,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0",
+    "use_cache": True,
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+}
+OLMOE = {
+    "architectures": ["OlmoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "clip_qkv": None,
+    "eos_token_id": 50279,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "pad_token_id": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "use_cache": True,
+    "vocab_size": 50304,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoModel": "modeling_deepseek.DeepseekV3Model",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    },
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+GROUPED = {"num_key_value_heads": 2, "intermediate_size": 96}
+ROUTED = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 4,
+}
+
+CASES = (
+    Case("llama2", "llama", LLAMA_2, {**GROUPED, "num_key_value_heads": 4}, dense(frequencies=True)),
+    Case("llama3.1", "llama", LLAMA_31, GROUPED, dense()),
+    Case("llama3.2", "llama", LLAMA_32, {**GROUPED, "head_dim": 16}, dense()),
+    Case("qwen2.5", "qwen2", QWEN_25, GROUPED, dense(bias=True)),
+    Case("qwen2.5-tied", "qwen2", {**QWEN_25, "tie_word_embeddings": True}, GROUPED, dense(bias=True)),
+    Case("qwen3", "qwen3", QWEN_3, {**GROUPED, "head_dim": 32}, dense(norm="head")),
+    Case("mistral", "mistral", MISTRAL_1, GROUPED, dense()),
+    Case("mistral-nemo", "mistral", NEMO, {**GROUPED, "head_dim": 24}, dense()),
+    Case(
+        "qwen3-moe", "qwen3_moe", QWEN_3_MOE, {**GROUPED, **ROUTED, "head_dim": 32, "num_experts": 4}, experts("head")
+    ),
+    Case("mixtral", "mixtral", MIXTRAL, {**GROUPED, "num_local_experts": 4}, mixtral),
+    Case(
+        "glm4-moe",
+        "glm4_moe",
+        GLM_45,
+        {**GROUPED, **ROUTED, "head_dim": 24, "first_k_dense_replace": 1, "n_routed_experts": 4, "pad_token_id": 0},
+        with_mtp(lambda config, random, block: attention(config, random, block, bias=True, norm="head")),
+    ),
+    Case(
+        "olmoe",
+        "olmoe",
+        OLMOE,
+        {"num_key_value_heads": 4, "intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+        experts("row", "intermediate_size"),
+        megatron=False,
+    ),
+    Case("deepseek-v3", "deepseek_v3", DEEPSEEK_V3, LATENT, with_mtp(latent_attention)),
+    Case("deepseek-direct-q", "deepseek_v3", DEEPSEEK_V3, {**LATENT, "q_lora_rank": None}, with_mtp(latent_attention)),
+)

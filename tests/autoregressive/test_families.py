@@ -1,0 +1,141 @@
+"""What every autoregressive family must do: load as in transformers, cross to Megatron and back bit for bit."""
+
+from __future__ import annotations
+
+import filecmp
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert.verify import verify_pair
+from dlm_bridge.models import FAMILIES, find_family
+from dlm_bridge.models.initialisation import initial_weights
+from tests.autoregressive.cases import CASES, Case
+
+IDS = torch.randint(0, 130, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_same_files(found: Path, expected: Path) -> None:
+    for file in expected.rglob("*"):
+        if file.is_file() and file.suffix != ".safetensors":
+            assert filecmp.cmp(file, found / file.relative_to(expected), shallow=False), file.name
+
+
+def layouts(case: Case) -> list[Layout]:
+    found = [Layout(), Layout(tp=2, pp=2), Layout(pp=2, first_stage=1), Layout(tp=2, pp=2, vp=2)]
+    if case.spec.load("mapping").dims(case.config).experts:
+        found += [Layout(ep=2), Layout(tp=2, pp=2, ep=2, etp=1), Layout(tp=2, ep=4, etp=2)]
+    return found
+
+
+def in_model(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without what transformers drops on load: multi-token prediction layers and stored rotary frequencies."""
+    mtp = f"model.layers.{case.config['num_hidden_layers']}."
+    return {n: t for n, t in tensors.items() if not n.startswith(mtp) and not n.endswith("inv_freq")}
+
+
+def test_every_family_has_a_case() -> None:
+    assert {case.family for case in CASES} == {spec.name for spec in FAMILIES if spec.kind == "autoregressive"}
+
+
+def test_transformers_own_classes_stay_what_they_are(case: Case, folder: Path) -> None:
+    assert find_family(case.config) is case.spec
+    name = case.published["architectures"][0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model) is getattr(transformers, name) is case.spec.load("model_class")
+    assert type(transformers.AutoConfig.from_pretrained(folder)) is case.spec.load("config_class")
+
+
+def test_mapping_covers_the_hubs_tensors(case: Case) -> None:
+    """Each tensor exactly once, with its shape; from scratch the transformers model's are made."""
+    mapping, tensors = case.spec.load("mapping"), case.tensors()
+    for config in (case.config, case.published):
+        dims = mapping.dims(config)
+        keys: dict[str, set[tuple[int, ...]]] = {}
+        for link in mapping.links(dims):
+            keys.setdefault(link.megatron_key, set()).add((*(n for _, n in link.stack), *link.megatron_shape))
+        assert all(len(shapes) == 1 for shapes in keys.values())
+    dims = mapping.dims(case.config)
+    links = list(mapping.links(dims))
+    covered = {name: shape for link in links for name, shape in zip(link.hub_names, link.hub_shapes, strict=True)}
+    assert len(covered) == sum(len(link.hub_names) for link in links)
+    assert tensors.keys() - covered.keys() <= mapping.carried_names(dims).keys()
+    assert covered == {name: tuple(tensors[name].shape) for name in covered}
+    started = dict(initial_weights(case.spec, case.config, seed=3))
+    assert started.keys() == in_model(case, covered).keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_round_trip(case: Case, tmp_path: Path, dtype: torch.dtype) -> None:
+    source = case.write(tmp_path / "hub", dtype)
+    expected = tensors_of(source)
+    if not case.megatron:
+        with pytest.raises(DlmBridgeError, match="whole query and key rows"):
+            Bridge.from_hf(source).to_megatron(tmp_path / "megatron")
+        assert not (tmp_path / "megatron").exists()
+        Bridge.from_hf(source).to_hf(tmp_path / "back")
+        assert_same_bits(tensors_of(tmp_path / "back"), expected)
+        return
+    found = layouts(case)
+    for number, layout in enumerate(found):
+        megatron, other, back = (tmp_path / f"{name}{number}" for name in ("megatron", "resharded", "back"))
+        Bridge.from_hf(source).to_megatron(megatron, layout)
+        Bridge.from_megatron(megatron).to_megatron(other, found[number - 1])
+        Bridge.from_megatron(other).to_hf(back)
+        assert_same_bits(tensors_of(back), expected)
+        assert_same_files(back, source)
+    assert verify_pair(source, tmp_path / "megatron1").equal
+
+
+def test_logits_are_transformers_own(case: Case, folder: Path) -> None:
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    built = Bridge.from_hf(folder).build_hf_model()
+    assert type(built) is type(expected)
+    with torch.no_grad():
+        assert torch.equal(built(IDS).logits, expected(IDS).logits)
+
+
+def test_live_models_cross_the_bridge(case: Case, folder: Path, tmp_path: Path) -> None:
+    live = Bridge.from_model(transformers.AutoModelForCausalLM.from_pretrained(folder))
+    expected = in_model(case, tensors_of(folder))
+    assert_same_bits({name: live.read(name) for name in live.hub_names()}, expected)
+    if not case.megatron:
+        return
+    report = live.to_megatron(tmp_path / "megatron", Layout(tp=2, pp=2))
+    assert any("multi-token" in note for note in report.notes) == bool(case.config.get("num_nextn_predict_layers"))
+    Bridge.from_megatron(tmp_path / "megatron").to_hf(tmp_path / "back")
+    assert_same_bits(tensors_of(tmp_path / "back"), expected)
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+        assert torch.equal(model(IDS).logits, live.build_hf_model()(IDS).logits)
+
+
+def test_a_missing_and_a_superfluous_tensor_are_named(case: Case, tmp_path: Path) -> None:
+    from tests.checkpoints import write_hub_folder
+
+    tensors = case.tensors()
+    last = max(
+        name for name in tensors if "layers." in name and not name.endswith(("inv_freq", "embed_tokens.weight"))
+    )
+    whole = dict(tensors)
+    del tensors[last]
+    with pytest.raises(DlmBridgeError, match=f"tensor {last} is missing"):
+        Bridge.from_hf(write_hub_folder(tmp_path / "less", case.config, tensors)).to_hf(tmp_path / "out")
+    whole["model.layers.0.self_attn.extra.weight"] = torch.zeros(1)
+    with pytest.raises(DlmBridgeError, match=r"tensor model\.layers\.0\.self_attn\.extra\.weight is not part"):
+        Bridge.from_hf(write_hub_folder(tmp_path / "more", case.config, whole)).to_hf(tmp_path / "out")
