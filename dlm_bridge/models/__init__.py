@@ -8,21 +8,52 @@ from functools import cache
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.a2d.spec import LLAMA as A2D_LLAMA
+from dlm_bridge.models.a2d.spec import QWEN2 as A2D_QWEN2
+from dlm_bridge.models.a2d.spec import QWEN3 as A2D_QWEN3
+from dlm_bridge.models.autoregressive.spec import SPECS as AUTOREGRESSIVE
+from dlm_bridge.models.difflm.spec import SPEC as DIFFLM
+from dlm_bridge.models.diffullama.spec import SPEC as DIFFULLAMA
 from dlm_bridge.models.dream.spec import SPEC as DREAM
+from dlm_bridge.models.dream_reasoner.spec import SPEC as DREAM_REASONER
 from dlm_bridge.models.fast_dllm_v2.spec import SPEC as FAST_DLLM_V2
+from dlm_bridge.models.illada.spec import SPEC as ILLADA
 from dlm_bridge.models.llada.spec import SPEC as LLADA
 from dlm_bridge.models.llada2_moe.spec import SPEC as LLADA2_MOE
 from dlm_bridge.models.llada_moe.spec import SPEC as LLADA_MOE
+from dlm_bridge.models.nemotron_labs_diffusion.spec import SPEC as NEMOTRON_LABS_DIFFUSION
 from dlm_bridge.models.rnd1.spec import SPEC as RND1
 from dlm_bridge.models.sdar.spec import SPEC as SDAR
 from dlm_bridge.models.sdar_moe.spec import SPEC as SDAR_MOE
 from dlm_bridge.models.spec import FamilySpec
 from dlm_bridge.models.wedlm.spec import SPEC as WEDLM
 
-FAMILIES: tuple[FamilySpec, ...] = (LLADA, DREAM, FAST_DLLM_V2, LLADA2_MOE, LLADA_MOE, RND1, SDAR, SDAR_MOE, WEDLM)
+FAMILIES: tuple[FamilySpec, ...] = (
+    LLADA,
+    A2D_LLAMA,
+    A2D_QWEN2,
+    A2D_QWEN3,
+    DIFFLM,
+    DIFFULLAMA,
+    DREAM,
+    DREAM_REASONER,
+    FAST_DLLM_V2,
+    ILLADA,
+    LLADA2_MOE,
+    LLADA_MOE,
+    NEMOTRON_LABS_DIFFUSION,
+    RND1,
+    SDAR,
+    SDAR_MOE,
+    WEDLM,
+    *AUTOREGRESSIVE,
+)
 
 # Checkpoints that people will try, and why they do not load. Keyed by Hub architecture.
 UNSUPPORTED: dict[str, str] = {
+    "GptOssForCausalLM": (
+        "gpt-oss keeps its experts of a layer in one tensor of MXFP4 blocks (uint8), which Megatron cannot hold"
+    ),
 }
 
 
