@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert.hub import with_dtype
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder, write_llada
 from tests.convert.helpers import hub_tensors, no_leftovers, run_cli, tree
 
@@ -230,6 +231,37 @@ def test_the_hub_cache_is_no_trick(tmp_path: Path) -> None:
     Bridge.from_megatron(tmp_path / "m").to_hf(tmp_path / "out")
     assert tree(tmp_path / "out") == tree(plain)
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+
+
+def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    plain = write_llada(tmp_path / "plain")
+    repository = tmp_path / "cache" / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "v1").write_text("b" * 40)
+    shutil.copytree(plain, repository / "snapshots" / ("b" * 40))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    Bridge.from_hf("org/name", revision="v1").to_megatron(tmp_path / "m")
+    source = json.loads((tmp_path / "m" / "dlm_bridge.json").read_text())["source"]
+    assert (source["name"], source["revision"]) == ("org/name", "b" * 40)
+    with pytest.raises(DlmBridgeError, match=r"^org/name: no such folder, and the Hub did not give it"):
+        Bridge.from_hf("org/name", revision="v2")
+
+
+@pytest.mark.parametrize(
+    ("text", "edited"),
+    [
+        ('{"a": 1, "torch_dtype": "bfloat16"}', '{"a": 1, "torch_dtype": "float32"}'),
+        ('{"dtype":null,\r\n"x": "ü"}', '{"dtype":"float32",\r\n"x": "ü"}'),
+        ('{"v": {"dtype": "float16"}, "dtype": "float16"}', '{"v": {"dtype": "float16"}, "dtype": "float32"}'),
+        ('{"dtype": "a", "torch_dtype" : "b"}', '{"dtype": "float32", "torch_dtype" : "float32"}'),
+        ('{"v": {"torch_dtype": "float16"}}', '{"v": {"torch_dtype": "float16"}}'),
+        ('{"s": "\\"dtype\\": \\"x\\"", "dtype": "x"}', '{"s": "\\"dtype\\": \\"x\\"", "dtype": "float32"}'),
+    ],
+)
+def test_only_the_dtype_field_is_edited(text: str, edited: str) -> None:
+    assert with_dtype(text, "float32") == edited
 
 
 @pytest.mark.parametrize("name", ["no/such-model", "./nowhere", "nowhere", "/no/where", "a/b/c"])

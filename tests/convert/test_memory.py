@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.checkpoints import llada_config
 
-LAYERS, HIDDEN, FFN, VOCAB = 10, 1024, 4096, 4096
-MODEL = 4 * LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN)  # bytes: 0.67 GB of fp32
+LAYERS, HIDDEN, FFN, VOCAB = 6, 1024, 4096, 4096
+MODEL = 4 * LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN)  # bytes: 0.4 GB of fp32
 
 SCRIPT = """
 import json, resource, sys
@@ -22,8 +22,8 @@ def peak():
 
 hub, folder = sys.argv[1:]
 before = peak()
-Bridge.from_hf(hub).to_megatron(folder + "/m", Layout(tp=2, pp=2), workers=2)
-Bridge.from_megatron(folder + "/m").to_hf(folder + "/out", workers=2)
+Bridge.from_hf(hub).to_megatron(folder + "/m", Layout(tp=2, pp=2), workers=1)
+Bridge.from_megatron(folder + "/m").to_hf(folder + "/out", workers=1)
 print(json.dumps([before, peak()]))
 """
 
@@ -70,4 +70,4 @@ def test_peak_memory_stays_far_below_the_model(tmp_path: Path) -> None:
     before, after = json.loads(result.stdout)
     for name in ("m", "out"):
         shutil.rmtree(tmp_path / name)
-    assert after - before < 400e6 < MODEL
+    assert after - before < 150e6 < MODEL / 2
