@@ -65,7 +65,7 @@ def test_tokenizer_is_qwen2s_under_the_hubs_name(tmp_path: Path) -> None:
     "imports",
     [
         "import dlm_bridge; from transformers import AutoTokenizer",
-        "from transformers import AutoTokenizer, AutoModel; import dlm_bridge",
+        "from transformers import AutoTokenizer; import dlm_bridge",
     ],
     ids=["before", "after"],
 )
