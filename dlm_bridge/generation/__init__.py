@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from dlm_bridge.generation.algorithms import ALGORITHMS
 from dlm_bridge.generation.api import DiffusionGenerateOutput, generate
 from dlm_bridge.generation.config import DiffusionGenerationConfig
 
-__all__ = ["DiffusionGenerateOutput", "DiffusionGenerationConfig", "generate"]
+__all__ = ["ALGORITHMS", "DiffusionGenerateOutput", "DiffusionGenerationConfig", "generate"]

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.algorithms.base import Tokens
 from dlm_bridge.generation.loop import denoise
 from dlm_bridge.generation.noise import Noise
 from dlm_bridge.generation.prompt import Prompt, check_ids
@@ -42,15 +43,17 @@ def generate(
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | DiffusionGenerateOutput:
-    """Sample from a diffusion language model by its semi-autoregressive denoising loop (LLaDA, arXiv 2502.09992).
+    """Sample from a diffusion language model, by default with its family's published algorithm.
 
     New tokens start as mask tokens right after the prompt and are settled block by block; each step runs the model
-    once and settles a fixed share of the block. The mask token itself is never emitted.
+    once on the whole canvas and settles some positions of the block. Which ones, and in what order blocks are cut, is
+    what the samplers in `dlm_bridge.generation.ALGORITHMS` differ in. The mask token itself is never emitted.
 
     A setting is taken from the first of: a keyword argument, `generation_config`, the model's own
-    `generation_config`, the family's published defaults. The keywords are the fields of `DiffusionGenerationConfig`.
-    `max_length` (prompt included) works as in transformers. The temperature decides between greedy and sampling;
-    `do_sample=False` means temperature 0, `do_sample=True` where no temperature is set 1.0. `use_cache` has no effect.
+    `generation_config`, the model's block size, the family's defaults, the sampler's defaults. The keywords are the
+    fields of `DiffusionGenerationConfig`. `max_length` (prompt included) works as in transformers. The temperature
+    decides between greedy and sampling; `do_sample=False` means temperature 0, `do_sample=True` where no temperature
+    is set 1.0. `use_cache` has no effect.
 
     Args:
         model: one of this package's diffusion models, plain or wrapped by PEFT; its train or eval mode is left alone.
@@ -75,17 +78,28 @@ def generate(
         raise DlmBridgeError("inputs and input_ids are the same argument: give one of them")
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
     settings = resolve(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
+    recipe = settings.algorithm.recipe(Tokens(settings.pad_token_id, settings.eos_token_ids))
     prompt = Prompt.build(
         tokens_BP,
         attention_mask,
         mask_token_id=settings.mask_token_id,
         vocabulary=settings.vocabulary,
-        gen_length=settings.gen_length,
+        gen_length=settings.algorithm.gen_length,
         context=settings.context,
         device=_input_device(model),
     )
     noise = Noise.build(generator, settings.seed, prompt.rows, prompt.tokens.device)
-    sequences, forwards = denoise(model, prompt, settings, noise)
+    sequences, forwards = denoise(
+        model,
+        prompt,
+        recipe,
+        noise,
+        gen_length=settings.algorithm.gen_length,
+        mask_token_id=settings.mask_token_id,
+        pad_token_id=settings.pad_token_id,
+        eos_token_ids=settings.eos_token_ids,
+        shift=settings.shift,
+    )
     return DiffusionGenerateOutput(sequences=sequences, forwards=forwards) if settings.return_dict else sequences
 
 

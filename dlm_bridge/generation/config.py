@@ -3,29 +3,72 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.commit import COMMIT_RULES
+from dlm_bridge.generation.algorithms import ALGORITHMS
 
-# What transformers' own class does not have. `gen_length` is a second name of its `max_new_tokens`.
-OWN_FIELDS = ("steps", "block_length", "cfg_scale", "remasking", "mask_token_id", "seed")
+# Names that some published samplers have for what transformers calls otherwise.
+ALIASES = {"gen_length": "max_new_tokens", "logits_temp": "temperature", "topp_temp": "top_p"}
+_SHARED = ("gen_length", "temperature", "top_k", "top_p")
+PARAMETERS = tuple(
+    dict.fromkeys(name for algorithm in ALGORITHMS.values() for name in algorithm.parameters() if name not in _SHARED)
+)
+# What transformers' own class does not have.
+OWN_FIELDS = ("algorithm", *PARAMETERS, "mask_token_id", "seed")
+
+_ABOVE_ZERO = (
+    "max_new_tokens", "max_length", "block_length", "block_size", "small_block_size", "steps", "denoising_steps",
+    "diffusion_steps", "num_diffusion_steps", "minimal_topk", "num_to_transfer", "wedlm_window_size",
+)  # fmt: skip
+_COUNTS = ("max_post_steps", "top_k")
+_NUMBERS = (
+    "temperature", "cfg_scale", "alg_temp", "threshold", "factor", "confidence_threshold", "editing_threshold",
+    "eb_threshold", "eb_gamma", "wedlm_entropy_threshold", "wedlm_pos_penalty_factor",
+)  # fmt: skip
+_CHOICES = {
+    "algorithm": tuple(ALGORITHMS),
+    "remasking": ("low_confidence", "random"),
+    "remasking_strategy": ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded"),
+    "alg": ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"),
+}
 
 
 class DiffusionGenerationConfig(GenerationConfig):
     """The settings of a diffusion sampler. None means unset: the checkpoint's or the family's value is used.
 
+    Which of the parameters there are depends on the sampler (`algorithm`, by default the family's own); they have the
+    names that its authors gave them, and `dlm_bridge.generation.ALGORITHMS[name].parameters()` lists them with their
+    defaults. A parameter that the sampler does not have is refused by `generate`.
+
     Args:
+        algorithm: the published sampler, by its name in `ALGORITHMS`.
         gen_length, max_new_tokens: new tokens of every row, two names for one value.
-        block_length: tokens that are denoised together; blocks are settled from left to right.
-        steps: denoising steps over all blocks (each block gets `steps / number of blocks`).
         temperature: 0 is greedy; above 0 each token is drawn from softmax(logits / temperature).
+        top_k, top_p: only the k most probable tokens, or the most probable up to a total of p, are drawn.
+        block_length, block_size: tokens that are denoised together; blocks are settled from left to right. By default
+            the model's own block.
+        steps: denoising steps, over all blocks (llada, dream) or of each block (illada, llada2).
+        denoising_steps, diffusion_steps, num_diffusion_steps: the same of sdar (each block), diffullama and rnd1.
+        small_block_size: (fast_dllm_v2) tokens of a block that are settled before the next ones.
         cfg_scale: w of classifier-free guidance, logits = un + (w + 1) * (cond - un); 0 is off.
-        remasking: which masked positions a step settles: "low_confidence" (the most probable) or "random".
+        remasking: (llada, illada) which positions a step settles: "low_confidence" (the most probable) or "random".
+        remasking_strategy: (sdar) "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded".
+        alg, eps, alg_temp: (dream) the order of reveals, "origin", "maskgit_plus", "topk_margin", "entropy" or
+            Fast-dLLM's "confidence_threshold"; the last noise level; above 0, positions are drawn, not ranked.
+        threshold, confidence_threshold: the confidence above which a token is settled at once.
+        factor: (llada) the r most confident tokens are settled while the r-th reaches 1 - factor / (r + 1).
+        eb_threshold, eb_gamma: (sdar, rnd1) how much entropy one step may settle.
+        minimal_topk: (llada2) caps the steps of a block at gen_length / minimal_topk.
+        editing_threshold, max_post_steps, num_to_transfer: (llada2.1) the confidence above which a settled token is
+            rewritten, how many steps a block without masks may take, and how many masks a step settles at least.
+        greedy, add_eos_at_end: (rnd1) the best tokens at any temperature; what closes the canvas.
+        wedlm_window_size, wedlm_entropy_threshold, wedlm_pos_penalty_factor: (wedlm) positions in the window, and
+            the bound on entropy + factor * distance.
         eos_token_id: one id or several that end a row; None, when given, turns stopping off (kept as an empty list).
         pad_token_id: what follows the end of a row.
         mask_token_id: the token that stands for "not settled yet".
@@ -37,16 +80,9 @@ class DiffusionGenerationConfig(GenerationConfig):
         DlmBridgeError: a value that no sampler can run, or `gen_length` and `max_new_tokens` that differ.
     """
 
-    steps: int | None
-    block_length: int | None
-    cfg_scale: float | None
-    remasking: str | None
-    mask_token_id: int | None
-    seed: int | None
-
     def __init__(self, **kwargs: Any) -> None:
         stopping_off = "eos_token_id" in kwargs and kwargs["eos_token_id"] is None
-        kwargs = merge_length_names(kwargs)
+        kwargs = merge_names(kwargs)
         for name in OWN_FIELDS:
             setattr(self, name, kwargs.pop(name, None))
         super().__init__(**kwargs)
@@ -101,70 +137,48 @@ class DiffusionGenerationConfig(GenerationConfig):
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
         """As in transformers, with our own checks; a temperature needs no `do_sample` here."""
         check_values(vars(self))
-        if self.max_new_tokens is not None and self.block_length is not None:
-            check_lengths(self.max_new_tokens, self.block_length, self.steps or self.max_new_tokens)
         if user_set_attributes is None:
             user_set_attributes = {name for name, value in vars(self).items() if value is not None}
-        # transformers warns about a temperature unless do_sample, and not it, was set by the user.
-        super().validate(strict=strict, user_set_attributes=(user_set_attributes | {"do_sample"}) - {"temperature"})
+        # transformers warns about these unless do_sample, and not they, were set by the user.
+        own = {"temperature", "top_k", "top_p"}
+        super().validate(strict=strict, user_set_attributes=(user_set_attributes | {"do_sample"}) - own)
 
 
-def merge_length_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with `gen_length` under transformers' name. Raises DlmBridgeError if both are there and differ."""
+def merge_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` under transformers' names. Raises DlmBridgeError if two names of one setting are there and differ."""
     merged = dict(values)
-    length = merged.pop("gen_length", None)
-    if length is not None:
-        other = merged.get("max_new_tokens")
-        if other is not None and other != length:
-            raise DlmBridgeError(
-                f"gen_length {length} and max_new_tokens {other} are the same setting: give one of them"
-            )
-        merged["max_new_tokens"] = length
+    for alias, name in ALIASES.items():
+        value = merged.pop(alias, None)
+        if value is not None:
+            other = merged.get(name)
+            if other is not None and other != value:
+                raise DlmBridgeError(f"{alias} {value} and {name} {other} are the same setting: give one of them")
+            merged[name] = value
     return merged
 
 
 def check_values(values: Mapping[str, Any]) -> None:
     """Raise DlmBridgeError for a sampler setting that is wrong by itself; None and other keys are let through."""
-    for name in ("max_new_tokens", "block_length", "steps", "max_length"):
-        value = values.get(name)
-        if value is not None and not (_is_int(value) and value > 0):
-            shown = "gen_length (max_new_tokens)" if name == "max_new_tokens" else name
-            raise DlmBridgeError(f"{shown} must be a whole number above 0, not {value!r}")
-    for name in ("temperature", "cfg_scale"):
-        value = values.get(name)
-        if value is not None and not (_is_number(value) and 0 <= value < math.inf):
-            raise DlmBridgeError(f"{name} must be a number, 0 or above, not {value!r}")
-    for name in ("mask_token_id", "pad_token_id"):
-        value = values.get(name)
-        if value is not None and not (_is_int(value) and value >= 0):
-            raise DlmBridgeError(f"{name} must be a token id, not {value!r}")
-    eos_token_ids(values.get("eos_token_id"))
-    seed = values.get("seed")
-    if seed is not None and not _is_int(seed):
-        raise DlmBridgeError(f"seed must be a whole number, not {seed!r}")
-    remasking = values.get("remasking")
-    if remasking is not None and remasking not in list(COMMIT_RULES):
-        raise DlmBridgeError(f"unknown remasking {remasking!r}: known are {', '.join(COMMIT_RULES)}")
+    given = {name: value for name, value in values.items() if value is not None}
 
+    def check(names: Iterable[str], fits: Callable[[Any], bool], wanted: str) -> None:
+        for name in names:
+            if name in given and not fits(given[name]):
+                shown = "gen_length (max_new_tokens)" if name == "max_new_tokens" else name
+                raise DlmBridgeError(f"{shown} must be {wanted}, not {given[name]!r}")
 
-def check_lengths(gen_length: int, block_length: int, steps: int) -> None:
-    """Raise DlmBridgeError, with numbers that work, where blocks do not divide the length or steps the blocks."""
-    if gen_length % block_length:
-        below = gen_length // block_length * block_length
-        lengths = f"{below} or {below + block_length}" if below else f"{block_length}"
-        divisor = next(n for n in range(min(block_length, gen_length), 0, -1) if gen_length % n == 0)
-        raise DlmBridgeError(
-            f"gen_length {gen_length} is not a multiple of block_length {block_length}: "
-            f"use gen_length {lengths}, or block_length {divisor}"
-        )
-    blocks = gen_length // block_length
-    if steps % blocks:
-        below = steps // blocks * blocks
-        numbers = f"{below} or {below + blocks}" if below else f"{blocks} or more"
-        raise DlmBridgeError(
-            f"steps {steps} is not a multiple of the {blocks} blocks "
-            f"(gen_length {gen_length} / block_length {block_length}): use steps {numbers}"
-        )
+    check(_ABOVE_ZERO, lambda value: _is_int(value) and value > 0, "a whole number above 0")
+    check(_COUNTS, lambda value: _is_int(value) and value >= 0, "a whole number, 0 or above")
+    check(_NUMBERS, lambda value: _is_number(value) and 0 <= value < math.inf, "a number, 0 or above")
+    check(["top_p"], lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
+    check(["eps"], lambda value: _is_number(value) and 0 < value < 1, "a number between 0 and 1")
+    check(["mask_token_id", "pad_token_id"], lambda value: _is_int(value) and value >= 0, "a token id")
+    check(["seed"], _is_int, "a whole number")
+    check(["greedy", "add_eos_at_end"], lambda value: isinstance(value, bool), "True or False")
+    for name, known in _CHOICES.items():
+        if name in given and given[name] not in known:
+            raise DlmBridgeError(f"unknown {name} {given[name]!r}: known are {', '.join(known)}")
+    eos_token_ids(given.get("eos_token_id"))
 
 
 def eos_token_ids(value: Any) -> tuple[int, ...]:

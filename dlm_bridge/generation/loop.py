@@ -1,102 +1,141 @@
-"""The denoising loop: blocks from left to right, a fixed number of steps each, every step settles its share.
+"""The denoising loop: blocks from left to right; in each step the model proposes tokens and a rule settles some.
 
-Its parts are independent: `predict` (which logits are a position's, and what the model sees), `commit` (which
-proposals are settled), `noise` (where randomness comes from). No cache is kept: every step runs the whole canvas.
+Its parts are independent: `predict` (what the model sees, and which logits are a position's), `propose` (a token for
+each position), `rules` (which proposals are settled), `canvas` (where blocks are), `noise` (where randomness comes
+from). A published sampler is one choice of each (`algorithms`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
-from dlm_bridge.generation.commit import COMMIT_RULES, CommitRule, Step
+from dlm_bridge.generation.canvas import Canvas, Columns, Layout
 from dlm_bridge.generation.noise import Noise
-from dlm_bridge.generation.predict import Predictor, propose
+from dlm_bridge.generation.predict import Predictor
 from dlm_bridge.generation.prompt import Prompt
-from dlm_bridge.generation.settings import SamplerSettings
+from dlm_bridge.generation.propose import Sampling
+from dlm_bridge.generation.rules.base import CommitRule, Step
 
 
-def denoise(model: Any, prompt: Prompt, settings: SamplerSettings, noise: Noise) -> tuple[torch.Tensor, int]:
-    """[B, P + new] tokens and the number of forwards. Rows that have ended leave the batch after their block."""
-    rule = COMMIT_RULES[settings.remasking]()
-    predictor = Predictor(model, prompt, settings)
-    batch, prompt_width = prompt.tokens.shape
-    width = prompt_width + settings.gen_length
-    device = prompt.tokens.device
-    canvas_BS = torch.full((batch, width), settings.mask_token_id, device=device)
-    canvas_BS[:, :prompt_width] = prompt.tokens
-    output_BS = torch.full_like(canvas_BS, settings.pad_token_id)
-    active, pads = list(range(batch)), prompt.pads
-    eos = torch.tensor(settings.eos_token_ids, dtype=torch.long, device=device)
-    quotas = schedule(settings.block_length, settings.steps * settings.block_length // settings.gen_length)
+@dataclass(frozen=True)
+class Recipe:
+    """What a sampler is made of. A rule holds state: a recipe serves one call."""
 
-    for start in range(prompt_width, width, settings.block_length):
-        block = slice(start, start + settings.block_length)
-        for quota in quotas:
-            settle(canvas_BS, block, quota, pads, predictor, rule, noise, settings)
-        if not settings.eos_token_ids or block.stop == width:
-            continue
-        ended = torch.isin(canvas_BS[:, prompt_width : block.stop], eos).any(dim=1).tolist()
-        if any(ended):
-            done = [row for row, end in enumerate(ended) if end]
-            on = [row for row, end in enumerate(ended) if not end]
-            output_BS[[active[row] for row in done], : block.stop] = canvas_BS[done, : block.stop]
-            active, pads = [active[row] for row in on], tuple(pads[row] for row in on)
-            canvas_BS = canvas_BS[on]
-            predictor.keep(on)
-            noise.keep(on)
-            if not active:
-                break
-    output_BS[active] = canvas_BS
-    if settings.eos_token_ids:
-        output_BS = cut_at_end(output_BS, prompt_width, eos, settings.pad_token_id)
-    return output_BS, predictor.forwards
+    layout: Layout
+    rule: CommitRule
+    sampling: Sampling
+    predictor: type[Predictor]
+    predictor_options: dict[str, Any]
+    # A block's first token is settled alone, by the prediction of the position before it: the best one, or sampled.
+    seed: Literal["greedy", "sampled"] | None = None
+    window: int | None = None  # so many columns from a row's first mask are looked at, instead of the whole block
 
 
-def schedule(masks: int, steps: int) -> list[int]:
-    """How many positions each step settles: masks / steps, the remainder one each to the first steps.
-
-    Steps that would settle nothing (there are more steps than masks) are left out: they would change nothing.
-    """
-    share, remainder = divmod(masks, steps)
-    return [share + (step < remainder) for step in range(steps) if share or step < remainder]
-
-
-def settle(
-    canvas_BS: torch.Tensor,
-    block: slice,
-    quota: int,
-    pads: tuple[int, ...],
-    predictor: Predictor,
-    rule: CommitRule,
+def denoise(
+    model: Any,
+    prompt: Prompt,
+    recipe: Recipe,
     noise: Noise,
-    settings: SamplerSettings,
-) -> None:
-    """One step: predict, propose a token for every position of the block, write those that the rule chooses."""
-    logits_BNV = predictor(canvas_BS, block)
-    uniform_BNV = noise.per_token(*logits_BNV.shape) if settings.temperature > 0 else None
-    tokens_BN = propose(logits_BNV, settings.mask_token_id, settings.temperature, uniform_BNV)
-    before_BN = canvas_BS[:, block]
-    step = Step(
-        logits=logits_BNV,
-        tokens=tokens_BN,
-        masked=before_BN == settings.mask_token_id,
-        quota=quota,
-        block=block,
-        width=canvas_BS.shape[1],
-        pads=pads,
-        noise=noise,
+    *,
+    gen_length: int,
+    mask_token_id: int,
+    pad_token_id: int,
+    eos_token_ids: Sequence[int],
+    shift: bool,
+) -> tuple[torch.Tensor, int]:
+    """[B, P + new] tokens and the number of forwards. Rows that have ended leave the batch after their block."""
+    canvas = Canvas(
+        prompt,
+        recipe.layout,
+        gen_length=gen_length,
+        mask_token_id=mask_token_id,
+        pad_token_id=pad_token_id,
+        eos_token_ids=eos_token_ids,
     )
-    canvas_BS[:, block] = torch.where(rule.select(step), tokens_BN, before_BN)
+    predictor = recipe.predictor(model, canvas, shift=shift, **recipe.predictor_options)
+    for block in canvas.blocks:
+        masks = canvas.masks(block)
+        for row in seed_block(canvas, block, predictor, recipe, noise):
+            masks[row] -= 1
+        settle_block(canvas, block, masks, predictor, recipe, noise)
+        stay = canvas.retire(block)
+        if stay is not None:
+            noise.keep(stay)
+            if not stay:
+                break
+    return canvas.output(), predictor.forwards
 
 
-def cut_at_end(tokens_BS: torch.Tensor, prompt_width: int, eos: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Padding from each row's first end-of-sequence token on, and no column that is padding in every row."""
-    new_BG = tokens_BS[:, prompt_width:]
-    is_end_BG = torch.isin(new_BG, eos)
-    after_BG = is_end_BG.long().cumsum(dim=1) - is_end_BG.long() > 0
-    length = int((~after_BG).sum(dim=1).max())
-    return torch.cat([tokens_BS[:, :prompt_width], new_BG.masked_fill(after_BG, pad_token_id)], dim=1)[
-        :, : prompt_width + length
-    ]
+def settle_block(
+    canvas: Canvas, block: slice, masks: list[int], predictor: Predictor, recipe: Recipe, noise: Noise
+) -> None:
+    """Denoise a block that holds so many masks by row. A row takes part until its own steps are over, so that it is
+    what it would be alone."""
+    quotas = recipe.rule.begin(masks, noise)
+    active = [row for row in canvas.rows if quotas[row]]
+    index = 0
+    while active:
+        rows = None if len(active) == len(canvas.rows) else active
+        columns = block if recipe.window is None else window(canvas, rows, block, recipe.window)
+        logits = predictor(rows, columns)
+        shaped, tokens = propose(logits, active, recipe.sampling, canvas.mask_token_id, noise)
+        before = canvas.take(rows, columns)
+        step = Step(
+            rows=active,
+            index=index,
+            quotas=[quotas[row][index] for row in active],
+            logits=logits,
+            shaped=shaped,
+            tokens=tokens,
+            before=before,
+            masked=before == canvas.mask_token_id,
+            new=canvas.behind_prompt(rows, columns),
+            columns=columns,
+            width=canvas.width,
+            origins=[canvas.origins[row] for row in active],
+            noise=noise,
+        )
+        canvas.put(rows, columns, torch.where(recipe.rule.select(step), tokens, before))
+        index += 1
+        if recipe.rule.exact:
+            active = [row for row in active if index < len(quotas[row])]
+        else:
+            more = recipe.rule.goes_on(step, canvas.unfinished(rows, block)).tolist()
+            active = [row for row, on in zip(active, more, strict=True) if on and index < len(quotas[row])]
+
+
+def seed_block(canvas: Canvas, block: slice, predictor: Predictor, recipe: Recipe, noise: Noise) -> list[int]:
+    """Settle the block's first token where it is new and has something before it, as an autoregressive model would.
+
+    Returns the rows in which it did.
+    """
+    if recipe.seed is None:
+        return []
+    active = [row for row in canvas.rows if canvas.starts[row] <= block.start and canvas.origins[row] < block.start]
+    if active:
+        rows = None if len(active) == len(canvas.rows) else active
+        first = slice(block.start, block.start + 1)
+        sampling = recipe.sampling if recipe.seed == "sampled" else Sampling()
+        logits = predictor(rows, first, shift=True)
+        canvas.put(rows, first, propose(logits, active, sampling, canvas.mask_token_id, noise)[1])
+    return active
+
+
+def propose(
+    logits: torch.Tensor, rows: list[int], sampling: Sampling, mask_token_id: int, noise: Noise
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distribution [A, N, V] and the tokens [A, N] proposed from it."""
+    shaped = sampling.shape(logits)
+    uniform = noise.per_token(rows, *logits.shape[1:]) if sampling.draws else None
+    return shaped, sampling.propose(logits, shaped, mask_token_id, uniform)
+
+
+def window(canvas: Canvas, rows: list[int] | None, block: slice, size: int) -> Columns:
+    """[A, size] columns of the block from each row's first mask on; the canvas has `size` to spare at its end."""
+    masked = canvas.take(rows, block) == canvas.mask_token_id
+    first = block.start + masked.int().argmax(dim=1)
+    return first[:, None] + torch.arange(size, device=first.device)

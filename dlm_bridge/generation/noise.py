@@ -63,19 +63,19 @@ class Noise:
         if self._per_row is not None:
             self._per_row = [self._per_row[row] for row in rows]
 
-    def per_token(self, rows: int, positions: int, vocabulary: int) -> torch.Tensor:
-        """float64 [rows, positions, vocabulary], uniform in [0, 1)."""
+    def per_token(self, rows: Sequence[int], positions: int, vocabulary: int) -> torch.Tensor:
+        """float64 [rows, positions, vocabulary], uniform in [0, 1), for these rows of the current batch."""
         if self._per_row is None:
-            return self._draw((rows, positions, vocabulary), torch.float64, self._shared)
-        return torch.stack([self._draw((positions, vocabulary), torch.float64, one) for one in self._per_row])
+            return self._draw((len(rows), positions, vocabulary), torch.float64, self._shared)
+        return torch.stack([self._draw((positions, vocabulary), torch.float64, self._per_row[row]) for row in rows])
 
-    def per_position(self, width: int, pads: Sequence[int]) -> torch.Tensor:
+    def per_position(self, rows: Sequence[int], width: int, pads: Sequence[int]) -> torch.Tensor:
         """float32 [rows, width], uniform in [0, 1); zero at a row's padding if rows have their own generators."""
         if self._per_row is None:
-            return self._draw((len(pads), width), torch.float32, self._shared)
-        uniform = torch.zeros(len(pads), width, device=self._device)
-        for row, pad, one in zip(uniform, pads, self._per_row, strict=True):
-            row[pad:] = self._draw((width - pad,), torch.float32, one)
+            return self._draw((len(rows), width), torch.float32, self._shared)
+        uniform = torch.zeros(len(rows), width, device=self._device)
+        for line, row, pad in zip(uniform, rows, pads, strict=True):
+            line[pad:] = self._draw((width - pad,), torch.float32, self._per_row[row])
         return uniform
 
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None) -> torch.Tensor:

@@ -1,77 +1,160 @@
-"""One forward of the model over the canvas: each row as if it were alone, with or without guidance."""
+"""Runs the model on the canvas: what it sees (topology), and which of its logits are a position's (alignment).
+
+A predictor is all that the loop knows of the model. These here keep no cache: each call runs the canvas as far as the
+topology lets later columns matter.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dlm_bridge.generation.prompt import Prompt
-from dlm_bridge.generation.settings import SamplerSettings
+from dlm_bridge.generation.canvas import Canvas, Columns
+from dlm_bridge.models.masks import block_causal_mask, causal_mask
+
+
+@dataclass(frozen=True)
+class View:
+    """The model's input for A rows and the canvas' first E columns."""
+
+    tokens: torch.Tensor  # [A, E]
+    attention_mask: torch.Tensor | None  # [A, E] or [A, 1, E, E]
+    position_ids: torch.Tensor | None  # [A, E]
 
 
 class Predictor:
-    """Turns a canvas into logits for the positions of a block (same-position prediction: logits[i] are token i's)."""
+    """Bidirectional attention over the whole canvas: every block sees the masks of all later ones."""
 
-    def __init__(self, model: Any, prompt: Prompt, settings: SamplerSettings) -> None:
+    def __init__(self, model: Any, canvas: Canvas, *, shift: bool, cfg_scale: float = 0.0) -> None:
         self.forwards = 0
-        self._model = model
-        self._cfg_scale = settings.cfg_scale
-        self._mask_token_id = settings.mask_token_id
-        self._prompt_width = prompt.tokens.shape[1]
-        device = prompt.tokens.device
-        self._attention_mask_BS: torch.Tensor | None = None
-        self._position_ids_BS: torch.Tensor | None = None
-        # Unpadded rows run without a mask: the same numbers, by the faster kernel.
-        if any(prompt.pads):
-            columns_S = torch.arange(self._prompt_width + settings.gen_length, device=device)
-            positions_BS = columns_S - torch.tensor(prompt.pads, device=device)[:, None]
-            self._attention_mask_BS = (positions_BS >= 0).long()
-            self._position_ids_BS = positions_BS.clamp(min=0)
+        self.model = model
+        self.canvas = canvas
+        self.shift = shift
+        self.cfg_scale = cfg_scale
 
-    def keep(self, rows: list[int]) -> None:
-        """Go on with these rows of the current batch only."""
-        if self._attention_mask_BS is not None and self._position_ids_BS is not None:
-            self._attention_mask_BS = self._attention_mask_BS[rows]
-            self._position_ids_BS = self._position_ids_BS[rows]
+    def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
+        """Logits [A, N, V] of these columns' tokens, in the model's dtype.
 
-    def __call__(self, canvas_BS: torch.Tensor, block: slice) -> torch.Tensor:
-        """Logits [B, N, V] of the block's positions, in the model's dtype."""
-        self.forwards += 1
-        if not self._cfg_scale:
-            return self._logits(canvas_BS, block, copies=1)
-        unconditional_BS = canvas_BS.clone()
-        unconditional_BS[:, : self._prompt_width] = self._mask_token_id
-        both = self._logits(torch.cat([canvas_BS, unconditional_BS]), block, copies=2)
-        logits_BNV, unconditional_BNV = both.chunk(2)
-        return unconditional_BNV + (self._cfg_scale + 1) * (logits_BNV - unconditional_BNV)
-
-    def _logits(self, canvas_BS: torch.Tensor, block: slice, copies: int) -> torch.Tensor:
-        output = self._model(
-            input_ids=canvas_BS,
-            attention_mask=_repeat(self._attention_mask_BS, copies),
-            position_ids=_repeat(self._position_ids_BS, copies),
-            logits_to_keep=block,  # the output layer runs on the block alone; a slice costs no device sync
+        `rows` None means all. `shift` overrides the model's own alignment.
+        """
+        assert isinstance(columns, slice)
+        view = self.view(rows, columns)
+        shift = self.shift if shift is None else shift
+        if not self.cfg_scale:
+            return self._logits(rows, view, columns, shift)
+        # Classifier-free guidance: a second copy of the rows, which does not see what was given.
+        blind = view.tokens.clone()
+        blind[self._given(rows, columns)[:, : blind.shape[1]]] = self.canvas.mask_token_id
+        mask, positions = view.attention_mask, view.position_ids
+        both = View(
+            torch.cat([view.tokens, blind]),
+            mask if mask is None else mask.repeat(2, *[1] * (mask.dim() - 1)),
+            positions if positions is None else positions.repeat(2, 1),
         )
-        return output.logits.to(canvas_BS.device)
+        logits, unconditional = self._logits(None if rows is None else rows * 2, both, columns, shift).chunk(2)
+        return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
+
+    def view(self, rows: list[int] | None, columns: slice) -> View:
+        end = self._end(columns)
+        tokens = self.canvas.take(rows, slice(0, end))
+        if not self.canvas.padded:  # the same numbers, by the faster kernel
+            return View(tokens, None, None)
+        positions, real = self._positions(rows, end)
+        return View(tokens, real.long(), positions)
+
+    def _end(self, columns: slice) -> int:
+        return self.canvas.width
+
+    def _given(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
+        """[A, S], True at what guidance hides: the prompt."""
+        return ~self.canvas.behind_prompt(rows, slice(0, self.canvas.width))
+
+    def _positions(self, rows: list[int] | None, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[A, E] positions, each row counted from its own first token, and which columns are no padding."""
+        origins = self.canvas.origins if rows is None else [self.canvas.origins[row] for row in rows]
+        device = self.canvas.tokens.device
+        positions = torch.arange(end, device=device) - torch.tensor(origins, device=device)[:, None]
+        return positions.clamp(min=0), positions >= 0
+
+    def _logits(self, rows: list[int] | None, view: View, columns: slice, shift: bool) -> torch.Tensor:
+        first = columns.start
+        # With a shift, logits[i - 1] are about token i. A row's first token has nothing before it: it is predicted
+        # by its own logits, as Dream's sampler does.
+        origins = self.canvas.origins if rows is None else [self.canvas.origins[row] for row in rows]
+        alone = [row for row, origin in enumerate(origins) if origin == first] if shift else []
+        keep = slice(first, columns.stop)
+        if shift:
+            keep = slice(max(first - 1, 0), columns.stop if alone else columns.stop - 1)
+        logits = self.run(view, keep)
+        if not shift or not alone:
+            return logits
+        if first == 0:
+            return torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
+        shifted = logits[:, :-1].clone()
+        shifted[alone, 0] = logits[alone, 1]
+        return shifted
+
+    def run(self, view: View, keep: slice | torch.Tensor) -> torch.Tensor:
+        """One forward; the output layer runs on the columns `keep` alone (a slice costs no device sync)."""
+        self.forwards += 1
+        output = self.model(
+            input_ids=view.tokens,
+            attention_mask=view.attention_mask,
+            position_ids=view.position_ids,
+            logits_to_keep=keep,
+        )
+        return output.logits.to(view.tokens.device)
 
 
-def _repeat(tensor_BS: torch.Tensor | None, copies: int) -> torch.Tensor | None:
-    return tensor_BS if tensor_BS is None or copies == 1 else tensor_BS.repeat(copies, 1)
+class Growing(Predictor):
+    """Bidirectional attention over a canvas that ends with the current block: later blocks do not exist yet.
 
-
-def propose(
-    logits_BNV: torch.Tensor, mask_token_id: int, temperature: float, uniform_BNV: torch.Tensor | None
-) -> torch.Tensor:
-    """[B, N] tokens, never the mask token: the best ones, or draws from softmax(logits / temperature).
-
-    Drawn by the Gumbel-max trick in float64, as lower precision cuts the noise's tail off and so skews the draws
-    (arXiv 2409.02908); argmax of logits - T * log(-log u) is that of exp(logits) / (-log u)^T without its overflow.
+    Guidance hides the finished blocks too, since iLLaDA's sampler takes them for its prompt.
     """
-    if uniform_BNV is None:
-        scores_BNV = logits_BNV.clone()
-    else:
-        gumbel_BNV = uniform_BNV.log_().neg_().log_()
-        scores_BNV = logits_BNV.to(torch.float64) - temperature * gumbel_BNV
-    scores_BNV[..., mask_token_id] = -torch.inf
-    return scores_BNV.argmax(dim=-1)
+
+    def _end(self, columns: slice) -> int:
+        return columns.stop
+
+    def _given(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
+        given = torch.zeros_like(self.canvas.take(rows, slice(0, self.canvas.width)), dtype=torch.bool)
+        given[:, : columns.start] = True
+        return given
+
+
+class BlockCausal(Predictor):
+    """A position sees its own block and those before it; blocks are counted from the row's first token."""
+
+    def __init__(self, model: Any, canvas: Canvas, *, shift: bool, block_length: int) -> None:
+        super().__init__(model, canvas, shift=shift)
+        self._block_length = block_length
+
+    def view(self, rows: list[int] | None, columns: slice) -> View:
+        positions, real = self._positions(rows, columns.stop)
+        mask = block_causal_mask(positions, self._block_length, real)
+        return View(self.canvas.take(rows, slice(0, columns.stop)), mask, positions)
+
+
+class CausalContext(Predictor):
+    """What stands before the current block is causal; the block sees all of that and itself (Nemotron)."""
+
+    def view(self, rows: list[int] | None, columns: slice) -> View:
+        positions, real = self._positions(rows, columns.stop)
+        return View(self.canvas.take(rows, slice(0, columns.stop)), causal_mask(real, columns.start), positions)
+
+
+class Reordered(Predictor):
+    """Causal attention in the order of knowledge: settled tokens first, masks last, each with its own position.
+
+    So a mask sees every settled token, also those to its right, and the masks before it (WeDLM, arXiv 2512.22737).
+    """
+
+    def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
+        assert isinstance(columns, torch.Tensor)
+        canvas = self.canvas
+        tokens = canvas.take(rows, slice(0, canvas.width))
+        positions, real = self._positions(rows, canvas.width)
+        order = (tokens == canvas.mask_token_id).int().argsort(dim=1, stable=True)
+        view = View(tokens.gather(1, order), causal_mask(real.gather(1, order)), positions.gather(1, order))
+        return self.run(view, order.argsort(dim=1).gather(1, columns))

@@ -10,7 +10,8 @@ from typing import Any
 from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.config import OWN_FIELDS, check_lengths, check_values, eos_token_ids, merge_length_names
+from dlm_bridge.generation.algorithms import ALGORITHMS, Algorithm
+from dlm_bridge.generation.config import ALIASES, OWN_FIELDS, PARAMETERS, check_values, eos_token_ids, merge_names
 from dlm_bridge.models.spec import FamilySpec
 
 # Settings of transformers' generate that this sampler reads as they are.
@@ -23,13 +24,15 @@ SHARED_FIELDS = (
     "pad_token_id",
     "return_dict_in_generate",
 )
-# Those that cannot change the result of a sampler which keeps no cache, whatever their value.
+# Those that cannot change the result of a sampler which keeps no cache, whatever their value. (LLaDA2's eos_early_stop
+# is among them since no tokens behind the end are ever returned.)
 WITHOUT_EFFECT = (
     "bos_token_id",
     "cache_config",
     "cache_implementation",
     "compile_config",
     "disable_compile",
+    "eos_early_stop",
     "max_cache_len",
     "token_type_ids",
     "tokenizer",
@@ -73,11 +76,13 @@ GENERATE_ARGUMENTS = (
     "negative_prompt_attention_mask",
     "custom_generate",
 )
-KEYWORD, GIVEN, STORED, FAMILY = (
+KEYWORD, GIVEN, STORED, MODEL, FAMILY, ALGORITHM = (
     "keyword argument",
     "generation_config",
     "the model's generation_config",
+    "the model's config",
     "the family's default",
+    "the sampler's default",
 )
 
 
@@ -85,12 +90,8 @@ KEYWORD, GIVEN, STORED, FAMILY = (
 class SamplerSettings:
     """A call's settings, complete and checked."""
 
-    gen_length: int
-    block_length: int
-    steps: int  # over all blocks
-    temperature: float
-    cfg_scale: float
-    remasking: str
+    algorithm: Algorithm
+    shift: bool  # the model's logits[i - 1] are about token i
     eos_token_ids: tuple[int, ...]  # empty: no stopping
     pad_token_id: int
     mask_token_id: int
@@ -117,17 +118,18 @@ def resolve(
         DlmBridgeError: an unknown or unsupported setting, a wrong value, or values that do not fit together.
     """
     spec = _family(model)
-    levels = _levels(model, spec, generation_config, keywords)
+    levels = _levels(model, generation_config, keywords)
     for level in levels:
         check_values(level.values)
+    kind = _algorithm(spec, levels)
+    levels += _defaults(model, spec, kind)
     temperature = _temperature(levels)
-    _refuse_unsupported(levels, temperature)
-    gen_length = _gen_length(levels, prompt_width)
-    block_length, where = _find(levels, "block_length", gen_length)
-    if where == FAMILY:
-        block_length = min(block_length, gen_length)
-    steps, _ = _find(levels, "steps", gen_length)
-    check_lengths(gen_length, block_length, steps)
+    _refuse_unsupported(levels, temperature, kind)
+    _refuse_foreign(levels, kind)
+    parameters = {name: _parameter(levels, name, kind) for name in kind.parameters()}
+    parameters |= {"gen_length": _gen_length(levels, prompt_width), "temperature": temperature}
+    if kind.shortens_block and _find(levels, "block_length", None)[1] in (MODEL, FAMILY, ALGORITHM):
+        parameters["block_length"] = min(parameters["block_length"], parameters["gen_length"])
 
     config = model.config
     vocabulary = config.vocab_size
@@ -146,12 +148,8 @@ def resolve(
     if eos and pad_token_id == mask_token_id:
         raise DlmBridgeError(f"pad_token_id {pad_token_id} is the mask token: pass another pad_token_id")
     return SamplerSettings(
-        gen_length=gen_length,
-        block_length=block_length,
-        steps=steps,
-        temperature=temperature,
-        cfg_scale=_find(levels, "cfg_scale", 0.0)[0],
-        remasking=_find(levels, "remasking", "low_confidence")[0],
+        algorithm=kind(**parameters),
+        shift=spec.shift,
         eos_token_ids=eos,
         pad_token_id=pad_token_id,
         mask_token_id=mask_token_id,
@@ -166,21 +164,36 @@ def _family(model: Any) -> FamilySpec:
     spec = getattr(model, "family", None)
     if not isinstance(spec, FamilySpec) or spec.kind != "diffusion":
         raise DlmBridgeError(f"{type(model).__name__} is not a diffusion language model that dlm-bridge knows")
-    if spec.shift or spec.topology != "bidirectional":
-        raise DlmBridgeError(f"generate cannot sample from {spec.title} yet: only bidirectional models without shift")
     return spec
 
 
-def _levels(
-    model: Any, spec: FamilySpec, generation_config: GenerationConfig | None, keywords: Mapping[str, Any]
-) -> list[_Level]:
+def _algorithm(spec: FamilySpec, levels: list[_Level]) -> type[Algorithm]:
+    """The sampler that is asked for, or the family's own."""
+    name, _ = _find(levels, "algorithm", spec.sampler["algorithm"])
+    kind = ALGORITHMS[name]
+    fits = [
+        other
+        for other, known in ALGORITHMS.items()
+        if spec.topology in known.topologies and (not known.families or spec.name in known.families)
+    ]
+    if name not in fits:
+        wanted = " or ".join(kind.families or kind.topologies)
+        raise DlmBridgeError(
+            f"the {name} sampler runs on {wanted} models, {spec.title} is {spec.topology}: "
+            f"use one of {', '.join(fits)}"
+        )
+    return kind
+
+
+def _levels(model: Any, generation_config: GenerationConfig | None, keywords: Mapping[str, Any]) -> list[_Level]:
+    """What the user says, and what is saved with the checkpoint."""
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         raise DlmBridgeError(
             f"generation_config must be a DiffusionGenerationConfig, not {type(generation_config).__name__}"
         )
     _refuse_unknown(keywords, KEYWORD)
-    # None is a value only where it says "off".
-    says_off = {"eos_token_id", *SAMPLING_ONLY, *OFF}
+    # None is a value only where it says "off"; see `_find`.
+    says_off = {"eos_token_id", *SAMPLING_ONLY, *OFF, *PARAMETERS}
     levels = [_Level(KEYWORD, {key: value for key, value in keywords.items() if value is not None or key in says_off})]
     if generation_config is not None:
         given = _set_fields(generation_config)
@@ -189,8 +202,27 @@ def _levels(
     stored = getattr(model, "generation_config", None)
     if stored is not None:
         levels.append(_Level(STORED, _set_fields(stored)))
-    levels.append(_Level(FAMILY, spec.sampler))
-    return [_Level(level.where, merge_length_names(level.values)) for level in levels]
+    return [_Level(level.where, merge_names(level.values)) for level in levels]
+
+
+def _defaults(model: Any, spec: FamilySpec, kind: type[Algorithm]) -> list[_Level]:
+    """What holds where nobody says anything. The family's defaults are those of its own sampler."""
+    block = getattr(model.config, "block_size", None) if kind.model_blocks else None
+    family = spec.sampler if spec.sampler["algorithm"] == kind.name else {}
+    defaults = {name: value for name, value in kind.parameters().items() if value is not None}
+    return [
+        _Level(MODEL, {"block_length": block, "block_size": block} if block else {}),
+        _Level(FAMILY, merge_names(family)),
+        _Level(ALGORITHM, merge_names(defaults)),
+    ]
+
+
+def _parameter(levels: list[_Level], name: str, kind: type[Algorithm]) -> Any:
+    """A parameter's value. None turns off what can be off, and means "not given" elsewhere."""
+    if kind.can_be_off(name):
+        return _find(levels, name, None)[0]
+    said = [level.values[name] for level in levels if level.values.get(name) is not None]
+    return said[0] if said else None
 
 
 def _set_fields(config: GenerationConfig) -> dict[str, Any]:
@@ -217,7 +249,7 @@ def _gen_length(levels: list[_Level], prompt_width: int) -> int:
                     "use gen_length, which counts new tokens only"
                 )
             return length - prompt_width
-    return 128
+    raise AssertionError("every sampler has a gen_length")
 
 
 def _temperature(levels: list[_Level]) -> float:
@@ -236,7 +268,7 @@ def _temperature(levels: list[_Level]) -> float:
 
 
 def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
-    known = {"gen_length", *OWN_FIELDS, *SHARED_FIELDS, *WITHOUT_EFFECT, *SAMPLING_ONLY, *OFF, *GENERATE_ARGUMENTS}
+    known = {*ALIASES, *OWN_FIELDS, *SHARED_FIELDS, *WITHOUT_EFFECT, *SAMPLING_ONLY, *OFF, *GENERATE_ARGUMENTS}
     known |= set(vars(GenerationConfig()))
     for name in values:
         if name not in known:
@@ -247,9 +279,9 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
             raise DlmBridgeError(f"generate does not know '{name}' ({where}): {hint}")
 
 
-def _refuse_unsupported(levels: list[_Level], temperature: float) -> None:
+def _refuse_unsupported(levels: list[_Level], temperature: float, kind: type[Algorithm]) -> None:
     """Nothing that would change the result is passed over in silence."""
-    read = {*OWN_FIELDS, *SHARED_FIELDS, *WITHOUT_EFFECT}
+    read = {*OWN_FIELDS, *SHARED_FIELDS, *WITHOUT_EFFECT, *kind.parameters()}
     foreign = {*SAMPLING_ONLY, *OFF, *GENERATE_ARGUMENTS, *vars(GenerationConfig())} - read
     for name in sorted(foreign):
         value, where = _find(levels, name, None)
@@ -257,5 +289,20 @@ def _refuse_unsupported(levels: list[_Level], temperature: float) -> None:
             continue
         if name in SAMPLING_ONLY and (temperature == 0 or value == SAMPLING_ONLY[name]):
             continue
-        remedy = f"pass {name}=None" if where == STORED else "leave it out"
-        raise DlmBridgeError(f"the diffusion sampler has no {name} ({where}: {value!r}): {remedy}")
+        raise DlmBridgeError(f"the {kind.name} sampler has no {name} ({where}: {value!r}): {_remedy(name, where)}")
+
+
+def _refuse_foreign(levels: list[_Level], kind: type[Algorithm]) -> None:
+    """A parameter of another sampler is no parameter of this one."""
+    own = kind.parameters()
+    for name in PARAMETERS:
+        value, where = _find(levels, name, None)
+        if name not in own and value is not None and where in (KEYWORD, GIVEN, STORED):
+            raise DlmBridgeError(
+                f"the {kind.name} sampler has no {name} ({where}: {value!r}): {_remedy(name, where)}; "
+                f"it has {', '.join(own)}"
+            )
+
+
+def _remedy(name: str, where: str | None) -> str:
+    return f"pass {name}=None" if where == STORED else "leave it out"

@@ -9,7 +9,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
-from dlm_bridge.generation.predict import propose
+from dlm_bridge.generation.propose import Sampling
 from tests.generation.conftest import prompts
 from tests.generation.scripted import Scripted
 
@@ -39,7 +39,8 @@ def test_tokens_are_drawn_from_the_tempered_softmax(temperature: float) -> None:
 
 def test_a_draw_of_zero_never_wins() -> None:
     uniform = torch.tensor([[[0.0, 0.5, 0.5]]], dtype=torch.float64)  # -log(-log 0) is minus infinity
-    assert propose(torch.tensor([[[800.0, 1.0, 0.0]]]), 2, 1.0, uniform).tolist() == [[1]]
+    logits = torch.tensor([[[800.0, 1.0, 0.0]]])
+    assert Sampling(1.0).propose(logits, logits, 2, uniform).tolist() == [[1]]
 
 
 def test_the_model_s_logits_are_not_changed() -> None:

@@ -11,14 +11,7 @@ FOLDER = "dlm_bridge.models.a2d"
 COMMON: dict[str, Any] = {
     "initialisation": "dlm_bridge.models.initialisation:normal",
     "auto_classes": ("AutoModel", "AutoModelForMaskedLM", "AutoModelForCausalLM"),
-    "sampler": {
-        "gen_length": 128,
-        "block_length": 128,
-        "steps": 128,
-        "temperature": 0.0,
-        "cfg_scale": 0.0,
-        "remasking": "low_confidence",
-    },
+    "sampler": {"algorithm": "llada"},
     "checked_against": "the public modeling files of dLLM's A2D pipeline",
 }
 

@@ -15,12 +15,6 @@ SPEC = FamilySpec(
     mapping="dlm_bridge.models.difflm.mapping:MAPPING",
     initialisation="dlm_bridge.models.initialisation:normal",
     auto_classes=(),
-    sampler={
-        "block_length": 256,
-        "steps": 256,
-        "temperature": 0.0,
-        "cfg_scale": 0.0,
-        "remasking": "low_confidence",
-    },
+    sampler={"algorithm": "llada", "gen_length": 256, "block_length": 256},
     checked_against="the public modeling_dlm.py of MegaDLMs",
 )

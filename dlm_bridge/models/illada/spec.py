@@ -15,6 +15,6 @@ SPEC = FamilySpec(
     mapping="dlm_bridge.models.illada.mapping:MAPPING",
     initialisation="dlm_bridge.models.illada.initialisation:rule",
     mask_token_id=5,
-    sampler={"block_length": 32, "temperature": 0.0, "remasking": "low_confidence"},
+    sampler={"algorithm": "illada"},
     checked_against="a public copy of modeling_illada.py",
 )

@@ -15,6 +15,6 @@ SPEC = FamilySpec(
     mapping="dlm_bridge.models.llada.mapping:MAPPING",
     initialisation="dlm_bridge.models.llada.initialisation:rule",
     mask_token_id=126336,
-    sampler={"gen_length": 128, "block_length": 128, "remasking": "low_confidence", "temperature": 0.0},
+    sampler={"algorithm": "llada"},
     checked_against="the public modeling_llada.py and generate.py",
 )

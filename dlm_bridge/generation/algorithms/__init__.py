@@ -1,0 +1,10 @@
+"""The published samplers by name. A new one is a dataclass of its parameters here, and an entry in `ALGORITHMS`."""
+
+from __future__ import annotations
+
+from dlm_bridge.generation.algorithms.base import Algorithm
+from dlm_bridge.generation.algorithms.llada import ILLaDA, LLaDA
+
+ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in (LLaDA, ILLaDA)}
+
+__all__ = ["ALGORITHMS", "Algorithm"]

@@ -1,0 +1,60 @@
+"""What a published sampler states: its parameters under their public names, and what it is made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.loop import Recipe
+from dlm_bridge.models.spec import Topology
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The token ids that a sampler may need."""
+
+    pad_token_id: int
+    eos_token_ids: tuple[int, ...]  # empty: no stopping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(ABC):
+    """A subclass's fields are its parameters, with the published names and defaults."""
+
+    name: ClassVar[str]
+    topologies: ClassVar[tuple[Topology, ...]]  # the models that it can run on
+    families: ClassVar[tuple[str, ...]] = ()  # where not empty: the only ones whose training allows it
+    model_blocks: ClassVar[bool] = False  # a default block is the one that the model's config states
+    shortens_block: ClassVar[bool] = False  # a default block is no longer than what is to be generated
+
+    gen_length: int = 128  # new tokens
+    temperature: float = 0.0  # 0 is greedy
+
+    @classmethod
+    def parameters(cls) -> dict[str, Any]:
+        """Each parameter's default."""
+        return {field.name: field.default for field in fields(cls)}
+
+    @classmethod
+    def can_be_off(cls, name: str) -> bool:
+        """Whether None is one of the parameter's values."""
+        return any(field.name == name and "None" in str(field.type) for field in fields(cls))
+
+    @abstractmethod
+    def recipe(self, tokens: Tokens) -> Recipe:
+        """The parts of one call. Raises DlmBridgeError where parameters do not fit together."""
+
+
+def check_blocks(gen_length: int, block_length: int) -> int:
+    """How many blocks there are. Raises DlmBridgeError, with numbers that work, unless blocks divide the length."""
+    if gen_length % block_length:
+        below = gen_length // block_length * block_length
+        lengths = f"{below} or {below + block_length}" if below else f"{block_length}"
+        divisor = next(n for n in range(min(block_length, gen_length), 0, -1) if gen_length % n == 0)
+        raise DlmBridgeError(
+            f"gen_length {gen_length} is not a multiple of block_length {block_length}: "
+            f"use gen_length {lengths}, or block_length {divisor}"
+        )
+    return gen_length // block_length

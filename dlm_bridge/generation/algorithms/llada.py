@@ -1,0 +1,93 @@
+"""LLaDA's semi-autoregressive sampler, with Fast-dLLM v1's parallel rules, and iLLaDA's of growing length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.algorithms.base import Algorithm, Tokens, check_blocks
+from dlm_bridge.generation.canvas import Layout
+from dlm_bridge.generation.loop import Recipe
+from dlm_bridge.generation.predict import Growing, Predictor
+from dlm_bridge.generation.propose import Sampling
+from dlm_bridge.generation.rules.base import CommitRule
+from dlm_bridge.generation.rules.quota import Quota
+from dlm_bridge.generation.rules.schedules import even
+from dlm_bridge.generation.rules.scores import low_confidence, precise_confidence, random_order
+from dlm_bridge.generation.rules.threshold import Factor, Threshold
+from dlm_bridge.models.spec import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLaDA(Algorithm):
+    """Blocks from the prompt's end on; each step settles a fixed share of the block (arXiv 2502.09992).
+
+    With `threshold` or `factor` a step settles what the model is sure of instead, as many as that is, and `steps` is
+    of no account (Fast-dLLM v1 without its cache, arXiv 2505.22618).
+    """
+
+    name: ClassVar[str] = "llada"
+    topologies: ClassVar[tuple[Topology, ...]] = ("bidirectional",)
+    shortens_block: ClassVar[bool] = True
+
+    block_length: int = 128
+    steps: int | None = None  # over all blocks; one for each new token by default
+    cfg_scale: float = 0.0
+    remasking: str = "low_confidence"
+    threshold: float | None = None
+    factor: float | None = None
+
+    def recipe(self, tokens: Tokens) -> Recipe:
+        blocks = check_blocks(self.gen_length, self.block_length)
+        steps = self.gen_length if self.steps is None else self.steps
+        if steps % blocks:
+            below = steps // blocks * blocks
+            numbers = f"{below} or {below + blocks}" if below else f"{blocks} or more"
+            raise DlmBridgeError(
+                f"steps {steps} is not a multiple of the {blocks} blocks "
+                f"(gen_length {self.gen_length} / block_length {self.block_length}): use steps {numbers}"
+            )
+        return Recipe(
+            layout=Layout(self.block_length),
+            rule=self._rule(steps // blocks),
+            sampling=Sampling(self.temperature),
+            predictor=Predictor,
+            predictor_options={"cfg_scale": self.cfg_scale},
+        )
+
+    def _rule(self, steps: int) -> CommitRule:
+        if self.threshold is not None and self.factor is not None:
+            raise DlmBridgeError("threshold and factor are two rules for the same choice: give one of them")
+        random = self.remasking == "random"
+        if self.threshold is not None:
+            return Threshold(self.threshold, random_order if random else precise_confidence)
+        if self.factor is not None:
+            return Factor(self.factor, random_order if random else precise_confidence)
+        return Quota(random_order if random else low_confidence, partial(even, steps=steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ILLaDA(Algorithm):
+    """iLLaDA's `var_generate`: masks are appended block by block until a row ends; a block sees no later one."""
+
+    name: ClassVar[str] = "illada"
+    topologies: ClassVar[tuple[Topology, ...]] = ("bidirectional",)
+    shortens_block: ClassVar[bool] = True
+
+    block_length: int = 32
+    steps: int | None = None  # of each block; one for each of its tokens by default
+    cfg_scale: float = 0.0
+    remasking: str = "low_confidence"
+
+    def recipe(self, tokens: Tokens) -> Recipe:
+        check_blocks(self.gen_length, self.block_length)
+        score = random_order if self.remasking == "random" else low_confidence
+        return Recipe(
+            layout=Layout(self.block_length),
+            rule=Quota(score, partial(even, steps=self.steps or self.block_length)),
+            sampling=Sampling(self.temperature),
+            predictor=Growing,
+            predictor_options={"cfg_scale": self.cfg_scale},
+        )
