@@ -49,10 +49,43 @@ FAMILIES: tuple[FamilySpec, ...] = (
     *AUTOREGRESSIVE,
 )
 
-# Checkpoints that people will try, and why they do not load. Keyed by Hub architecture.
+# Checkpoints that people will try, and why they do not load or what of them is left out. Keyed by Hub architecture;
+# "A in B" is a checkpoint B that names the architecture A of a family above.
 UNSUPPORTED: dict[str, str] = {
+    "BD3LM": "BD3LM (OpenWebText) is a diffusion transformer with time modulation and LayerNorm, a body of its own",
+    "CausalLM": "MegaDLMs' autoregressive baselines have no model type: load them with their own code",
+    "DFlashDraftModel": "DFlash models draft for another model's speculative decoding and cannot run alone",
+    "DiffEncoderModel": "Efficient-DLM's facts (mask token 151662, blocks of 32) were not checked against its code",
+    "DiffusionGemmaForBlockDiffusion": (
+        "DiffusionGemma is native in transformers, which loads and samples it; it has an encoder, a canvas of uniform "
+        "noise and no mask token, which nothing here can convert or train"
+    ),
+    "DiscreteDiffusionModel": "DiffuGPT is GPT-2 (learned positions, LayerNorm, biases): no body for it here",
+    "DreamModel in DreamOn-v0-7B": (
+        "DreamOn cannot be told from Dream by its config: it loads, converts and trains as Dream, but its <|expand|> "
+        "and <|delete|> tokens do not change the length of what is sampled"
+    ),
+    "GPT2LMHeadModel": "GPT-2 (also DiffuGPT's base) has learned positions, LayerNorm and biases: no body for it here",
     "GptOssForCausalLM": (
         "gpt-oss keeps its experts of a layer in one tensor of MXFP4 blocks (uint8), which Megatron cannot hold"
+    ),
+    "LLaDA2MoeModelLM in LLaDA2.2-flash": (
+        "LLaDA2.2 is refused by its sizes (RoPE base 3000000, 131072 positions): its routing by blocks (48 experts "
+        "for 32 tokens) and the ids of its DELETE and SPLIT tokens are not published in enough detail"
+    ),
+    "LLaDAModelLM in MMaDA": (
+        "MMaDA's text model loads as LLaDA with a longer vocabulary (the image tokens at its end); its image "
+        "tokenizer and image sampler are not written here"
+    ),
+    "Lfm2BidirectionalForMaskedLM": "LFM2.5-Encoder-Diffusion has short convolutions: no body for it here",
+    "MDLM": "MDLM (OpenWebText) is a diffusion transformer with time modulation and LayerNorm, a body of its own",
+    "MMadaModelLM": "MMaDA is multimodal (its own image tokenizer, a mixed vocabulary): only text models load here",
+    "ModernBertForMaskedLM": (
+        "ModernBERT-Chat is native in transformers; its encoder (LayerNorm, alternating windows, GeGLU) has no mapping"
+    ),
+    "StableDiffcoderForCausalLM": (
+        "Stable-DiffCoder calls itself a plain Llama (model_type 'llama'), which AutoModel would run causally; it "
+        "attends in blocks of 4 with mask token 5, which no family here does"
     ),
 }
 
@@ -81,11 +114,13 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise DlmBridgeError(f"{where}: 'architectures' must be a list of class names, not {architectures!r}")
+    # A stock class name may stand before remote code that runs another topology: what auto_map names counts, too.
+    for architecture in [*architectures, *_remote_classes(config)]:
+        if architecture in UNSUPPORTED:
+            raise DlmBridgeError(f"{where}: architecture {architecture}: {UNSUPPORTED[architecture]}")
     for architecture in architectures:
         if architecture in known:
             return known[architecture]
-        if architecture in UNSUPPORTED:
-            raise DlmBridgeError(f"{where}: architecture {architecture}: {UNSUPPORTED[architecture]}")
     if not architectures:
         named = f"no 'architectures' (model_type {config.get('model_type')!r})"
         near = list(known)
@@ -93,3 +128,8 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
         named = f"unknown architecture {architectures[0]}"
         near = difflib.get_close_matches(architectures[0], known, n=3, cutoff=0.3) or list(known)
     raise DlmBridgeError(f"{where}: {named}; known are {', '.join(near)}, or name the family with --family")
+
+
+def _remote_classes(config: MappingABC[str, Any]) -> list[str]:
+    references = (config.get("auto_map") or {}).values()
+    return [reference.rpartition(".")[2] for reference in references if isinstance(reference, str)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import fnmatch
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,32 @@ def test_architectures_lead_to_one_family_each() -> None:
     assert len(set(named)) == len(named)
     assert not set(named) & set(UNSUPPORTED)
     for architecture, reason in UNSUPPORTED.items():
-        with pytest.raises(DlmBridgeError, match=f"architecture {architecture}: ") as raised:
+        with pytest.raises(DlmBridgeError, match=re.escape(f"architecture {architecture}: ")) as raised:
             find_family({"architectures": [architecture]})
         assert reason in str(raised.value)
         assert "\n" not in reason
+
+
+def test_remote_code_behind_a_stock_class_name_is_not_taken_for_it() -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_seed_diffcoder.StableDiffcoderForCausalLM"},
+        "model_type": "llama",
+    }
+    with pytest.raises(DlmBridgeError, match=r"StableDiffcoderForCausalLM: .*blocks of 4"):
+        find_family(config)
+    assert find_family({"architectures": ["LlamaForCausalLM"]}).kind == "autoregressive"
+
+
+def test_families_that_a_config_cannot_tell_are_chosen_by_name() -> None:
+    """DiffuLLaMA's config is Llama's; DiffLM's has no model type, so no Auto class can read it."""
+    for case in all_cases():
+        if case.name == "diffullama":
+            assert find_family(case.config).name == "llama"
+            assert find_family(case.config, "diffullama").shift
+        if case.name == "difflm":
+            assert find_family(case.config).name == "difflm"
+            assert "model_type" not in case.config
 
 
 # ------------------------------------------------------------------------------------------------- loading
