@@ -83,6 +83,7 @@ UNSUPPORTED: dict[str, str] = {
     "ModernBertForMaskedLM": (
         "ModernBERT-Chat is native in transformers; its encoder (LayerNorm, alternating windows, GeGLU) has no mapping"
     ),
+    "NemotronLabsDiffusionVLMModel": "Nemotron-Labs-Diffusion-VLM has a vision tower: only text models load here",
     "StableDiffcoderForCausalLM": (
         "Stable-DiffCoder calls itself a plain Llama (model_type 'llama'), which AutoModel would run causally; it "
         "attends in blocks of 4 with mask token 5, which no family here does"
