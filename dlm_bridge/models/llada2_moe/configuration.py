@@ -69,11 +69,9 @@ class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
 # The fields among what is checked; the other keys come in as further arguments.
 CHECKED = (
     "hidden_act",
+    "max_position_embeddings",
+    "norm_topk_prob",
+    "num_shared_experts",
     "use_qk_norm",
     "use_qkv_bias",
-    "norm_topk_prob",
-    "num_experts",
-    "num_shared_experts",
-    "n_group",
-    "topk_group",
 )

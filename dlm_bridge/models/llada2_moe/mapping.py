@@ -6,7 +6,7 @@ from typing import Any
 
 from dlm_bridge.convert.mapping import Carried, Dims, Direct, FusedQKV, Mapping, Vocabulary
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.moe import check_experts, moe_settings
+from dlm_bridge.models.autoregressive.sigmoid_router import expert_sizes, router_settings
 from dlm_bridge.models.standard import (
     LAYER,
     dense_rules,
@@ -44,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "n_group": 8,
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
 }
 
 
@@ -55,53 +56,35 @@ def check(config: dict[str, Any]) -> None:
             "config.json: model_type llada2_moe_veomni is dFactory's training layout (experts merged): "
             "split them with dFactory's scripts/moe_convertor.py first"
         )
+    # 2.2 has the architecture of 2.0 and 2.1; only these two sizes tell.
+    if config.get("rope_theta") == 3e6 and config.get("max_position_embeddings") == 131072:
+        raise DlmBridgeError(
+            "config.json: RoPE base 3000000 over 131072 positions is LLaDA2.2's, whose routing by blocks "
+            "(48 experts for 32 tokens) is not supported: it is not published in enough detail"
+        )
     if not config.get("num_shared_experts", 1):
         raise DlmBridgeError("config.json: num_shared_experts 0 is not supported for LLaDA2 (no public model)")
-    experts, groups, chosen = config.get("num_experts"), config.get("n_group"), config.get("topk_group")
-    if experts and groups and chosen and (experts % groups or experts // groups < 2 or chosen > groups):
-        raise DlmBridgeError(
-            f"config.json: topk_group {chosen} of n_group {groups} of num_experts {experts} is unsound"
-        )
 
 
 def dims(config: dict[str, Any]) -> Dims:
     """LLaDA2's sizes."""
-    config = {**DEFAULTS, **config}
-    check(config)
-    check_experts(config)
-    return standard_dims(
-        config,
-        frozenset({"qk_norm", "router_bias", "shared_expert"}),
-        experts=config["num_experts"],
-        moe_ffn=config["moe_intermediate_size"],
-        shared_ffn=config["moe_intermediate_size"] * config["num_shared_experts"],
-        dense_layers=frozenset(range(config["first_k_dense_replace"])),
-    )
+    config = _complete(config)
+    return standard_dims(config, frozenset({"qk_norm", "router_bias", "shared_expert"}), **expert_sizes(config))
 
 
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """What megatron-core needs beyond the sizes. Its groups are scored by their best
-    `moe_router_topk / moe_router_group_topk` experts, the original's by their best two."""
-    config = {**DEFAULTS, **config}
+    """What megatron-core needs beyond the sizes."""
+    config = _complete(config)
     sizes = dims(config)
-    if config["num_experts_per_tok"] != 2 * config["topk_group"]:
-        raise DlmBridgeError(
-            f"config.json: megatron-core scores expert groups as LLaDA2 does only where num_experts_per_tok "
-            f"{config['num_experts_per_tok']} is twice topk_group {config['topk_group']}"
-        )
-    return (
-        standard_transformer(config, sizes.facts)
-        | moe_settings(sizes, config["num_experts_per_tok"], score="sigmoid")
-        | {
-            "rotary_percent": config["partial_rotary_factor"],
-            "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,
-            "moe_router_num_groups": config["n_group"],
-            "moe_router_group_topk": config["topk_group"],
-            "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
-            "moe_router_dtype": "fp32",
-        }
-    )
+    plain = standard_transformer(config, sizes.facts) | {"rotary_percent": float(config["partial_rotary_factor"])}
+    return plain | router_settings(config, sizes)
+
+
+def _complete(config: dict[str, Any]) -> dict[str, Any]:
+    """With the defaults, and Glm4-MoE's name of the shared experts."""
+    check(config)
+    config = {**DEFAULTS, **config}
+    return config | {"n_shared_experts": config["num_shared_experts"]}
 
 
 MAPPING = Mapping(
