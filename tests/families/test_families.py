@@ -323,3 +323,22 @@ def test_tensor_parallel_plan_covers_every_matrix(case: FamilyCase, model: Any) 
             continue
         candidates = (f"model.{name}", f"model.{name.removesuffix('.weight')}")
         assert any(fnmatch.fnmatch(each, pattern) for each in candidates for pattern in cut), name
+
+
+# ------------------------------------------------------------------------------------------------- sampling
+
+
+def test_the_familys_own_sampler_fills_every_mask(case: FamilyCase, folder: Path, ids: torch.Tensor) -> None:
+    model = case.load(folder)
+    model.config.mask_token_id = 99
+    prompt = ids[:2, :7].clone()
+    prompt[prompt == 99] = 98
+
+    def sampled(seed: int) -> torch.Tensor:
+        return model.generate(prompt, gen_length=32, eos_token_id=None, seed=seed)
+
+    output = sampled(1)
+    assert torch.equal(output[:, :7], prompt)
+    assert output.shape == (2, 39)
+    assert not (output == 99).any()
+    assert torch.equal(output, sampled(1))
