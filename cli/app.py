@@ -9,7 +9,7 @@ from typing import Annotated
 import click
 import typer
 
-from dlm_bridge.cli import convert, families, train
+from dlm_bridge.cli import convert, convert_to_dlm, families, train
 from dlm_bridge.errors import DlmBridgeError
 
 app = typer.Typer(
@@ -39,7 +39,7 @@ def _root(
     pass
 
 
-for group in (convert, train, families):
+for group in (convert, convert_to_dlm, train, families):
     group.register(app)
 
 

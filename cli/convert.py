@@ -48,7 +48,7 @@ def register(app: typer.Typer) -> None:
     app.command("verify")(verify)
 
 
-def _says_when_interrupted(command: Callable[..., None]) -> Callable[..., None]:
+def says_when_interrupted(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> None:
         try:
@@ -60,7 +60,7 @@ def _says_when_interrupted(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@_says_when_interrupted
+@says_when_interrupted
 def import_(
     source: Annotated[str, typer.Argument(metavar="HF", help="Hub folder or Hub id.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The Megatron checkpoint to write.")],
@@ -89,7 +89,7 @@ def import_(
 
     layout = _layout(tp, pp, vp, ep, etp, pipeline_split)
     bridge = Bridge.from_hf(source, revision, family)
-    with _progress("importing") as progress:
+    with progress_bar("importing") as progress:
         report = bridge.to_megatron(
             output,
             layout,
@@ -103,7 +103,7 @@ def import_(
     _show_report(report.as_dict(), as_json)
 
 
-@_says_when_interrupted
+@says_when_interrupted
 def export(
     source: Annotated[str, typer.Argument(metavar="MEGATRON", help="Megatron checkpoint.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The Hub folder to write.")],
@@ -126,7 +126,7 @@ def export(
     from dlm_bridge.bridge import Bridge
 
     bridge = Bridge.from_megatron(source, like, hf_config, family)
-    with _progress("exporting") as progress:
+    with progress_bar("exporting") as progress:
         report = bridge.to_hf(
             output,
             dtype,
@@ -139,7 +139,7 @@ def export(
     _show_report(report.as_dict(), as_json)
 
 
-@_says_when_interrupted
+@says_when_interrupted
 def reshard(
     source: Annotated[str, typer.Argument(metavar="MEGATRON", help="Megatron checkpoint.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The Megatron checkpoint to write.")],
@@ -168,7 +168,7 @@ def reshard(
 
     layout = _layout(tp, pp, vp, ep, etp, pipeline_split)
     bridge = Bridge.from_megatron(source, like, hf_config, family)
-    with _progress("resharding") as progress:
+    with progress_bar("resharding") as progress:
         report = bridge.to_megatron(
             output,
             layout,
@@ -197,7 +197,7 @@ def inspect(
     convert_views.show_facts(inspect_checkpoint(path, revision, family).as_dict(), as_json)
 
 
-@_says_when_interrupted
+@says_when_interrupted
 def verify(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint of any format.")],
     b: Annotated[
@@ -217,7 +217,7 @@ def verify(
 
     if logits and b is None:
         raise DlmBridgeError("--logits compares two checkpoints: name a second one")
-    with _progress("verifying") as progress:
+    with progress_bar("verifying") as progress:
         verdict = verify_manifest(a, workers, progress) if b is None else verify_pair(a, b, workers, progress)
     if logits and b is not None:
         from dlm_bridge.convert.logits import add_logits
@@ -249,7 +249,7 @@ def _show_report(report: dict[str, Any], as_json: bool) -> None:
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
     """A bar with bytes, speed and time left on stderr, where that is a terminal."""
     if not sys.stderr.isatty():
         yield None

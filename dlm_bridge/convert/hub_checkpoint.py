@@ -26,7 +26,7 @@ CONFIG = "config.json"
 _NAMED = 5  # missing tensors are looked for no further: a wrong config can ask for millions
 
 
-class _ByName(Checkpoint):
+class ByNameCheckpoint(Checkpoint):
     """A checkpoint whose tensors lie under their Hub names."""
 
     _stored: dict[str, TensorSpec]
@@ -75,7 +75,7 @@ class _ByName(Checkpoint):
             yield from zip(link.hub_names, link.hub_shapes, strict=True)
 
 
-class HubCheckpoint(_ByName):
+class HubCheckpoint(ByNameCheckpoint):
     """A Hub folder. Raises DlmBridgeError for everything that HubReader does, and for an unknown family."""
 
     format = "huggingface"
@@ -110,7 +110,7 @@ class HubCheckpoint(_ByName):
         return [self.folder]
 
 
-class LiveCheckpoint(_ByName):
+class LiveCheckpoint(ByNameCheckpoint):
     """A PreTrainedModel in memory, under its Hub names. Its tensors are shared, not copied."""
 
     format = "live"

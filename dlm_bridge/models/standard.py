@@ -9,6 +9,7 @@ from typing import Any
 
 from dlm_bridge.convert.mapping import QKV, Carried, Dims, Direct, GatedMLP, Mapping, Rule, Vocabulary
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.rope import rope_settings
 
 LAYER = "decoder.layers.{layer}."
 HUB_LAYER = "layers.{layer}."
@@ -163,7 +164,10 @@ def standard_dims(config: dict[str, Any], facts: frozenset[str] = frozenset(), *
 
 
 def standard_transformer(config: dict[str, Any], facts: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """megatron-core's settings beyond the sizes, for a pre-norm RMSNorm SwiGLU decoder with plain RoPE."""
+    """megatron-core's settings beyond the sizes, for a pre-norm RMSNorm SwiGLU decoder.
+
+    Raises DlmBridgeError for a RoPE scaling that it cannot compute.
+    """
     return {
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
@@ -171,20 +175,9 @@ def standard_transformer(config: dict[str, Any], facts: frozenset[str] = frozens
         "add_bias_linear": False,
         "add_qkv_bias": "qkv_bias" in facts,
         "qk_layernorm": "qk_norm" in facts,
-        "rotary_base": rope_theta(config),
+        **rope_settings(config),
         "max_sequence_length": config.get("max_position_embeddings", 4096),
     }
-
-
-def rope_theta(config: dict[str, Any], default: float = 10000.0) -> float:
-    """The rotary base, from a v4 or a v5 config. Raises DlmBridgeError for a scaled RoPE, which is never dropped."""
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
-    for settings in (parameters, scaling):
-        kind = settings.get("rope_type", settings.get("type", "default"))
-        if kind != "default":
-            raise DlmBridgeError(f"config.json: RoPE scaling '{kind}' is not supported for this family")
-    return float(parameters.get("rope_theta", config.get("rope_theta", default)))
 
 
 def dense_mapping(

@@ -6,7 +6,7 @@ from typing import Any
 
 from dlm_bridge.convert.mapping import Dims
 from dlm_bridge.models.moe import check_experts
-from dlm_bridge.models.rope import rope_settings, window_settings
+from dlm_bridge.models.rope import window_settings
 from dlm_bridge.models.standard import standard_transformer
 
 ACTIVATION: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
@@ -27,5 +27,5 @@ def routed_experts(config: dict[str, Any]) -> int:
 def settings(config: dict[str, Any], dims: Dims, theta: float = 10000.0) -> dict[str, Any]:
     """For a pre-norm RMSNorm SwiGLU decoder with the config's RoPE and window. `config` must hold the family's
     defaults. Raises DlmBridgeError where megatron-core cannot compute the model."""
-    plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
-    return standard_transformer(plain, dims.facts) | rope_settings(config, theta) | window_settings(config)
+    config = {"rope_theta": theta, **config}
+    return standard_transformer(config, dims.facts) | window_settings(config)

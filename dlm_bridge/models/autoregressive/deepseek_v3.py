@@ -79,8 +79,10 @@ def transformer(config: dict[str, Any]) -> dict[str, Any]:
     if not config["rope_interleave"]:
         raise DlmBridgeError("config.json: megatron-core's latent attention rotates interleaved pairs only")
     rope = rope_parameters(config)
-    plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
-    settings = standard_transformer({**plain, "rope_theta": rope["rope_theta"]}, sizes.facts)
+    # Its attention has fields of its own for the scaling.
+    settings = standard_transformer(
+        {**config, "rope_theta": rope["rope_theta"], "rope_scaling": None, "rope_parameters": None}, sizes.facts
+    )
     return (
         settings
         | _rope(config, rope)

@@ -1,0 +1,62 @@
+"""`dlm-bridge convert-to-dlm`: an autoregressive checkpoint becomes a diffusion one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dlm_bridge.cli import convert, convert_views
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("convert-to-dlm")(convert_to_dlm)
+
+
+@convert.says_when_interrupted
+def convert_to_dlm(
+    source: Annotated[
+        str, typer.Argument(metavar="AR_HF", help="Hub folder or Hub id: Llama, Qwen2, Qwen3, Qwen3-MoE.")
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The Hub folder to write.")],
+    mask_token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="The mask token, added where it is new; the tokenizer's own, else <|mask|>."
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAMILY", help="What it becomes: a2d_* (bidirectional), sdar (block-causal), rnd1 (shifted)."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the noise in the mask token's rows.")] = 0,
+    revision: convert.Revision = None,
+    workers: convert.Workers = None,
+    overwrite: convert.Overwrite = False,
+    dry_run: convert.DryRun = False,
+    as_json: convert.Json = False,
+) -> None:
+    """Turn an autoregressive checkpoint into a diffusion one with the same weights, ready for pretrain.
+
+    Example: dlm-bridge convert-to-dlm Qwen/Qwen3-0.6B Qwen3-0.6B-dlm --mask-token '<|mask|>'
+    """
+    from dlm_bridge.convert.to_dlm import convert_to_dlm as run
+
+    with convert.progress_bar("converting") as progress:
+        report = run(
+            source,
+            output,
+            mask_token,
+            to,
+            seed=seed,
+            revision=revision,
+            workers=workers,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    convert_views.show_report(report.as_dict(), as_json)
