@@ -13,7 +13,18 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import TransformerConfig
 
 # What `Mapping.transformer` says that belongs to the whole model and not to TransformerConfig.
-MODEL_ARGUMENTS = ("rotary_base", "max_sequence_length")
+MODEL_ARGUMENTS = (
+    "max_sequence_length",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "seq_len_interpolation_factor",
+)
+YARN = (
+    "yarn_"  # begins the names of attributes that GPTModel looks for on a TransformerConfig, which has no such fields
+)
 
 
 @dataclass(frozen=True)
@@ -21,10 +32,7 @@ class ModelConfig:
     """Everything that building a GPTModel takes."""
 
     transformer: TransformerConfig
-    rotary_base: float
-    max_sequence_length: int
-    vocab: int  # rows of the embedding, padded to a multiple of the tensor parallel size
-    tied: bool
+    arguments: dict[str, Any]  # GPTModel's own: sizes, tied embeddings, rotary embedding
 
 
 def model_config(
@@ -36,10 +44,13 @@ def model_config(
     that megatron-core does not know.
     """
     layout.check(dims)
-    if dims.experts:
-        raise DlmBridgeError("the Megatron engine builds dense models only: this one has experts")
+    if mapping.hub_only:
+        raise DlmBridgeError(f"megatron-core cannot hold this model: {mapping.hub_only}")
+    if dims.mtp:
+        raise DlmBridgeError("the Megatron engine builds no multi-token prediction layers, this model has some")
     described = mapping.transformer(config)
-    model = {name: described.pop(name) for name in MODEL_ARGUMENTS}
+    model = {name: described.pop(name) for name in MODEL_ARGUMENTS if name in described}
+    yarn = {name: described.pop(name) for name in list(described) if name.startswith(YARN)}
     arguments = {
         "num_layers": dims.layers,
         "hidden_size": dims.hidden,
@@ -58,6 +69,10 @@ def model_config(
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vp if layout.vp > 1 else None,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        # megatron-core trains experts under tensor parallelism only so.
+        "sequence_parallel": dims.experts > 0 and layout.tp > 1,
         "cuda_graph_scope": [],  # the whole layer; megatron-core's own default warns that it is deprecated
         "pipeline_model_parallel_layout": _pipeline(layout, dims.layers),
         # Every parameter is loaded afterwards. Initialisation stays on, because with it off megatron-core leaves
@@ -75,7 +90,11 @@ def model_config(
         transformer = TransformerConfig(**arguments)
     except (AssertionError, ValueError) as error:
         raise DlmBridgeError(f"megatron-core refuses this configuration: {' '.join(str(error).split())}") from error
-    return ModelConfig(transformer=transformer, vocab=-(-dims.vocab // layout.tp) * layout.tp, tied=dims.tied, **model)
+    for name, value in yarn.items():
+        setattr(transformer, name, value)
+    vocab = -(-dims.vocab // layout.tp) * layout.tp  # every rank has as many rows
+    sizes = {"vocab_size": vocab, "share_embeddings_and_output_weights": dims.tied}
+    return ModelConfig(transformer, {"position_embedding_type": "rope", **model, **sizes})
 
 
 def leave_empty(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,22 +20,30 @@ with warnings.catch_warnings():
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
     from megatron.core.utils import unwrap_model
 
 __all__ = [
     "AttnMaskType",
+    "DotProductAttention",
     "GPTModel",
+    "IdentityOp",
     "ModuleSpec",
+    "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "get_cuda_rng_tracker",
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
     "get_num_layers_to_build",
+    "get_transformer_layer_offset",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
     "unwrap_model",

@@ -6,6 +6,7 @@ megatron-core and refuses any other, because an override that no longer fits wou
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import types
 from collections.abc import Callable
@@ -69,8 +70,40 @@ def _locate(name: str) -> tuple[Any, str]:
     raise DlmBridgeError(f"the CPU platform overrides {name}, which cannot be imported")
 
 
+class _Stream:
+    """A stream or an event where everything has happened when a call returns."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _CudaOnCPU(types.ModuleType):
+    """`torch.cuda` where there is one stream, on which everything happens at once."""
+
+    Stream = _Stream
+    _only = _Stream()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_stream(self) -> _Stream:
+        return self._only
+
+    @staticmethod
+    def stream(stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
 class _TorchOnCPU(types.ModuleType):
     """`torch` as one module of megatron-core sees it, where `zeros(..., device="cuda")` means the CPU."""
+
+    cuda = _CudaOnCPU("cuda")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -78,6 +111,10 @@ class _TorchOnCPU(types.ModuleType):
     @staticmethod
     def zeros(*size: Any, device: Any = None, **options: Any) -> torch.Tensor:
         return torch.zeros(*size, device="cpu" if device == "cuda" else device, **options)
+
+    @staticmethod
+    def ones(*size: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        return torch.ones(*size, device="cpu" if device == "cuda" else device, **options)
 
 
 def _instead(replacement: Any) -> Callable[[Any], Any]:
@@ -105,6 +142,14 @@ def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def _torch_on_cpu(original: Any) -> Any:
+    return _TorchOnCPU("torch")
+
+
+def _sizes_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def _same_tensor(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return tensor
 
@@ -123,5 +168,11 @@ OVERRIDES: dict[str, Callable[[Any], Any]] = {
     "torch.cuda.random.get_rng_state": _instead(_rng_state),
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": _instead(_set_rng_state),
     # The pipeline schedules count tokens in `torch.zeros([], device="cuda")`.
-    "megatron.core.pipeline_parallel.schedules.torch": lambda original: _TorchOnCPU("torch"),
+    "megatron.core.pipeline_parallel.schedules.torch": _torch_on_cpu,
+    # The local attention makes causal and sliding-window masks with `torch.ones(..., device="cuda")`.
+    "megatron.core.transformer.utils.torch": _torch_on_cpu,
+    # The all-to-all dispatcher of experts copies its split sizes to the CPU on a stream of their own ...
+    "megatron.core.transformer.moe.token_dispatcher.torch": _torch_on_cpu,
+    # ... and makes plain numbers of them only where they come from a GPU.
+    "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _instead(_sizes_on_cpu),
 }

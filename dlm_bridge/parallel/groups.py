@@ -31,6 +31,8 @@ def initialize(layout: Layout, seed: int = 1234) -> None:
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.expert_tp,
         )
     if not get_cuda_rng_tracker().is_initialized():
         model_parallel_cuda_manual_seed(seed)
@@ -55,7 +57,7 @@ def _join(chosen: platform.Platform, layout: Layout) -> None:
             raise DlmBridgeError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} is not a number of processes") from None
     if world % need:
         raise DlmBridgeError(
-            f"the layout tp {layout.tp} x pp {layout.pp} needs a multiple of {need} processes, but {world} run: "
+            f"the layout {_sizes(layout)} needs a multiple of {need} processes, but {world} run: "
             f"start with torchrun --nproc-per-node {need}, or choose another layout"
         )
     if dist.is_initialized():
@@ -75,10 +77,18 @@ def _check_groups(layout: Layout) -> None:
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
         "vp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
     }
     for name, size in found.items():
-        if size != getattr(layout, name):
+        wanted = layout.expert_tp if name == "etp" else getattr(layout, name)
+        if size != wanted:
             raise DlmBridgeError(
                 f"megatron-core's groups are already initialised with {name} {size}, but the layout says "
-                f"{name} {getattr(layout, name)}: use that layout, or destroy the groups first"
+                f"{name} {wanted}: use that layout, or destroy the groups first"
             )
+
+
+def _sizes(layout: Layout) -> str:
+    experts = f" (experts: ep {layout.ep} x etp {layout.expert_tp})" if layout.ep > 1 or layout.etp is not None else ""
+    return f"tp {layout.tp} x pp {layout.pp}{experts}"

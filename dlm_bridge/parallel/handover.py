@@ -12,7 +12,8 @@ from dlm_bridge.convert.mapping import Link
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import parallel_state, unwrap_model
-from dlm_bridge.parallel.weights import OUTPUT, is_vocabulary, live_tensors, vocabulary_range
+from dlm_bridge.parallel.hub_writer import HubWriter
+from dlm_bridge.parallel.weights import OUTPUT, is_vocabulary, live_tensors, tensor_parallel, vocabulary_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,47 +54,52 @@ def refresh_hf_model(bridge: Bridge, hf_model: PreTrainedModel, megatron_model: 
     Collective, as `stream_hf_weights`; the Hub model keeps its own dtype and device. Raises DlmBridgeError, before
     anything is written, where the two models do not have the same tensors.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    live = dict(hf_model.named_parameters())  # a tied weight once
-    targets: dict[str, torch.Tensor] = dict(revert_weight_conversion(hf_model, dict(live)))
-    storages = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
+    writer = HubWriter(hf_model)
     wanted = {
         name: shape
         for link in bridge.mapping.links(bridge.dims)
         for name, shape in zip(link.hub_names, link.hub_shapes, strict=True)
     }
     for name, shape in wanted.items():
-        if name not in targets:
+        if name not in writer.shapes:
             raise DlmBridgeError(f"{name}: the Hub model does not have this tensor")
-        if tuple(targets[name].shape) != shape:
-            raise DlmBridgeError(f"{name} has shape {tuple(targets[name].shape)} in the Hub model, but {shape} here")
-        if targets[name].untyped_storage().data_ptr() not in storages:
-            raise DlmBridgeError(f"{name}: the Hub model holds this tensor merged with others, which is not supported")
-    if extra := sorted(targets.keys() - wanted.keys() - bridge.mapping.carried_names(bridge.dims).keys()):
+        if writer.shapes[name] != shape:
+            raise DlmBridgeError(f"{name} has shape {writer.shapes[name]} in the Hub model, but {shape} here")
+    if extra := sorted(writer.shapes.keys() - wanted.keys() - bridge.mapping.carried_names(bridge.dims).keys()):
         raise DlmBridgeError(f"{extra[0]}: the Hub model has this tensor, but the mapping does not know it")
     for name, tensor in stream_hf_weights(bridge, megatron_model):
         if name in wanted:
-            targets[name].copy_(tensor)
+            writer.write(name, tensor)
 
 
 class _Gather:
-    """Gathers one link's unsharded Megatron tensor from the tensor parallel ranks of the stage that holds it, and
-    hands it to all other stages."""
+    """Gathers one link's unsharded Megatron tensor from the (expert) tensor parallel ranks that hold it, and hands it
+    to all other expert parallel ranks and then to all other pipeline stages."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self.tied = any(chunk.share_embeddings_and_output_weights for chunk in chunks)
         self.live = live_tensors(chunks)
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        self.tp = parallel_state.get_tensor_model_parallel_world_size()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        described: list[Any] = [None] * self.pp_group.size()
+        self.ep_group = parallel_state.get_expert_model_parallel_group()
+        self.ep_rank = parallel_state.get_expert_model_parallel_rank()
+        self.owners: dict[str, tuple[int, int]] = {}  # the pipeline stage and the expert parallel rank
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for stage, ranks in enumerate(self._described()):
+            for rank, names in enumerate(ranks):
+                for name, (shape, dtype) in names.items():
+                    self.owners.setdefault(name, (stage, rank))
+                    self.shapes[name], self.dtypes[name] = shape, dtype
+
+    def _described(self) -> list[list[dict[str, Any]]]:
+        """By pipeline stage and expert parallel rank: name -> shape and dtype of what is held there."""
         mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.live.items()}
-        dist.all_gather_object(described, mine, group=self.pp_group)
-        self.owners = {name: stage for stage, names in enumerate(described) for name in names}
-        self.shapes = {name: shape for names in described for name, (shape, _) in names.items()}
-        self.dtypes = {name: dtype for names in described for name, (_, dtype) in names.items()}
+        of_stage: list[Any] = [None] * self.ep_group.size()
+        dist.all_gather_object(of_stage, mine, group=self.ep_group)
+        of_all: list[Any] = [None] * self.pp_group.size()
+        dist.all_gather_object(of_all, of_stage, group=self.pp_group)
+        return of_all
 
     def check(self, links: list[Link], tied: bool) -> None:
         """Raise DlmBridgeError, on every rank alike, unless the links cover the live model exactly."""
@@ -111,21 +117,25 @@ class _Gather:
         for link in links:
             wanted, found = list(link.megatron_shape), list(self.shapes[link.megatron_name])
             if link.rule.tp_axis is not None:
-                wanted[link.rule.tp_axis] = sum(length for _, length in link.tp_slices(0, self.tp))
+                wanted[link.rule.tp_axis] = sum(length for _, length in link.tp_slices(0, tensor_parallel(link)[1]))
             padded = is_vocabulary(link) and found[1:] == wanted[1:] and found[0] >= wanted[0]
             if found != wanted and not padded:
                 raise DlmBridgeError(
-                    f"{link.megatron_name} has shape {tuple(found)} in the live Megatron model at tp {self.tp}, but "
-                    f"the Hub config asks for {tuple(wanted)}"
+                    f"{link.megatron_name} has shape {tuple(found)} in the live Megatron model at tp "
+                    f"{tensor_parallel(link)[1]}, but the Hub config asks for {tuple(wanted)}"
                 )
 
     def __call__(self, link: Link) -> torch.Tensor:
         name = link.megatron_name
         whole = torch.empty(link.megatron_shape, dtype=self.dtypes[name], device=platform.current().device())
-        if self.pp_rank == self.owners[name]:
+        stage, ep_rank = self.owners[name]
+        of_expert = link.expert is not None
+        if self.pp_rank == stage and (not of_expert or self.ep_rank == ep_rank):
             self._from_tensor_parallel(link, self.live[name].detach(), whole)
+        if self.pp_rank == stage and of_expert and self.ep_group.size() > 1:
+            dist.broadcast(whole, group=self.ep_group, group_src=ep_rank)
         if self.pp_group.size() > 1:
-            dist.broadcast(whole, group=self.pp_group, group_src=self.owners[name])
+            dist.broadcast(whole, group=self.pp_group, group_src=stage)
         return whole
 
     def _from_tensor_parallel(self, link: Link, shard: torch.Tensor, whole: torch.Tensor) -> None:
@@ -134,15 +144,22 @@ class _Gather:
         if axis is None:
             whole.copy_(shard)
             return
+        _, size = tensor_parallel(link)
         shards = [shard]
-        if self.tp > 1:
-            shards = [torch.empty_like(shard) for _ in range(self.tp)]
-            dist.all_gather(shards, shard.contiguous(), group=self.tp_group)
+        if size > 1:
+            shards = [torch.empty_like(shard) for _ in range(size)]
+            dist.all_gather(shards, shard.contiguous(), group=_tensor_parallel_group(link))
         for rank, part in enumerate(shards):
             offset = 0
-            ranges = link.tp_slices(rank, self.tp)
+            ranges = link.tp_slices(rank, size)
             if is_vocabulary(link):
                 ranges = (vocabulary_range(link, rank, len(part)),)
             for start, length in ranges:
                 whole.narrow(axis, start, length).copy_(part.narrow(axis, offset, length))
                 offset += length
+
+
+def _tensor_parallel_group(link: Link) -> dist.ProcessGroup:
+    if link.expert is not None:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()

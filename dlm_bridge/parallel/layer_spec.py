@@ -1,4 +1,4 @@
-"""The transformer layers of a model in megatron-core's terms: which modules, and which tokens attend to which."""
+"""The transformer layers of a model in megatron-core's terms: which modules, dense or with experts, and which mask."""
 
 from __future__ import annotations
 
@@ -9,50 +9,42 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
+from dlm_bridge.parallel.attention import MASK_TYPES, guarded
 from dlm_bridge.parallel.core import (
-    AttnMaskType,
+    DotProductAttention,
+    IdentityOp,
+    ModuleSpec,
+    TopKRouter,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
     get_num_layers_to_build,
+    get_transformer_layer_offset,
 )
 
-MASKS = {"bidirectional": AttnMaskType.no_mask}
+PRE_MLP_NORM = "pre_mlp_layernorm."
 
 
 def block_spec(config: TransformerConfig, topology: str, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this rank's pipeline stage (virtual stage `vp_stage`) and the final norm.
 
     Transformer Engine's modules where it is installed and CUDA is the platform, else megatron-core's local ones.
-    The mask type is set in the spec, because the local attention ignores the one that a call passes.
-    Raises DlmBridgeError for a topology or a normalisation that the engine does not have.
+    Raises DlmBridgeError for a topology, a normalisation or a combination that the engine does not have.
     """
-    if topology not in MASKS:
-        raise DlmBridgeError(f"the Megatron engine has no {topology} attention, only {', '.join(MASKS)}")
-    if config.normalization != "RMSNorm":
-        raise DlmBridgeError(f"the Megatron engine has no {config.normalization}, only RMSNorm")
-    if uses_transformer_engine():
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        norm = _transformer_engine_norm()
-    else:
-        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-        norm = LocalRMSNorm
-        layer.submodules.input_layernorm = norm
-        layer.submodules.pre_mlp_layernorm = norm
-    layer.submodules.self_attention.params["attn_mask_type"] = MASKS[topology]
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
+    _check(config, topology)
+    engine = uses_transformer_engine()
+    dense = _layer(config, topology, engine, experts=None)
+    sparse = _layer(config, topology, engine, experts=config.num_moe_experts) if config.num_moe_experts else dense
+    first = get_transformer_layer_offset(config, vp_stage)
+    mine = range(first, first + get_num_layers_to_build(config, vp_stage))
+    layers = [sparse if _has_experts(config, layer) else dense for layer in mine]
+    return TransformerBlockSubmodules(layers, layer_norm=_transformer_engine_norm() if engine else LocalRMSNorm)
 
 
 def uses_transformer_engine() -> bool:
     """Whether layers are made of Transformer Engine's modules."""
     return platform.current().name == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-
-
-def _transformer_engine_norm() -> Any:
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
@@ -62,3 +54,83 @@ class LocalRMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=platform.current().device(), dtype=config.params_dtype)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (unknown to torch)
+
+
+class LocalHeadNorm(LocalRMSNorm):
+    """Of each query and key head. A rank has whole sequences of its own heads, so nothing here is sequence parallel;
+    megatron-core sums the gradients over tensor parallel ranks by the modules' names."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(config, hidden_size, eps, **kwargs)
+        setattr(self.weight, "sequence_parallel", False)  # noqa: B010
+
+
+class LocalRouter(TopKRouter):
+    """megatron-core's router with plain torch, since megatron-core 0.16.1 takes Transformer Engine for granted here:
+    without it the name of its matrix product is undefined."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Logits [S, B, E] of hidden states [S, B, H], in `moe_router_dtype` where that is set."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64, None: input.dtype}[self.config.moe_router_dtype]
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Count tokens per expert; megatron-core compiles these two lines, which takes seconds."""
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            with torch.no_grad():
+                real = routing_map if padding_mask is None else routing_map & ~padding_mask
+                self.local_tokens_per_expert += real.sum(dim=0)
+
+
+def _check(config: TransformerConfig, topology: str) -> None:
+    if topology not in MASK_TYPES:
+        raise DlmBridgeError(f"the Megatron engine has no {topology} attention, only {', '.join(MASK_TYPES)}")
+    if config.normalization != "RMSNorm":
+        raise DlmBridgeError(f"the Megatron engine has no {config.normalization}, only RMSNorm")
+    if config.window_size is not None and topology != "causal":
+        raise DlmBridgeError(f"megatron-core's sliding window is causal, this model's attention is {topology}")
+    if config.moe_grouped_gemm and not uses_transformer_engine():
+        raise DlmBridgeError("moe_grouped_gemm needs Transformer Engine: leave it off, or install it on a GPU")
+
+
+def _has_experts(config: TransformerConfig, layer: int) -> bool:
+    frequency = config.moe_layer_freq
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+
+
+def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int | None) -> ModuleSpec:
+    """One kind of layer, dense where `experts` is None."""
+    kind = {
+        "num_experts": experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm and experts is not None,
+        "qk_layernorm": config.qk_layernorm,
+    }
+    if engine:
+        layer = get_gpt_layer_with_transformer_engine_spec(**kind)
+    else:
+        layer = get_gpt_layer_local_spec(**kind, normalization="RMSNorm")
+        _make_local(layer.submodules, experts is not None)
+    attention = layer.submodules.self_attention
+    attention.params["attn_mask_type"] = MASK_TYPES[topology]
+    core = attention.submodules.core_attention
+    attention.submodules.core_attention = guarded(core, takes_any_mask=issubclass(core, DotProductAttention))
+    return layer
+
+
+def _make_local(layer: Any, has_experts: bool) -> None:
+    """Our modules where megatron-core's local ones do not do, and the names that Transformer Engine's layers have."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
+    attention = layer.self_attention.submodules
+    for norm in ("q_layernorm", "k_layernorm"):
+        if getattr(attention, norm) is not IdentityOp:
+            setattr(attention, norm, LocalHeadNorm)
+    if has_experts:
+        layer.mlp.submodules.router = LocalRouter
+        del layer.sharded_state_dict_keys_map[PRE_MLP_NORM]
+
+
+def _transformer_engine_norm() -> Any:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm

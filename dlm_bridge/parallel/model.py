@@ -26,7 +26,8 @@ def build_megatron_model(
     Every process of the layout calls it; process groups are initialised where they are not yet. Each rank reads only
     the tensors of its own pipeline stages. A model takes `(input_ids [B, S], position_ids [B, S], attention_mask)`
     and returns logits [B, S, V / tp] on its last stage; the vocabulary is padded to a multiple of tp, and a token's
-    logits beyond the true vocabulary mean nothing.
+    logits beyond the true vocabulary mean nothing. The mask of a block-causal model is made by
+    `parallel.attention.attention_mask`. Rotary embeddings count positions from 0 whatever `position_ids` say.
 
     `dtype` (as of `Bridge.to_megatron`) None keeps the stored one. `overrides` are fields of megatron-core's
     TransformerConfig, such as `sequence_parallel=True`. Raises DlmBridgeError where the layout does not fit the model
@@ -52,13 +53,9 @@ def _chunk(config: ModelConfig, layout: Layout, topology: str, vp_stage: int | N
     model = GPTModel(
         config.transformer,
         block_spec(config.transformer, topology, vp_stage),
-        vocab_size=config.vocab,
-        max_sequence_length=config.max_sequence_length,
         pre_process=stage == 0 and not vp_stage,
         post_process=stage == layout.pp - 1 and vp_stage in (None, layout.vp - 1),
-        share_embeddings_and_output_weights=config.tied,
-        position_embedding_type="rope",
-        rotary_base=config.rotary_base,
         vp_stage=vp_stage,
+        **config.arguments,
     )
     return model.to(platform.current().device())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,15 @@ from dlm_bridge.parallel.core import parallel_state
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+_SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 def live_tensors(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Every stored tensor of this rank's GPTModel chunks, by the name that `Link.megatron_name` gives it.
 
-    Layers carry their global number, and norms their Transformer Engine name, whichever layer spec the model has.
+    Layers and experts carry their global numbers, and norms their Transformer Engine name, whichever layer spec the
+    model has.
     """
     return {
         _global_name(chunk, name): tensor
@@ -38,7 +42,29 @@ def _global_name(chunk: Any, name: str) -> str:
     for local, stored in layer.submodules_config.sharded_state_dict_keys_map.items():
         if rest.startswith(local):
             rest = stored + rest.removeprefix(local)
+    if rest.startswith("mlp.experts."):
+        rest = expert_name(rest, layer.mlp.local_expert_indices[0])
     return f"{prefix}{layer.layer_number - 1}.{rest}"
+
+
+def expert_name(name: str, first: int) -> str:
+    """The mapping's name of an expert's tensor, which a layer holds as `mlp.experts.local_experts.{i}.…` (one module
+    an expert) or as `mlp.experts.….weight{i}` (grouped); `first` is the global number of its first expert."""
+    if match := _SEQUENTIAL.fullmatch(name):
+        return f"mlp.experts.experts.{first + int(match[1])}.{match[2]}"
+    if match := _GROUPED.fullmatch(name):
+        return f"mlp.experts.experts.{first + int(match[2])}.{match[1]}"
+    return name
+
+
+def tensor_parallel(link: Link) -> tuple[int, int]:
+    """This process's rank and the size of the group over which a link's tensor is split: experts have their own."""
+    if link.expert is not None:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
 def check_source(checkpoint: Checkpoint) -> None:
@@ -53,10 +79,12 @@ def check_source(checkpoint: Checkpoint) -> None:
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The one dtype of all the source's weights. Raises DlmBridgeError where they differ."""
+    """The one dtype of all the source's weights, but for those that keep their own. Raises DlmBridgeError where they
+    differ."""
     first: dict[torch.dtype, str] = {}
-    for name in checkpoint.link_of:
-        first.setdefault(checkpoint.spec(name)[0], name)
+    for name, link in checkpoint.link_of.items():
+        if not link.rule.own_dtype:
+            first.setdefault(checkpoint.spec(name)[0], name)
     if len(first) > 1:
         (one, one_name), (two, two_name), *_ = first.items()
         raise DlmBridgeError(
@@ -68,12 +96,12 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 @torch.no_grad()
 def load(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
-    """Fill this rank's chunks, one link at a time, reading only what its pipeline stages hold, each tensor once.
+    """Fill this rank's chunks, one link at a time, reading only what its pipeline stages and experts are, each once.
 
-    The values take the parameters' dtype; padded vocabulary rows become zero. Raises DlmBridgeError where a tensor of
-    the model is not set exactly once or has another shape.
+    The values take the parameters' dtype, but a tensor with a dtype of its own (a router in fp32) is never narrowed;
+    padded vocabulary rows become zero. Raises DlmBridgeError where a tensor of the model is not set exactly once or
+    has another shape.
     """
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     live = live_tensors(chunks)
     unset = set(live)
     for link in checkpoint.links:
@@ -81,6 +109,7 @@ def load(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
         if not names:
             continue
         whole = link.to_megatron(checkpoint.read_link(link))
+        rank, size = tensor_parallel(link)
         for name in names:
             if name not in unset:
                 raise DlmBridgeError(f"{name}: the mapping sets this parameter twice")
@@ -110,6 +139,8 @@ def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, link: Link) -> N
             f"{name}: the Megatron model has shape {tuple(target.shape)} here, but the mapping gives "
             f"{tuple(shard.shape)}"
         )
+    if link.rule.own_dtype:
+        target.data = target.data.to(torch.promote_types(target.dtype, shard.dtype))
     target.data[:rows].copy_(shard)
     target.data[rows:].zero_()
 
