@@ -1,0 +1,50 @@
+"""One of two processes that load every family with transformers' tensor parallelism and compare logits.
+
+Usage: tp_worker.py FOLDER, where FOLDER/<case> is a checkpoint and FOLDER/<case>.pt its input_ids and logits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+import dlm_bridge  # noqa: F401
+from tests.families.case import FamilyCase, all_cases
+
+
+def check(case: FamilyCase, root: Path) -> str:
+    model = case.load(root / case.id, distributed_config=DistributedConfig(tp_plan="auto"))
+    saved = torch.load(root / f"{case.id}.pt")
+    with torch.no_grad():
+        logits = model(saved["input_ids"]).logits
+    torch.testing.assert_close(logits, saved["logits"], atol=1e-5, rtol=1e-5)
+    cut = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor) and held(parameter)]
+    return "ok" if len(cut) >= 2 * model.config.num_hidden_layers else f"only these are cut: {cut}"
+
+
+def held(parameter: DTensor) -> bool:
+    """Whether this process has less than the whole."""
+    return parameter.to_local().numel() < parameter.numel()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    root = Path(sys.argv[1])
+    report = {}
+    for case in all_cases():
+        try:
+            report[case.id] = check(case, root)
+        except Exception:
+            report[case.id] = traceback.format_exc()
+    (root / f"report_{os.environ['RANK']}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
