@@ -19,11 +19,12 @@ _FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": 
 
 @dataclass(frozen=True)
 class MaskToken:
-    """`files` are the tokenizer files that change, by their names in the folder."""
+    """`files` are the tokenizer files that change, by their names in the folder; `pad_id` is its padding token's."""
 
     text: str
     id: int
     added: bool
+    pad_id: int | None
     files: dict[str, bytes] = field(default_factory=dict)
 
 
@@ -68,7 +69,8 @@ def mask_token(folder: Path, text: str | None) -> MaskToken:
             files[_FILE] = Path(temporary, _FILE).read_bytes()
     assert number is not None
     files |= _other_files(folder, config, text, number)
-    return MaskToken(text, number, added, files)
+    pad = _content(config.get("pad_token"))
+    return MaskToken(text, number, added, None if pad is None else tokenizer.token_to_id(pad), files)
 
 
 def _other_files(folder: Path, config: dict[str, Any], text: str, number: int) -> dict[str, bytes]:

@@ -150,6 +150,7 @@ def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict
     """The source's keys under the target's names. Remote code that the source names is not the target's."""
     config = {key: value for key, value in source.config.items() if key not in ("auto_map", "_name_or_path")}
     return {
+        "pad_token_id": token.pad_id,  # a target's own default is another tokenizer's
         **config,
         "architectures": [target.architectures[0]],
         "model_type": target.model_type,

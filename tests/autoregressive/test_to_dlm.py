@@ -1,0 +1,210 @@
+"""An autoregressive checkpoint becomes a diffusion one: same weights, a mask token, the family's topology."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert import to_dlm
+from dlm_bridge.convert.to_dlm import TARGETS, convert_to_dlm
+from dlm_bridge.convert.verify import verify_manifest
+from dlm_bridge.models import family_by_name
+from tests.autoregressive.cases import CASES, Case
+from tests.autoregressive.test_families import tensors_of
+from tests.checkpoints import write_tokenizer
+from tests.convert.helpers import no_leftovers, run_cli, tree
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TOKENIZER = {
+    "added_tokens_decoder": {
+        "258": {"content": "<eos>", "special": True},
+        "259": {"content": "<pad>", "special": True},
+    },
+    "eos_token": "<eos>",
+    "pad_token": "<pad>",
+    "tokenizer_class": "PreTrainedTokenizerFast",
+}
+NEW_ID = 260  # 256 letters, 2 merges, 2 special tokens
+BY_LABEL = {case.label: case for case in CASES}
+PAIRS = [
+    pytest.param(case, name, id=f"{case.label}-{name}") for case in CASES for name in TARGETS.get(case.family, ())
+]
+
+
+def write(case: Case, folder: Path, rows: int = 260, **tokenizer: Any) -> Path:
+    case.write(folder, vocab_size=rows)
+    write_tokenizer(folder, {**TOKENIZER, **tokenizer})
+    return folder
+
+
+@pytest.mark.parametrize(("case", "name"), PAIRS)
+def test_weights_topology_and_tokenizer(case: Case, name: str, tmp_path: Path) -> None:
+    source = write(case, tmp_path / "ar")
+    before = tree(source)
+    report = convert_to_dlm(source, tmp_path / "dlm", to=name)
+    assert tree(source) == before
+    assert report.action == "convert-to-dlm"
+    assert verify_manifest(tmp_path / "dlm").equal
+    old, new = tensors_of(source), tensors_of(tmp_path / "dlm")
+    assert {n for n in old if not n.endswith("inv_freq")} == set(new)
+    noisy = {EMBEDDING, HEAD} & set(new)
+    for tensor_name, tensor in new.items():
+        kept = tensor[:NEW_ID] if tensor_name in noisy else tensor
+        assert torch.equal(kept, old[tensor_name]), tensor_name
+    for tensor_name in noisy:
+        row = new[tensor_name][NEW_ID]
+        assert new[tensor_name].shape == (NEW_ID + 1, 64)
+        assert 0.01 < row.std() < 0.03  # initializer_range is 0.02
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dlm").eval()
+    spec = family_by_name(name)
+    assert type(model) is spec.load("model_class")
+    assert model.config.mask_token_id == NEW_ID
+    assert model.config.vocab_size == NEW_ID + 1
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "dlm")
+    assert tokenizer.mask_token_id == NEW_ID
+    assert tokenizer.mask_token == "<|mask|>"
+    assert tokenizer("the<|mask|>").input_ids == [257, NEW_ID]
+    assert tokenizer.eos_token_id == 258
+    ids = torch.randint(0, 250, (1, 12), generator=torch.Generator().manual_seed(0))
+    changed = ids.clone()
+    changed[:, -1] = (ids[:, -1] + 1) % 250
+    with torch.no_grad():
+        moved = (model(ids).logits - model(changed).logits).abs().amax(-1)[0] > 1e-5
+        assert model.generate(ids, max_new_tokens=8).shape == (1, 20)
+    assert moved[-1]
+    assert bool(moved[0]) == (spec.topology == "bidirectional")
+
+
+@pytest.mark.parametrize(
+    ("label", "dtype"), [("qwen3", torch.bfloat16), ("mixtral", None), ("llama3.1", torch.float16)]
+)
+def test_the_body_computes_what_it_did(label: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """With a causal mask handed in, logits are the autoregressive model's, bit for bit where the mask row is apart."""
+    if dtype is None:
+        source = write(BY_LABEL[label], tmp_path / "ar")
+        with pytest.raises(DlmBridgeError, match="no diffusion family has the tensors of mixtral: known are llama"):
+            convert_to_dlm(source, tmp_path / "dlm")
+        return
+    case = BY_LABEL[label]
+    source = case.write(tmp_path / "ar", dtype, vocab_size=260)
+    write_tokenizer(source, TOKENIZER)
+    convert_to_dlm(source, tmp_path / "dlm")
+    ids = torch.randint(0, 250, (2, 12), generator=torch.Generator().manual_seed(0))
+    causal = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12)
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()(ids).logits
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dlm", dtype=torch.float32).eval()
+        logits = found(ids, attention_mask=causal).logits[..., :NEW_ID]
+    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=0)
+
+
+def test_a_padded_vocabulary_is_not_grown(tmp_path: Path) -> None:
+    """Qwen's embeddings have more rows than its tokenizer has tokens."""
+    source = write(BY_LABEL["qwen2.5"], tmp_path / "ar", rows=300)
+    for seed in (0, 0, 1):
+        convert_to_dlm(source, tmp_path / "dlm", "[MASK]", seed=seed, overwrite=True)
+        old, new = tensors_of(source), tensors_of(tmp_path / "dlm")
+        rows = [n for n in range(300) if not torch.equal(old[HEAD][n], new[HEAD][n])]
+        assert rows == [NEW_ID]
+        if seed == 0:
+            first = new
+        assert torch.equal(new[EMBEDDING], first[EMBEDDING]) == (seed == 0)
+    assert not torch.equal(new[HEAD][NEW_ID], new[EMBEDDING][NEW_ID])
+    files = json.loads((tmp_path / "dlm" / "tokenizer_config.json").read_text())
+    assert files["mask_token"] == files["added_tokens_decoder"]["260"]["content"] == "[MASK]"
+
+
+def test_tokens_are_reused(tmp_path: Path) -> None:
+    source = write(BY_LABEL["qwen3"], tmp_path / "ar")
+    report = convert_to_dlm(source, tmp_path / "dlm", "<pad>")
+    assert any("<pad> is id 259, already in" in note for note in report.notes)
+    assert (tmp_path / "dlm" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "dlm").mask_token_id == 259
+    assert tensors_of(tmp_path / "dlm")[EMBEDDING].shape[0] == 260
+    own = write(BY_LABEL["qwen3"], tmp_path / "own", rows=261, mask_token="<m>")
+    number = transformers.AutoTokenizer.from_pretrained(own).mask_token_id
+    convert_to_dlm(own, tmp_path / "dlm2")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "dlm2").mask_token_id == number
+    with pytest.raises(DlmBridgeError, match="has the mask token <m> already"):
+        convert_to_dlm(own, tmp_path / "dlm3", "<other>")
+
+
+def test_a_redundant_tied_head_stays_a_copy(tmp_path: Path) -> None:
+    from tests.checkpoints import write_hub_folder
+
+    case = BY_LABEL["llama3.2"]
+    config = {**case.config, "vocab_size": 260}
+    tensors = case.tensors(vocab_size=260)
+    tensors[HEAD] = tensors[EMBEDDING].clone()
+    source = write_hub_folder(tmp_path / "ar", config, tensors)
+    write_tokenizer(source, TOKENIZER)
+    convert_to_dlm(source, tmp_path / "dlm")
+    new = tensors_of(tmp_path / "dlm")
+    assert torch.equal(new[HEAD], new[EMBEDDING])
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dlm")
+
+
+def test_the_result_crosses_to_megatron_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(BY_LABEL["qwen3"], tmp_path / "ar")
+    code, out, err = run_cli(capsys, "convert-to-dlm", source, tmp_path / "dlm", "--mask-token", "<|mask|>", "--json")
+    assert code == 0, err
+    assert json.loads(out)["family"] == "a2d_qwen3"
+    Bridge.from_hf(tmp_path / "dlm").to_megatron(tmp_path / "megatron", Layout(tp=2, pp=2))
+    Bridge.from_megatron(tmp_path / "megatron").to_hf(tmp_path / "back")
+    assert tree(tmp_path / "back") == tree(tmp_path / "dlm")
+    (tmp_path / "text.txt").write_text("the cat and the hat\n" * 200)
+    options = ("--steps", 3, "--global-batch-size", 2, "--micro-batch-size", 2, "--seq-length", 32, "--lr", "1e-3")
+    data = ("--data", tmp_path / "text.txt", "--output", tmp_path / "run", "--precision", "fp32")
+    code, _, err = run_cli(capsys, "pretrain", "--model", tmp_path / "dlm", *data, *options)
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert all(0 < row["loss"] < 20 for row in rows)
+
+
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(BY_LABEL["qwen3"], tmp_path / "ar")
+
+    def refused(*arguments: object, says: str) -> None:
+        code, _, err = run_cli(capsys, "convert-to-dlm", *arguments)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert says in err
+
+    refused(source, tmp_path / "out", "--to", "llada", says="qwen3 becomes a2d_qwen3 or sdar")
+    refused(source, tmp_path / "out", "--mask-token", "the", says="is an ordinary token of the vocabulary")
+    refused(source, source, says="the output is the source")
+    convert_to_dlm(source, tmp_path / "dlm")
+    refused(source, tmp_path / "dlm", says="give --overwrite")
+    refused(tmp_path / "dlm", tmp_path / "out", says="is a diffusion model already (a2d_qwen3)")
+    (source / "tokenizer.json").write_text("{")
+    refused(source, tmp_path / "out", says="tokenizer.json: cannot be read")
+    (source / "tokenizer.json").unlink()
+    refused(source, tmp_path / "out", says="has no tokenizer.json")
+    assert not (tmp_path / "out").exists()
+    assert no_leftovers(tmp_path)
+
+
+def test_a_window_that_the_target_lacks_is_refused(tmp_path: Path) -> None:
+    source = write(BY_LABEL["qwen3"], tmp_path / "ar")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "use_sliding_window": True, "sliding_window": 8}))
+    with pytest.raises(DlmBridgeError, match="use_sliding_window"):
+        convert_to_dlm(source, tmp_path / "dlm")
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(BY_LABEL["qwen3"], tmp_path / "ar")
+
+    def broken(*arguments: Any) -> torch.Tensor:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(to_dlm, "initialise", broken)
+    with pytest.raises(DlmBridgeError, match="no space left"):
+        convert_to_dlm(source, tmp_path / "dlm")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ar"]
