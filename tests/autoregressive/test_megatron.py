@@ -1,0 +1,194 @@
+"""Names, shapes and settings against megatron-core itself, built on one CPU process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from dlm_bridge import DlmBridgeError, Layout
+from dlm_bridge.models import family_by_name
+from dlm_bridge.models.rope import rope_settings, window_settings
+from tests.autoregressive.cases import CASES, DEEPSEEK_V3, GLM_45, LLAMA_31, LLAMA_32, MISTRAL_1, QWEN_25, Case
+
+HELD = [case for case in CASES if case.megatron]
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+QWEN_YARN = {**QWEN_25, "rope_scaling": YARN}
+OTHER_LLAMA3 = {**LLAMA_31["rope_scaling"], "low_freq_factor": 2.0}  # type: ignore[dict-item]
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[pytest.MonkeyPatch]:
+    """megatron-core on one process. Its latent attention wants Transformer Engine's classes even where it has none of
+    them, and is only built here, not run."""
+    from megatron.core.transformer import dot_product_attention, multi_latent_attention
+
+    from dlm_bridge.parallel import cpu, groups
+
+    groups.initialize(Layout())
+    init = dot_product_attention.DotProductAttention.__init__
+
+    def without_sizes(self: Any, *arguments: Any, k_channels: int = 0, v_channels: int = 0, **options: Any) -> None:
+        init(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multi_latent_attention, "HAVE_TE", False)
+        patch.setattr(multi_latent_attention, "TELinear", type("TELinear", (), {}))
+        patch.setattr(dot_product_attention.DotProductAttention, "__init__", without_sizes)
+        yield patch
+    groups.destroy()
+    cpu.uninstall()
+    torch.distributed.destroy_process_group()
+
+
+def transformer_config(case: Case, described: dict[str, Any]) -> Any:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    dims = case.spec.load("mapping").dims(case.config)
+    kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
+    known = {field.name for field in fields(kind)}
+    others = {
+        "max_sequence_length", "rotary_base", "rotary_percent", "rope_scaling", "rope_scaling_factor",
+    }  # fmt: skip
+    assert described.keys() - known <= others
+    return kind(
+        num_layers=dims.layers,
+        hidden_size=dims.hidden,
+        ffn_hidden_size=dims.ffn,
+        num_attention_heads=dims.heads,
+        num_query_groups=dims.groups,
+        kv_channels=dims.head_dim,
+        activation_func=torch.nn.functional.silu,
+        use_cpu_initialization=True,
+        mtp_num_layers=dims.mtp or None,
+        **{key: value for key, value in described.items() if key in known},
+    )
+
+
+def stored_name(key: str, moe: bool, latent: bool) -> str:
+    """Transformer Engine's name for one of the local layers' norms: it fuses a norm into the matrix that follows."""
+    if latent:
+        key = key.replace("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight")
+        key = key.replace("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight")
+        return key if moe else key.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    return key.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight") if moe else key
+
+
+@pytest.mark.parametrize("case", HELD, ids=lambda case: case.label)
+def test_keys_and_shapes_are_megatron_cores(case: Case, megatron: pytest.MonkeyPatch) -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+
+    mapping = case.spec.load("mapping")
+    dims, described = mapping.dims(case.config), mapping.transformer(case.config)
+    config = transformer_config(case, described)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if dims.mtp else None
+    model = GPTModel(
+        config, spec, dims.vocab, 64, share_embeddings_and_output_weights=dims.tied, mtp_block_spec=mtp,
+        position_embedding_type="rope",
+    )  # fmt: skip
+    found = {}
+    state = model.sharded_state_dict()
+    for name, entry in state.items():
+        if isinstance(entry, ShardedTensorFactory):  # gate and up are two chunks of one tensor
+            built = entry.build()
+            entry = (built if isinstance(built, list) else list(built.values()))[0]
+        if isinstance(entry, ShardedTensor) and not (dims.tied and name == "output_layer.weight"):
+            moe = any(name.startswith(p) for p in moe_prefixes(dims))
+            found[stored_name(entry.key, moe, "multi_latent_attention" in described)] = tuple(entry.global_shape)
+    wanted = {
+        link.megatron_key: (*(size for _, size in link.stack), *link.megatron_shape) for link in mapping.links(dims)
+    }
+    assert found == wanted
+
+
+def moe_prefixes(dims: Any) -> list[str]:
+    if not dims.experts:
+        return []
+    decoder = [f"decoder.layers.{layer}." for layer in range(dims.layers) if dims.is_moe(layer)]
+    return [*decoder, "mtp.layers."]
+
+
+@pytest.mark.parametrize(
+    "published",
+    [LLAMA_31, LLAMA_32, QWEN_YARN, {**QWEN_25, "rope_scaling": {**YARN, "attention_factor": 1.3}}, GLM_45],
+    ids=["llama3.1", "llama3.2", "yarn", "yarn with attention factor", "partial"],
+)
+def test_rotary_frequencies_are_the_published_ones(published: dict[str, Any], megatron: pytest.MonkeyPatch) -> None:
+    """megatron-core's angles with our settings against transformers' with the published config, far out."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    positions = torch.tensor([[0, 1, 5000, 40000]])
+    config = AutoConfig.for_model(**published)
+    theirs = config.to_dict()["rope_parameters"]
+    if theirs["rope_type"] == "default":
+        from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding as LlamaRotaryEmbedding
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    head_dim = published.get("head_dim") or published["hidden_size"] // published["num_attention_heads"]
+    ours = rope_settings(published)
+    scale = 1.0
+    if ours.pop("position_embedding_type", "rope") == "yarn":
+        named = {key.removeprefix("yarn_"): value for key, value in ours.items() if key.startswith("yarn_")}
+        named["scaling_factor"] = named.pop("rotary_scaling_factor")
+        angles, scale = YarnRotaryEmbedding(head_dim, rotary_base=ours["rotary_base"], **named)(40001)
+    else:
+        angles = RotaryEmbedding(head_dim, **{"rotary_percent": 1.0, **ours})(40001)
+    angles = angles[positions[0], 0, 0]
+    torch.testing.assert_close(angles.cos() * scale, cos[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(angles.sin() * scale, sin[0], atol=1e-4, rtol=0)
+
+
+def test_windows() -> None:
+    assert window_settings(MISTRAL_1) == {"window_size": (4095, 0)}
+    assert window_settings(QWEN_25) == {}
+    on = {**QWEN_25, "use_sliding_window": True, "num_hidden_layers": 4, "max_window_layers": 3}
+    assert window_settings(on) == {"window_size": (131071, 0), "window_attn_skip_freq": [0, 0, 0, 1]}
+    layers = ["sliding_attention", "full_attention"] * 2
+    assert window_settings({**on, "layer_types": layers})["window_attn_skip_freq"] == [1, 0, 1, 0]
+    assert window_settings({**on, "max_window_layers": 4}) == {}
+    described = family_by_name("mistral").load("mapping").transformer(MISTRAL_1)
+    assert described["window_size"] == (4095, 0)
+
+
+def test_published_settings() -> None:
+    glm = family_by_name("glm4_moe").load("mapping").transformer(GLM_45)
+    assert glm["rotary_percent"] == 0.5
+    assert glm["moe_layer_freq"] == [0] * 3 + [1] * 89
+    assert glm["moe_router_topk_scaling_factor"] == 2.5
+    assert "moe_router_num_groups" not in glm
+    deepseek = family_by_name("deepseek_v3").load("mapping").transformer(DEEPSEEK_V3)
+    wanted = {
+        "multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "moe_router_num_groups": 8,
+        "moe_router_group_topk": 4, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64,
+    }  # fmt: skip
+    assert {key: deepseek[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("family", "published", "change", "says"),
+    [
+        ("llama", LLAMA_31, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "no RoPE scaling 'dynamic'"),
+        ("llama", LLAMA_31, {"rope_scaling": OTHER_LLAMA3}, "low_freq_factor 2.0"),
+        ("glm4_moe", GLM_45, {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("deepseek_v3", DEEPSEEK_V3, {"num_experts_per_tok": 6}, "twice topk_group 4"),
+        ("deepseek_v3", DEEPSEEK_V3, {"rope_interleave": False}, "interleaved"),
+        ("deepseek_v3", DEEPSEEK_V3, {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear', only yarn"),
+    ],
+)  # fmt: skip
+def test_what_megatron_cannot_compute_is_refused_live_but_converted(
+    family: str, published: dict[str, Any], change: dict[str, Any], says: str
+) -> None:
+    mapping = family_by_name(family).load("mapping")
+    config = {**published, **change}
+    with pytest.raises(DlmBridgeError, match=says):
+        mapping.transformer(config)
+    mapping.dims(config)  # the conversion to torch_dist needs no more
