@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,12 @@ else:
     file = llada.parent / "config.pickle"
     file.write_bytes(pickled)
     assert run(code, str(llada), str(file)).split() == ["LLaDAModelLM"]
+
+
+def test_every_package_is_installed() -> None:
+    """pyproject.toml lists packages by name, since cli/ and model_cards/ install under other ones."""
+    root = Path(__file__).parents[1]
+    with (root / "pyproject.toml").open("rb") as file:
+        listed = set(tomllib.load(file)["tool"]["setuptools"]["packages"])
+    found = {".".join(init.parent.relative_to(root).parts) for init in (root / "dlm_bridge").rglob("__init__.py")}
+    assert listed == found | {"dlm_bridge.cli", "dlm_bridge.model_cards"}
