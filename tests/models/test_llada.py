@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import dlm_bridge  # noqa: F401
+from dlm_bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from tests.checkpoints import LLADA_CONFIG, llada_config, llada_tensors, write_hub_folder, write_llada
 from tests.reference import llada_logits
@@ -223,9 +223,10 @@ def test_device_map_and_disk_offload(llada: Path, tmp_path: Path, ids: torch.Ten
 
 
 def test_dispatch_goes_by_architecture(tmp_path: Path) -> None:
-    folder = write_llada(tmp_path / "moe", architectures=["LLaDAMoEModelLM"])
-    with pytest.raises(DlmBridgeError, match=r"LLaDAMoEModelLM.*LLaDA-MoE"):
-        AutoConfig.from_pretrained(folder)
+    folder = write_llada(tmp_path / "moe", architectures=["LLaDAMoEModelLM"])  # the model_type is the same
+    assert type(AutoConfig.from_pretrained(folder)).__name__ == "LLaDAMoEConfig"
+    with pytest.raises(DlmBridgeError, match=r"hidden_size|a size is missing|num_experts"):
+        Bridge.from_hf(folder)
     folder = write_llada(tmp_path / "other", architectures=["LLaDAModelLMM"])
     with pytest.raises(DlmBridgeError, match="unknown architecture LLaDAModelLMM; known are LLaDAModelLM"):
         AutoModelForCausalLM.from_pretrained(folder)
