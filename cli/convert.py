@@ -75,6 +75,9 @@ def import_(
     dtype: Dtype = "keep",
     vocab_multiple: Vocab = None,
     revision: Revision = None,
+    dequantize_fp8: Annotated[
+        bool, typer.Option("--dequantize-fp8", help="Read block-scaled FP8 weights (DeepSeek-V3) as bfloat16.")
+    ] = False,
     workers: Workers = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
@@ -88,7 +91,7 @@ def import_(
     from dlm_bridge.bridge import Bridge
 
     layout = _layout(tp, pp, vp, ep, etp, pipeline_split)
-    bridge = Bridge.from_hf(source, revision, family)
+    bridge = Bridge.from_hf(source, revision, family, dequantize_fp8)
     with progress_bar("importing") as progress:
         report = bridge.to_megatron(
             output,

@@ -37,9 +37,16 @@ class Bridge:
         self.checkpoint = checkpoint
 
     @classmethod
-    def from_hf(cls, path_or_id: PathLike, revision: str | None = None, family: str | None = None) -> Bridge:
-        """A Hub folder or Hub id. `family` names the family where the config cannot tell."""
-        return cls(open_hub(os.fspath(path_or_id), revision, family))
+    def from_hf(
+        cls,
+        path_or_id: PathLike,
+        revision: str | None = None,
+        family: str | None = None,
+        dequantize_fp8: bool = False,
+    ) -> Bridge:
+        """A Hub folder or Hub id. `family` names the family where the config cannot tell; `dequantize_fp8` reads
+        block-scaled FP8 weights as bfloat16, which are refused without it."""
+        return cls(open_hub(os.fspath(path_or_id), revision, family, dequantize_fp8))
 
     @classmethod
     def from_model(cls, hf_model: PreTrainedModel, family: str | None = None) -> Bridge:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint, HubSide, TensorSpec, first_of, open_family
+from dlm_bridge.convert.formats.fp8 import DequantisedReader
 from dlm_bridge.convert.formats.huggingface import HubReader
 from dlm_bridge.convert.hub import read_config, resolve
 from dlm_bridge.convert.mapping import Link
@@ -76,15 +78,28 @@ class ByNameCheckpoint(Checkpoint):
 
 
 class HubCheckpoint(ByNameCheckpoint):
-    """A Hub folder. Raises DlmBridgeError for everything that HubReader does, and for an unknown family."""
+    """A Hub folder. Raises DlmBridgeError for everything that HubReader does, and for an unknown family.
+
+    With `dequantize_fp8` block-scaled FP8 weights are bfloat16 ones, and config.json no longer names the quantisation.
+    """
 
     format = "huggingface"
 
-    def __init__(self, folder: Path, family: str | None = None, source: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        family: str | None = None,
+        source: dict[str, Any] | None = None,
+        dequantize_fp8: bool = False,
+    ) -> None:
         config = read_config(inside(folder, CONFIG) if (folder / CONFIG).exists() else folder / CONFIG)
         spec = open_family(config, family, f"{folder / CONFIG}")
         self.folder = folder
-        self.reader = HubReader(folder)
+        texts = {}
+        self.reader = DequantisedReader(folder, config) if dequantize_fp8 else HubReader(folder)
+        if dequantize_fp8:
+            config = {key: value for key, value in config.items() if key != "quantization_config"}
+            texts[CONFIG] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
         entries = [self.reader.entry(name) for name in self.reader.names]
         self._stored = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         files = list_side_files(folder, self.reader.weight_files())
@@ -95,10 +110,13 @@ class HubCheckpoint(ByNameCheckpoint):
             folder=folder,
             files=files.carried,
             left_out=files.left_out,
+            texts=texts,
             shards=self.reader.shards(),
             dtypes={entry.name: entry.dtype for entry in entries},
         )
         super().__init__(str(folder), hub)
+        if isinstance(self.reader, DequantisedReader):
+            self.notes.append(f"{len(self.reader.quantised)} FP8 tensors are dequantised to bfloat16")
         self._drop_absent_mtp(lambda link: any(name in self._stored for name in link.hub_names))
         known = self.mapping.carried_names(self.dims)
         hub.carried = tuple(name for name in self.reader.names if name in known)
@@ -145,13 +163,15 @@ class LiveCheckpoint(ByNameCheckpoint):
         return []
 
 
-def open_hub(name: str | Path, revision: str | None = None, family: str | None = None) -> HubCheckpoint:
+def open_hub(
+    name: str | Path, revision: str | None = None, family: str | None = None, dequantize_fp8: bool = False
+) -> HubCheckpoint:
     """Open a local folder or a Hub id. Raises DlmBridgeError."""
     folder = resolve(name, revision)
     source = {"name": str(folder.absolute()) if folder == Path(name).expanduser() else str(name), "revision": revision}
     if folder.parent.name == "snapshots":  # the Hub's cache names a snapshot by its commit
         source["revision"] = folder.name
-    return HubCheckpoint(folder, family, source)
+    return HubCheckpoint(folder, family, source, dequantize_fp8)
 
 
 def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:

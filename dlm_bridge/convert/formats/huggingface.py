@@ -35,11 +35,13 @@ class HubReader:
     and the files do not name the same tensors.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fp8: bool = False) -> None:
         self.folder = folder
         index = _read_index(folder)
         names = [SINGLE] if index is None else list(dict.fromkeys(index.values()))
-        self.files: dict[str, SafetensorsFile] = {name: read_header(inside(folder, name)) for name in sorted(names)}
+        self.files: dict[str, SafetensorsFile] = {
+            name: read_header(inside(folder, name), fp8) for name in sorted(names)
+        }
         self._where: dict[str, tuple[Path, TensorEntry]] = {}
         for file, content in self.files.items():
             for entry in content.entries:

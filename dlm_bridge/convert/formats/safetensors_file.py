@@ -40,8 +40,14 @@ class SafetensorsFile:
     entries: tuple[TensorEntry, ...]
 
 
-def read_header(path: Path) -> SafetensorsFile:
-    """Read and check a header; safetensors' own reader judges it first. Raises DlmBridgeError naming the file."""
+FP8 = torch.float8_e4m3fn
+
+
+def read_header(path: Path, fp8: bool = False) -> SafetensorsFile:
+    """Read and check a header; safetensors' own reader judges it first. `fp8` lets FP8 tensors through.
+
+    Raises DlmBridgeError naming the file.
+    """
     try:
         with safe_open(path, framework="pt"):
             pass
@@ -52,7 +58,7 @@ def read_header(path: Path) -> SafetensorsFile:
         text = stream.read(length)
     header: dict[str, Any] = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
     metadata = header.pop("__metadata__", None)
-    entries = [_entry(path, name, item, 8 + length) for name, item in header.items()]
+    entries = [_entry(path, name, item, 8 + length, fp8) for name, item in header.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     return SafetensorsFile(path, metadata, tuple(entries))
 
@@ -86,8 +92,10 @@ def standard_order(
     return sorted(tensors, key=lambda item: (rank[item[1]], item[0]))
 
 
-def _entry(path: Path, name: str, item: dict[str, Any], start: int) -> TensorEntry:
-    dtype = SAFETENSORS_DTYPES.get(item["dtype"])
+def _entry(path: Path, name: str, item: dict[str, Any], start: int, fp8: bool) -> TensorEntry:
+    dtype = FP8 if fp8 and item["dtype"] == "F8_E4M3" else SAFETENSORS_DTYPES.get(item["dtype"])
+    if dtype is None and item["dtype"] == "F8_E4M3":
+        raise DlmBridgeError(f"{path}: tensor {name} is FP8: dlm-bridge import takes it with --dequantize-fp8")
     if dtype is None:
         known = ", ".join(SAFETENSORS_DTYPES)
         raise DlmBridgeError(f"{path}: tensor {name} has dtype {item['dtype']}, a weight has one of {known}")
