@@ -104,6 +104,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         config = self.config
+        self.model.train()  # transformers loads models for inference: no dropout, no gradient checkpointing
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         device = self.accelerator.device

@@ -16,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError
@@ -116,9 +117,22 @@ def test_two_processes_equal_one(tmp_path: Path, run: Run, values: dict[str, Any
         assert torch.allclose(_weights(tmp_path / "two", 4)[name], tensor, atol=2e-5), name
 
 
-def test_gradient_checkpointing_changes_nothing(tmp_path: Path, run: Run) -> None:
-    plain = run(tmp_path / "plain", steps=3)
-    recomputed = run(tmp_path / "recomputed", steps=3, gradient_checkpointing=True)
+def test_gradient_checkpointing_recomputes_and_changes_nothing(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    forward = LlamaMLP.forward
+
+    def counted(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", counted)
+    plain = run(tmp_path / "plain", steps=3, eval_interval=0)
+    assert calls == 3 * 2
+    recomputed = run(tmp_path / "recomputed", steps=3, eval_interval=0, gradient_checkpointing=True)
+    assert calls == 3 * 2 + 3 * 2 * 2
     _close(recomputed, plain, rel=1e-6)
 
 

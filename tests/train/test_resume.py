@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +31,16 @@ def _equal(resumed: Path, uninterrupted: Path) -> None:
     ours, theirs = load_file(resumed / last), load_file(uninterrupted / last)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture
+def values(values: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """With dropout, whose random numbers must come back, too."""
+    folder = tmp_path / "model"
+    shutil.copytree(values["model"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+    return {**values, "model": str(folder)}
 
 
 @pytest.fixture
