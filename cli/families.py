@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from dlm_bridge.models.spec import FamilySpec
 
 
 def register(app: typer.Typer) -> None:
     app.command("families")(families)
+
+
+def _row(spec: FamilySpec) -> dict[str, Any]:
+    own = spec.kind == "diffusion"
+    hub_only = spec.load("mapping").hub_only
+    return {
+        "family": spec.name,
+        "title": spec.title,
+        "architectures": list(spec.architectures),
+        "hub_ids": list(spec.hub_ids),
+        "kind": spec.kind,
+        "topology": spec.topology,
+        "shift": spec.shift,
+        "mask_token_id": spec.mask_token_id,
+        "load": list(spec.auto_classes) if own else ["transformers"],
+        "convert": ["huggingface"] if hub_only else ["huggingface", "torch_dist"],
+        "why_not_megatron": hub_only,
+        "train": list(spec.training),
+        "objective": spec.objective,
+        "sample": spec.sampler["algorithm"] if own else "transformers",
+        "checked_against": spec.checked_against,
+    }
 
 
 def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
@@ -19,23 +44,7 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
     """
     from dlm_bridge.models import FAMILIES, UNSUPPORTED
 
-    rows: list[dict[str, Any]] = [
-        {
-            "family": spec.name,
-            "title": spec.title,
-            "architectures": list(spec.architectures),
-            "hub_ids": list(spec.hub_ids),
-            "kind": spec.kind,
-            "topology": spec.topology,
-            "shift": spec.shift,
-            "load": True,
-            "convert": ["huggingface", "torch_dist"],
-            "train": list(spec.training),
-            "sample": True,
-            "checked_against": spec.checked_against,
-        }
-        for spec in FAMILIES
-    ]
+    rows = [_row(spec) for spec in FAMILIES]
     if as_json:
         typer.echo(json.dumps({"families": rows, "unsupported": UNSUPPORTED}, indent=2))
         return
@@ -43,20 +52,24 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
     from rich.table import Table
 
     console = Console()
-    table = Table(title="Supported families")
-    for column in ("family", "models", "architectures", "attention", "convert", "train", "checked against"):
-        table.add_column(column, overflow="fold")
+    table = Table(title="Supported families", show_lines=True)
+    table.add_column("family, Hub architectures", no_wrap=True)
+    table.add_column("attention", no_wrap=True)
+    table.add_column("load, convert, train, sample")
+    table.add_column("checked against")
     for row in rows:
+        abilities = ["Auto classes" if row["load"] else "its own class"]
+        abilities += ["torch_dist"] if "torch_dist" in row["convert"] else []
         table.add_row(
-            row["family"],
-            "\n".join(row["hub_ids"]),
-            "\n".join(row["architectures"]),
-            row["topology"] + (", shifted" if row["shift"] else ""),
-            ", ".join(row["convert"]),
-            ", ".join(row["train"]),
+            "\n".join([f"[bold]{row['family']}[/]", *row["architectures"]]),
+            row["topology"].replace("_", "-") + ("\nshifted" if row["shift"] else ""),
+            ", ".join([*abilities, *row["train"], f"sampler {row['sample']}"]),
             row["checked_against"],
         )
     console.print(table)
+    for row in rows:
+        if row["why_not_megatron"]:
+            console.print(f"{row['family']} has no Megatron layout: {row['why_not_megatron']}", highlight=False)
     table = Table(title="Known, not supported")
     table.add_column("architecture", overflow="fold")
     table.add_column("reason", overflow="fold")
