@@ -56,7 +56,7 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
     table.add_column("family, Hub architectures", no_wrap=True)
     table.add_column("attention", no_wrap=True)
     table.add_column("load, convert, train, sample")
-    table.add_column("checked against")
+    table.add_column("checked against", overflow="fold")
     for row in rows:
         abilities = ["Auto classes" if row["load"] else "its own class"]
         abilities += ["torch_dist"] if "torch_dist" in row["convert"] else []
