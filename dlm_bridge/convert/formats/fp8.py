@@ -14,7 +14,6 @@ from dlm_bridge.convert.manifest import ShardRecord
 from dlm_bridge.errors import DlmBridgeError
 
 SCALE = "_scale_inv"  # beside "weight" stands "weight_scale_inv", by which the stored values are multiplied
-_STRIP = 1 << 24  # elements that are dequantised at once, in fp32
 
 
 class DequantisedReader(HubReader):
@@ -72,14 +71,11 @@ class DequantisedReader(HubReader):
 
 def dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """bfloat16 [R, C] of an FP8 weight [R, C] and its scales [R / block, C / block], rounded up."""
-    rows, columns = weight.shape
-    result = torch.empty(rows, columns, dtype=torch.bfloat16)
-    blocks = max(1, _STRIP // max(1, block[0] * columns))  # whole blocks of rows
-    for first in range(0, scale.shape[0], blocks):
-        part = slice(first * block[0], min((first + blocks) * block[0], rows))
-        factors = scale[first : first + blocks].repeat_interleave(block[1], 1)[:, :columns]
-        factors = factors.repeat_interleave(block[0], 0)[: part.stop - part.start]
-        result[part] = weight[part].float() * factors
+    factors = scale.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+    result = torch.empty(weight.shape, dtype=torch.bfloat16)
+    for number, factor in enumerate(factors):  # a row of blocks at a time stays in the processor's cache
+        rows = slice(number * block[0], (number + 1) * block[0])
+        result[rows] = weight[rows].float() * factor
     return result
 
 
