@@ -95,7 +95,7 @@ def settle_block(
             masked=before == canvas.mask_token_id,
             new=canvas.behind_prompt(rows, columns),
             columns=columns,
-            width=canvas.width,
+            width=predictor.end(block),
             origins=[canvas.origins[row] for row in active],
             noise=noise,
         )

@@ -57,14 +57,15 @@ class Predictor:
         return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
 
     def view(self, rows: list[int] | None, columns: slice) -> View:
-        end = self._end(columns)
+        end = self.end(columns)
         tokens = self.canvas.take(rows, slice(0, end))
         if not self.canvas.padded:  # the same numbers, by the faster kernel
             return View(tokens, None, None)
         positions, real = self._positions(rows, end)
         return View(tokens, real.long(), positions)
 
-    def _end(self, columns: slice) -> int:
+    def end(self, block: slice) -> int:
+        """How many columns the model sees."""
         return self.canvas.width
 
     def _given(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
@@ -114,8 +115,8 @@ class Growing(Predictor):
     Guidance hides the finished blocks too, since iLLaDA's sampler takes them for its prompt.
     """
 
-    def _end(self, columns: slice) -> int:
-        return columns.stop
+    def end(self, block: slice) -> int:
+        return block.stop
 
     def _given(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
         given = torch.zeros_like(self.canvas.take(rows, slice(0, self.canvas.width)), dtype=torch.bool)

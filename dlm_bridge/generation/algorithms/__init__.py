@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dlm_bridge.generation.algorithms.base import Algorithm
+from dlm_bridge.generation.algorithms.dream import DiffuLLaMA, Dream
 from dlm_bridge.generation.algorithms.llada import ILLaDA, LLaDA
 
-ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in (LLaDA, ILLaDA)}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    algorithm.name: algorithm for algorithm in (LLaDA, ILLaDA, Dream, DiffuLLaMA)
+}
 
 __all__ = ["ALGORITHMS", "Algorithm"]

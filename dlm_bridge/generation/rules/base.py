@@ -26,7 +26,7 @@ class Step:
     masked: torch.Tensor  # [A, N], True where a position is not settled yet
     new: torch.Tensor  # [A, N], True behind the prompt
     columns: slice | torch.Tensor  # where the N columns are on the canvas
-    width: int  # S, all columns of the canvas
+    width: int  # S, the columns of the canvas that the model saw
     origins: list[int]  # [A], the first column that is no padding
     noise: Noise
 
@@ -65,6 +65,11 @@ def chosen(values_ANV: torch.Tensor, tokens_AN: torch.Tensor) -> torch.Tensor:
     return values_ANV.gather(-1, tokens_AN[..., None])[..., 0]
 
 
+def best(scores_AN: torch.Tensor) -> torch.Tensor:
+    """[A, N], True at each row's highest score, the left-most of equal ones."""
+    return torch.zeros_like(scores_AN, dtype=torch.bool).scatter(1, scores_AN.argmax(dim=1, keepdim=True), True)
+
+
 def highest(scores_AN: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """[A, N], True at each row's so many highest scores, never at minus infinity."""
     picked_AN = torch.zeros_like(scores_AN, dtype=torch.bool)
@@ -78,17 +83,17 @@ def highest(scores_AN: torch.Tensor, counts: list[int]) -> torch.Tensor:
     return picked_AN & (scores_AN > NEVER)
 
 
-def highest_on_canvas(step: Step, scores_AN: torch.Tensor) -> torch.Tensor:
-    """[A, N], True at each row's `quotas` highest scores.
+def highest_on_canvas(step: Step, scores_AN: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """[A, N], True at each row's so many highest scores.
 
     torch.topk breaks ties by where a value stands in its row, so that the row is the one that LLaDA's and Dream's own
     code ranks: the whole canvas without padding, minus infinity outside the block.
     """
     scores_AS = scores_AN.new_full((len(scores_AN), step.width), NEVER)
     scores_AS[:, step.columns] = scores_AN
-    if len(set(step.quotas)) == 1 and not any(step.origins):
-        return highest(scores_AS, step.quotas)[:, step.columns]
+    if len(set(counts)) == 1 and not any(step.origins):
+        return highest(scores_AS, counts)[:, step.columns]
     picked_AS = torch.zeros_like(scores_AS, dtype=torch.bool)
-    for picked_S, scores_S, count, origin in zip(picked_AS, scores_AS, step.quotas, step.origins, strict=True):
+    for picked_S, scores_S, count, origin in zip(picked_AS, scores_AS, counts, step.origins, strict=True):
         picked_S[origin:].index_fill_(0, scores_S[origin:].topk(count).indices, True)
     return picked_AS[:, step.columns]

@@ -39,7 +39,7 @@ class Quota(CommitRule):
             uniform_AS = step.noise.per_position(step.rows, step.width, step.origins)
             uniform_AN = uniform_AS[:, step.columns].clamp(min=1e-30)
             scores_AN = scores_AN / self._rank_temperature - uniform_AN.log().neg().log()
-        return highest_on_canvas(step, scores_AN.masked_fill(~step.masked, NEVER))
+        return highest_on_canvas(step, scores_AN.masked_fill(~step.masked, NEVER), step.quotas)
 
 
 class Ancestral(CommitRule):

@@ -48,4 +48,6 @@ def negative_entropy(step: Step) -> torch.Tensor:
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
     """[A, N], the entropy of softmax(logits) in nats; a probability of zero adds nothing."""
-    return torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1)
+    logarithms = logits.log_softmax(dim=-1)
+    probabilities = logarithms.exp()
+    return -(probabilities * logarithms.masked_fill(probabilities == 0, 0)).sum(dim=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dlm_bridge.generation.noise import Noise
-from dlm_bridge.generation.rules.base import NEVER, CommitRule, Step, highest
+from dlm_bridge.generation.rules.base import NEVER, CommitRule, Step, best, highest, highest_on_canvas
 from dlm_bridge.generation.rules.scores import Score, precise_confidence, probability
 
 
@@ -64,8 +64,7 @@ class SmallBlocks(OneByOne):
         first_A = step.masked.int().argmax(dim=1)
         candidates_AN = step.masked & (small_N == small_N[first_A][:, None])
         scores_AN = step.probabilities().masked_fill(~candidates_AN, NEVER)
-        sure_AN = (scores_AN > self._threshold) & candidates_AN
-        return sure_AN | highest(scores_AN, [1] * len(step.rows))
+        return ((scores_AN > self._threshold) & candidates_AN) | best(scores_AN)
 
 
 class Dynamic(CommitRule):
@@ -126,14 +125,12 @@ class Budget(CommitRule):
 
     def select(self, step: Step) -> torch.Tensor:
         scores_AN = probability(step).masked_fill(~step.masked, NEVER)
-        ordered_AN, order_AN = scores_AN.sort(dim=1, descending=True, stable=True)
         # What the schedule leaves for later steps stays masked, however sure the model is.
         later = [max(0, self._masks[row] - self._masks[row] // self._steps * (step.index + 1)) for row in step.rows]
-        allowed_A = step.masked.sum(dim=1) - torch.tensor(later, device=scores_AN.device)
-        rank_N = torch.arange(scores_AN.shape[1], device=scores_AN.device)
-        passed_AN = (ordered_AN >= self._threshold) & (rank_N < allowed_A[:, None])
-        passed_AN[:, 0] = True
-        return torch.zeros_like(step.masked).scatter(1, order_AN, passed_AN) & step.masked
+        left = step.masked.sum(dim=1).tolist()
+        allowed_AN = highest_on_canvas(step, scores_AN, [a - b for a, b in zip(left, later, strict=True)])
+        best_AN = highest_on_canvas(step, scores_AN, [1] * len(step.rows))
+        return (allowed_AN & (scores_AN >= self._threshold)) | best_AN
 
 
 def cut(schedule: list[int], masks: int) -> list[int]:

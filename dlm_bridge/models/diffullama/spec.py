@@ -18,6 +18,6 @@ SPEC = FamilySpec(
     shift=True,
     mask_token_id=811,
     objective="shifted",
-    sampler={"steps": 64, "temperature": 0.9, "top_p": 0.9, "remasking": "origin"},
+    sampler={"algorithm": "diffullama"},
     checked_against="the public DiscreteDiffusionModel of DiffuLLaMA",
 )

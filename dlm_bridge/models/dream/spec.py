@@ -27,6 +27,6 @@ SPEC = FamilySpec(
     shift=True,
     mask_token_id=151666,
     objective="shifted",
-    sampler={"steps": 512, "eps": 1e-3, "alg": "origin", "temperature": 0.0},
+    sampler={"algorithm": "dream"},
     checked_against="two public copies of modeling_dream.py, and of tokenization_dream.py",
 )
