@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dlm_bridge.generation.algorithms.base import Algorithm
+from dlm_bridge.generation.algorithms.block_causal import SDAR, LLaDA2, LLaDA21
 from dlm_bridge.generation.algorithms.dream import DiffuLLaMA, Dream
 from dlm_bridge.generation.algorithms.llada import ILLaDA, LLaDA
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
-    algorithm.name: algorithm for algorithm in (LLaDA, ILLaDA, Dream, DiffuLLaMA)
+    algorithm.name: algorithm for algorithm in (LLaDA, ILLaDA, Dream, DiffuLLaMA, SDAR, LLaDA2, LLaDA21)
 }
 
 __all__ = ["ALGORITHMS", "Algorithm"]

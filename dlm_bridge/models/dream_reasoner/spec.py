@@ -19,6 +19,6 @@ SPEC = FamilySpec(
     topology="block_causal",
     mask_token_id=151669,
     objective="block",
-    sampler={"block_length": 32, "remasking": "low_confidence_dynamic"},
+    sampler={"algorithm": "sdar", "temperature": 0.0, "confidence_threshold": 0.9},
     checked_against="own maths, and SDAR's public modeling_sdar.py, which has the same layers",
 )

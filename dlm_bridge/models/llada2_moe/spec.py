@@ -26,19 +26,7 @@ SPEC = FamilySpec(
     topology="block_causal",
     mask_token_id=156895,
     objective="block",
-    sampler={
-        "gen_length": 2048,
-        "block_length": 32,
-        "steps": 32,  # of each block
-        "temperature": 0.0,
-        "threshold": 0.95,
-        "minimal_topk": 1,
-        "eos_early_stop": False,
-        # 2.1 edits settled tokens; 2.0 does not.
-        "editing_threshold": 0.9,
-        "max_post_steps": 16,
-        "num_to_transfer": 1,
-    },
+    sampler={"algorithm": "llada2"},  # 2.1 has the same architecture and config: algorithm="llada2.1" samples it
     lora_targets=("query_key_value", "o_proj"),
     checked_against="the public modeling of LLaDA2.0 and LLaDA2.1",
 )

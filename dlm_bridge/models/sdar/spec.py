@@ -24,15 +24,6 @@ SPEC = FamilySpec(
     topology="block_causal",
     mask_token_id=151669,
     objective="block",
-    sampler={
-        "gen_length": 128,
-        "block_length": 4,
-        "steps": 128,  # 4 denoising steps a block
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "remasking": "low_confidence_dynamic",
-        "threshold": 0.85,
-    },
+    sampler={"algorithm": "sdar"},
     checked_against="the public modeling_sdar.py of SDAR-4B-Chat and of dLLM-RL",
 )
