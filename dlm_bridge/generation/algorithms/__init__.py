@@ -5,10 +5,11 @@ from __future__ import annotations
 from dlm_bridge.generation.algorithms.base import Algorithm
 from dlm_bridge.generation.algorithms.block_causal import SDAR, LLaDA2, LLaDA21
 from dlm_bridge.generation.algorithms.dream import DiffuLLaMA, Dream
+from dlm_bridge.generation.algorithms.fast_dllm_v2 import FastDLLMv2
 from dlm_bridge.generation.algorithms.llada import ILLaDA, LLaDA
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
-    algorithm.name: algorithm for algorithm in (LLaDA, ILLaDA, Dream, DiffuLLaMA, SDAR, LLaDA2, LLaDA21)
+    algorithm.name: algorithm for algorithm in (LLaDA, ILLaDA, Dream, DiffuLLaMA, SDAR, LLaDA2, LLaDA21, FastDLLMv2)
 }
 
 __all__ = ["ALGORITHMS", "Algorithm"]

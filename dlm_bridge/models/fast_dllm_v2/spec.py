@@ -19,15 +19,6 @@ SPEC = FamilySpec(
     shift=True,  # inside the block; its first token is predicted by the last one of the block before
     mask_token_id=151665,
     objective="block",
-    sampler={
-        "block_size": 32,
-        "small_block_size": 8,
-        "threshold": 0.9,
-        "temperature": 0.0,
-        "top_p": 0.95,
-        "use_block_cache": False,
-        "max_new_tokens": 2048,
-        "stop_token": 151645,
-    },
+    sampler={"algorithm": "fast_dllm_v2", "threshold": 0.9},
     checked_against="a public copy of modeling.py",
 )
