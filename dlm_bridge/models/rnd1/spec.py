@@ -18,7 +18,7 @@ SPEC = FamilySpec(
     shift=True,
     mask_token_id=151669,
     objective="shifted",
-    sampler={"max_length": 256, "steps": 256, "temperature": 0.1, "alg": "entropy"},  # steps: num_diffusion_steps
+    sampler={"algorithm": "rnd1"},
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
     checked_against="the public modeling_rnd.py",
 )
