@@ -7,11 +7,12 @@ from dlm_bridge.generation.algorithms.block_causal import SDAR, LLaDA2, LLaDA21
 from dlm_bridge.generation.algorithms.dream import DiffuLLaMA, Dream
 from dlm_bridge.generation.algorithms.fast_dllm_v2 import FastDLLMv2
 from dlm_bridge.generation.algorithms.llada import ILLaDA, LLaDA
+from dlm_bridge.generation.algorithms.nemotron import Nemotron
 from dlm_bridge.generation.algorithms.rnd1 import RND1
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     algorithm.name: algorithm
-    for algorithm in (LLaDA, ILLaDA, Dream, DiffuLLaMA, RND1, SDAR, LLaDA2, LLaDA21, FastDLLMv2)
+    for algorithm in (LLaDA, ILLaDA, Dream, DiffuLLaMA, RND1, SDAR, LLaDA2, LLaDA21, FastDLLMv2, Nemotron)
 }
 
 __all__ = ["ALGORITHMS", "Algorithm"]

@@ -20,6 +20,6 @@ SPEC = FamilySpec(
     topology="bidirectional",  # of one pass, as `dlm_paradigm` says in every public config; see modeling.py
     mask_token_id=100,
     objective="block",
-    sampler={"block_length": 32, "steps": 32, "threshold": 0.9, "temperature": 0.0, "causal_context": True},
+    sampler={"algorithm": "nemotron"},
     checked_against="the attention of NVIDIA's Megatron-Bridge, the rest our own maths",
 )

@@ -1,0 +1,51 @@
+"""Nemotron-Labs-Diffusion's block diffusion: a causal prefix, a bidirectional block, an autoregressive seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from dlm_bridge.generation.algorithms.base import Algorithm, Tokens, check_blocks
+from dlm_bridge.generation.canvas import Layout
+from dlm_bridge.generation.loop import Recipe
+from dlm_bridge.generation.predict import CausalContext
+from dlm_bridge.generation.propose import Sampling
+from dlm_bridge.generation.rules.base import CommitRule
+from dlm_bridge.generation.rules.quota import Quota
+from dlm_bridge.generation.rules.schedules import even
+from dlm_bridge.generation.rules.scores import low_confidence
+from dlm_bridge.generation.rules.threshold import Threshold
+from dlm_bridge.models.spec import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nemotron(Algorithm):
+    """The model's `generate` with `causal_context=True`: blocks start where the prompt ends.
+
+    A block's first token is the causal model's next token; the others are settled at `threshold`, one a step without
+    it.
+    """
+
+    name: ClassVar[str] = "nemotron"
+    topologies: ClassVar[tuple[Topology, ...]] = ("bidirectional",)
+    families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
+    model_blocks: ClassVar[bool] = True
+    shortens_block: ClassVar[bool] = True
+
+    block_length: int = 32
+    threshold: float | None = 0.9
+
+    def recipe(self, tokens: Tokens) -> Recipe:
+        check_blocks(self.gen_length, self.block_length)
+        rule: CommitRule = Quota(low_confidence, partial(even, steps=self.block_length))
+        if self.threshold is not None:
+            rule = Threshold(self.threshold)
+        return Recipe(
+            layout=Layout(self.block_length),
+            rule=rule,
+            sampling=Sampling(self.temperature),
+            predictor=CausalContext,
+            predictor_options={},
+            seed="sampled",
+        )
