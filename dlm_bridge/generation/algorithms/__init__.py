@@ -9,10 +9,11 @@ from dlm_bridge.generation.algorithms.fast_dllm_v2 import FastDLLMv2
 from dlm_bridge.generation.algorithms.llada import ILLaDA, LLaDA
 from dlm_bridge.generation.algorithms.nemotron import Nemotron
 from dlm_bridge.generation.algorithms.rnd1 import RND1
+from dlm_bridge.generation.algorithms.wedlm import WeDLM
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     algorithm.name: algorithm
-    for algorithm in (LLaDA, ILLaDA, Dream, DiffuLLaMA, RND1, SDAR, LLaDA2, LLaDA21, FastDLLMv2, Nemotron)
+    for algorithm in (LLaDA, ILLaDA, Dream, DiffuLLaMA, RND1, SDAR, LLaDA2, LLaDA21, FastDLLMv2, Nemotron, WeDLM)
 }
 
 __all__ = ["ALGORITHMS", "Algorithm"]

@@ -23,11 +23,6 @@ SPEC = FamilySpec(
     topology="causal",  # known tokens come first in the input and masks last, each with its own position id
     mask_token_id=151665,
     objective="masked",
-    sampler={
-        "block_length": 16,  # the window
-        "temperature": 0.2,
-        "entropy_threshold": 0.4,
-        "pos_penalty_factor": 0.02,
-    },
+    sampler={"algorithm": "wedlm"},
     checked_against="the public hf_compat/modeling_wedlm.py",
 )
