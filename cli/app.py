@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
 from dlm_bridge.cli import convert, convert_to_dlm, families, train
@@ -15,7 +14,6 @@ from dlm_bridge.errors import DlmBridgeError
 app = typer.Typer(
     name="dlm-bridge",
     help="Train, convert and sample diffusion and autoregressive language models, on the Hub and on Megatron.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -43,24 +41,35 @@ for group in (convert, convert_to_dlm, train, families):
     group.register(app)
 
 
+# Typer exports this one of its usage errors (a missing argument, an unknown option or command); all share the base.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 the check says no, 2 bad usage or bad input, 130 interrupted."""
     try:
-        code = app(standalone_mode=False)
+        code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
     except DlmBridgeError as error:
         _fail(str(error))
-    except click.exceptions.Abort:
-        _fail("interrupted", code=130)
-    except click.ClickException as error:
-        error.show()
-        raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
+    except _UsageError as error:
+        _fail(_usage(error))
+    except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", code=130)
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain once more while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}")
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> str:
+    """What is wrong with the words of a command, and where its help is."""
+    command = error.ctx.command_path if error.ctx is not None else "dlm-bridge"
+    return f"{error.format_message().rstrip('.')} (see {command} --help)"
 
 
 def _fail(message: str, code: int = 2) -> None:

@@ -1,0 +1,78 @@
+"""The command line as a user meets it: bad words and bad input are one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlm_bridge.cli.app import main
+from dlm_bridge.models import FAMILIES, UNSUPPORTED
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["dlm-bridge", *words])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["import"], "Missing argument 'HF' (see dlm-bridge import --help)"),
+        (["import", "a", "b", "--tp", "x"], "'--tp'"),
+        (["verify", "--foo"], "No such option: --foo (see dlm-bridge verify --help)"),
+        (["nosuch"], "No such command 'nosuch' (see dlm-bridge --help)"),
+        (["inspect", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert run(monkeypatch, *words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.startswith("dlm-bridge: ")
+    assert err.count("\n") == 1
+
+
+def test_an_unreadable_file_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").mkdir()
+    assert run(monkeypatch, "inspect", str(tmp_path)) == 2
+    err = capsys.readouterr().err
+    assert "config.json" in err
+    assert err.count("\n") == 1
+
+
+def test_no_words_is_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch) == 0
+    assert "Commands" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["import", "export", "reshard", "inspect", "verify", "pretrain", "convert-to-dlm"])
+def test_every_command_has_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert run(monkeypatch, command, "--help") == 0
+    assert f"dlm-bridge {command} " in capsys.readouterr().out.split("Example", 1)[1]
+
+
+def test_families_lists_every_architecture(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "families", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [row["family"] for row in listed["families"]] == [spec.name for spec in FAMILIES]
+    assert {name for row in listed["families"] for name in row["architectures"]} == {
+        name for spec in FAMILIES for name in spec.architectures
+    }
+    assert listed["unsupported"] == UNSUPPORTED
+    assert run(monkeypatch, "families") == 0
+    assert "llada" in capsys.readouterr().out
