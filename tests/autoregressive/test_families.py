@@ -78,6 +78,8 @@ def test_mapping_covers_the_hubs_tensors(case: Case) -> None:
     assert covered == {name: tuple(tensors[name].shape) for name in covered}
     started = dict(initial_weights(case.spec, case.config, seed=3))
     assert started.keys() == in_model(case, covered).keys()
+    for name, tensor in started.items():
+        assert bool(tensor.any()) != name.endswith("bias"), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

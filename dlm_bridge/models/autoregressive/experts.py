@@ -32,7 +32,7 @@ _MIXTRAL: dict[str, Any] = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num
 _OLMOE: dict[str, Any] = {"rms_norm_eps": 1e-5, "norm_topk_prob": False}
 NO_OLMOE = (
     "OLMoE normalises whole query and key rows, megatron-core's QK norm is per head, so Megatron cannot hold it: "
-    "train it on the Hub side (--engine accelerate)"
+    "use it on the Hub side"
 )
 
 
