@@ -48,7 +48,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 the check says no, 2 bad usage or bad input, 130 interrupted."""
     try:
-        code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = app(args=sys.argv[1:] or ["--help"], prog_name="dlm-bridge", standalone_mode=False)
     except DlmBridgeError as error:
         _fail(str(error))
     except _UsageError as error:
