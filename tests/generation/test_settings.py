@@ -30,35 +30,44 @@ def with_stored(model: Any, **stored: Any) -> Any:
 
 def test_the_family_s_defaults(model: Any) -> None:
     found = settings(model)
-    assert (found.gen_length, found.block_length, found.steps) == (128, 128, 128)
-    assert (found.temperature, found.cfg_scale, found.remasking) == (0.0, 0.0, "low_confidence")
+    assert (found.algorithm.gen_length, found.algorithm.block_length, found.algorithm.steps) == (128, 128, None)
+    assert (found.algorithm.temperature, found.algorithm.cfg_scale, found.algorithm.remasking) == (
+        0.0,
+        0.0,
+        "low_confidence",
+    )
     assert (found.eos_token_ids, found.pad_token_id, found.mask_token_id) == ((EOS,), EOS, MASK)
 
 
 def test_short_lengths_shrink_the_family_s_block_but_not_a_named_one(model: Any) -> None:
     found = settings(model, gen_length=48)
-    assert (found.block_length, found.steps) == (48, 48)
-    assert settings(model, max_new_tokens=48, block_length=16).block_length == 16
+    assert (found.algorithm.gen_length, found.algorithm.block_length) == (48, 48)
+    assert settings(model, max_new_tokens=48, block_length=16).algorithm.block_length == 16
     with pytest.raises(DlmBridgeError, match="not a multiple of block_length 128"):
-        settings(model, gen_length=48, block_length=128)
+        model.generate(prompts(1, 4), gen_length=48, block_length=128)
 
 
 def test_keyword_over_given_over_stored_over_family(model: Any) -> None:
     model = with_stored(model, steps=8, gen_length=64, temperature=0.5, eos_token_id=3)
     given = DiffusionGenerationConfig(steps=16, cfg_scale=1.0)
     found = settings(model, given, steps=32)
-    assert (found.steps, found.gen_length, found.cfg_scale, found.temperature) == (32, 64, 1.0, 0.5)
+    assert (
+        found.algorithm.steps,
+        found.algorithm.gen_length,
+        found.algorithm.cfg_scale,
+        found.algorithm.temperature,
+    ) == (32, 64, 1.0, 0.5)
     assert found.eos_token_ids == (3,)
-    assert settings(model, given).steps == 16
-    assert settings(model).steps == 8
-    assert settings(model, max_new_tokens=32).gen_length == 32  # the other name of what is stored
-    assert settings(model, temperature=0.0).temperature == 0.0
-    assert settings(model, steps=None, temperature=None).temperature == 0.5  # None: not given
+    assert settings(model, given).algorithm.steps == 16
+    assert settings(model).algorithm.steps == 8
+    assert settings(model, max_new_tokens=32).algorithm.gen_length == 32  # the other name of what is stored
+    assert settings(model, temperature=0.0).algorithm.temperature == 0.0
+    assert settings(model, steps=None, temperature=None).algorithm.temperature == 0.5  # None: not given
 
 
 def test_a_config_that_nobody_set_a_temperature_in_is_greedy(model: Any) -> None:
-    assert settings(model, GenerationConfig(max_new_tokens=32)).temperature == 0.0
-    assert settings(model, GenerationConfig(temperature=1.0)).temperature == 1.0
+    assert settings(model, GenerationConfig(max_new_tokens=32)).algorithm.temperature == 0.0
+    assert settings(model, GenerationConfig(temperature=1.0)).algorithm.temperature == 1.0
 
 
 def test_a_keyword_of_none_or_an_explicit_none_turns_stopping_off(model: Any) -> None:
@@ -75,16 +84,16 @@ def test_a_keyword_of_none_or_an_explicit_none_turns_stopping_off(model: Any) ->
 
 
 def test_transformers_own_words(model: Any) -> None:
-    assert settings(model, max_length=36).gen_length == 32
-    assert settings(model, max_length=36, max_new_tokens=16).gen_length == 16
-    assert settings(model, do_sample=True).temperature == 1.0
-    assert settings(model, do_sample=True, temperature=0.3).temperature == 0.3
+    assert settings(model, max_length=36).algorithm.gen_length == 32
+    assert settings(model, max_length=36, max_new_tokens=16).algorithm.gen_length == 16
+    assert settings(model, do_sample=True).algorithm.temperature == 1.0
+    assert settings(model, do_sample=True, temperature=0.3).algorithm.temperature == 0.3
     hot = with_stored(model, temperature=0.6)
-    assert settings(hot, do_sample=True).temperature == 0.6
-    assert settings(hot, do_sample=False).temperature == 0.0
+    assert settings(hot, do_sample=True).algorithm.temperature == 0.6
+    assert settings(hot, do_sample=False).algorithm.temperature == 0.0
     harmless = {"use_cache": True, "num_beams": 1, "top_p": 1.0, "streamer": None, "logits_processor": [], "top_k": 50}
     assert settings(model, **harmless) == settings(model)
-    assert settings(with_stored(model, do_sample=True, top_p=0.9), top_p=None).temperature == 1.0
+    assert settings(with_stored(model, do_sample=True, top_p=0.9), top_p=None).algorithm.temperature == 1.0
 
 
 @pytest.mark.parametrize(
@@ -102,12 +111,28 @@ def test_transformers_own_words(model: Any) -> None:
         ({"temperature": float("nan")}, "temperature must be a number"),
         ({"cfg_scale": -1}, "cfg_scale must be a number, 0 or above, not -1"),
         ({"remasking": "entropy"}, "unknown remasking 'entropy': known are low_confidence, random"),
+        (
+            {"algorithm": "sdar"},
+            "the sdar sampler runs on block_causal models, LLaDA.* is bidirectional: use one of llada",
+        ),
+        ({"algorithm": "nemotron"}, "the nemotron sampler runs on nemotron_labs_diffusion models"),
+        ({"algorithm": "ddpm"}, "unknown algorithm 'ddpm': known are llada, illada, dream"),
+        (
+            {"alg": "entropy"},
+            r"the llada sampler has no alg \(keyword argument: 'entropy'\): leave it out; it has gen_len",
+        ),
+        ({"algorithm": "dream", "block_length": 8}, r"the dream sampler has no block_length \(keyword argument: 8\)"),
+        ({"threshold": 0.9, "factor": 1.0}, "threshold and factor are two rules"),
+        ({"threshold": -1}, "threshold must be a number, 0 or above, not -1"),
+        ({"top_p": 0}, "top_p must be a number above 0, at most 1, not 0"),
+        ({"eps": 1.0}, "eps must be a number between 0 and 1, not 1.0"),
+        ({"greedy": 1}, "greedy must be True or False, not 1"),
         ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, not 'x'"),
         ({"seed": "x"}, "seed must be a whole number, not 'x'"),
         ({"mask_token_id": 128}, "mask_token_id 128 is outside the vocabulary of 128"),
         ({"pad_token_id": MASK}, "pad_token_id 127 is the mask token"),
         ({"stepz": 3}, r"does not know 'stepz' \(keyword argument\): did you mean steps\?"),
-        ({"zzz": 3}, r"does not know 'zzz' .*: known are gen_length, temperature, steps"),
+        ({"zzz": 3}, r"does not know 'zzz' .*: known are gen_length, temperature, algorithm"),
         ({"num_beams": 4}, r"has no num_beams \(keyword argument: 4\): leave it out"),
         ({"top_p": 0.9, "temperature": 1.0}, "has no top_p"),
         ({"repetition_penalty": 1.2}, "has no repetition_penalty"),
@@ -129,7 +154,7 @@ def test_refused_sources(model: Any) -> None:
         settings(model, {"steps": 3})  # type: ignore[arg-type]
     with pytest.raises(DlmBridgeError, match=r"has no top_p \(the model's generation_config: 0.9\): pass top_p=None"):
         settings(with_stored(model, top_p=0.9), temperature=1.0)
-    assert settings(with_stored(model, top_p=0.9)).temperature == 0.0  # greedy: of no account
+    assert settings(with_stored(model, top_p=0.9)).algorithm.temperature == 0.0  # greedy: of no account
     with pytest.raises(DlmBridgeError, match="Linear is not a diffusion language model"):
         generate(torch.nn.Linear(1, 1), prompts(1, 4))
     maskless = copy.copy(model)
@@ -181,7 +206,7 @@ def test_padding_does_not_count_towards_the_context(model: Any) -> None:
     assert model.generate(torch.ones(1, 248).long(), gen_length=8, eos_token_id=None).shape == (1, 256)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1}, {"gen_length": 9, "block_length": 2}, {"remasking": "x"}])
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"gen_length": 9, "max_new_tokens": 2}, {"remasking": "x"}])
 def test_a_config_is_checked_when_it_is_made(bad: dict[str, Any]) -> None:
     with pytest.raises(DlmBridgeError):
         DiffusionGenerationConfig(**bad)
@@ -218,9 +243,14 @@ def test_settings_travel_with_the_model(folder: Path, tmp_path: Path) -> None:
     changed = type(model).from_pretrained(tmp_path / "changed")
     assert changed.generation_config == model.generation_config
     found = settings(changed)
-    assert (found.gen_length, found.steps, found.temperature, found.remasking) == (16, 8, 0.5, "random")
+    assert (
+        found.algorithm.gen_length,
+        found.algorithm.steps,
+        found.algorithm.temperature,
+        found.algorithm.remasking,
+    ) == (16, 8, 0.5, "random")
     given = type(model).from_pretrained(folder, generation_config=GenerationConfig(max_new_tokens=8))
-    assert settings(given).gen_length == 8
+    assert settings(given).algorithm.gen_length == 8
     assert settings(given).eos_token_ids == (EOS,)
 
 
@@ -230,7 +260,12 @@ def test_the_hub_s_own_settings_are_respected_and_kept(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(hub))
     model = load(folder)
     found = settings(model)
-    assert (found.eos_token_ids, found.pad_token_id, found.temperature, found.gen_length) == ((7, 8), 9, 0.2, 64)
+    assert (found.eos_token_ids, found.pad_token_id, found.algorithm.temperature, found.algorithm.gen_length) == (
+        (7, 8),
+        9,
+        0.2,
+        64,
+    )
     model.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     del saved["transformers_version"]
