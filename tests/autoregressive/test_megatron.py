@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from dlm_bridge import DlmBridgeError, Layout
+from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.models import family_by_name
 from dlm_bridge.models.rope import rope_settings, window_settings
 from tests.autoregressive.cases import CASES, DEEPSEEK_V3, GLM_45, LLAMA_31, LLAMA_32, MISTRAL_1, QWEN_25, Case
 
+BY_LABEL = {case.label: case for case in CASES}
 HELD = [case for case in CASES if case.megatron]
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 QWEN_YARN = {**QWEN_25, "rope_scaling": YARN}
@@ -113,6 +115,44 @@ def moe_prefixes(dims: Any) -> list[str]:
         return []
     decoder = [f"decoder.layers.{layer}." for layer in range(dims.layers) if dims.is_moe(layer)]
     return [*decoder, "mtp.layers."]
+
+
+RUN = [
+    *(
+        pytest.param(case, {}, id=case.label)
+        for case in HELD
+        if case.family not in ("mistral", "glm4_moe", "deepseek_v3")
+    ),
+    pytest.param(BY_LABEL["mistral-nemo"], {}, id="mistral-nemo"),
+    pytest.param(BY_LABEL["glm4-moe"], {"num_nextn_predict_layers": 0}, id="glm4-moe"),
+    pytest.param(BY_LABEL["mistral"], {"sliding_window": 8}, id="window"),
+    pytest.param(
+        BY_LABEL["qwen2.5"],
+        {
+            "sliding_window": 8,
+            "use_sliding_window": True,
+            "max_window_layers": 2,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+        id="window of some layers and yarn",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "changed"), RUN)
+def test_logits_are_transformers_own(
+    case: Case, changed: dict[str, Any], megatron: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Beyond the window and YaRN's original context, too."""
+    source = case.write(tmp_path / "hub", **changed)
+    (model,) = Bridge.from_hf(source).build_megatron_model(Layout())
+    ids = torch.randint(0, 130, (2, 40), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(40).expand(2, -1)
+    mask = None if "sliding_window" in changed else torch.ones(1, 1, 40, 40, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        found = model.eval()(ids, positions, mask)[..., :130]
+        expected = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()(ids).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
