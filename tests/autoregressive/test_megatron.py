@@ -14,13 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.models import family_by_name
 from dlm_bridge.models.rope import rope_settings, window_settings
-from tests.autoregressive.cases import CASES, DEEPSEEK_V3, GLM_45, LLAMA_31, LLAMA_32, MISTRAL_1, QWEN_25, Case
+from tests.autoregressive.cases import CASES, Case
+from tests.autoregressive.published import DEEPSEEK_V3, GLM_45, LLAMA_31, LLAMA_32, MISTRAL_1, QWEN_25
 
 BY_LABEL = {case.label: case for case in CASES}
 HELD = [case for case in CASES if case.megatron]
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 QWEN_YARN = {**QWEN_25, "rope_scaling": YARN}
-OTHER_LLAMA3 = {**LLAMA_31["rope_scaling"], "low_freq_factor": 2.0}  # type: ignore[dict-item]
+OTHER_LLAMA3 = {**LLAMA_31["rope_scaling"], "low_freq_factor": 2.0}
 
 
 @pytest.fixture(scope="module")
