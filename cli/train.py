@@ -46,7 +46,9 @@ def pretrain(
     micro_batch_size: Annotated[int | None, typer.Option(help="Sequences at once on a process.")] = None,
     seq_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of data order, noise and initial weights.")] = None,
-    objective: Annotated[str | None, typer.Option(help="masked; the family's own by default.")] = None,
+    objective: Annotated[
+        str | None, typer.Option(help="masked, shifted, block, ...; the family's own by default.")
+    ] = None,
     length_variation: Annotated[float | None, typer.Option(help="Share of sequences cut to a random length.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,

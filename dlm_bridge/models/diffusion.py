@@ -79,6 +79,8 @@ class DiffusionLM:
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         generator: torch.Generator | None = None,
+        loss_weights: torch.Tensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
         attention_bias: torch.Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
@@ -90,14 +92,22 @@ class DiffusionLM:
             input_ids: [B, S] token ids, some of them the mask token.
             attention_mask: [B, S], zero at padding; or [B, 1, S, S], boolean (True: may look) or additive.
             position_ids: [B, S], counted from 0 by default.
-            labels: [B, S] clean tokens, -100 where a position is never masked. With them the family's own diffusion
-                loss is returned: noise is drawn from `generator`, which is then required.
+            labels: with `generator`, [B, S] clean tokens, -100 where a position is never masked: the family's own
+                diffusion loss of clean `input_ids` is returned. With `loss_weights`, [B, S] the token that each
+                position's logits predict, -100 where a position does not count: `input_ids` hold their masks already
+                (`dlm_bridge.train.collator.DiffusionCollator` makes all of it), and the loss is the weighted
+                cross-entropy over the number of labels.
+            generator: where the noise of clean `input_ids` comes from.
+            loss_weights: [B, S] weights of an already noised batch, zero where a label only counts.
+            num_items_in_batch: the divisor in place of the number of labels: transformers' Trainer gives that of all
+                micro-batches of a step.
             logits_to_keep: 0 for all positions, n for the last n, a boolean [B, S] mask for logits [n_kept, V] in
                 row-major order, or index tensors, as in transformers.
             attention_bias: the original code's name for a 4-D `attention_mask`.
 
         Raises:
-            DlmBridgeError: `labels` without `generator`; a cache, which a bidirectional model cannot use.
+            DlmBridgeError: `labels` without `generator` or `loss_weights`; a cache, which a bidirectional model cannot
+                use.
         """
         if past_key_values is not None or use_cache:
             raise DlmBridgeError(f"{type(self).__name__} keeps no key/value cache: drop past_key_values and use_cache")
@@ -105,9 +115,8 @@ class DiffusionLM:
             if attention_mask is not None:
                 raise DlmBridgeError("pass attention_mask or attention_bias, not both")
             attention_mask = attention_bias
-        if labels is not None:
-            kwargs["position_ids"] = position_ids
-            return self._diffusion_loss(input_ids, labels, generator, attention_mask, **kwargs)
+        if labels is not None and loss_weights is None:
+            return self._diffusion_loss(input_ids, labels, generator, attention_mask, position_ids, **kwargs)
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
             raise DlmBridgeError("pass input_ids or inputs_embeds")
@@ -120,9 +129,15 @@ class DiffusionLM:
             use_cache=False,
             **kwargs,
         )
-        hidden = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))  # type: ignore[attr-defined]
+        loss = None
+        if labels is not None and loss_weights is not None:
+            from dlm_bridge.train.objectives import weighted_loss
+
+            loss = weighted_loss(logits, labels, loss_weights, logits_to_keep, num_items_in_batch)
         return CausalLMOutputWithPast(
-            logits=self.lm_head(hidden),  # type: ignore[attr-defined]
+            loss=loss,
+            logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -158,26 +173,27 @@ class DiffusionLM:
         labels: torch.Tensor,
         generator: torch.Generator | None,
         attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """The family's training loss over clean `input_ids`, normalised by the positions that `labels` counts."""
-        from dlm_bridge.train.objectives import masked_diffusion_loss
+        """The family's own training loss over clean `input_ids`."""
+        from dlm_bridge.train.objectives import diffusion_loss, family_objective
 
         if generator is None:
             raise DlmBridgeError(
                 f"{type(self).__name__} is a diffusion model: its loss needs noise. Pass "
-                "generator=torch.Generator(device).manual_seed(seed) with labels, or use dlm_bridge.train.objectives"
+                "generator=torch.Generator(device).manual_seed(seed) with labels, or let "
+                "dlm_bridge.train.collator.DiffusionCollator make the batches"
             )
         if input_ids is None:
             raise DlmBridgeError("the diffusion loss masks tokens: pass input_ids, not inputs_embeds")
-        mask_token_id = self.config.mask_token_id  # type: ignore[attr-defined]
-        if mask_token_id is None:
-            raise DlmBridgeError("the config has no mask_token_id: set model.config.mask_token_id")
 
         def logits(**arguments: Any) -> torch.Tensor:
             return self.forward(**arguments).logits
 
-        loss = masked_diffusion_loss(logits, input_ids, labels, generator, mask_token_id, attention_mask, **kwargs)
+        loss = diffusion_loss(
+            logits, family_objective(self), input_ids, labels, generator, attention_mask, position_ids, **kwargs
+        )
         return CausalLMOutputWithPast(loss=loss)
 
     def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:

@@ -25,11 +25,11 @@ from dlm_bridge.train.data import Section
 from dlm_bridge.train.keyed import Purpose, torch_seed
 from dlm_bridge.train.loading import load_hub_model, load_model
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
-from dlm_bridge.train.objectives import MaskedDiffusion, NoisyBatch, Uniforms, build_objective
+from dlm_bridge.train.objectives import NoisyBatch, Objective, Uniforms, divisors, family_objective
 from dlm_bridge.train.optimisation import learning_rate, parameter_groups
 from dlm_bridge.train.progress import TrainingProgress
 from dlm_bridge.train.sampling import Sampler
-from dlm_bridge.train.setup import load_data, mask_token_id, open_output, with_objective, write_config
+from dlm_bridge.train.setup import load_data, open_output, with_objective, write_config
 
 EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always the same
 
@@ -56,7 +56,7 @@ def pretrain(config: TrainConfig, resume: bool = False, console: Console | None 
 
     model = load_model(config) if checkpoint is None else load_hub_model(str(checkpoint))
     config = with_objective(config, model)
-    objective = build_objective(str(config.objective), mask_token_id(model), config.length_variation)
+    objective = family_objective(model, config.objective, config.length_variation)
     with accelerator.main_process_first():
         train, valid, tokenizer = load_data(config, model, objective.mask_token_id)
     state = None if checkpoint is None else load_state(checkpoint)
@@ -95,7 +95,7 @@ class Trainer:
     accelerator: Accelerator
     model: Any
     tokenizer: Any
-    objective: MaskedDiffusion
+    objective: Objective
     train: Section
     valid: Section
     micro_batch_size: int
@@ -108,7 +108,7 @@ class Trainer:
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         device = self.accelerator.device
-        self.flops_per_token = flops_per_token(self.model, config.seq_length)
+        self.flops_per_token = flops_per_token(self.model, config.seq_length) * self.objective.tokens_read
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self.peak_flops = peak_flops(name, config.precision)
         optimizer = torch.optim.AdamW(
@@ -158,20 +158,21 @@ class Trainer:
         # Dropout's numbers, too, depend on nothing that a restart forgets.
         torch.manual_seed(torch_seed(config.seed, step, accelerator.process_index))
         batches = [self._noisy(step, samples) for samples in self._samples(step)]
-        normaliser, stop = self._sum(sum(int(batch.normaliser) for batch in batches), int(want_stop))
+        summed = self._sum(torch.stack([batch.normaliser for batch in batches]).sum(dim=0), int(want_stop))
+        normaliser, stop = divisors(summed[:-1]).to(accelerator.device), bool(summed[-1] > 0)
         rate = learning_rate(config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-        loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        loss_sums = torch.zeros(len(normaliser), dtype=torch.float64, device=accelerator.device)
         for number, batch in enumerate(batches, 1):
             # Gradients are summed over the processes once, with the last micro-batch.
             with contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(self.model):
-                loss = self._loss_sum(self.model, batch)
+                sums = self._loss_sums(self.model, batch)
                 # Data parallelism averages over processes; the global normaliser wants the sum.
-                accelerator.backward(loss * (accelerator.num_processes / normaliser))
-            loss_sum += loss.detach()
-        loss_value = self._sum(loss_sum.item())[0] / normaliser
+                accelerator.backward((sums * (accelerator.num_processes / normaliser)).sum())
+            loss_sums += sums.detach()
+        loss_value = float((self._sum(loss_sums) / normaliser).sum())
         if not math.isfinite(loss_value):
             raise DlmBridgeError(
                 f"step {step}: the loss is {loss_value}: lower --lr, or resume from before with another"
@@ -196,7 +197,7 @@ class Trainer:
             if self.peak_flops is None
             else rate_of_tokens * self.flops_per_token / (self.peak_flops * accelerator.num_processes),
         )
-        return row, stop > 0
+        return row, stop
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -205,17 +206,17 @@ class Trainer:
         count = min(len(self.valid), EVAL_BATCHES * self.config.global_batch_size)
         samples = range(count)[accelerator.process_index :: accelerator.num_processes]
         objective = dataclasses.replace(self.objective, length_variation=0.0)
-        loss_sum, normaliser = 0.0, 0
+        totals = torch.zeros(2, objective.terms, dtype=torch.float64)  # loss sums and normalisers
         self.model.eval()
         for start in range(0, len(samples), self.micro_batch_size):
             chosen = list(samples[start : start + self.micro_batch_size])
             uniforms = Uniforms.keyed(self.config.seed, 0, chosen, self.config.seq_length, Purpose.EVAL_NOISE)
             batch = objective.noise(self.valid.rows(chosen), uniforms)
-            loss_sum += self._loss_sum(self.plain_model, batch).item()
-            normaliser += int(batch.normaliser)
+            sums = self._loss_sums(self.plain_model, batch).double().cpu()
+            totals += torch.stack([sums, batch.normaliser])
         self.model.train()
-        total, positions = self._sum(loss_sum, normaliser)
-        return total / positions
+        loss_sums, normaliser = self._sum(totals).cpu().reshape(2, -1)
+        return float((loss_sums / divisors(normaliser)).sum())
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step` on the main process, while the others wait."""
@@ -243,18 +244,22 @@ class Trainer:
         uniforms = Uniforms.keyed(self.config.seed, step, samples, self.config.seq_length)
         return self.objective.noise(rows, uniforms)
 
-    def _loss_sum(self, model: Any, batch: NoisyBatch) -> torch.Tensor:
+    def _loss_sums(self, model: Any, batch: NoisyBatch) -> torch.Tensor:
         batch = batch.to(self.accelerator.device)
         logits_MV = model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, logits_to_keep=batch.mask
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            logits_to_keep=batch.mask,
         ).logits
         return self.objective.loss_sum(logits_MV, batch)
 
-    def _sum(self, *values: float) -> list[float]:
-        """Each value summed over the processes."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
-        reduced: Any = self.accelerator.reduce(tensor, reduction="sum")
-        return reduced.tolist()
+    def _sum(self, *values: torch.Tensor | float) -> torch.Tensor:
+        """All values in one row, each summed over the processes, in float64."""
+        device = self.accelerator.device
+        row = torch.cat([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(-1) for value in values])
+        reduced: Any = self.accelerator.reduce(row, reduction="sum")
+        return reduced
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:

@@ -19,12 +19,14 @@ class Purpose(IntEnum):
     SHUFFLE = 2
     MOCK_DATA = 3
     TORCH = 4
+    COLLATOR = 5
 
 
-def stream(seed: int, purpose: Purpose, major: int = 0, minor: int = 0) -> np.random.Generator:
-    """The generator of (seed, purpose, major, minor), for example (seed, TRAIN_NOISE, step, global sample index)."""
+def stream(seed: int, purpose: Purpose, major: int = 0, minor: int = 0, lane: int = 0) -> np.random.Generator:
+    """The generator of (seed, purpose, major, minor), for example (seed, TRAIN_NOISE, step, global sample index).
+    Its `lane`s are 2^64 numbers apart: what is drawn in one does not depend on how many another gave."""
     key = np.array([seed % 2**64, int(purpose)], dtype=np.uint64)
-    counter = np.array([0, 0, major, minor], dtype=np.uint64)
+    counter = np.array([0, lane, major, minor], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 

@@ -34,12 +34,15 @@ def load_model(config: TrainConfig) -> Any:
 def load_hub_model(model: str) -> Any:
     """A Hub folder or id as an fp32 model. Raises DlmBridgeError."""
     _check_exists("--model", model)
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     import dlm_bridge  # noqa: F401  registers the families
 
     try:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        # Not every family's output layer is behind AutoModelForCausalLM.
+        family = getattr(type(AutoConfig.from_pretrained(model)), "family", None)
+        model_class = AutoModelForCausalLM if family is None else family.load("model_class")
+        return model_class.from_pretrained(model, dtype=torch.float32)
     except OSError as error:
         raise DlmBridgeError(f"--model {model}: {_one_line(error)}") from error
 

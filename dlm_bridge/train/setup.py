@@ -13,7 +13,7 @@ from dlm_bridge.train.checkpoints import clean
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import MOCK, Blocks, MockBlocks, Section
 from dlm_bridge.train.loading import load_tokenizer
-from dlm_bridge.train.objectives import OBJECTIVES
+from dlm_bridge.train.objectives import check_objective
 
 
 def open_output(output: Path, resume: bool) -> None:
@@ -45,35 +45,11 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
             "see dlm-bridge families for what pretrain takes"
         )
     objective = config.objective or family.objective
-    if objective not in OBJECTIVES and config.objective is None:
-        raise DlmBridgeError(
-            f"--model {config.model}: pretrain does not have the objective of {type(model).__name__}, '{objective}': "
-            f"known are {', '.join(OBJECTIVES)}"
-        )
-    if objective == "masked" and (family.shift or family.topology != "bidirectional"):
-        kind = "shifted" if family.shift else family.topology.replace("_", "-")
-        raise DlmBridgeError(
-            f"--model {config.model}: --objective masked is for bidirectional models whose logits are not shifted, "
-            f"{type(model).__name__} is {kind}"
-        )
+    check_objective(objective, family, f"--objective {objective}" if config.objective else f"--model {config.model}")
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and config.seq_length > limit:
         raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
     return dataclasses.replace(config, objective=objective)
-
-
-def mask_token_id(model: Any) -> int:
-    """The config's mask token, else the family's. Raises DlmBridgeError where there is none in the vocabulary."""
-    token = getattr(model.config, "mask_token_id", None)
-    token = model.family.mask_token_id if token is None else token
-    if token is None:
-        raise DlmBridgeError("the model's config has no mask_token_id: set it in config.json")
-    rows = model.get_input_embeddings().weight.shape[0]
-    if not 0 <= token < rows:
-        raise DlmBridgeError(
-            f"the config's mask_token_id {token} is outside the vocabulary of {rows}: set it in config.json"
-        )
-    return int(token)
 
 
 def load_data(config: TrainConfig, model: Any, mask_token: int) -> tuple[Section, Section, Any]:

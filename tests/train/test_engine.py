@@ -185,8 +185,8 @@ def test_starts_from_a_megatron_checkpoint(tmp_path: Path, run: Run, seed_folder
     ("family", "message"),
     [
         (family_by_name("llada"), None),
-        (dataclasses.replace(family_by_name("llada"), objective="other"), "does not have the objective of"),
-        (dataclasses.replace(family_by_name("llada"), shift=True), "is shifted"),
+        (dataclasses.replace(family_by_name("llada"), objective="other"), "unknown objective 'other'"),
+        (dataclasses.replace(family_by_name("llada"), shift=True), "is bidirectional and shifted"),
         (dataclasses.replace(family_by_name("llada"), topology="block_causal"), "is block-causal"),
         (dataclasses.replace(family_by_name("llada"), kind="autoregressive"), "is not a diffusion language model"),
     ],

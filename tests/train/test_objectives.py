@@ -1,21 +1,27 @@
-"""The masked diffusion objective against independent maths, and its noise against every way to cut a batch."""
+"""The masked diffusion objectives against independent maths, and its noise against every way to cut a batch."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models import FAMILIES, family_by_name
 from dlm_bridge.train.keyed import Purpose, stream
 from dlm_bridge.train.objectives import (
     IGNORE,
+    OBJECTIVES,
     MaskedDiffusion,
     Uniforms,
     build_objective,
-    masked_diffusion_loss,
+    check_objective,
+    diffusion_loss,
 )
 
 MASK = 7
@@ -61,7 +67,7 @@ def test_expected_loss_equals_exact_enumeration_of_all_masks() -> None:
         exact -= chance * sum(log_probabilities[i, tokens[0, i]].item() / p for i in range(3) if masked[i]) / 3
     draws = 20_000
     drawn = Uniforms.drawn(torch.Generator().manual_seed(0), draws, 3)
-    uniforms = Uniforms(torch.full((draws,), 0.4), drawn.token, drawn.cut, drawn.cut_length)
+    uniforms = dataclasses.replace(drawn, level=torch.full((draws,), 0.4))
     noisy = objective.noise(tokens.expand(draws, 3), uniforms)
     sampled = objective.loss_sum(_logits(noisy.input_ids)[noisy.mask], noisy) / noisy.normaliser
     assert sampled.item() == pytest.approx(exact, rel=0.02)
@@ -90,6 +96,12 @@ def test_noise_is_keyed_by_sample_not_by_layout() -> None:
         assert torch.equal(torch.cat([part.weights for part in parts]), whole.weights)
         assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
         assert sum(int(part.normaliser) for part in parts) == int(whole.normaliser)
+
+
+def test_noise_does_not_depend_on_padding() -> None:
+    short, long = (Uniforms.keyed(5, 3, [100, 101], length) for length in (6, 9))
+    for name, numbers in vars(long).items():
+        assert torch.equal(numbers[:, :6] if numbers.dim() == 2 else numbers, getattr(short, name)), name
 
 
 @pytest.mark.parametrize("other", [(6, 3, 100), (5, 4, 100), (5, 3, 101)])
@@ -135,7 +147,7 @@ def test_length_variation_cuts_the_right_share_to_uniform_lengths() -> None:
 
 
 def test_batch_without_a_masked_position_gives_zero_with_a_graph() -> None:
-    uniforms = Uniforms(torch.zeros(1), torch.ones(1, 4), torch.ones(1), torch.zeros(1))
+    uniforms = Uniforms(torch.zeros(1), torch.ones(1, 4), torch.ones(1), torch.zeros(1), torch.zeros(1, 4))
     objective = MaskedDiffusion(MASK)
     noisy = objective.noise(torch.ones(1, 4, dtype=torch.long), uniforms)
     assert not noisy.mask.any()
@@ -150,11 +162,11 @@ def test_batch_without_a_masked_position_gives_zero_with_a_graph() -> None:
 def test_loss_from_an_explicit_generator_repeats_and_normalises() -> None:
     tokens = torch.randint(0, MASK, (4, 6), generator=torch.Generator().manual_seed(0))
 
-    def forward(input_ids: torch.Tensor, attention_mask: object, logits_to_keep: torch.Tensor) -> torch.Tensor:
+    def forward(logits_to_keep: torch.Tensor, **_: object) -> torch.Tensor:
         return torch.zeros(int(logits_to_keep.sum()), VOCAB)
 
     losses = [
-        masked_diffusion_loss(forward, tokens, tokens, torch.Generator().manual_seed(seed), MASK).item()
+        diffusion_loss(forward, MaskedDiffusion(MASK), tokens, tokens, torch.Generator().manual_seed(seed)).item()
         for seed in (1, 1, 2)
     ]
     assert losses[0] == losses[1] != losses[2]
@@ -167,3 +179,70 @@ def test_loss_from_an_explicit_generator_repeats_and_normalises() -> None:
 def test_unknown_objective_names_the_known_ones() -> None:
     with pytest.raises(DlmBridgeError, match="unknown objective 'maskd': known are masked"):
         build_objective("maskd", MASK)
+
+
+def test_fraction_weights_make_every_sequence_cost_its_mean_cross_entropy() -> None:
+    """MegaDLMs: at least one mask, over the exact masked share, so that rows weigh as many tokens as they have."""
+    objective = build_objective("masked_fraction", MASK)
+    tokens = torch.randint(0, MASK, (64, 6), generator=torch.Generator().manual_seed(0))
+    labels = tokens.clone()
+    labels[:, :2] = IGNORE
+    drawn = Uniforms.keyed(0, 1, range(64), 6)
+    uniforms = dataclasses.replace(drawn, level=drawn.level * 0.3)  # many rows without a mask, but for the rule
+    noisy = objective.noise(tokens, uniforms, labels)
+    assert (uniforms.token[:, 2:] >= uniforms.level[:, None]).all(1).any()
+    assert noisy.mask.any(1).all()
+    assert not noisy.mask[:, :2].any()
+    logits = _logits(noisy.input_ids)
+    losses = -logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    expected = sum(4 * losses[row][noisy.mask[row]].mean().item() for row in range(64)) / (64 * 4)
+    loss = objective.loss_sum(logits[noisy.mask], noisy) / noisy.normaliser
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_objective_depends_on_how_the_batch_is_cut(name: str) -> None:
+    """Sums and normalisers of the parts add up to the whole batch's, with prompts and shortened rows."""
+    config = SimpleNamespace(block_size=4, dlm_loss_weight=None, ar_loss_weight=1.0)
+    objective = build_objective(name, MASK, length_variation=0.5, config=config)
+    tokens = torch.randint(0, MASK, (8, 10), generator=torch.Generator().manual_seed(0))
+    labels = tokens.clone()
+    labels[::2, :3] = IGNORE
+
+    def sums(first: int, last: int) -> torch.Tensor:
+        uniforms = Uniforms.keyed(5, 3, range(100 + first, 100 + last), 10)
+        noisy = objective.noise(tokens[first:last], uniforms, labels[first:last])
+        assert len(noisy.normaliser) == objective.terms
+        logits = _logits(noisy.input_ids)[noisy.mask]
+        return torch.stack([objective.loss_sum(logits, noisy).double(), noisy.normaliser])
+
+    whole = sums(0, 8)
+    assert (whole > 0).all()
+    for size in (1, 2, 4):
+        parts = torch.stack([sums(first, first + size) for first in range(0, 8, size)])
+        torch.testing.assert_close(parts.sum(0), whole, rtol=1e-5, atol=0)
+
+
+def test_every_family_has_an_objective_of_its_own_kind() -> None:
+    for family in FAMILIES:
+        if family.kind == "diffusion":
+            check_objective(family.objective, family, family.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "message"),
+    [
+        ("masked", "dream", "'masked' is not for Dream, Dream-Coder, DiffuCoder, which is bidirectional and shifted"),
+        ("shifted", "llada", "which is bidirectional: what fits is masked, masked_fraction"),
+        ("masked", "sdar", "which is block-causal: what fits is block, block_levels"),
+        ("block", "fast_dllm_v2", "what fits is block_complementary"),
+        ("masked", "wedlm", "which is causal: what fits is wedlm"),
+        ("block", "nemotron_labs_diffusion", "what fits is masked, masked_fraction, nemotron"),
+        ("nemotron", "llada", "objective 'nemotron' is not for LLaDA-8B, LLaDA-1.5"),
+        ("diffusion", "sdar", "unknown objective 'diffusion'"),
+    ],
+)
+def test_no_family_trains_with_another_familys_loss(name: str, family: str, message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
+        check_objective(name, family_by_name(family), "--objective")
+    assert "\n" not in str(raised.value)

@@ -15,6 +15,7 @@ SPEC = FamilySpec(
     mapping="dlm_bridge.models.difflm.mapping:MAPPING",
     initialisation="dlm_bridge.models.initialisation:normal",
     auto_classes=(),
+    objective="masked_fraction",
     sampler={"algorithm": "llada", "gen_length": 256, "block_length": 256},
     checked_against="the public modeling_dlm.py of MegaDLMs",
 )

@@ -17,7 +17,7 @@ SPEC = FamilySpec(
     auto_classes=(),  # Llama's own entries stay as they are
     shift=True,
     mask_token_id=811,
-    objective="shifted",
+    objective="shifted_floor",
     sampler={"algorithm": "diffullama"},
     checked_against="the public DiscreteDiffusionModel of DiffuLLaMA",
 )

@@ -18,7 +18,7 @@ SPEC = FamilySpec(
     topology="block_causal",
     shift=True,  # inside the block; its first token is predicted by the last one of the block before
     mask_token_id=151665,
-    objective="block",
+    objective="block_complementary",
     sampler={"algorithm": "fast_dllm_v2", "threshold": 0.9},
     checked_against="a public copy of modeling.py",
 )

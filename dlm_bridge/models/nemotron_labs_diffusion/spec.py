@@ -19,7 +19,7 @@ SPEC = FamilySpec(
     auto_classes=("AutoModel",),  # as in the Hub's auto_map; the class has the output layer
     topology="bidirectional",  # of one pass, as `dlm_paradigm` says in every public config; see modeling.py
     mask_token_id=100,
-    objective="block",
+    objective="nemotron",
     sampler={"algorithm": "nemotron"},
     checked_against="the attention of NVIDIA's Megatron-Bridge, the rest our own maths",
 )

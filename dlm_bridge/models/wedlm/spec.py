@@ -22,7 +22,7 @@ SPEC = FamilySpec(
     auto_classes=("AutoModelForCausalLM",),
     topology="causal",  # known tokens come first in the input and masks last, each with its own position id
     mask_token_id=151665,
-    objective="masked",
+    objective="wedlm",
     sampler={"algorithm": "wedlm"},
     checked_against="the public hf_compat/modeling_wedlm.py",
 )

@@ -1,0 +1,118 @@
+"""The data collator that lets transformers' Trainer and TRL's SFTTrainer train any diffusion family."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.keyed import Purpose
+from dlm_bridge.train.objectives import IGNORE, NoisyBatch, Objective, Uniforms, family_objective
+
+ANSWER_MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: one where a token is trained on
+SAMPLE_INDEX = "sample_index"
+
+
+@dataclass
+class DiffusionCollator:
+    """Pads samples, masks them on the CPU by the family's own objective, and returns what the model's forward takes.
+
+        collator = DiffusionCollator.of(model, seed=0)
+        Trainer(model=model, args=args, data_collator=collator, train_dataset=dataset).train()
+
+    A sample has `input_ids`, and optionally `labels` (-100 where a token is never masked: the prompt),
+    `completion_mask` or `assistant_masks` (zero there) and `attention_mask`. The batch has `labels` and `loss_weights`
+    as DiffusionLM.forward describes them, so that Trainer's own count of labels over a step's micro-batches normalises
+    the loss: gradient accumulation and the number of processes do not change it. (WeDLM's loss is a sum of two means,
+    which Trainer cannot count: each micro-batch is normalised alone there, as in the original trainer.)
+
+    The noise of a sample with a `sample_index` is keyed by (seed, that index) alone: give every visit of a sample its
+    own. Otherwise it is keyed by the seed, the process, the loader's worker and how many batches that has collated, so
+    that a run repeats; one that is resumed begins its noise anew. A `generator` (only without workers) comes first.
+    """
+
+    objective: Objective
+    pad_token_id: int = 0  # never looked at nor counted
+    seed: int = 0
+    generator: torch.Generator | None = None
+    pad_to_multiple_of: int = 1
+    full_logits: bool = False  # logits of every position, which TRL's SFTTrainer reads for its accuracy
+    _batches: int = field(default=0, init=False)
+
+    @classmethod
+    def of(cls, model: Any, objective: str | None = None, **settings: Any) -> DiffusionCollator:
+        """The collator of a model, with the family's own objective or another that fits it. `settings` are this
+        class's fields. Raises DlmBridgeError for an objective of other models."""
+        settings.setdefault("pad_token_id", model.config.pad_token_id or 0)
+        return cls(family_objective(model, objective), **settings)
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """The batch of some samples. Raises DlmBridgeError for samples that do not fit together."""
+        tokens = [torch.as_tensor(sample["input_ids"]) for sample in samples]
+        if not tokens or min(len(row) for row in tokens) == 0:
+            raise DlmBridgeError("a batch needs samples with input_ids that are not empty")
+        length = -(-max(len(row) for row in tokens) // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        input_ids = torch.full((len(tokens), length), self.pad_token_id)
+        labels = torch.full_like(input_ids, IGNORE)
+        real = torch.zeros_like(input_ids, dtype=torch.bool)
+        for row, sample in enumerate(samples):
+            count = len(tokens[row])
+            input_ids[row, :count] = tokens[row]
+            labels[row, :count] = _labels(sample, tokens[row])
+            real[row, :count] = _column(sample, "attention_mask", count).bool() if "attention_mask" in sample else True
+        noisy = self.objective.noise(input_ids, self._uniforms(samples, length), labels, None if real.all() else real)
+        return self._batch(noisy)
+
+    def _batch(self, noisy: NoisyBatch) -> dict[str, torch.Tensor]:
+        rows = len(noisy.input_ids)
+        # A label counts towards the divisor, whether it has a loss or not.
+        labels = torch.where(noisy.counted, 0, IGNORE)
+        labels[noisy.mask] = noisy.targets
+        terms = torch.zeros_like(noisy.targets) if noisy.terms is None else noisy.terms
+        scale = noisy.counted.sum() / noisy.normaliser.clamp(min=1e-12)  # one, but for several terms
+        weights = torch.zeros(labels.shape)
+        weights[noisy.mask] = noisy.weights * scale.float()[terms]
+        batch = {"input_ids": noisy.input_ids, "labels": labels, "loss_weights": weights}
+        if noisy.attention_mask is not None:
+            batch["attention_mask"] = noisy.attention_mask.expand(rows, *noisy.attention_mask.shape[1:])
+        if noisy.position_ids is not None:
+            batch["position_ids"] = noisy.position_ids.expand(rows, -1)
+        if not self.full_logits:
+            batch["logits_to_keep"] = noisy.mask
+        return batch
+
+    def _uniforms(self, samples: Sequence[Mapping[str, Any]], length: int) -> Uniforms:
+        if self.generator is not None:
+            if get_worker_info() is not None:
+                raise DlmBridgeError(
+                    "a generator would give every worker of the data loader the same noise: use seed, or no workers"
+                )
+            return Uniforms.drawn(self.generator, len(samples), length)
+        if all(SAMPLE_INDEX in sample for sample in samples):
+            return Uniforms.keyed(self.seed, 0, [int(sample[SAMPLE_INDEX]) for sample in samples], length)
+        worker = get_worker_info()
+        workers, number = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        stream = int(os.environ.get("RANK", "0")) * workers + number
+        self._batches += 1
+        rows = [(self._batches << 24) + row for row in range(len(samples))]
+        return Uniforms.keyed(self.seed, stream, rows, length, Purpose.COLLATOR)
+
+
+def _labels(sample: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    labels = _column(sample, "labels", len(tokens)) if "labels" in sample else tokens
+    for name in ANSWER_MASKS:
+        if name in sample:
+            labels = torch.where(_column(sample, name, len(tokens)).bool(), labels, IGNORE)
+    return labels
+
+
+def _column(sample: Mapping[str, Any], name: str, count: int) -> torch.Tensor:
+    column = torch.as_tensor(sample[name])
+    if len(column) != count:
+        raise DlmBridgeError(f"a sample has {count} input_ids and {len(column)} {name}: they must be as many")
+    return column

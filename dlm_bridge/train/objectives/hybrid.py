@@ -1,0 +1,138 @@
+"""Diffusion and autoregression at once: a noisy stream over a causal clean stream that predicts its next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from dlm_bridge.models.masks import Stream
+from dlm_bridge.models.spec import Topology
+from dlm_bridge.train.objectives.base import total
+from dlm_bridge.train.objectives.block import TwoStreams
+from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms, one_earlier, preceded
+
+
+@dataclass(frozen=True)
+class NemotronDiffusion(TwoStreams):
+    """Nemotron-Labs-Diffusion's objective (forward step of the public Megatron-Bridge).
+
+    As block diffusion with one t a sequence, but the clean stream is causal token by token, and its logits[i] predict
+    token i + 1 as well. The loss is (alpha x CE/p of the masks + CE of the next tokens) / (masks + next tokens); alpha
+    is 0.3 in the report, and the published configs leave it open.
+    """
+
+    topologies: ClassVar[tuple[Topology, ...]] = ("bidirectional",)
+    families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
+    clean_stream: ClassVar[Stream] = "causal"
+
+    diffusion_weight: float = 0.3
+    ar_weight: float = 1.0
+
+    @classmethod
+    def settings(cls, config: Any) -> dict[str, Any]:
+        weights = {"diffusion_weight": config.dlm_loss_weight, "ar_weight": config.ar_loss_weight}
+        return super().settings(config) | {key: value for key, value in weights.items() if value is not None}
+
+    def corrupt(
+        self,
+        input_ids: torch.Tensor,
+        targets: torch.Tensor,
+        counted: torch.Tensor,
+        real: torch.Tensor | None,
+        uniforms: Uniforms,
+    ) -> NoisyBatch:
+        positions = self.positions(input_ids, real)
+        p_BL = self.probability(uniforms).expand_as(input_ids)
+        mask = (uniforms.token < p_BL) & counted
+        following = next_tokens(counted, real)
+        keep = torch.cat([mask, following], dim=1)
+        weights_BS = torch.cat([self.diffusion_weight / p_BL, torch.full_like(p_BL, self.ar_weight)], dim=1)
+        return NoisyBatch(
+            input_ids=torch.cat([torch.where(mask, self.mask_token_id, input_ids), input_ids], dim=1),
+            attention_mask=self.attention(positions, None if real is None else real.repeat(1, 2)),
+            position_ids=positions.repeat(1, 2),
+            mask=keep,
+            counted=keep,
+            targets=torch.cat([targets, one_earlier(targets)], dim=1)[keep],
+            weights=weights_BS[keep],
+            terms=None,
+            normaliser=total(keep),
+        )
+
+
+@dataclass(frozen=True)
+class WeDLMDiffusion(TwoStreams):
+    """WeDLM's objective (the public fine-tuning code, arXiv 2512.22737).
+
+    p ~ U(0, 1) per block, of whose n counted positions round(n p) are masked; the noisy tokens of a block are ordered
+    visible first, masks last, each with its own position id, and look at each other causally, and at the clean blocks
+    before; the clean stream is causal. A mask's logits predict its own token. The loss is
+    (weighted mean of CE of the masks, weights 1/p + ar_weight x mean CE of the next tokens) / (1 + ar_weight).
+    """
+
+    topologies: ClassVar[tuple[Topology, ...]] = ("causal",)
+    families: ClassVar[tuple[str, ...]] = ("wedlm",)
+    terms: ClassVar[int] = 2
+    noisy_stream: ClassVar[Stream] = "causal"
+    clean_stream: ClassVar[Stream] = "causal"
+
+    eps: float = 1e-8
+    ar_weight: float = 1.0
+
+    @classmethod
+    def settings(cls, config: Any) -> dict[str, Any]:
+        size = getattr(config, "block_size", None)  # the published configs have none; 32 is the trainer's
+        return {} if size is None else {"block_size": size}
+
+    def corrupt(
+        self,
+        input_ids: torch.Tensor,
+        targets: torch.Tensor,
+        counted: torch.Tensor,
+        real: torch.Tensor | None,
+        uniforms: Uniforms,
+    ) -> NoisyBatch:
+        positions = self.positions(input_ids, real).expand_as(input_ids)
+        everywhere = torch.ones_like(counted) if real is None else real
+        p_BL = self.block_levels(uniforms, positions).clamp(min=self.eps)
+        mask = self._exact(counted, positions // self.block_size, p_BL, uniforms.token)
+        # Within a block: what is visible, then masks, then padding.
+        kind = torch.where(everywhere, mask.long(), 2)
+        order = (3 * (positions // self.block_size) + kind).argsort(dim=1, stable=True)
+        noisy = torch.where(mask, self.mask_token_id, input_ids).gather(1, order)
+        masks, following = mask.gather(1, order), next_tokens(counted, real)
+        keep = torch.cat([masks, following], dim=1)
+        inverse = 1 / p_BL.gather(1, order)
+        weights_BS = torch.cat([inverse, torch.full_like(inverse, self.ar_weight)], dim=1) / (1 + self.ar_weight)
+        terms_BS = torch.cat([torch.zeros_like(order), torch.ones_like(order)], dim=1)
+        streams = None if real is None else torch.cat([real.gather(1, order), real], dim=1)
+        return NoisyBatch(
+            input_ids=torch.cat([noisy, input_ids], dim=1),
+            attention_mask=self.attention(positions if streams is not None else positions[:1], streams),
+            position_ids=torch.cat([positions.gather(1, order), positions], dim=1),
+            mask=keep,
+            counted=keep,
+            targets=torch.cat([targets.gather(1, order), one_earlier(targets)], dim=1)[keep],
+            weights=weights_BS[keep],
+            terms=terms_BS[keep],
+            normaliser=torch.cat([total(inverse[masks]), total(following)]),
+        )
+
+    @staticmethod
+    def _exact(
+        counted: torch.Tensor, blocks: torch.Tensor, p_BL: torch.Tensor, token_BL: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, L] bool: in each block the round(n p) of its n counted positions that drew the lowest numbers."""
+        sizes = torch.zeros_like(blocks).scatter_add(1, blocks, counted.long()).gather(1, blocks)
+        wanted = (sizes * p_BL).round().long()
+        # Sorted by block, counted before not counted, then by the number drawn; blocks are in order already.
+        by_block = (2 * blocks + (~counted).long() + token_BL.double()).argsort(dim=1)
+        rank = by_block.argsort(dim=1) - torch.searchsorted(blocks.contiguous(), blocks.contiguous())
+        return counted & (rank < wanted)
+
+
+def next_tokens(counted: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """[B, L] bool: positions of the clean stream that predict a counted token, the one after them."""
+    return one_earlier(counted & preceded(torch.ones_like(counted) if real is None else real))

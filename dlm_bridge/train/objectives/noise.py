@@ -1,0 +1,91 @@
+"""What every objective draws and what it hands to an engine: keyed random numbers in, a noisy batch out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlm_bridge.train.keyed import Purpose, stream
+
+IGNORE = -100  # the label of a position that is never masked and not counted: prompt, padding
+
+
+@dataclass(frozen=True)
+class Uniforms:
+    """The random numbers behind a batch's noise, all uniform on [0, 1), fp32: everything else is deterministic."""
+
+    level: torch.Tensor  # [B], the noise level t
+    token: torch.Tensor  # [B, L], compared with the masking probability
+    cut: torch.Tensor  # [B], whether the sequence is cut short
+    cut_length: torch.Tensor  # [B], to what length
+    block: torch.Tensor  # [B, L], the noise level of block b in column b, where blocks have their own
+
+    @classmethod
+    def keyed(
+        cls, seed: int, step: int, samples: Sequence[int], length: int, purpose: Purpose = Purpose.TRAIN_NOISE
+    ) -> Uniforms:
+        """Numbers keyed by (seed, step, global sample index): `samples` are the indices of the B rows. A longer
+        `length` only adds columns: padding changes no noise."""
+        rows = np.empty((len(samples), 3 + length), dtype=np.float32)
+        blocks = np.empty((len(samples), length), dtype=np.float32)
+        for row, block, sample in zip(rows, blocks, samples, strict=True):
+            stream(seed, purpose, step, sample).random(out=row, dtype=np.float32)
+            stream(seed, purpose, step, sample, lane=1).random(out=block, dtype=np.float32)
+        return cls._of(torch.from_numpy(rows), torch.from_numpy(blocks))
+
+    @classmethod
+    def drawn(cls, generator: torch.Generator, batch: int, length: int) -> Uniforms:
+        """Numbers from an explicit generator, on that generator's device."""
+        rows, blocks = (
+            torch.rand(batch, columns, generator=generator, device=generator.device)
+            for columns in (3 + length, length)
+        )
+        return cls._of(rows, blocks)
+
+    @classmethod
+    def _of(cls, rows: torch.Tensor, blocks: torch.Tensor) -> Uniforms:
+        return cls(level=rows[:, 0], cut=rows[:, 1], cut_length=rows[:, 2], token=rows[:, 3:], block=blocks)
+
+    def to(self, device: torch.device) -> Uniforms:
+        return Uniforms(**{name: value.to(device) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class NoisyBatch:
+    """What a model sees and what it is asked for.
+
+    S is L for objectives that read the noisy tokens alone and 2L for those that read [noisy | clean]; an objective may
+    also make several rows of one. M is the number of positions with a loss, in row-major order. The loss of a global
+    batch is the sum over k of sum_k / normaliser_k, each summed over all of its micro-batches and processes first.
+    """
+
+    input_ids: torch.Tensor  # [B, S], with mask tokens
+    attention_mask: torch.Tensor | None  # [B, L] bool, or [B or 1, 1, S, S] bool; None where every position is real
+    position_ids: torch.Tensor | None  # [B or 1, S]; None for 0..L-1
+    mask: torch.Tensor  # [B, S] bool: the positions whose logits are needed
+    counted: torch.Tensor  # [B, S] bool: a superset, as many positions as the normaliser counts where K is 1
+    targets: torch.Tensor  # [M] the token that the logits of each position predict
+    weights: torch.Tensor  # [M] fp32
+    terms: torch.Tensor | None  # [M] int64, which of the K sums a position belongs to; None where K is 1
+    normaliser: torch.Tensor  # [K] float64: what this batch adds to the divisors of the global loss
+
+    def to(self, device: torch.device) -> NoisyBatch:
+        """The same batch on another device, copied without waiting where the memory is pinned."""
+        moved: dict[str, Any] = {
+            name: None if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()
+        }
+        return NoisyBatch(**moved)
+
+
+def preceded(positions_BL: torch.Tensor) -> torch.Tensor:
+    """[B, L] bool: whether the position before in the row is one of `positions_BL`; false for the first of a row."""
+    return torch.cat([torch.zeros_like(positions_BL[:, :1]), positions_BL[:, :-1]], dim=1)
+
+
+def one_earlier(values_BL: torch.Tensor) -> torch.Tensor:
+    """`values_BL` moved to the position before, where the logits are that predict it; the last column gets zeros."""
+    return torch.cat([values_BL[:, 1:], torch.zeros_like(values_BL[:, :1])], dim=1)

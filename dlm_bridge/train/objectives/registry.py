@@ -1,0 +1,89 @@
+"""The objectives by name, and which models each of them fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.train.objectives.base import Objective
+from dlm_bridge.train.objectives.block import BlockDiffusion, ComplementaryBlockDiffusion
+from dlm_bridge.train.objectives.hybrid import NemotronDiffusion, WeDLMDiffusion
+from dlm_bridge.train.objectives.masked import MaskedDiffusion
+from dlm_bridge.train.objectives.shifted import ShiftedDiffusion
+
+
+@dataclass(frozen=True)
+class Preset:
+    """An objective with its settings."""
+
+    kind: type[Objective]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def fits(self, family: FamilySpec) -> bool:
+        kind = self.kind
+        if kind.families and family.name not in kind.families:
+            return False
+        return family.topology in kind.topologies and family.shift == kind.shift
+
+
+OBJECTIVES: dict[str, Preset] = {
+    "masked": Preset(MaskedDiffusion),
+    "masked_fraction": Preset(MaskedDiffusion, {"weighting": "fraction", "eps": 0.0}),
+    "shifted": Preset(ShiftedDiffusion),
+    "shifted_cart": Preset(ShiftedDiffusion, {"weighting": "cart"}),
+    "shifted_floor": Preset(ShiftedDiffusion, {"eps": 1e-3}),
+    "block": Preset(BlockDiffusion),
+    "block_levels": Preset(BlockDiffusion, {"level": "block"}),
+    "block_complementary": Preset(ComplementaryBlockDiffusion),
+    "nemotron": Preset(NemotronDiffusion),
+    "wedlm": Preset(WeDLMDiffusion),
+}
+
+
+def check_objective(name: str, family: FamilySpec, where: str) -> None:
+    """Raise DlmBridgeError, in one line that begins with `where`, unless `name` is an objective for models of
+    `family`: one for another topology or shift would train them for what they are not sampled with."""
+    fitting = [known for known, preset in OBJECTIVES.items() if preset.fits(family)]
+    instead = f"what fits is {', '.join(fitting)}" if fitting else "no objective fits it"
+    if name not in OBJECTIVES:
+        raise DlmBridgeError(f"{where}: unknown objective '{name}': known are {', '.join(OBJECTIVES)}; {instead}")
+    if name not in fitting:
+        attention = family.topology.replace("_", "-") + (" and shifted" if family.shift else "")
+        raise DlmBridgeError(f"{where}: objective '{name}' is not for {family.title}, which is {attention}: {instead}")
+
+
+def build_objective(name: str, mask_token_id: int, length_variation: float = 0.0, config: Any = None) -> Objective:
+    """The objective that `--objective NAME` means, with the block size and the weights of the model's `config`.
+
+    Raises DlmBridgeError with the known names, or where the configuration lacks what the objective needs.
+    """
+    if name not in OBJECTIVES:
+        raise DlmBridgeError(f"unknown objective '{name}': known are {', '.join(OBJECTIVES)}")
+    preset = OBJECTIVES[name]
+    settings = {**preset.kind.settings(config), **preset.settings}
+    return preset.kind(mask_token_id=mask_token_id, length_variation=length_variation, **settings)
+
+
+def family_objective(model: Any, name: str | None = None, length_variation: float = 0.0) -> Objective:
+    """The objective `name`, by default the family's own, for a loaded model. Raises DlmBridgeError where it is not one
+    for that model, or where there is no mask token in its vocabulary."""
+    name = name or model.family.objective
+    check_objective(name, model.family, type(model).__name__)
+    return build_objective(name, mask_token_id(model), length_variation, model.config)
+
+
+def mask_token_id(model: Any) -> int:
+    """The config's mask token, else the family's. Raises DlmBridgeError where there is none in the vocabulary."""
+    token = getattr(model.config, "mask_token_id", None)
+    token = model.family.mask_token_id if token is None else token
+    if token is None:
+        raise DlmBridgeError("the model's config has no mask_token_id: set it in config.json")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if not 0 <= token < rows:
+        raise DlmBridgeError(
+            f"the config's mask_token_id {token} is outside the vocabulary of {rows}: set it in config.json"
+        )
+    return int(token)
