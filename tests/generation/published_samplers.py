@@ -55,7 +55,8 @@ def dream(
         share = int(torch.tensor(float(len(open_))) * (1 - level[step + 1] / level[step]))
         if step == steps - 1:
             share = len(open_)
-        probabilities = {i: shaped(logits(row)[i], top_k, top_p) for i in open_}
+        found = logits(row)
+        probabilities = {i: shaped(found[i], top_k, top_p) for i in open_}
         score = {
             "maskgit_plus": lambda p: float(p.max()),
             "topk_margin": lambda p: float(p.sort().values[-1] - p.sort().values[-2]),
@@ -111,7 +112,8 @@ def sdar(
             if not open_:
                 break
             quota = block // steps + (step < block % steps)
-            probabilities = {i: shaped(logits(row[: begin + block])[i], top_k) for i in open_}
+            found = logits(row[: begin + block])
+            probabilities = {i: shaped(found[i], top_k) for i in open_}
             best = sorted(open_, key=lambda i: -float(probabilities[i].max()))
             sure = [i for i in best if float(probabilities[i].max()) > threshold]
             if strategy == "sequential":

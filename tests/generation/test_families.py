@@ -1,0 +1,101 @@
+"""Every family's tiny checkpoint samples by its own published algorithm, on its own attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlm_bridge.generation import ALGORITHMS
+from dlm_bridge.generation.settings import resolve
+from dlm_bridge.models import FAMILIES
+from tests.families.case import FamilyCase, all_cases
+from tests.generation import published
+from tests.generation import published_samplers as samplers
+
+DIFFUSION = [case for case in all_cases() if case.spec.kind == "diffusion"]
+GEN = 8
+
+
+def expected(model: Any, algorithm: str, row: list[int], mask: int) -> list[int]:
+    bidirectional = samplers.bidirectional(model)
+    block = getattr(model.config, "block_size", 4)
+    if algorithm in ("llada", "illada"):
+        return published.sample(
+            model, torch.tensor([row]), mask=mask, steps=GEN, gen_length=GEN, block_length=GEN
+        )[0].tolist()  # fmt: skip
+    if algorithm == "dream":
+        return samplers.dream(bidirectional, row, GEN, mask, steps=GEN, alg="entropy")
+    if algorithm == "diffullama":  # in one step everything is revealed
+        return row + bidirectional(row + [mask] * GEN)[len(row) :].argmax(-1).tolist()
+    if algorithm == "rnd1":
+        return samplers.rnd1(bidirectional, row, GEN, mask, steps=5, temperature=1.0, pad=0)
+    if algorithm == "nemotron":
+        return samplers.nemotron(model, row, GEN, mask, block=GEN, threshold=0.9)
+    if algorithm == "wedlm":
+        return samplers.wedlm(model, row, GEN, mask, window=16, threshold=0.4, factor=0.02)
+    logits = samplers.block_causal(model, block)
+    if algorithm == "fast_dllm_v2":
+        small = min(block, 8)
+        return samplers.fast_dllm_v2(logits, row, GEN, mask, block=block, small=small, threshold=0.9)
+    steps = min(block, GEN) if algorithm == "llada2" else block  # LLaDA2 takes no more steps than new tokens
+    bounds = {"steps": steps, "strategy": "low_confidence_dynamic", "threshold": 0.9}
+    return samplers.sdar(logits, row, GEN, mask, block=block, **bounds)
+
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llada": {"block_length": GEN},
+    "illada": {"block_length": GEN},
+    "dream": {"alg": "entropy", "steps": GEN},
+    "diffullama": {"diffusion_steps": 1, "top_p": None},
+    "rnd1": {"num_diffusion_steps": 5, "temperature": 1.0, "greedy": True, "eos_token_id": 1, "pad_token_id": 0},
+    "nemotron": {"block_length": GEN},
+    "sdar": {"confidence_threshold": 0.9},
+    "llada2": {"threshold": 0.9},
+}
+
+
+@pytest.mark.parametrize("case", DIFFUSION, ids=lambda case: case.id)
+def test_a_family_samples_by_its_own_algorithm(case: FamilyCase, tmp_path: Path) -> None:
+    # In float64 a batch and a row alone do not round to different tokens.
+    model = case.load(case.write(tmp_path / "hub"), dtype=torch.float64)
+    model.set_experts_implementation("eager")  # torch._grouped_mm has no float64
+    mask = model.config.vocab_size - 1
+    head = model.get_output_embeddings().weight
+    with torch.no_grad():  # peaked, or no threshold is ever met; and never for the mask token or the end
+        head.mul_(10)
+        head[[mask, 1]] = 0
+    algorithm = case.spec.sampler["algorithm"]
+    arguments: dict[str, Any] = {"gen_length": GEN, "temperature": 0.0, "mask_token_id": mask, "eos_token_id": None}
+    arguments |= OVERRIDES.get(algorithm, {})
+    if algorithm == "fast_dllm_v2":
+        arguments["small_block_size"] = min(model.config.block_size, 8)
+    if algorithm == "llada2":
+        arguments["steps"] = model.config.block_size
+    model.requires_grad_(False)
+    rows = [[2, 3, 5, 7, 11], [13, 17, 19]]
+    ids = torch.tensor([rows[0], [0, 0, *rows[1]]])
+    real = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
+    output = model.generate(ids, attention_mask=real, **arguments).tolist()
+    assert output[0] == expected(model, algorithm, rows[0], mask)
+    assert output[1][2:] == expected(model, algorithm, rows[1], mask)
+
+
+@pytest.mark.parametrize("case", DIFFUSION, ids=lambda case: case.id)
+def test_defaults_are_complete(case: FamilyCase, tmp_path: Path) -> None:
+    """Nothing but a prompt and a length is needed; what the family says is among its sampler's parameters."""
+    model = case.load(case.write(tmp_path / "hub"))
+    settings = resolve(model, None, {"mask_token_id": 99}, prompt_width=4)
+    assert settings.algorithm.name == case.spec.sampler["algorithm"]
+    assert {*case.spec.sampler} <= {"algorithm", *settings.algorithm.parameters()}
+    block = settings.algorithm.parameters().keys() & {"block_length", "block_size"}
+    if settings.algorithm.model_blocks and block:
+        assert getattr(settings.algorithm, block.pop()) == model.config.block_size
+
+
+def test_every_diffusion_family_names_its_sampler() -> None:
+    for spec in FAMILIES:
+        if spec.kind == "diffusion":
+            assert spec.sampler["algorithm"] in ALGORITHMS
