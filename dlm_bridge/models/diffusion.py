@@ -67,6 +67,9 @@ class DiffusionLM:
             for module in self.modules():  # type: ignore[attr-defined]
                 if getattr(module, "is_causal", False):
                     module.is_causal = False
+        body = getattr(self, self.base_model_prefix, None)  # type: ignore[attr-defined]
+        if body is not None and not body._forward_pre_hooks:
+            body.register_forward_pre_hook(_refuse_loss_weights, with_kwargs=True)
         super().post_init()  # type: ignore[misc]
 
     @can_return_tuple
@@ -80,6 +83,7 @@ class DiffusionLM:
         logits_to_keep: int | torch.Tensor = 0,
         generator: torch.Generator | None = None,
         loss_weights: torch.Tensor | None = None,
+        targets: torch.LongTensor | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
         attention_bias: torch.Tensor | None = None,
         past_key_values: Any = None,
@@ -99,6 +103,7 @@ class DiffusionLM:
                 cross-entropy over the number of labels.
             generator: where the noise of clean `input_ids` comes from.
             loss_weights: [B, S] weights of an already noised batch, zero where a label only counts.
+            targets: what `labels` would be beside `loss_weights`, for trainers that keep the labels to themselves.
             num_items_in_batch: the divisor in place of the number of labels: transformers' Trainer gives that of all
                 micro-batches of a step.
             logits_to_keep: 0 for all positions, n for the last n, a boolean [B, S] mask for logits [n_kept, V] in
@@ -115,6 +120,7 @@ class DiffusionLM:
             if attention_mask is not None:
                 raise DlmBridgeError("pass attention_mask or attention_bias, not both")
             attention_mask = attention_bias
+        labels = targets if labels is None else labels
         if labels is not None and loss_weights is None:
             return self._diffusion_loss(input_ids, labels, generator, attention_mask, position_ids, **kwargs)
         tokens = input_ids if input_ids is not None else inputs_embeds
@@ -211,6 +217,15 @@ class DiffusionLM:
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
             _carry_remote_code(self.config, Path(save_directory))  # type: ignore[attr-defined]
+
+
+def _refuse_loss_weights(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """TRL's SFTTrainer trains on the body with a next-token loss of its own, unless it is given another."""
+    if "loss_weights" in kwargs and torch.is_grad_enabled():
+        raise DlmBridgeError(
+            "this trainer computes a next-token loss itself, which is wrong for a diffusion model: give it "
+            "compute_loss_func=dlm_bridge.train.collator.trl_loss and DiffusionCollator(..., for_trl=True)"
+        )
 
 
 def _assert_all_loaded(info: Any, where: Any) -> None:

@@ -25,6 +25,9 @@ class DiffusionCollator:
         collator = DiffusionCollator.of(model, seed=0)
         Trainer(model=model, args=args, data_collator=collator, train_dataset=dataset).train()
 
+        collator = DiffusionCollator.of(model, seed=0, for_trl=True)
+        SFTTrainer(model=model, args=args, data_collator=collator, compute_loss_func=trl_loss, ...).train()
+
     A sample has `input_ids`, and optionally `labels` (-100 where a token is never masked: the prompt),
     `completion_mask` or `assistant_masks` (zero there) and `attention_mask`. The batch has `labels` and `loss_weights`
     as DiffusionLM.forward describes them, so that Trainer's own count of labels over a step's micro-batches normalises
@@ -41,7 +44,7 @@ class DiffusionCollator:
     seed: int = 0
     generator: torch.Generator | None = None
     pad_to_multiple_of: int = 1
-    full_logits: bool = False  # logits of every position, which TRL's SFTTrainer reads for its accuracy
+    for_trl: bool = False
     _batches: int = field(default=0, init=False)
 
     @classmethod
@@ -77,13 +80,19 @@ class DiffusionCollator:
         scale = noisy.counted.sum() / noisy.normaliser.clamp(min=1e-12)  # one, but for several terms
         weights = torch.zeros(labels.shape)
         weights[noisy.mask] = noisy.weights * scale.float()[terms]
-        batch = {"input_ids": noisy.input_ids, "labels": labels, "loss_weights": weights}
-        if noisy.attention_mask is not None:
-            batch["attention_mask"] = noisy.attention_mask.expand(rows, *noisy.attention_mask.shape[1:])
+        batch = {
+            "input_ids": noisy.input_ids,
+            "labels": labels,
+            "loss_weights": weights,
+            "logits_to_keep": noisy.mask,
+            "attention_mask": torch.ones_like(noisy.mask)
+            if noisy.attention_mask is None
+            else noisy.attention_mask.expand(rows, *noisy.attention_mask.shape[1:]),
+        }
         if noisy.position_ids is not None:
             batch["position_ids"] = noisy.position_ids.expand(rows, -1)
-        if not self.full_logits:
-            batch["logits_to_keep"] = noisy.mask
+        if self.for_trl:
+            batch["targets"] = labels.clone()
         return batch
 
     def _uniforms(self, samples: Sequence[Mapping[str, Any]], length: int) -> Uniforms:
@@ -101,6 +110,21 @@ class DiffusionCollator:
         self._batches += 1
         rows = [(self._batches << 24) + row for row in range(len(samples))]
         return Uniforms.keyed(self.seed, stream, rows, length, Purpose.COLLATOR)
+
+
+def trl_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None = None) -> torch.Tensor:
+    """The `compute_loss_func` of TRL's SFTTrainer, which otherwise trains with a next-token loss of its own. The entropy
+    and token accuracy that it logs stay next-token figures: they say nothing about a diffusion model.
+
+    Raises:
+        DlmBridgeError: the batches are not from a DiffusionCollator with `for_trl`.
+    """
+    loss = getattr(outputs, "loss", None)
+    if loss is None:
+        raise DlmBridgeError("trl_loss needs batches of DiffusionCollator(..., for_trl=True)")
+    if num_items_in_batch is None:
+        return loss
+    return loss * (labels.ne(IGNORE).sum() / num_items_in_batch)
 
 
 def _labels(sample: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor:

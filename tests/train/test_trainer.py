@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.collator import DiffusionCollator
+from dlm_bridge.train.collator import DiffusionCollator, trl_loss
 from dlm_bridge.train.objectives import IGNORE, Uniforms
 from tests.families import dream, fast_dllm_v2, illada, sdar, wedlm
 from tests.families.case import FamilyCase, all_cases
@@ -106,15 +106,34 @@ def test_a_collated_batch_costs_what_the_model_says_of_the_clean_one(case: Famil
         {"input_ids": tokens, "labels": answer, "attention_mask": mask}
         for tokens, answer, mask in zip(ids.tolist(), labels.tolist(), real.tolist(), strict=True)
     ]
-    for full in (False, True):
-        generator = torch.Generator().manual_seed(6)
-        batch = DiffusionCollator.of(model, generator=generator, full_logits=full)(samples)
-        outputs = model(**batch)
-        assert outputs.loss.item() == pytest.approx(expected.item(), rel=1e-5)
-        whole = outputs.logits.dim() == 3
-        assert whole is full
+    batch = DiffusionCollator.of(model, generator=torch.Generator().manual_seed(6))(samples)
+    assert model(**batch).logits.dim() == 2
+    assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    del batch["logits_to_keep"]
+    assert model(**batch).logits.dim() == 3
+    assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)
     halved = model(**batch, num_items_in_batch=2 * int(batch["labels"].ne(IGNORE).sum())).loss
     assert halved.item() == pytest.approx(expected.item() / 2, rel=1e-5)
+
+
+def test_trls_way_to_the_loss(tmp_path: Path) -> None:
+    """SFTTrainer keeps the labels from the model and hands them to `compute_loss_func`; without one it would train the
+    body with a next-token loss, which is refused."""
+    model = _load(sdar.CASES[0], tmp_path)
+    batch = DiffusionCollator.of(model, for_trl=True)(_samples(4))
+    labels = batch.pop("labels")
+    outputs = model(**batch)
+    assert outputs.loss > 0
+    count = int(labels.ne(IGNORE).sum())
+    assert torch.equal(trl_loss(outputs, labels), outputs.loss)
+    assert trl_loss(outputs, labels, 4 * count).item() == pytest.approx(outputs.loss.item() / 4)
+    del batch["targets"], batch["logits_to_keep"]
+    with pytest.raises(DlmBridgeError, match="compute_loss_func"):
+        model.base_model(**batch)
+    with torch.no_grad():
+        model.base_model(**batch)  # TRL's metrics
+    with pytest.raises(DlmBridgeError, match="for_trl"):
+        trl_loss(model(batch["input_ids"]), labels)
 
 
 def test_prompts_are_never_masked_by_labels_or_trls_columns(tmp_path: Path) -> None:
