@@ -113,7 +113,7 @@ class DiffusionCollator:
 
 
 def trl_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None = None) -> torch.Tensor:
-    """The `compute_loss_func` of TRL's SFTTrainer, which otherwise trains with a next-token loss of its own. The entropy
+    """The `compute_loss_func` of TRL's SFTTrainer, which otherwise trains with its own next-token loss. The entropy
     and token accuracy that it logs stay next-token figures: they say nothing about a diffusion model.
 
     Raises:
