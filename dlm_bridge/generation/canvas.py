@@ -18,7 +18,8 @@ class Layout:
 
     block_length: int
     # True: blocks are counted from each row's first token, so that a prompt's ragged end shares the first block with
-    # new tokens, and the last block may go on behind the last new token. False: they start where the prompt ends.
+    # new tokens, and the last block may go on behind the last new token. False: they start where the prompt ends, and
+    # the last one may be shorter.
     aligned: bool = False
     spare: int = 0  # mask columns behind the last new token, part of the last block
     closing: int | None = None  # a token that stands in the last new column from the start
@@ -51,9 +52,10 @@ class Canvas:
         self._gen_length = gen_length
         new = gen_length - (layout.closing is not None)
         stop = max(self.starts) + new + layout.spare
-        stop = first - (first - stop) // block * block  # whole blocks
+        if layout.aligned:
+            stop = first - (first - stop) // block * block  # whole blocks
         self.width = stop + (layout.closing is not None)
-        self.blocks = [slice(begin, begin + block) for begin in range(first, stop, block)]
+        self.blocks = [slice(begin, min(begin + block, stop)) for begin in range(first, stop, block)]
         self.mask_token_id = mask_token_id
         self._pad_token_id = pad_token_id
         self._eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)

@@ -52,11 +52,12 @@ class DiffusionGenerationConfig(GenerationConfig):
         top_k, top_p: only the k most probable tokens, or the most probable up to a total of p, are drawn.
         block_length, block_size: tokens that are denoised together; blocks are settled from left to right. By default
             the model's own block.
-        steps: denoising steps, over all blocks (llada, dream) or of each block (illada, llada2).
+        steps: denoising steps, over all blocks (llada, mdlm, bd3lm, dream) or of each block (illada, llada2).
         denoising_steps, diffusion_steps, num_diffusion_steps: the same of sdar (each block), diffullama and rnd1.
         small_block_size: (fast_dllm_v2) tokens of a block that are settled before the next ones.
         cfg_scale: w of classifier-free guidance, logits = un + (w + 1) * (cond - un); 0 is off.
-        remasking: (llada, illada) which positions a step settles: "low_confidence" (the most probable) or "random".
+        remasking: (llada, illada, mdlm, bd3lm) which positions a step settles: "low_confidence" (the most probable)
+            or "random".
         remasking_strategy: (sdar) "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded".
         alg, eps, alg_temp: (dream) the order of reveals, "origin", "maskgit_plus", "topk_margin", "entropy" or
             Fast-dLLM's "confidence_threshold"; the last noise level; above 0, positions are drawn, not ranked.

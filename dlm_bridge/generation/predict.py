@@ -125,20 +125,29 @@ class Growing(Predictor):
 
 
 class BlockCausal(Predictor):
-    """A position sees its own block and those before it; blocks are counted from the row's first token."""
+    """A position sees its own block and those before it. Blocks are counted from where those of the canvas begin."""
 
-    def __init__(self, model: Any, canvas: Canvas, *, shift: bool, block_length: int) -> None:
-        super().__init__(model, canvas, shift=shift)
+    def __init__(self, model: Any, canvas: Canvas, *, shift: bool, block_length: int, cfg_scale: float = 0.0) -> None:
+        super().__init__(model, canvas, shift=shift, cfg_scale=cfg_scale)
         self._block_length = block_length
+        self._offset = -canvas.blocks[0].start % block_length
+
+    def end(self, block: slice) -> int:
+        return block.stop
 
     def view(self, rows: list[int] | None, columns: slice) -> View:
-        positions, real = self._positions(rows, columns.stop)
-        mask = block_causal_mask(positions, self._block_length, real)
-        return View(self.canvas.take(rows, slice(0, columns.stop)), mask, positions)
+        end = self.end(columns)
+        positions, real = self._positions(rows, end)
+        index = torch.arange(end, device=positions.device).expand_as(positions) + self._offset
+        mask = block_causal_mask(index, self._block_length, real)
+        return View(self.canvas.take(rows, slice(0, end)), mask, positions)
 
 
 class CausalContext(Predictor):
     """What stands before the current block is causal; the block sees all of that and itself (Nemotron)."""
+
+    def end(self, block: slice) -> int:
+        return block.stop
 
     def view(self, rows: list[int] | None, columns: slice) -> View:
         positions, real = self._positions(rows, columns.stop)

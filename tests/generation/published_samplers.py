@@ -100,6 +100,38 @@ def fast_dllm(
     return row
 
 
+def dllm(
+    model: Any, prompt: list[int], gen: int, mask: int, *, block: int, steps: int, cfg_scale: float, causal: bool
+) -> list[int]:
+    """dLLM's MDLM, and with `causal` its BD3LM: blocks are counted from the prompt's end, in both directions."""
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        if not causal:
+            return model(torch.tensor([tokens])).logits[0]
+        index = (torch.arange(len(tokens)) - len(prompt)) // block
+        return model(torch.tensor([tokens]), (index[None] <= index[:, None])[None, None]).logits[0]
+
+    row, blocks = prompt + [mask] * gen, -(-gen // block)
+    for begin in range(len(prompt), len(row), block):
+        end = min(begin + block, len(row))
+        count = -(-steps // blocks)
+        for step in range(count, 0, -1):
+            open_ = [i for i in range(begin, end) if row[i] == mask]
+            now, then = (1 - (1 - torch.tensor(k / count)) for k in (step, step - 1))
+            share = min(len(open_), round(len(open_) * (1 - float(then / now))))
+            if not share:
+                continue
+            canvas = row[:end] if causal else row
+            found = logits(canvas)
+            if cfg_scale:
+                blind = logits([mask] * len(prompt) + canvas[len(prompt) :])
+                found = blind + (cfg_scale + 1) * (found - blind)
+            probabilities = found.softmax(-1)
+            for i in sorted(open_, key=lambda i: -float(probabilities[i].max()))[:share]:
+                row[i] = int(probabilities[i].argmax())
+    return row
+
+
 def sdar(
     logits: Logits, prompt: list[int], gen: int, mask: int, *, block: int, steps: int, strategy: str,
     threshold: float = 0.85, bound: float = 0.35, top_k: Any = None,

@@ -22,7 +22,7 @@ GEN = 8
 def expected(model: Any, algorithm: str, row: list[int], mask: int) -> list[int]:
     bidirectional = samplers.bidirectional(model)
     block = getattr(model.config, "block_size", 4)
-    if algorithm in ("llada", "illada"):
+    if algorithm in ("llada", "illada", "mdlm"):
         return published.sample(
             model, torch.tensor([row]), mask=mask, steps=GEN, gen_length=GEN, block_length=GEN
         )[0].tolist()  # fmt: skip
@@ -48,6 +48,7 @@ def expected(model: Any, algorithm: str, row: list[int], mask: int) -> list[int]
 OVERRIDES: dict[str, dict[str, Any]] = {
     "llada": {"block_length": GEN},
     "illada": {"block_length": GEN},
+    "mdlm": {"steps": GEN},
     "dream": {"alg": "entropy", "steps": GEN},
     "diffullama": {"diffusion_steps": 1, "top_p": None},
     "rnd1": {"num_diffusion_steps": 5, "temperature": 1.0, "greedy": True, "eos_token_id": 1, "pad_token_id": 0},

@@ -68,6 +68,17 @@ def test_fast_dllm(shift: bool, rule: dict[str, float]) -> None:
         assert line == published.fast_dllm(published.bidirectional(model), row, 18, MASK, block=6, **rule)
 
 
+@pytest.mark.parametrize("algorithm", ["mdlm", "bd3lm"])
+@pytest.mark.parametrize(("gen", "block", "steps"), [(12, 4, 12), (13, 5, 7), (7, 32, 3), (9, 8, 40)])
+@pytest.mark.parametrize("cfg_scale", [0.0, 1.0])
+def test_dllm(algorithm: str, gen: int, block: int, steps: int, cfg_scale: float) -> None:
+    model = StandIn(family(name="a2d_qwen3", algorithm=algorithm))
+    rows, found = sample(model, (5, 9, 8), gen_length=gen, block_size=block, steps=steps, cfg_scale=cfg_scale)
+    for row, line in zip(rows, found, strict=True):
+        arguments = {"block": block, "steps": steps, "cfg_scale": cfg_scale, "causal": algorithm == "bd3lm"}
+        assert line == published.dllm(model, row, gen, MASK, **arguments)
+
+
 @pytest.mark.parametrize("steps", [3, 6, 9])
 def test_illada_appends_blocks(steps: int) -> None:
     model = StandIn(family(algorithm="illada"))

@@ -20,6 +20,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "llada-threshold": (family(shift=True, algorithm="llada"), {}, {"block_length": 6, "threshold": 0.4}),
     "llada-factor": (family(algorithm="llada"), {}, {"block_length": 6, "factor": 1.0}),
     "illada": (family(algorithm="illada"), {}, {"block_length": 4, "cfg_scale": 0.5}),
+    "mdlm": (family(algorithm="mdlm"), {}, {"block_size": 5, "steps": 7}),
+    "bd3lm": (family(name="a2d_qwen3", algorithm="bd3lm"), {}, {"block_size": 5, "cfg_scale": 0.5}),
     "dream-origin": (family(shift=True, algorithm="dream"), {}, {"steps": 8}),
     "dream-entropy": (family(shift=True, algorithm="dream"), {}, {"steps": 8, "alg": "entropy", "top_p": 0.9}),
     "dream-ranked": (family(shift=True, algorithm="dream"), {}, {"steps": 8, "alg": "maskgit_plus", "alg_temp": 0.3}),

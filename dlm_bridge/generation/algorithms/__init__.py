@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dlm_bridge.generation.algorithms.base import Algorithm
 from dlm_bridge.generation.algorithms.block_causal import SDAR, LLaDA2, LLaDA21
+from dlm_bridge.generation.algorithms.dllm import BD3LM, MDLM
 from dlm_bridge.generation.algorithms.dream import DiffuLLaMA, Dream
 from dlm_bridge.generation.algorithms.fast_dllm_v2 import FastDLLMv2
 from dlm_bridge.generation.algorithms.llada import ILLaDA, LLaDA
@@ -11,9 +12,9 @@ from dlm_bridge.generation.algorithms.nemotron import Nemotron
 from dlm_bridge.generation.algorithms.rnd1 import RND1
 from dlm_bridge.generation.algorithms.wedlm import WeDLM
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    algorithm.name: algorithm
-    for algorithm in (LLaDA, ILLaDA, Dream, DiffuLLaMA, RND1, SDAR, LLaDA2, LLaDA21, FastDLLMv2, Nemotron, WeDLM)
-}
+_ALL: tuple[type[Algorithm], ...] = (
+    LLaDA, ILLaDA, MDLM, BD3LM, Dream, DiffuLLaMA, RND1, SDAR, LLaDA2, LLaDA21, FastDLLMv2, Nemotron, WeDLM,
+)  # fmt: skip
+ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in _ALL}
 
 __all__ = ["ALGORITHMS", "Algorithm"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from dlm_bridge.generation.noise import Noise
-from dlm_bridge.generation.rules.base import NEVER, CommitRule, Step, highest_on_canvas
+from dlm_bridge.generation.rules.base import NEVER, CommitRule, Step, highest, highest_on_canvas
 from dlm_bridge.generation.rules.schedules import times
 from dlm_bridge.generation.rules.scores import Score
 
@@ -22,11 +22,17 @@ class Quota(CommitRule):
     exact = True
 
     def __init__(
-        self, score: Score, schedule: Callable[[int], list[int]], rank_temperature: float | None = None
+        self,
+        score: Score,
+        schedule: Callable[[int], list[int]],
+        rank_temperature: float | None = None,
+        *,
+        on_canvas: bool = True,  # equal scores are told apart as in a ranking of the whole canvas, not of the block
     ) -> None:
         self._score = score
         self._schedule = schedule
         self._rank_temperature = rank_temperature
+        self._on_canvas = on_canvas
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
         schedules = {count: self._schedule(count) for count in set(masks)}
@@ -39,7 +45,8 @@ class Quota(CommitRule):
             uniform_AS = step.noise.per_position(step.rows, step.width, step.origins)
             uniform_AN = uniform_AS[:, step.columns].clamp(min=1e-30)
             scores_AN = scores_AN / self._rank_temperature - uniform_AN.log().neg().log()
-        return highest_on_canvas(step, scores_AN.masked_fill(~step.masked, NEVER), step.quotas)
+        scores_AN = scores_AN.masked_fill(~step.masked, NEVER)
+        return highest_on_canvas(step, scores_AN, step.quotas) if self._on_canvas else highest(scores_AN, step.quotas)
 
 
 class Ancestral(CommitRule):

@@ -35,6 +35,19 @@ def by_time(masks: int, steps: int, eps: float) -> list[int]:
     return quotas
 
 
+def by_rounding(masks: int, steps: int) -> list[int]:
+    """dLLM's schedule: each step settles its share of what is left, rounded half to even, with float32 levels."""
+    level = 1 - (1 - torch.arange(steps, -1, -1) / steps)
+    shares = 1 - (level[1:] / level[:-1]).double()
+    quotas = []
+    for share in shares.tolist():
+        quota = min(round(masks * share), masks)
+        if quota:
+            quotas.append(quota)
+            masks -= quota
+    return quotas
+
+
 def by_rank(masks: int, steps: int) -> list[int]:
     """RND1's schedule: after step k of n, floor(masks * (n - k) / n) are still masked. In float32, as published."""
     left, quotas = masks, []

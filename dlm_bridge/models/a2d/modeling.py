@@ -15,7 +15,7 @@ from dlm_bridge.models.spec import FamilySpec
 
 class A2DQwen3LMHeadModel(DiffusionLM, Qwen3ForCausalLM):
     """`logits[i]` predicts token i. The bd3lm checkpoints expect a block-causal mask of blocks of 32 instead: pass it
-    as a 4-D `attention_mask`."""
+    as a 4-D `attention_mask`; `generate(algorithm="bd3lm")` does."""
 
     config_class = A2DQwen3Config
     config: A2DQwen3Config
