@@ -31,7 +31,7 @@ class FamilySpec:
     shift: bool = False  # True: logits[i - 1] predicts token i
     mask_token_id: int | None = None  # used where the config has none
     objective: str = "masked"  # the family's own training objective
-    sampler: MappingABC[str, Any] = field(default_factory=dict)  # defaults of DiffusionGenerationConfig
+    sampler: MappingABC[str, Any] = field(default_factory=dict)  # its `algorithm`, and defaults that differ from that
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     training: tuple[str, ...] = ("accelerate",)
     checked_against: str = ""
