@@ -20,9 +20,10 @@ from dlm_bridge.train.objectives import (
     MaskedDiffusion,
     NoisyBatch,
     Uniforms,
+    family_objective,
     mean_loss,
 )
-from tests.families import fast_dllm_v2, sdar
+from tests.families import a2d, fast_dllm_v2, sdar
 
 MASK = 99
 LENGTH = 14  # three blocks of 4 and a part of one
@@ -196,6 +197,19 @@ def test_fast_dllms_loss_is_the_mean_of_its_shifted_noisy_half(tmp_path: Path, i
             costs.append(-log_probabilities[row, column - 1, ids[row, column]].item())
     assert len(costs) == 3 * (LENGTH - 1)
     assert loss.item() == pytest.approx(sum(costs) / len(costs), rel=1e-5)
+
+
+def test_a2d_trains_in_blocks_where_it_is_asked_to(tmp_path: Path, ids: torch.Tensor) -> None:
+    case = a2d.CASES[0]
+    with pytest.raises(DlmBridgeError, match="no block_size: set it in"):
+        family_objective(case.load(case.write(tmp_path / "without", mask_token_id=MASK)), "block")
+    blocks = case.load(case.write(tmp_path / "with", block_size=BLOCK, mask_token_id=MASK)).requires_grad_(False)
+    assert isinstance(family_objective(blocks), MaskedDiffusion)
+    objective = family_objective(blocks, "block")
+    uniforms = Uniforms.keyed(0, 1, range(3), LENGTH)
+    noisy = objective.noise(ids, uniforms)
+    assert noisy.input_ids.shape == (3, 2 * LENGTH)
+    assert _loss(blocks, objective, noisy) > 0
 
 
 def test_own_masks_and_positions_are_refused(model: Any, ids: torch.Tensor) -> None:

@@ -56,7 +56,11 @@ class BlockDiffusion(TwoStreams):
 
     t per sequence (or per block), p = (1 - eps) t + eps; each position is masked with probability p; the loss is the
     cross-entropy at the masked positions over p, summed and divided by the number of counted positions.
+
+    dLLM's bd3lm checkpoints are A2D models trained so, by a `block_size` in their config.json.
     """
+
+    also: ClassVar[tuple[str, ...]] = ("a2d_qwen3", "a2d_qwen2", "a2d_llama")
 
     level: Literal["sequence", "block"] = "sequence"
 

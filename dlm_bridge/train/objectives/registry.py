@@ -26,6 +26,8 @@ class Preset:
         kind = self.kind
         if kind.families and family.name not in kind.families:
             return False
+        if family.name in kind.also:
+            return True
         return family.topology in kind.topologies and family.shift == kind.shift
 
 
