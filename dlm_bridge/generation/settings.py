@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.algorithms import ALGORITHMS, Algorithm
 from dlm_bridge.generation.config import ALIASES, OWN_FIELDS, PARAMETERS, check_values, eos_token_ids, merge_names
 from dlm_bridge.models.spec import FamilySpec
+
+logger = logging.get_logger(__name__)
 
 # Settings of transformers' generate that this sampler reads as they are.
 SHARED_FIELDS = (
@@ -280,7 +283,7 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
 
 
 def _refuse_unsupported(levels: list[_Level], temperature: float, kind: type[Algorithm]) -> None:
-    """Nothing that would change the result is passed over in silence."""
+    """Nothing that a caller asks for is passed over; what a checkpoint inherited is, with a warning."""
     read = {*OWN_FIELDS, *SHARED_FIELDS, *WITHOUT_EFFECT, *kind.parameters()}
     foreign = {*SAMPLING_ONLY, *OFF, *GENERATE_ARGUMENTS, *vars(GenerationConfig())} - read
     for name in sorted(foreign):
@@ -288,6 +291,11 @@ def _refuse_unsupported(levels: list[_Level], temperature: float, kind: type[Alg
         if value is None or value is False or value == OFF.get(name) or (hasattr(value, "__len__") and not len(value)):
             continue
         if name in SAMPLING_ONLY and (temperature == 0 or value == SAMPLING_ONLY[name]):
+            continue
+        if where == STORED and name in OFF:
+            # Checkpoints inherit such settings from the autoregressive model that they were made of; the published
+            # samplers never read them.
+            logger.warning_once(f"{STORED} has {name} {value!r}, which the {kind.name} sampler does not have: ignored")
             continue
         raise DlmBridgeError(f"the {kind.name} sampler has no {name} ({where}: {value!r}): {_remedy(name, where)}")
 

@@ -155,6 +155,8 @@ def test_refused_sources(model: Any) -> None:
     with pytest.raises(DlmBridgeError, match=r"has no top_p \(the model's generation_config: 0.9\): pass top_p=None"):
         settings(with_stored(model, top_p=0.9), temperature=1.0)
     assert settings(with_stored(model, top_p=0.9)).algorithm.temperature == 0.0  # greedy: of no account
+    inherited = with_stored(model, repetition_penalty=1.05)  # as in checkpoints made of Qwen2.5
+    assert settings(inherited).algorithm == settings(model).algorithm
     with pytest.raises(DlmBridgeError, match="Linear is not a diffusion language model"):
         generate(torch.nn.Linear(1, 1), prompts(1, 4))
     maskless = copy.copy(model)
