@@ -49,6 +49,8 @@ def model_config(
     if dims.mtp:
         raise DlmBridgeError("the Megatron engine builds no multi-token prediction layers, this model has some")
     described = mapping.transformer(config)
+    if described.get("multi_latent_attention"):
+        raise DlmBridgeError("the Megatron engine builds no multi-head latent attention, which this model has")
     model = {name: described.pop(name) for name in MODEL_ARGUMENTS if name in described}
     yarn = {name: described.pop(name) for name in list(described) if name.startswith(YARN)}
     arguments = {

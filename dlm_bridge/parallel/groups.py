@@ -39,8 +39,15 @@ def initialize(layout: Layout, seed: int = 1234) -> None:
 
 
 def destroy() -> None:
-    """Leave megatron-core's groups, so that another layout can be initialised. torch.distributed stays up."""
+    """Leave megatron-core's groups, so that another layout can be initialised. torch.distributed stays up.
+
+    Every process calls it. megatron-core itself only forgets its groups: their threads and sockets would pile up.
+    """
     if parallel_state.model_parallel_is_initialized():
+        mine = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+        dist.barrier()  # a group must not close while another process still talks in it
+        for group in mine:
+            dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
     get_cuda_rng_tracker().reset()
 

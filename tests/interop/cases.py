@@ -2,19 +2,95 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dlm_bridge import Layout
+from dlm_bridge.models import find_family
+from tests.checkpoints import llada_config, llada_tensors, write_hub_folder
+from tests.families.case import BuildTensors, all_cases
+from tests.interop.autoregressive import CONFIGS, tensors_of
+
+BATCH, LENGTH, SEED = 2, 12, 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """One tiny checkpoint."""
+
+    config: dict[str, Any]  # the Hub's config.json
+    build: BuildTensors
+    family: str | None = None  # where the config cannot tell
+    length: int = LENGTH
+    batch: int = BATCH
+
+    @property
+    def vocab(self) -> int:
+        return self.config["vocab_size"]
+
+    @property
+    def has_experts(self) -> bool:
+        return find_family(self.config, self.family).load("mapping").dims(self.config).experts > 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.build(self.config, SEED, torch.float32)
+
+    def write(self, folder: Path) -> None:
+        write_hub_folder(folder, self.config, self.tensors())
+
+    def tokens(self) -> torch.Tensor:
+        """input_ids [B, S]."""
+        return torch.randint(0, self.vocab, (self.batch, self.length), generator=torch.Generator().manual_seed(5))
+
+    def logit_weights(self) -> torch.Tensor:
+        """[B, S, V]; sum(logits * weights) / B is the loss whose gradients are compared."""
+        return torch.randn(self.batch, self.length, self.vocab, generator=torch.Generator().manual_seed(6))
+
 
 # Grouped queries, a vocabulary that tp 2 does not divide, a tied output layer: each wrong row order or count shows.
-MODELS: dict[str, dict[str, Any]] = {
+LLADA: dict[str, dict[str, Any]] = {
     "gqa": {"n_kv_heads": 2},
     "odd_vocabulary": {"vocab_size": 125, "embedding_size": 125, "mask_token_id": 124},
     "tied": {"n_kv_heads": 2, "weight_tying": True, "vocab_size": 125, "embedding_size": 125, "mask_token_id": 124},
 }
+
+# Diffusion families whose every block needs a mask of its own have sequences with whole blocks and a part of one.
+# Mistral's sequence is longer than its window of 4096.
+LONG = {"mistral_window": (4104, 1)}
+
+# Families that megatron-core cannot compute, and what it says; their weights convert all the same.
+REFUSED = {
+    "nemotron_labs_diffusion": "has no query scaling by position",
+    "nemotron_labs_diffusion-beyond-context": "has no query scaling by position",
+    "olmoe": "normalises whole query and key rows, megatron-core's QK norm is per head",
+    "glm4_moe_mtp": "builds no multi-token prediction layers",
+    "deepseek_v3": "no multi-head latent attention",
+}
+
+
+@cache
+def models() -> dict[str, Model]:
+    """Every model, by name: LLaDA in three shapes, each other family, the autoregressive ones."""
+    found = {name: Model(llada_config(torch_dtype="float32", **more), llada_tensors) for name, more in LLADA.items()}
+    for case in all_cases():
+        if case.name != "llada":
+            config = {**case.config, **({"torch_dtype": "float32"} if "torch_dtype" in case.config else {})}
+            length = LENGTH if case.block is None else 2 * case.block + case.block // 2
+            found[case.id] = Model(config, case.tensors, case.family_argument, length)
+    for name, config in CONFIGS.items():
+        length, batch = LONG.get(name, (LENGTH, BATCH))
+        found[name] = Model(config, partial(tensors_of), None, length, batch)
+    return found
+
+
+def families() -> list[str]:
+    """Those that are compared once, or in a few layouts."""
+    return [name for name in models() if name not in LLADA and name not in REFUSED]
+
 
 LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(tp=2),
@@ -23,61 +99,117 @@ LAYOUTS: dict[str, Layout] = {
     "pp2_string": Layout(pp=2, pipeline="E|ttttL"),  # the embedding has a stage of its own
     "pp2_vp2": Layout(pp=2, vp=2),
     "dp2": Layout(),
+    "ep2": Layout(ep=2),
+    "etp2": Layout(etp=2),  # experts are cut, attention is not
+    "tp2_ep2": Layout(tp=2, ep=2, etp=1),
 }
 
 # The layout under which a checkpoint is imported is never the one under which megatron-core loads it.
-IMPORTED: dict[str, Layout] = {"tp2": Layout(tp=1, pp=4), "pp2": Layout(tp=2, pp=1), "pp2_vp2": Layout(tp=2, pp=2)}
+IMPORTED: dict[str, Layout] = {
+    "tp2": Layout(tp=1, pp=4),
+    "pp2": Layout(tp=2, pp=1),
+    "pp2_vp2": Layout(tp=2, pp=2),
+    "ep2": Layout(tp=2, pp=2),
+}
 
-# What megatron-core itself saves and `export` then reads: padded at tp 2, tied over two stages at pp 2.
-SAVED = (("gqa", "tp2"), ("gqa", "pp2"), ("odd_vocabulary", "tp2"), ("tied", "tp2"), ("tied", "pp2"))
 
-BATCH, LENGTH = 2, 12
+def layout_of(name: str) -> str:
+    """The layout under which a family is compared: one that cuts what is particular to it."""
+    if name in LONG:
+        return "pp2"
+    return "ep2" if models()[name].has_experts else "tp2"
+
+
+def imports() -> list[tuple[str, str]]:
+    """(model, layout) of every import that megatron-core then loads."""
+    of_llada = [(name, layout) for layout in ("tp2", "pp2", "pp2_vp2") for name in LLADA]
+    return [*of_llada, *((name, layout_of(name)) for name in families())]
+
+
+# Experts in each way of holding them, leading dense layers, shared experts and router biases; a mask in every way.
+EXPERTS = ("llada_moe", "llada2_moe", "mixtral")
+ALSO_ON_TWO_STAGES = ("sdar", "llada2_moe", "qwen3_moe")
+
+
+def saved() -> list[tuple[str, str]]:
+    """What megatron-core itself saves and `export` then reads: padded at tp 2, tied over two stages at pp 2."""
+    of_llada = [("gqa", "tp2"), ("gqa", "pp2"), ("odd_vocabulary", "tp2"), ("tied", "tp2"), ("tied", "pp2")]
+    return [*of_llada, *((name, layout_of(name)) for name in families()), *((name, "tp2_ep2") for name in EXPERTS)]
+
 
 OK = "ok"  # what a check says in the report when nothing was raised
 
+Checks = dict[str, tuple[str, dict[str, Any]]]
 
-def plan() -> dict[str, tuple[str, dict[str, Any]]]:
+
+def plan() -> Checks:
     """Every check that two processes run, in order: its name, the function of `checks` and that one's arguments."""
-    checks: dict[str, tuple[str, dict[str, Any]]] = {
+    checks: Checks = {
         "platform": ("platform_is_reversible_and_refuses_other_versions", {}),
         "one_process": ("one_process_without_torchrun", {}),
         "bad_input": ("bad_input_is_named", {}),
         "half_precision": ("half_precision_is_kept", {}),
         "mixed_dtypes": ("mixed_dtypes_need_a_choice", {}),
+        "router_dtype": ("a_router_keeps_its_own_dtype", {}),
         "more_padding": ("more_padding_is_trimmed_by_role", {}),
         "wrapped": ("wrapped_models_are_unwrapped", {}),
         "reads": ("each_stage_reads_its_own_tensors", {}),
+        "reads_experts": ("each_rank_reads_its_own_experts", {}),
         "optimizer_attributes": ("parameters_are_ready_for_the_optimizer", {}),
+        "masks": ("a_mask_is_honoured", {}),
+        "ignored_masks": ("an_ignored_mask_is_refused", {}),
+        "expert_names": ("experts_have_global_names", {}),
+        "refused_families": ("what_megatron_core_cannot_hold_is_refused", {}),
+        "rope": ("rope_matches_beyond_the_original_context", {}),
         "logits[gqa-tp2-sp]": ("built_logits_match", {"model": "gqa", "layout": "tp2", "sequence_parallel": True}),
         "gradients[gqa-tp2-sp]": ("gradients_match", {"model": "gqa", "layout": "tp2", "sequence_parallel": True}),
     }
-    for layout in LAYOUTS:
-        for model in MODELS:
+    for layout in ("tp2", "pp2", "pp2_uneven", "pp2_string", "pp2_vp2", "dp2"):
+        for model in LLADA:
             case = {"model": model, "layout": layout}
             checks[f"logits[{model}-{layout}]"] = ("built_logits_match", case)
             checks[f"stream[{model}-{layout}]"] = ("streamed_weights_are_the_source", case)
     for layout in ("tp2", "pp2", "pp2_vp2"):
         checks[f"gradients[gqa-{layout}]"] = ("gradients_match", {"model": "gqa", "layout": layout})
         checks[f"bidirectional[{layout}]"] = ("last_token_moves_first_logit", {"layout": layout})
-    for model, layout in SAVED:
-        case = {"model": model, "layout": layout}
-        checks[f"save[{model}-{layout}]"] = ("megatron_saves", case)
-        checks[f"refresh[{model}-{layout}]"] = ("changed_weights_refresh_the_hub_model", case)
-    for layout in IMPORTED:
-        for model in MODELS:
+    return checks | _family_checks() | _disk_checks()
+
+
+def _family_checks() -> Checks:
+    """What is particular to a family: QK norms and sequence parallelism, experts in every layout, masks per stage."""
+    checks: Checks = {}
+    for model in ("sdar", "qwen2"):
+        case = {"model": model, "layout": "tp2", "sequence_parallel": True}
+        checks[f"logits[{model}-tp2-sp]"] = ("built_logits_match", case)
+        checks[f"gradients[{model}-tp2-sp]"] = ("gradients_match", case)
+    for model in EXPERTS:
+        case = {"model": model, "layout": "ep2", "moe_token_dispatcher_type": "alltoall"}
+        checks[f"logits[{model}-ep2-alltoall]"] = ("built_logits_match", case)
+        checks[f"gradients[{model}-ep2-alltoall]"] = ("gradients_match", case)
+        for layout in ("tp2", "ep2", "etp2", "tp2_ep2"):
             case = {"model": model, "layout": layout}
-            checks[f"load[{model}-{layout}]"] = ("imported_checkpoint_loads_strictly", case)
+            checks[f"logits[{model}-{layout}]"] = ("built_logits_match", case)
+            checks[f"stream[{model}-{layout}]"] = ("streamed_weights_are_the_source", case)
+            checks[f"gradients[{model}-{layout}]"] = ("gradients_match", case)
+        checks[f"refresh[{model}-ep2]"] = ("changed_weights_refresh_the_hub_model", {"model": model, "layout": "ep2"})
+    for model in ALSO_ON_TWO_STAGES:
+        case = {"model": model, "layout": "pp2"}
+        checks[f"logits[{model}-pp2]"] = ("built_logits_match", case)
+        checks[f"stream[{model}-pp2]"] = ("streamed_weights_are_the_source", case)
     return checks
 
 
-def tokens(vocab: int) -> torch.Tensor:
-    """input_ids [B, S]."""
-    return torch.randint(0, vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
-
-
-def logit_weights(vocab: int) -> torch.Tensor:
-    """[B, S, V]; sum(logits * weights) is the loss whose gradients are compared."""
-    return torch.randn(BATCH, LENGTH, vocab, generator=torch.Generator().manual_seed(6))
+def _disk_checks() -> Checks:
+    checks: Checks = {}
+    for model, layout in saved():
+        case = {"model": model, "layout": layout}
+        checks[f"save[{model}-{layout}]"] = ("megatron_saves", case)
+        if model in LLADA:
+            checks[f"refresh[{model}-{layout}]"] = ("changed_weights_refresh_the_hub_model", case)
+    for model, layout in imports():
+        case = {"model": model, "layout": layout}
+        checks[f"load[{model}-{layout}]"] = ("imported_checkpoint_loads_strictly", case)
+    return checks
 
 
 class Files:

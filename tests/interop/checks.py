@@ -14,19 +14,31 @@ from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.mapping import Link
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import core, cpu, groups
+from dlm_bridge.parallel.attention import attention_mask, block_size
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_hf_weights
 from dlm_bridge.parallel.model import build_megatron_model
-from tests.checkpoints import llada_config, llada_tensors
+from dlm_bridge.parallel.weights import live_tensors
 from tests.interop import engine
-from tests.interop.cases import LAYOUTS, MODELS, Files, logit_weights, tokens
+from tests.interop.cases import LAYOUTS, SEED, Files, models
 
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
 
 def _build(files: Files, model: str, layout: str, **overrides: Any) -> tuple[Bridge, list[Any]]:
     groups.destroy()
-    bridge = Bridge.from_hf(files.hub(model))
+    bridge = Bridge.from_hf(files.hub(model), family=models()[model].family)
     return bridge, build_megatron_model(bridge, LAYOUTS[layout], **overrides)
+
+
+def _run(
+    bridge: Bridge, chunks: list[Any], model: str, input_ids: torch.Tensor | None = None, backward: bool = False
+) -> torch.Tensor:
+    """Whole logits of the model's tokens (or of others) under its family's mask."""
+    case = models()[model]
+    positions = torch.arange(case.length)[None]
+    mask = attention_mask(bridge.family.topology, positions, block_size(bridge))
+    ids = case.tokens() if input_ids is None else input_ids
+    return engine.run(chunks, ids, case.vocab, case.logit_weights() if backward else None, mask)
 
 
 def _reference(files: Files, model: str) -> dict[str, Any]:
@@ -34,7 +46,7 @@ def _reference(files: Files, model: str) -> dict[str, Any]:
 
 
 def _source(model: str) -> dict[str, torch.Tensor]:
-    return llada_tensors(llada_config(**MODELS[model]), seed=1)
+    return models()[model].tensors()
 
 
 def _assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -70,7 +82,7 @@ def one_process_without_torchrun(files: Files) -> None:
         bridge = Bridge.from_hf(files.hub("gqa"))
         chunks = build_megatron_model(bridge, Layout())
         assert dist.get_world_size() == 1
-        logits = engine.run(chunks, tokens(128), 128)
+        logits = _run(bridge, chunks, "gqa")
         torch.testing.assert_close(logits, _reference(files, "gqa")["logits"], **TOLERANCE)
         _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), _source("gqa"))
         groups.destroy()
@@ -78,46 +90,43 @@ def one_process_without_torchrun(files: Files) -> None:
 
 
 def built_logits_match(files: Files, model: str, layout: str, **overrides: Any) -> None:
-    vocab = llada_config(**MODELS[model])["vocab_size"]
-    _, chunks = _build(files, model, layout, **overrides)
-    logits = engine.run(chunks, tokens(vocab), vocab)
+    bridge, chunks = _build(files, model, layout, **overrides)
+    logits = _run(bridge, chunks, model)
     torch.testing.assert_close(logits, _reference(files, model)["logits"], **TOLERANCE)
 
 
 def last_token_moves_first_logit(files: Files, layout: str) -> None:
-    _, chunks = _build(files, "gqa", layout)
-    input_ids = tokens(128)
-    before = engine.run(chunks, input_ids, 128)
+    bridge, chunks = _build(files, "gqa", layout)
+    input_ids = models()["gqa"].tokens()
+    before = _run(bridge, chunks, "gqa", input_ids)
     input_ids[:, -1] = (input_ids[:, -1] + 1) % 128
-    after = engine.run(chunks, input_ids, 128)
+    after = _run(bridge, chunks, "gqa", input_ids)
     assert ((after - before)[:, 0].abs().amax(-1) > 1e-3).all()
 
 
 def gradients_match(files: Files, model: str, layout: str, **overrides: Any) -> None:
-    vocab = llada_config(**MODELS[model])["vocab_size"]
     bridge, chunks = _build(files, model, layout, **overrides)
-    engine.run(chunks, tokens(vocab), vocab, logit_weights(vocab))
-    engine.sum_sequence_parallel_gradients(chunks)
+    _run(bridge, chunks, model, backward=True)
+    engine.finalize_gradients(chunks)
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data = parameter.grad
     wanted = _reference(files, model)["gradients"]
     found = dict(stream_hf_weights(bridge, chunks))
-    assert found.keys() == wanted.keys()
+    # A router's bias has no gradient: it chooses experts and weighs nothing.
+    assert found.keys() - wanted.keys() == {name for name in found if name.endswith("expert_bias")}
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-4 * float(gradient.abs().max()), rtol=0, msg=name)
 
 
 def imported_checkpoint_loads_strictly(files: Files, model: str, layout: str) -> None:
     """Into a model that holds other weights, from a checkpoint written for another layout."""
-    vocab = llada_config(**MODELS[model])["vocab_size"]
     bridge, chunks = _build(files, model, layout)
     with torch.no_grad():
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.fill_(7)
+        for tensor in live_tensors(chunks).values():
+            tensor.fill_(7)
     engine.load(chunks, files.imported(model, layout))
-    logits = engine.run(chunks, tokens(vocab), vocab)
+    logits = _run(bridge, chunks, model)
     torch.testing.assert_close(logits, _reference(files, model)["logits"], **TOLERANCE)
     _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), _source(model))
 
@@ -177,6 +186,20 @@ def each_stage_reads_its_own_tensors(files: Files) -> None:
     assert read[0] | read[1] == set(_source("gqa"))
 
 
+def each_rank_reads_its_own_experts(files: Files) -> None:
+    groups.destroy()
+    bridge = Bridge.from_hf(files.hub("mixtral"))
+    read: set[int] = set()
+
+    def recorded(link: Link) -> tuple[torch.Tensor, ...]:
+        read.update(() if link.expert is None else (link.expert,))
+        return type(bridge.checkpoint).read_link(bridge.checkpoint, link)
+
+    bridge.checkpoint.read_link = recorded
+    build_megatron_model(bridge, Layout(ep=2))
+    assert read == (set(range(4)) if dist.get_rank() == 0 else set(range(4, 8)))
+
+
 def half_precision_is_kept(files: Files) -> None:
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("bf16"))
@@ -198,25 +221,38 @@ def mixed_dtypes_need_a_choice(files: Files) -> None:
         build_megatron_model(bridge, Layout(tp=2))
 
 
+def a_router_keeps_its_own_dtype(files: Files) -> None:
+    """fp32 in a bf16 checkpoint, also when it is cast, and back."""
+    source = models()["llada2_moe"]
+    wanted = source.build(source.config, SEED, torch.bfloat16)
+    assert {tensor.dtype for tensor in wanted.values()} == {torch.bfloat16, torch.float32}
+    groups.destroy()
+    bridge = Bridge.from_hf(files.hub("router"))
+    _assert_same_tensors(dict(stream_hf_weights(bridge, build_megatron_model(bridge, Layout(ep=2)))), wanted)
+    groups.destroy()
+    bridge = Bridge.from_hf(files.hub("llada2_moe"))
+    chunks = build_megatron_model(bridge, Layout(ep=2), dtype="bf16")
+    wanted = {name: tensor.to(wanted[name].dtype) for name, tensor in _source("llada2_moe").items()}
+    _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), wanted)
+
+
 def changed_weights_refresh_the_hub_model(files: Files, model: str, layout: str) -> None:
     bridge, chunks = _build(files, model, layout)
     hf_model = bridge.build_hf_model()
     with torch.no_grad():
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.mul_(2)
+        for tensor in live_tensors(chunks).values():
+            tensor.mul_(0.5)
     pointers = {name: parameter.data_ptr() for name, parameter in hf_model.named_parameters()}
     refresh_hf_model(bridge, hf_model, chunks)
     assert {name: parameter.data_ptr() for name, parameter in hf_model.named_parameters()} == pointers
     again = Bridge.from_model(hf_model)
     again.checkpoint.check()
-    wanted = {name: tensor * 2 for name, tensor in _source(model).items()}
+    wanted = {name: tensor * 0.5 for name, tensor in _source(model).items()}
     for name in again.hub_names():
         assert torch.equal(again.read(name), wanted[name]), name
-    vocab = llada_config(**MODELS[model])["vocab_size"]
     with torch.no_grad():
-        logits = hf_model(tokens(vocab)).logits
-    torch.testing.assert_close(engine.run(chunks, tokens(vocab), vocab), logits, atol=1e-4, rtol=1e-5)
+        logits = hf_model(models()[model].tokens()).logits
+    torch.testing.assert_close(_run(bridge, chunks, model), logits, **TOLERANCE)
 
 
 def parameters_are_ready_for_the_optimizer(files: Files) -> None:

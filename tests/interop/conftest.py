@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge
-from tests.checkpoints import llada_config, llada_tensors, write_hub_folder
-from tests.interop.cases import BATCH, IMPORTED, MODELS, Files, logit_weights, tokens
+from tests.checkpoints import write_hub_folder
+from tests.interop.cases import IMPORTED, REFUSED, SEED, Files, Model, imports, models
 
 TIMEOUT_S = 400
 
@@ -27,36 +27,38 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed: pip install 'dlm-bridge[megatron]'")
     files = Files(tmp_path_factory.mktemp("interop"))
-    for model, overrides in MODELS.items():
-        config = llada_config(torch_dtype="float32", **overrides)
-        write_hub_folder(files.hub(model), config, llada_tensors(config, seed=1))
-        _write_reference(files, model)
-        for layout, written_for in IMPORTED.items():
-            Bridge.from_hf(files.hub(model)).to_megatron(files.imported(model, layout), written_for)
+    for name, model in models().items():
+        model.write(files.hub(name))
+        if name not in REFUSED:
+            _write_reference(files, name, model)
+    for name, layout in imports():
+        bridge = Bridge.from_hf(files.hub(name), family=models()[name].family)
+        bridge.to_megatron(files.imported(name, layout), IMPORTED[layout])
     _write_half_precision(files)
     return files
 
 
 def _write_half_precision(files: Files) -> None:
-    config = llada_config(**MODELS["gqa"])
-    tensors = {name: tensor.bfloat16() for name, tensor in llada_tensors(config, seed=1).items()}
-    write_hub_folder(files.hub("bf16"), config, tensors)
+    model = models()["gqa"]
+    tensors = {name: tensor.bfloat16() for name, tensor in model.tensors().items()}
+    write_hub_folder(files.hub("bf16"), model.config, tensors)
     norms = {name: tensor.float() for name, tensor in tensors.items() if tensor.ndim == 1}
-    write_hub_folder(files.hub("mixed"), config, {**tensors, **norms})
+    write_hub_folder(files.hub("mixed"), model.config, {**tensors, **norms})
+    model = models()["llada2_moe"]  # its router is fp32 in every checkpoint
+    write_hub_folder(files.hub("router"), model.config, model.build(model.config, SEED, torch.bfloat16))
 
 
-def _write_reference(files: Files, model: str) -> None:
-    from transformers import AutoModelForCausalLM
+def _write_reference(files: Files, name: str, model: Model) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
-    hf_model = AutoModelForCausalLM.from_pretrained(str(files.hub(model)), dtype=torch.float32)
-    vocab = hf_model.config.vocab_size
-    logits = hf_model(tokens(vocab)).logits
-    (logits * logit_weights(vocab)).sum().div(BATCH).backward()
+    family = Bridge.from_hf(files.hub(name), family=model.family).family
+    hf_model = family.load("model_class").from_pretrained(str(files.hub(name)), dtype=torch.float32)
+    logits = hf_model(model.tokens()).logits
+    (logits * model.logit_weights()).sum().div(model.batch).backward()
     gradients = {name: parameter.grad for name, parameter in hf_model.named_parameters()}
     torch.save(
         {"logits": logits.detach(), "gradients": dict(revert_weight_conversion(hf_model, gradients))},
-        files.reference(model),
+        files.reference(name),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,19 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+OF_NORMS = re.compile(r"decoder\.(.+\.)?(final|q|k|pre_mlp)_layernorm\._extra_state")
 CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
-def run(chunks: list[Any], input_ids: torch.Tensor, vocab: int, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Whole logits [B, S, V] on every rank, one sample a micro-batch; with `weights` [B, S, V] also the backward of
-    sum(logits * weights) / B, whose gradients are left in `.grad`."""
+def run(
+    chunks: list[Any],
+    input_ids: torch.Tensor,
+    vocab: int,
+    weights: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Whole logits [B, S, V] on every rank, one sample a micro-batch, each under `mask` [1, 1, S, S]; with `weights`
+    [B, S, V] also the backward of sum(logits * weights) / B, whose gradients are left in `.grad`."""
     batch, length = input_ids.shape
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
 
@@ -27,7 +35,7 @@ def run(chunks: list[Any], input_ids: torch.Tensor, vocab: int, weights: torch.T
     def step(data: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
         sample = next(data)
         position_ids = torch.arange(length)[None]
-        output = model(input_ids[sample : sample + 1], position_ids, None)
+        output = model(input_ids[sample : sample + 1], position_ids, mask)
 
         def loss(logits_BSV: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             if weights is None:
@@ -67,12 +75,16 @@ def _whole_logits(local: list[torch.Tensor], batch: int, length: int) -> torch.T
     return box[0]
 
 
-def sum_sequence_parallel_gradients(chunks: list[Any]) -> None:
-    """What megatron-core's `finalize_model_grads` does for parameters that sequence parallelism replicates."""
+def finalize_gradients(chunks: list[Any]) -> None:
+    """What megatron-core's `finalize_model_grads` does for parameters that tensor parallel ranks replicate but use on
+    their own tokens or heads, and its data parallelism for experts, which see the tokens of several replicas."""
+    replicas = parallel_state.get_data_parallel_world_size() // parallel_state.get_expert_data_parallel_world_size()
     for chunk in chunks:
-        for parameter in chunk.parameters():
-            if getattr(parameter, "sequence_parallel", False):
+        for name, parameter in chunk.named_parameters():
+            if getattr(parameter, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
                 dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
+            if ".experts." in name:
+                parameter.grad /= replicas
 
 
 def save(chunks: list[Any], root: Path, iteration: int = 0) -> None:
@@ -90,14 +102,15 @@ def save(chunks: list[Any], root: Path, iteration: int = 0) -> None:
 
 def load(chunks: list[Any], root: Path) -> None:
     """Load strictly: nothing that the model wants may be missing, and the checkpoint may have nothing else, but for
-    the one (empty) object that only the Transformer Engine spec wants."""
+    the (empty) objects that only the Transformer Engine spec wants, of norms."""
     iteration = (root / "latest_checkpointed_iteration.txt").read_text().strip()
     folder = root / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
     state, left_over, not_found = dist_checkpointing.load(
         _sharded(chunks), str(folder), strict=StrictHandling.RETURN_ALL
     )
     assert not not_found, not_found
-    assert left_over == {"decoder.final_layernorm._extra_state"}, left_over
+    assert "decoder.final_layernorm._extra_state" in left_over
+    assert all(OF_NORMS.fullmatch(name) for name in left_over), left_over
     for key, chunk in zip(_keys(chunks), chunks, strict=True):
         chunk.load_state_dict(state[key], strict=True)
 

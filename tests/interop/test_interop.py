@@ -10,8 +10,7 @@ import torch
 from safetensors import safe_open
 
 from dlm_bridge import Bridge
-from tests.checkpoints import llada_config, llada_tensors
-from tests.interop.cases import MODELS, OK, SAVED, Files, plan
+from tests.interop.cases import OK, Files, models, plan, saved
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
@@ -36,14 +35,15 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("model", "layout"), SAVED)
+@pytest.mark.parametrize(("model", "layout"), saved())
 def test_what_megatron_core_saved_is_exported_bit_for_bit(
     model: str, layout: str, files: Files, report: dict[str, list[str]], tmp_path: Path
 ) -> None:
     assert report[f"save[{model}-{layout}]"] == [OK, OK]
     out = tmp_path / "out"
-    Bridge.from_megatron(files.saved(model, layout), like=files.hub(model)).to_hf(out)
-    wanted = llada_tensors(llada_config(**MODELS[model]), seed=1)
+    family = models()[model].family
+    Bridge.from_megatron(files.saved(model, layout), like=files.hub(model), family=family).to_hf(out)
+    wanted = models()[model].tensors()
     found = _tensors(out)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():

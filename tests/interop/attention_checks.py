@@ -1,0 +1,98 @@
+"""What two processes check about attention: masks that are honoured or refused, scaled rotary embeddings, and the
+families whose attention megatron-core cannot compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import groups
+from dlm_bridge.parallel.attention import attention_mask
+from dlm_bridge.parallel.model import build_megatron_model
+from dlm_bridge.parallel.weights import expert_name
+from tests.interop import engine
+from tests.interop.cases import REFUSED, Files, models
+
+TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
+
+
+def a_mask_is_honoured(files: Files) -> None:
+    """Causal, block-causal and padding masks on a bidirectional model, against the Hub-side model."""
+    groups.destroy()
+    bridge = Bridge.from_hf(files.hub("gqa"))
+    chunks, hf_model = build_megatron_model(bridge, Layout(tp=2)), bridge.build_hf_model()
+    ids, positions = models()["gqa"].tokens(), torch.arange(12)[None]
+    real = torch.ones(1, 12, dtype=torch.bool)
+    for mask in (attention_mask("causal", positions, real_BS=real), attention_mask("block_causal", positions, 5)):
+        with torch.no_grad():
+            wanted = hf_model(ids, attention_mask=~mask).logits
+        torch.testing.assert_close(engine.run(chunks, ids, 128, mask=mask), wanted, **TOLERANCE)
+        assert (wanted - hf_model(ids).logits).abs().max() > 1e-2
+    real[:, 9:] = False
+    with torch.no_grad():
+        wanted = hf_model(ids, attention_mask=real.expand(2, -1)).logits
+    found = engine.run(chunks, ids, 128, mask=attention_mask("bidirectional", positions, real_BS=real))
+    torch.testing.assert_close(found[:, :9], wanted[:, :9], **TOLERANCE)
+
+
+def an_ignored_mask_is_refused(files: Files) -> None:
+    positions = torch.arange(12)[None]
+    mask = attention_mask("block_causal", positions, 4)
+    assert mask is not None
+
+    def logits(model: str, given: torch.Tensor | None, **overrides: Any) -> torch.Tensor:
+        groups.destroy()
+        chunks = build_megatron_model(Bridge.from_hf(files.hub(model)), Layout(), **overrides)
+        return engine.run(chunks, models()[model].tokens()[:1, :12], models()[model].vocab, mask=given)
+
+    def refused(model: str, message: str, given: torch.Tensor | None, **overrides: Any) -> None:
+        with pytest.raises(DlmBridgeError, match=message):
+            logits(model, given, **overrides)
+
+    refused("sdar", "block-causal attention needs an attention_mask in every call", None)
+    refused("mistral_window", "DotProductAttention would ignore an attention_mask beside the sliding window", mask)
+    refused("qwen2", "would ignore an attention_mask with masked_softmax_fusion", mask, masked_softmax_fusion=True)
+    refused("gqa", r"must be bool \[B, 1, S, S\], True where masked, not torch.float32", mask.float())
+    refused("gqa", r"must be bool .* not torch.bool \[1, 12\]", mask[0, 0, :1])
+    refused("gqa", "sliding window is causal, this model's attention is bidirectional", None, window_size=(4, 0))
+    refused("mixtral", "moe_grouped_gemm needs Transformer Engine", None, moe_grouped_gemm=True)
+    with pytest.raises(DlmBridgeError, match="needs a block size of at least 1, not None"):
+        attention_mask("block_causal", positions)
+    with pytest.raises(DlmBridgeError, match="has no prefix attention"):
+        attention_mask("prefix", positions)
+
+
+def rope_matches_beyond_the_original_context(files: Files) -> None:
+    """Cosines and sines as each side computes them, where logits would need a sequence of ten thousands of tokens."""
+    for model in ("llama3", "qwen3_yarn", "glm4_moe"):
+        groups.destroy()
+        bridge = Bridge.from_hf(files.hub(model))
+        (chunk,) = build_megatron_model(bridge, Layout())
+        config = bridge.config
+        original = (config["rope_scaling"] or {}).get("original_max_position_embeddings", 8192)
+        positions = torch.tensor([0, 1, 7, original - 1, original, original + 1, original + 4097])
+        angles, scale = chunk.rotary_pos_emb(int(positions[-1]) + 1), 1.0
+        if isinstance(angles, tuple):
+            angles, scale = angles
+        angles = angles[positions, 0, 0]
+        cos, sin = bridge.build_hf_model().model.rotary_emb(torch.zeros(1), positions[None])
+        torch.testing.assert_close(angles.cos() * scale, cos[0], **TOLERANCE)
+        torch.testing.assert_close(angles.sin() * scale, sin[0], **TOLERANCE)
+
+
+def what_megatron_core_cannot_hold_is_refused(files: Files) -> None:
+    for model, message in REFUSED.items():
+        groups.destroy()
+        with pytest.raises(DlmBridgeError, match=message):
+            build_megatron_model(Bridge.from_hf(files.hub(model)), Layout())
+
+
+def experts_have_global_names(files: Files) -> None:
+    """Also where Transformer Engine groups them, which needs a GPU to run."""
+    prefix = "mlp.experts."
+    assert expert_name(prefix + "local_experts.1.linear_fc1.weight", 4) == prefix + "experts.5.linear_fc1.weight"
+    assert expert_name(prefix + "linear_fc2.weight11", 16) == prefix + "experts.27.linear_fc2.weight"
