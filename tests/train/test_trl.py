@@ -1,0 +1,149 @@
+"""TRL's own SFTTrainer with DiffusionCollator and trl_loss, once for each body, on TRL's two kinds of datasets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.collator import DiffusionCollator, trl_loss
+from tests.families import dream, llada, sdar
+from tests.families.case import FamilyCase
+from tests.train.conftest import VOCAB
+
+BODIES = {"llama": llada.CASES[0], "qwen2-shifted": dream.CASE, "qwen3-block": sdar.CASES[0]}
+PROMPT, ANSWER = "f{}>", "    return x + {}\n"  # no merge of the tokenizer crosses the ">"
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+
+
+class Recorder:
+    """A model's collator, and every batch that it made."""
+
+    def __init__(self, model: Any) -> None:
+        self.collator = DiffusionCollator.of(model, for_trl=True)
+        self.batches: list[dict[str, torch.Tensor]] = []
+
+    def __call__(self, samples: Any) -> dict[str, torch.Tensor]:
+        batch = self.collator(samples)
+        self.batches.append({name: tensor.clone() for name, tensor in batch.items()})
+        return batch
+
+
+def _model(case: FamilyCase, folder: Path, tokenizer: PreTrainedTokenizerFast) -> Any:
+    sizes = {"vocab_size": VOCAB, **({"embedding_size": VOCAB} if "embedding_size" in case.config else {})}
+    ids = {"mask_token_id": tokenizer.mask_token_id, "pad_token_id": tokenizer.eos_token_id}
+    ids["eos_token_id"] = tokenizer.eos_token_id
+    return case.load(case.write(folder / "model", **sizes, **ids))
+
+
+def _prompts(count: int) -> Dataset:
+    return Dataset.from_list(
+        [{"prompt": PROMPT.format(i % 20), "completion": ANSWER.format(i % 20)} for i in range(count)]
+    )
+
+
+def _conversations(count: int) -> Dataset:
+    rows = [[("user", PROMPT.format(i % 20)), ("assistant", ANSWER.format(i % 20))] for i in range(count)]
+    return Dataset.from_list(
+        [{"messages": [{"role": role, "content": content} for role, content in row]} for row in rows]
+    )
+
+
+def _trainer(model: Any, folder: Path, dataset: Dataset, tokenizer: Any, collator: Any, **options: Any) -> Any:
+    options = {"max_length": 64, "learning_rate": 5e-3, "per_device_train_batch_size": 8, **options}
+    arguments = SFTConfig(
+        output_dir=str(folder / "run"),
+        lr_scheduler_type="constant",
+        num_train_epochs=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        seed=0,
+        **options,
+    )
+    return SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        data_collator=collator,
+        compute_loss_func=trl_loss,
+    )
+
+
+def _losses(trainer: Any) -> list[float]:
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_sft_trainer_learns_and_never_masks_the_prompt(
+    body: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = _model(BODIES[body], tmp_path, tokenizer)
+    collator = Recorder(model)
+    trainer = _trainer(model, tmp_path, _prompts(320), tokenizer, collator)
+    losses = _losses(trainer)
+    assert len(losses) == 40
+    assert sum(losses[-10:]) < 0.75 * sum(losses[:10])
+    _assert_prompts_are_whole(collator.batches, tokenizer)
+
+
+def test_conversations_mask_the_assistant_alone(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", mask_token="<mask>", chat_template=TEMPLATE
+    )
+    model = _model(BODIES["llama"], tmp_path, chat)
+    collator = Recorder(model)
+    trainer = _trainer(model, tmp_path, _conversations(320), chat, collator, assistant_only_loss=True)
+    assert len(_losses(trainer)) == 40
+    _assert_prompts_are_whole(collator.batches, chat)
+
+
+def _assert_prompts_are_whole(batches: list[dict[str, torch.Tensor]], tokenizer: PreTrainedTokenizerFast) -> None:
+    """In every batch each row begins with a prompt, and each place of the answer was masked in some."""
+    prompts = {tuple(tokenizer(PROMPT.format(i)).input_ids) for i in range(20)}
+    rows = [row for batch in batches for row in batch["input_ids"].tolist()]
+    assert len(rows) == 320
+    masked = set()
+    for row in rows:
+        start = next((len(prompt) for prompt in prompts if tuple(row[: len(prompt)]) == prompt), None)
+        assert start is not None, row
+        masked |= {place - start for place, token in enumerate(row) if token == tokenizer.mask_token_id}
+    assert masked >= set(range(len(tokenizer(ANSWER.format(19)).input_ids)))
+
+
+def test_accumulation_changes_nothing(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    runs = []
+    for size, steps in ((8, 1), (2, 4)):
+        model = _model(BODIES["llama"], tmp_path / str(size), tokenizer)
+        dataset = _prompts(16)
+        dataset = dataset.add_column("sample_index", list(range(16)))
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "optim": "sgd"}
+        collator = DiffusionCollator.of(model, for_trl=True)
+        runs.append(
+            _losses(_trainer(model, tmp_path, dataset, tokenizer, collator, remove_unused_columns=False, **options))
+        )
+    assert len(runs[0]) == 2
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+
+
+def test_without_its_loss_function_nothing_trains(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = _model(BODIES["llama"], tmp_path, tokenizer)
+    trainer = _trainer(model, tmp_path, _prompts(8), tokenizer, DiffusionCollator.of(model, for_trl=True))
+    trainer.compute_loss_func = None
+    with pytest.raises(DlmBridgeError, match="compute_loss_func=dlm_bridge"):
+        trainer.train()
