@@ -37,6 +37,7 @@ def pretrain(
     output: Annotated[str | None, typer.Option(help="The run's folder.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of options.")] = None,
     engine: Annotated[str | None, typer.Option(help="accelerate.")] = None,
+    family: Annotated[str | None, typer.Option(help="The model family, where config.json cannot tell.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or id; the model's own by default.")] = None,
     from_scratch: Annotated[
         bool | None, typer.Option("--from-scratch/--from-weights", help="Initialise from config.json and --seed.")

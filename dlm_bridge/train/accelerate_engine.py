@@ -54,7 +54,7 @@ def pretrain(config: TrainConfig, resume: bool = False, console: Console | None 
             console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
         return checkpoint
 
-    model = load_model(config) if checkpoint is None else load_hub_model(str(checkpoint))
+    model = load_model(config) if checkpoint is None else load_hub_model(str(checkpoint), config.family)
     config = with_objective(config, model)
     objective = family_objective(model, config.objective, config.length_variation)
     with accelerator.main_process_first():

@@ -20,7 +20,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 ENGINES = ("accelerate",)
 
 # A resumed run must agree with its start on what decides the data's order and the noise.
-FIXED_FOR_A_RUN = ("split", "seq_length", "global_batch_size", "seed", "objective", "length_variation")
+FIXED_FOR_A_RUN = ("family", "split", "seq_length", "global_batch_size", "seed", "objective", "length_variation")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class TrainConfig:
     data: list[str] = field(default_factory=list)
     output: str = ""
     engine: str = "accelerate"
+    family: str | None = None  # what the model's config says where None
     tokenizer: str | None = None  # the model's own where None
     from_scratch: bool = False
     steps: int = 1000

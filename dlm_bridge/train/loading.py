@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models import find_family
+from dlm_bridge.models import family_by_name, find_family
 from dlm_bridge.models.initialisation import initial_weights
+from dlm_bridge.models.spec import FamilySpec
 from dlm_bridge.train.config import TrainConfig
 
 MEGATRON_MARK = "latest_checkpointed_iteration.txt"
@@ -18,31 +19,33 @@ MEGATRON_MARK = "latest_checkpointed_iteration.txt"
 
 def load_model(config: TrainConfig) -> Any:
     """The PreTrainedModel that `--model` means: a Hub folder or id, a Megatron checkpoint, or, from scratch, a
-    config.json. Master weights are fp32. Raises DlmBridgeError."""
+    config.json, of the family that `--family` or the config names. Master weights are fp32. Raises DlmBridgeError."""
     folder = Path(config.model)
     if config.from_scratch:
-        return _from_scratch(folder, config.seed)
+        return _from_scratch(folder, config.seed, config.family)
     if (folder / MEGATRON_MARK).is_file():
         from dlm_bridge.bridge import Bridge
 
-        return Bridge.from_megatron(config.model).build_hf_model().float()
+        return Bridge.from_megatron(config.model, family=config.family).build_hf_model().float()
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         raise DlmBridgeError(f"--model {folder}: no weights there (*.safetensors): add --from-scratch to start anew")
-    return load_hub_model(config.model)
+    return load_hub_model(config.model, config.family)
 
 
-def load_hub_model(model: str) -> Any:
-    """A Hub folder or id as an fp32 model. Raises DlmBridgeError."""
+def load_hub_model(model: str, family: str | None = None) -> Any:
+    """A Hub folder or id as an fp32 model; `family` names the family where the config cannot. Raises
+    DlmBridgeError."""
     _check_exists("--model", model)
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     import dlm_bridge  # noqa: F401  registers the families
 
     try:
+        config = _hub_config(model, None if family is None else family_by_name(family))
         # Not every family's output layer is behind AutoModelForCausalLM.
-        family = getattr(type(AutoConfig.from_pretrained(model)), "family", None)
-        model_class = AutoModelForCausalLM if family is None else family.load("model_class")
-        return model_class.from_pretrained(model, dtype=torch.float32)
+        spec = getattr(type(config), "family", None)
+        model_class = AutoModelForCausalLM if spec is None else spec.load("model_class")
+        return model_class.from_pretrained(model, config=config, dtype=torch.float32)
     except OSError as error:
         raise DlmBridgeError(f"--model {model}: {_one_line(error)}") from error
 
@@ -63,9 +66,7 @@ def load_tokenizer(config: TrainConfig) -> Any:
         raise DlmBridgeError(f"{flag} {place}: no tokenizer that loads there ({_one_line(error)}){remedy}") from error
 
 
-def _from_scratch(folder: Path, seed: int) -> Any:
-    from transformers import AutoConfig
-
+def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
     import dlm_bridge  # noqa: F401  registers the families
 
     path = folder / "config.json"
@@ -77,13 +78,34 @@ def _from_scratch(folder: Path, seed: int) -> Any:
         raise DlmBridgeError(f"{path}: not readable as JSON ({_one_line(error)})") from None
     if not isinstance(raw, dict):
         raise DlmBridgeError(f"{path}: not a JSON object")
-    spec = find_family(raw, where=str(path))
+    spec = find_family(raw, family, where=str(path))
+    config = _hub_config(str(folder), spec)
     weights = dict(initial_weights(spec, raw, seed))
     model_class = spec.load("model_class")
     # Through transformers' own loading, so that names are converted as for a checkpoint and coverage is checked.
-    return model_class.from_pretrained(
-        None, config=AutoConfig.from_pretrained(folder), state_dict=weights, dtype=torch.float32
-    )
+    return model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+
+
+def _hub_config(model: str, family: FamilySpec | None) -> Any:
+    """The configuration object, of `family` or of the one that the config names."""
+    from transformers import AutoConfig
+
+    try:
+        if family is None:
+            return AutoConfig.from_pretrained(model)
+        config_class = family.load("config_class")
+        config = config_class.from_pretrained(model)
+    except ValueError as error:  # no model_type, or an unknown one
+        raise DlmBridgeError(
+            f"--model {model}: its config does not say which family it is: name it with --family "
+            f"({str(error).strip().splitlines()[0].split('. ')[0]})"
+        ) from error
+    if not isinstance(config, config_class):
+        raise DlmBridgeError(
+            f"--family {family.name}: the config of {model} names another family, {config.architectures[0]}: "
+            "leave --family out"
+        )
+    return config
 
 
 def _check_exists(flag: str, place: str) -> None:

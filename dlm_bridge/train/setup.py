@@ -42,7 +42,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     if family is None or family.kind != "diffusion":
         raise DlmBridgeError(
             f"--model {config.model}: {type(model).__name__} is not a diffusion language model: "
-            "see dlm-bridge families for what pretrain takes"
+            "see dlm-bridge families for what pretrain takes, and name the family with --family where it is one"
         )
     objective = config.objective or family.objective
     check_objective(objective, family, f"--objective {objective}" if config.objective else f"--model {config.model}")

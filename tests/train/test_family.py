@@ -1,0 +1,71 @@
+"""--family: what a config cannot tell is named, from scratch, from weights and at a resume; nothing is guessed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.difflm.modeling import DiffLM
+from dlm_bridge.models.diffullama.modeling import LlamaForCausalLM
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.loading import load_model
+from tests.families import difflm, diffullama, dream
+from tests.train.conftest import Run, without_speed
+
+SHORT: dict[str, Any] = {"data": ["mock"], "warmup_steps": 0, "eval_interval": 0, "lr_schedule": "constant"}
+
+
+def _folder(config: dict[str, Any], folder: Path) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": 99}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "model_class", "objective"),
+    [(diffullama.CASE, LlamaForCausalLM, "shifted_floor"), (difflm.CASES[0], DiffLM, "masked_fraction")],
+    ids=["diffullama", "difflm"],
+)
+def test_a_run_of_a_named_family(case: Any, model_class: type, objective: str, tmp_path: Path, run: Run) -> None:
+    options = {**SHORT, "model": _folder(case.config, tmp_path / "model"), "family": case.name, "save_interval": 1}
+    whole = run(tmp_path / "whole", steps=2, **options)
+    written = (tmp_path / "whole/config.yaml").read_text()
+    assert f"family: {case.name}\n" in written
+    assert f"objective: {objective}\n" in written
+    run(tmp_path / "resumed", steps=1, **options)
+    assert without_speed(run(tmp_path / "resumed", resume=True, steps=2, **options)) == without_speed(whole)
+    # What was saved is what the family's own class reads, and a second run starts from.
+    saved = str(tmp_path / "whole/checkpoints/step-0000002")
+    given = {**options, "model": saved, "output": "unused", "from_scratch": False}
+    assert type(load_model(TrainConfig(**given))) is model_class
+
+
+def test_a_llama_config_is_a_llama_unless_it_is_named(tmp_path: Path, run: Run) -> None:
+    scratch = run(
+        tmp_path / "run", steps=1, **SHORT, model=_folder(diffullama.CONFIG, tmp_path / "m"), family="diffullama"
+    )
+    saved = str(tmp_path / "run/checkpoints/step-0000001")
+    assert len(scratch) == 1
+    config = TrainConfig(model=saved, data=["mock"], output="unused")
+    assert type(load_model(config)) is transformers.LlamaForCausalLM
+
+
+def test_bad_families_are_refused_in_one_line(tmp_path: Path, run: Run) -> None:
+    model = _folder(dream.CONFIG, tmp_path / "dream")
+    unnamed = tmp_path / "unnamed"
+    unnamed.mkdir()
+    (unnamed / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    (unnamed / "model.safetensors").touch()
+    for changes, message in (
+        ({"model": model, "family": "nope"}, "unknown family 'nope': known are llada"),
+        ({"model": model, "family": "llada"}, "--family llada: the config of .* names another family, DreamModel"),
+        ({"model": str(unnamed), "from_scratch": False}, "does not say which family it is: name it with --family"),
+    ):
+        with pytest.raises(DlmBridgeError, match=message) as raised:
+            run(tmp_path / "run", steps=1, **{**SHORT, **changes})
+        assert "\n" not in str(raised.value)
