@@ -47,10 +47,16 @@ def model_config(
     if mapping.hub_only:
         raise DlmBridgeError(f"megatron-core cannot hold this model: {mapping.hub_only}")
     if dims.mtp:
-        raise DlmBridgeError("the Megatron engine builds no multi-token prediction layers, this model has some")
+        raise DlmBridgeError(
+            f"the Megatron engine builds no multi-token prediction layers, and this checkpoint has {dims.mtp}: "
+            "save it through transformers, which leaves them out"
+        )
     described = mapping.transformer(config)
     if described.get("multi_latent_attention"):
-        raise DlmBridgeError("the Megatron engine builds no multi-head latent attention, which this model has")
+        raise DlmBridgeError(
+            "the Megatron engine builds no multi-head latent attention, which this model has: train it with "
+            "--engine accelerate; its weights convert all the same"
+        )
     model = {name: described.pop(name) for name in MODEL_ARGUMENTS if name in described}
     yarn = {name: described.pop(name) for name in list(described) if name.startswith(YARN)}
     arguments = {

@@ -38,6 +38,13 @@ def initialize(layout: Layout, seed: int = 1234) -> None:
         model_parallel_cuda_manual_seed(seed)
 
 
+def fit(layout: Layout) -> bool:
+    """Whether there are groups, and they are those of the layout."""
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    return all(found == wanted for found, wanted in _found_and_wanted(layout).values())
+
+
 def destroy() -> None:
     """Leave megatron-core's groups, so that another layout can be initialised. torch.distributed stays up.
 
@@ -80,20 +87,22 @@ def _join(chosen: platform.Platform, layout: Layout) -> None:
 
 
 def _check_groups(layout: Layout) -> None:
-    found = {
-        "tp": parallel_state.get_tensor_model_parallel_world_size(),
-        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-        "vp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        "ep": parallel_state.get_expert_model_parallel_world_size(),
-        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
-    for name, size in found.items():
-        wanted = layout.expert_tp if name == "etp" else getattr(layout, name)
-        if size != wanted:
+    for name, (found, wanted) in _found_and_wanted(layout).items():
+        if found != wanted:
             raise DlmBridgeError(
-                f"megatron-core's groups are already initialised with {name} {size}, but the layout says "
+                f"megatron-core's groups are already initialised with {name} {found}, but the layout says "
                 f"{name} {wanted}: use that layout, or destroy the groups first"
             )
+
+
+def _found_and_wanted(layout: Layout) -> dict[str, tuple[int, int]]:
+    return {
+        "tp": (parallel_state.get_tensor_model_parallel_world_size(), layout.tp),
+        "pp": (parallel_state.get_pipeline_model_parallel_world_size(), layout.pp),
+        "vp": (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1, layout.vp),
+        "ep": (parallel_state.get_expert_model_parallel_world_size(), layout.ep),
+        "etp": (parallel_state.get_expert_tensor_parallel_world_size(), layout.expert_tp),
+    }
 
 
 def _sizes(layout: Layout) -> str:

@@ -25,7 +25,9 @@ TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
 
 def _build(files: Files, model: str, layout: str, **overrides: Any) -> tuple[Bridge, list[Any]]:
-    groups.destroy()
+    """Groups of the same layout are kept, as they are when a run builds a second model."""
+    if not groups.fit(LAYOUTS[layout]):
+        groups.destroy()
     bridge = Bridge.from_hf(files.hub(model), family=models()[model].family)
     return bridge, build_megatron_model(bridge, LAYOUTS[layout], **overrides)
 
