@@ -51,6 +51,12 @@ def pretrain(
         str | None, typer.Option(help="masked, shifted, block, ...; the family's own by default.")
     ] = None,
     length_variation: Annotated[float | None, typer.Option(help="Share of sequences cut to a random length.")] = None,
+    mask_annealing_steps: Annotated[
+        int | None, typer.Option(help="Steps over which causal attention opens to bidirectional.")
+    ] = None,
+    block_schedule: Annotated[
+        str | None, typer.Option(help="step:block size pairs, growing, such as 0:4,1000:8,2000:32.")
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     lr_schedule: Annotated[str | None, typer.Option(help="cosine, linear or constant.")] = None,

@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.adaptation import annealed, block_size, with_block_size
 from dlm_bridge.train.checkpoints import clean, find_checkpoints, load_state, save_checkpoint
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import Section
@@ -56,6 +57,8 @@ def pretrain(config: TrainConfig, resume: bool = False, console: Console | None 
 
     model = load_model(config) if checkpoint is None else load_hub_model(str(checkpoint), config.family)
     config = with_objective(config, model)
+    if (size := block_size(config, step + 1)) is not None:
+        model.config.block_size = size  # which a model that begins with a schedule need not have
     objective = family_objective(model, config.objective, config.length_variation)
     with accelerator.main_process_first():
         train, valid, tokenizer = load_data(config, model, objective.mask_token_id)
@@ -157,6 +160,7 @@ class Trainer:
         began = time.perf_counter()
         # Dropout's numbers, too, depend on nothing that a restart forgets.
         torch.manual_seed(torch_seed(config.seed, step, accelerator.process_index))
+        self.objective = with_block_size(self.objective, self.plain_model, config, step)
         batches = [self._noisy(step, samples) for samples in self._samples(step)]
         summed = self._sum(torch.stack([batch.normaliser for batch in batches]).sum(dim=0), int(want_stop))
         normaliser, stop = divisors(summed[:-1]).to(accelerator.device), bool(summed[-1] > 0)
@@ -201,7 +205,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The validation loss, over the same blocks with the same noise every time."""
+        """The validation loss, over the same blocks with the same noise every time; of the model as a checkpoint of
+        this step is used: with its block size, and with its family's own attention, annealed or not."""
         accelerator = self.accelerator
         count = min(len(self.valid), EVAL_BATCHES * self.config.global_batch_size)
         samples = range(count)[accelerator.process_index :: accelerator.num_processes]
@@ -242,7 +247,7 @@ class Trainer:
         """The noise is drawn on the CPU, where it costs little and equals every other engine's."""
         rows = self.train.rows([self.sampler.block(sample) for sample in samples])
         uniforms = Uniforms.keyed(self.config.seed, step, samples, self.config.seq_length)
-        return self.objective.noise(rows, uniforms)
+        return annealed(self.objective.noise(rows, uniforms), self.config, step, samples)
 
     def _loss_sums(self, model: Any, batch: NoisyBatch) -> torch.Tensor:
         batch = batch.to(self.accelerator.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 import types
 import typing
@@ -20,7 +21,17 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 ENGINES = ("accelerate",)
 
 # A resumed run must agree with its start on what decides the data's order and the noise.
-FIXED_FOR_A_RUN = ("family", "split", "seq_length", "global_batch_size", "seed", "objective", "length_variation")
+FIXED_FOR_A_RUN = (
+    "family",
+    "split",
+    "seq_length",
+    "global_batch_size",
+    "seed",
+    "objective",
+    "length_variation",
+    "mask_annealing_steps",
+    "block_schedule",
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,8 @@ class TrainConfig:
     seed: int = 0
     objective: str | None = None  # the family's own where None
     length_variation: float = 0.01  # share of sequences cut to a random length
+    mask_annealing_steps: int = 0  # steps from causal to bidirectional attention
+    block_schedule: str | None = None  # "0:4,1000:8": block size 4, and 8 from step 1000 on; the config's where None
     precision: str = "fp32"
     lr: float = 3e-4
     lr_schedule: str = "cosine"
@@ -66,6 +79,11 @@ class TrainConfig:
         """The train, validation and test shares, adding up to one."""
         numbers = _split_numbers(self.split)
         return (numbers[0] / sum(numbers), numbers[1] / sum(numbers), numbers[2] / sum(numbers))
+
+    @property
+    def block_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(step, block size from it on) of `block_schedule`, in order; empty without one."""
+        return () if self.block_schedule is None else _split_schedule(self.block_schedule, self.seq_length)
 
     def accumulation(self, processes: int) -> tuple[int, int]:
         """(micro-batch size, micro-batches a step) of each process. Raises DlmBridgeError where the global batch is
@@ -158,7 +176,7 @@ def _check(config: TrainConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise DlmBridgeError(f"{_flag(name)} must be at least 1, not {value}")
-    for name in ("warmup_steps", "eval_interval", "save_interval", "keep_last", "seed"):
+    for name in ("warmup_steps", "eval_interval", "save_interval", "keep_last", "seed", "mask_annealing_steps"):
         if getattr(config, name) < 0:
             raise DlmBridgeError(f"{_flag(name)} must not be negative, not {getattr(config, name)}")
     for name in ("lr", "min_lr", "weight_decay", "clip_grad", "adam_eps", "exit_duration"):
@@ -176,6 +194,8 @@ def _check(config: TrainConfig) -> None:
     if config.min_lr > config.lr:
         raise DlmBridgeError(f"--min-lr {config.min_lr} is more than --lr {config.lr}")
     _split_numbers(config.split)
+    if config.block_schedule is not None:
+        _split_schedule(config.block_schedule, config.seq_length)
     config.accumulation(processes=1)
 
 
@@ -187,6 +207,23 @@ def _split_numbers(split: str) -> list[float]:
     if len(numbers) != 3 or min(numbers) < 0 or numbers[0] <= 0 or not math.isfinite(sum(numbers)):
         raise DlmBridgeError(f"--split {split!r} must be three shares such as 99,1,0, the first of them positive")
     return numbers
+
+
+def _split_schedule(schedule: str, seq_length: int) -> tuple[tuple[int, int], ...]:
+    flag = f"--block-schedule {schedule!r}"
+    try:
+        pairs = [(int(step), int(size)) for step, size in (part.split(":") for part in schedule.split(","))]
+    except ValueError:
+        raise DlmBridgeError(f"{flag} must be step:size pairs such as 0:4,1000:8,2000:32") from None
+    if pairs[0][0] != 0:
+        raise DlmBridgeError(f"{flag} must begin with step 0, not {pairs[0][0]}")
+    for (step, size), (later, larger) in itertools.pairwise(pairs):
+        if later <= step or larger <= size:
+            raise DlmBridgeError(f"{flag} must grow in steps and sizes: {step}:{size} stands before {later}:{larger}")
+    for _, size in pairs:
+        if size < 1 or seq_length % size:
+            raise DlmBridgeError(f"{flag}: block size {size} does not divide --seq-length {seq_length}")
+    return tuple(pairs)
 
 
 def _flag(name: str) -> str:

@@ -20,6 +20,7 @@ class Purpose(IntEnum):
     MOCK_DATA = 3
     TORCH = 4
     COLLATOR = 5
+    MASK_ANNEALING = 6
 
 
 def stream(seed: int, purpose: Purpose, major: int = 0, minor: int = 0, lane: int = 0) -> np.random.Generator:

@@ -95,6 +95,8 @@ def _hub_config(model: str, family: FamilySpec | None) -> Any:
             return AutoConfig.from_pretrained(model)
         config_class = family.load("config_class")
         config = config_class.from_pretrained(model)
+    except DlmBridgeError:
+        raise
     except ValueError as error:  # no model_type, or an unknown one
         raise DlmBridgeError(
             f"--model {model}: its config does not say which family it is: name it with --family "

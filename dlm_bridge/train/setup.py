@@ -9,6 +9,7 @@ from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train import data
+from dlm_bridge.train.adaptation import check_adaptation
 from dlm_bridge.train.checkpoints import clean
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import MOCK, Blocks, MockBlocks, Section
@@ -49,7 +50,9 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and config.seq_length > limit:
         raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
-    return dataclasses.replace(config, objective=objective)
+    config = dataclasses.replace(config, objective=objective)
+    check_adaptation(config, model)
+    return config
 
 
 def load_data(config: TrainConfig, model: Any, mask_token: int) -> tuple[Section, Section, Any]:

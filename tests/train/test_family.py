@@ -57,6 +57,7 @@ def test_a_llama_config_is_a_llama_unless_it_is_named(tmp_path: Path, run: Run) 
 
 def test_bad_families_are_refused_in_one_line(tmp_path: Path, run: Run) -> None:
     model = _folder(dream.CONFIG, tmp_path / "dream")
+    windows = _folder({**dream.CONFIG, "use_sliding_window": True}, tmp_path / "windows")
     unnamed = tmp_path / "unnamed"
     unnamed.mkdir()
     (unnamed / "config.json").write_text(json.dumps({"hidden_size": 8}))
@@ -64,6 +65,7 @@ def test_bad_families_are_refused_in_one_line(tmp_path: Path, run: Run) -> None:
     for changes, message in (
         ({"model": model, "family": "nope"}, "unknown family 'nope': known are llada"),
         ({"model": model, "family": "llada"}, "--family llada: the config of .* names another family, DreamModel"),
+        ({"model": windows}, "config.json: use_sliding_window = True is not supported for this family, only False"),
         ({"model": str(unnamed), "from_scratch": False}, "does not say which family it is: name it with --family"),
     ):
         with pytest.raises(DlmBridgeError, match=message) as raised:

@@ -8,7 +8,7 @@ at `noisy.mask` only, and sums `objective.loss_sum` over its micro-batches and p
 from __future__ import annotations
 
 from dlm_bridge.train.objectives.base import Objective
-from dlm_bridge.train.objectives.block import BlockDiffusion, ComplementaryBlockDiffusion
+from dlm_bridge.train.objectives.block import BlockDiffusion, ComplementaryBlockDiffusion, TwoStreams
 from dlm_bridge.train.objectives.hybrid import NemotronDiffusion, WeDLMDiffusion
 from dlm_bridge.train.objectives.loss import diffusion_loss, divisors, mean_loss, weighted_loss
 from dlm_bridge.train.objectives.masked import MaskedDiffusion
@@ -32,6 +32,7 @@ __all__ = [
     "NoisyBatch",
     "Objective",
     "ShiftedDiffusion",
+    "TwoStreams",
     "Uniforms",
     "WeDLMDiffusion",
     "build_objective",
