@@ -18,6 +18,10 @@ SPLIT_HELP = (
     "Uneven pipeline: FIRST,LAST layers on the first and last stage (the rest even), or one number per stage, or "
     "megatron-core's layout string such as 'Et*3|t*3|t*2L'."
 )
+LOGITS_HELP = (
+    "Compare both models' logits as well (fp32): what is Megatron's computed by megatron-core, where it can, and what "
+    "is the Hub's by transformers. With one Megatron checkpoint: the two with each other."
+)
 Tp = Annotated[int, typer.Option(help="Tensor parallel size.")]
 Pp = Annotated[int, typer.Option(help="Pipeline parallel size.")]
 Vp = Annotated[int, typer.Option(help="Virtual pipeline chunks per pipeline rank.")]
@@ -206,7 +210,7 @@ def verify(
     b: Annotated[
         str | None, typer.Argument(metavar="[B]", help="A second one; without it, A's own manifest is compared.")
     ] = None,
-    logits: Annotated[bool, typer.Option("--logits", help="Compare both models' logits as well (fp32).")] = False,
+    logits: Annotated[bool, typer.Option("--logits", help=LOGITS_HELP)] = False,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
@@ -216,15 +220,15 @@ def verify(
     """
     from dlm_bridge.cli import convert_views
     from dlm_bridge.convert.verify import verify_manifest, verify_pair
-    from dlm_bridge.errors import DlmBridgeError
 
-    if logits and b is None:
-        raise DlmBridgeError("--logits compares two checkpoints: name a second one")
+    if logits:
+        from dlm_bridge.convert.logits import add_logits, check_alone
+
+        if b is None:
+            check_alone(a)
     with progress_bar("verifying") as progress:
         verdict = verify_manifest(a, workers, progress) if b is None else verify_pair(a, b, workers, progress)
-    if logits and b is not None:
-        from dlm_bridge.convert.logits import add_logits
-
+    if logits:
         add_logits(verdict, a, b)
     convert_views.show_verdict(verdict.as_dict(), as_json)
     if not verdict.equal:

@@ -62,7 +62,15 @@ def show_verdict(verdict: dict[str, Any], as_json: bool) -> None:
     """Whether two checkpoints are equal, and what differs."""
     if as_json:
         return _json(verdict)
-    logits = "" if verdict["logits"] is None else f", logits differ by {verdict['logits']:.1e} at the most"
+    found = verdict["logits"]
+    logits = ""
+    if found is not None:
+        logits = (
+            f", logits by {found['a']} and {found['b']} differ by {found['difference']:.1e} at the most over "
+            f"{found['positions']} positions"
+        )
+        for note in found["notes"]:
+            typer.echo(f"note: {note}")
     counted = f"{verdict['tensors']:,} tensors, {_size(verdict['bytes'])}{logits}"
     if verdict["equal"]:
         typer.echo(f"equal: {verdict['a']} and {verdict['b']} ({counted})")

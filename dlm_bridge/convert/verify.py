@@ -39,9 +39,26 @@ class Difference:
     detail: str
 
 
+@dataclass(frozen=True)
+class LogitsVerdict:
+    """How far two models' logits are apart at the most (fp32, absolute), on as many positions of random tokens.
+
+    `a` and `b` say what computed each side, megatron-core or transformers; `notes` why, where a Megatron checkpoint is
+    not computed by megatron-core, and what was too long to try.
+    """
+
+    a: str
+    b: str
+    difference: float
+    allowed: float
+    largest: float  # logit of side a
+    positions: int
+    notes: list[str]
+
+
 @dataclass
 class Verdict:
-    """The result of a comparison. `logits` is the largest difference of two models' logits, where asked for."""
+    """The result of a comparison. `logits` is there where both models could be asked for them."""
 
     a: str
     b: str
@@ -49,7 +66,7 @@ class Verdict:
     tensors: int
     bytes: int
     differences: list[Difference] = field(default_factory=list)
-    logits: float | None = None
+    logits: LogitsVerdict | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
