@@ -38,7 +38,7 @@ def device() -> torch.device:
 
 @torch.no_grad()
 def megatron_logits(bridge: Bridge, tokens_BS: torch.Tensor) -> torch.Tensor:
-    """[B, S, V] in fp32, V with the rows that Megatron or the model pads, under the family's topology.
+    """[B, S, V] in fp32, under the family's topology.
 
     Raises DlmBridgeError where a tensor is missing, left over or mis-shaped.
     """

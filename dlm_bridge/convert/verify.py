@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class LogitsVerdict:
-    """How far two models' logits are apart at the most (fp32, absolute), on as many positions of random tokens.
+    """How far two models' logits are apart at the most (fp32, absolute), on `positions` random tokens.
 
     `a` and `b` say what computed each side, megatron-core or transformers; `notes` why, where a Megatron checkpoint is
     not computed by megatron-core, and what was too long to try.

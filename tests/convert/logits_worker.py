@@ -49,6 +49,8 @@ def run(folder: Path) -> dict[str, Any]:
     wrong = {**mapping.transformer(Bridge.from_hf(hub).config), "rotary_base": 10000.0}
     with mock.patch.dict(vars(mapping), transformer=lambda config: dict(wrong)):
         said["wrong-setting"] = verify(megatron)
+    padded = write_llada(folder / "padded", n_kv_heads=2, embedding_size=160)  # more rows than tokens
+    said["padded"] = verify(padded, imported(padded))
     said["blocks"] = verify(imported(sdar.CASES[0].write(folder / "blocks")))
     said["refused"] = both(nemotron_labs_diffusion.CASES[1].write(folder / "refused"))
     said["refused-alone"] = verify(folder / "refused_megatron")

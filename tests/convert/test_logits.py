@@ -52,6 +52,7 @@ def verdict(said: dict[str, Any], case: str, code: int) -> dict[str, Any]:
     [
         ("alone", (MEGATRON, TRANSFORMERS), 32),
         ("pair", (TRANSFORMERS, MEGATRON), 32),
+        ("padded", (TRANSFORMERS, MEGATRON), 32),
         ("blocks", (MEGATRON, TRANSFORMERS), 32),
         ("window", (MEGATRON, TRANSFORMERS), 48),
         ("yarn", (MEGATRON, TRANSFORMERS), 56),
@@ -148,8 +149,13 @@ def test_two_hub_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (logits["a"], logits["b"]) == (TRANSFORMERS, TRANSFORMERS)
     assert logits["difference"] > 1e-3
     save_file(tensors | {name: torch.full_like(tensors[name], torch.nan)}, other / "model.safetensors")
-    code, out, _ = run_cli(capsys, "verify", hub, other, "--logits")
+    code, out, _ = run_cli(capsys, "verify", hub, other, "--logits", "--json")
     assert code == 1
+    assert json.loads(out)["differences"][-1]["detail"] == f"{other}: its logits are not finite"
+    write_llada(other, shards=1, n_kv_heads=2, vocab_size=120, embedding_size=120)
+    code, out, _ = run_cli(capsys, "verify", hub, other, "--logits", "--json")
+    assert code == 1
+    assert json.loads(out)["differences"][-1]["detail"] == f"{hub} has 128 tokens, {other} has 120"
     code, out, err = run_cli(capsys, "verify", hub, "--logits")
     assert (code, out) == (2, "")
     assert "must be a Megatron one: name a second checkpoint" in err
