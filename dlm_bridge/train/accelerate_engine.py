@@ -26,11 +26,11 @@ from dlm_bridge.train.data import Section
 from dlm_bridge.train.keyed import Purpose, torch_seed
 from dlm_bridge.train.loading import load_hub_model, load_model
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
-from dlm_bridge.train.objectives import NoisyBatch, Objective, Uniforms, divisors, family_objective
+from dlm_bridge.train.objectives import NoisyBatch, Objective, Uniforms, divisors
 from dlm_bridge.train.optimisation import learning_rate, parameter_groups
 from dlm_bridge.train.progress import TrainingProgress
 from dlm_bridge.train.sampling import Sampler
-from dlm_bridge.train.setup import load_data, open_output, with_objective, write_config
+from dlm_bridge.train.setup import load_data, make_objective, open_output, with_objective, write_config
 
 EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always the same
 
@@ -59,9 +59,9 @@ def pretrain(config: TrainConfig, resume: bool = False, console: Console | None 
     config = with_objective(config, model)
     if (size := block_size(config, step + 1)) is not None:
         model.config.block_size = size  # which a model that begins with a schedule need not have
-    objective = family_objective(model, config.objective, config.length_variation)
+    objective = make_objective(config, model)
     with accelerator.main_process_first():
-        train, valid, tokenizer = load_data(config, model, objective.mask_token_id)
+        train, valid, tokenizer = load_data(config, model, objective.mask_token_id if objective.masks else None)
     state = None if checkpoint is None else load_state(checkpoint)
     if state is not None and state["train_blocks"] != len(train):
         raise DlmBridgeError(
@@ -251,6 +251,9 @@ class Trainer:
 
     def _loss_sums(self, model: Any, batch: NoisyBatch) -> torch.Tensor:
         batch = batch.to(self.accelerator.device)
+        if not self.objective.masks:  # transformers' own classes, whose logits_to_keep is not a mask
+            outputs = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+            return self.objective.loss_sum(outputs.logits[batch.mask], batch)
         logits_MV = model(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.spec import FamilySpec
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.keyed import Purpose, stream
 from dlm_bridge.train.objectives import OBJECTIVES, NoisyBatch, Objective, TwoStreams
@@ -59,8 +60,8 @@ def block_size(config: TrainConfig, step: int) -> int | None:
     return sizes[-1] if sizes else None
 
 
-def check_adaptation(config: TrainConfig, model: Any) -> None:
-    """Raise DlmBridgeError where the resolved `config.objective` or the model cannot follow a schedule that is set."""
+def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
+    """Raise DlmBridgeError where the resolved `config.objective` or the family cannot follow a schedule."""
     name = str(config.objective)
     kind = OBJECTIVES[name].kind
     if config.block_sizes and not issubclass(kind, TwoStreams):
@@ -73,10 +74,8 @@ def check_adaptation(config: TrainConfig, model: Any) -> None:
         raise DlmBridgeError(
             f"{flag}: objective '{name}' makes the mask of its two streams itself: adapt it with --block-schedule"
         )
-    if model.family.topology != "bidirectional":
-        raise DlmBridgeError(
-            f"{flag}: {model.family.title} is {model.family.topology}, not bidirectional: leave it out"
-        )
+    if family.topology != "bidirectional":
+        raise DlmBridgeError(f"{flag}: {family.title} is {family.topology}, not bidirectional: leave it out")
 
 
 def _uniform(seed: int, step: int, samples: Sequence[int], length: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models import family_by_name, find_family
+from dlm_bridge.models import FAMILIES, family_by_name, find_family
 from dlm_bridge.models.initialisation import initial_weights
 from dlm_bridge.models.spec import FamilySpec
 from dlm_bridge.train.config import TrainConfig
@@ -44,10 +44,20 @@ def load_hub_model(model: str, family: str | None = None) -> Any:
         config = _hub_config(model, None if family is None else family_by_name(family))
         # Not every family's output layer is behind AutoModelForCausalLM.
         spec = getattr(type(config), "family", None)
-        model_class = AutoModelForCausalLM if spec is None else spec.load("model_class")
-        return model_class.from_pretrained(model, config=config, dtype=torch.float32)
+        model_class: Any = AutoModelForCausalLM if spec is None else spec.load("model_class")
+        loaded, info = model_class.from_pretrained(model, config=config, dtype=torch.float32, output_loading_info=True)
     except OSError as error:
         raise DlmBridgeError(f"--model {model}: {_one_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):  # which transformers' own classes would train from random values
+        raise DlmBridgeError(f"--model {model}: the checkpoint lacks {missing[0]}")
+    return loaded
+
+
+def model_family(model: Any) -> FamilySpec | None:
+    """The family of a live model: its own, or that of its class, where it is one of transformers' own."""
+    own: FamilySpec | None = getattr(model, "family", None)
+    named = [spec for spec in FAMILIES if spec.kind == "autoregressive" and type(model).__name__ in spec.architectures]
+    return own or (named[0] if named else None)
 
 
 def load_tokenizer(config: TrainConfig) -> Any:

@@ -13,8 +13,8 @@ from dlm_bridge.train.adaptation import check_adaptation
 from dlm_bridge.train.checkpoints import clean
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import MOCK, Blocks, MockBlocks, Section
-from dlm_bridge.train.loading import load_tokenizer
-from dlm_bridge.train.objectives import check_objective
+from dlm_bridge.train.loading import load_tokenizer, model_family
+from dlm_bridge.train.objectives import OBJECTIVES, Objective, build_objective, check_objective, mask_token_id
 
 
 def open_output(output: Path, resume: bool) -> None:
@@ -39,11 +39,11 @@ def write_config(config: TrainConfig, output: Path) -> None:
 def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     """The configuration with its objective resolved. Raises DlmBridgeError where the objective would be another than
     the model is read with: a shifted or block-causal model trained as a bidirectional one is silently broken."""
-    family = getattr(model, "family", None)
-    if family is None or family.kind != "diffusion":
+    family = model_family(model)
+    if family is None:
         raise DlmBridgeError(
-            f"--model {config.model}: {type(model).__name__} is not a diffusion language model: "
-            "see dlm-bridge families for what pretrain takes, and name the family with --family where it is one"
+            f"--model {config.model}: {type(model).__name__} is of no known family: see dlm-bridge families for what "
+            "pretrain takes"
         )
     objective = config.objective or family.objective
     check_objective(objective, family, f"--objective {objective}" if config.objective else f"--model {config.model}")
@@ -51,18 +51,28 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     if limit is not None and config.seq_length > limit:
         raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
     config = dataclasses.replace(config, objective=objective)
-    check_adaptation(config, model)
+    check_adaptation(config, family)
     return config
 
 
-def load_data(config: TrainConfig, model: Any, mask_token: int) -> tuple[Section, Section, Any]:
-    """The training and validation blocks and the tokenizer (None for mock data). Raises DlmBridgeError."""
+def make_objective(config: TrainConfig, model: Any) -> Objective:
+    """The objective of a configuration that `with_objective` gave. Raises DlmBridgeError for a model's config that
+    lacks what it needs."""
+    name = str(config.objective)
+    token = mask_token_id(model) if OBJECTIVES[name].kind.masks else -1
+    return build_objective(name, token, config.length_variation, model.config)
+
+
+def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Section, Section, Any]:
+    """The training and validation blocks and the tokenizer (None for mock data); `mask_token` is None
+    where the objective masks nothing. Raises DlmBridgeError."""
     rows = model.get_input_embeddings().weight.shape[0]
     tokenizer = None
     if config.data == [MOCK]:
-        if mask_token < 1:
+        if mask_token is not None and mask_token < 1:
             raise DlmBridgeError("--data mock needs a mask_token_id above 0: the ids below it are its tokens")
-        blocks: Blocks = MockBlocks(config.seq_length, tokens=min(rows, mask_token), seed=config.seed)
+        tokens = rows if mask_token is None else min(rows, mask_token)
+        blocks: Blocks = MockBlocks(config.seq_length, tokens=tokens, seed=config.seed)
     else:
         files = data.find_files(config.data)
         tokenizer = load_tokenizer(config)

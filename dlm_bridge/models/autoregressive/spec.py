@@ -26,7 +26,6 @@ def _spec(
         topology="causal",
         shift=True,
         objective="causal",
-        training=(),  # the objectives are diffusion ones
         checked_against=f"transformers' own {prefix}ForCausalLM",
         **facts,
     )

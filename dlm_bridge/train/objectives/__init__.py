@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dlm_bridge.train.objectives.base import Objective
 from dlm_bridge.train.objectives.block import BlockDiffusion, ComplementaryBlockDiffusion, TwoStreams
+from dlm_bridge.train.objectives.causal import NextToken
 from dlm_bridge.train.objectives.hybrid import NemotronDiffusion, WeDLMDiffusion
 from dlm_bridge.train.objectives.loss import diffusion_loss, divisors, mean_loss, weighted_loss
 from dlm_bridge.train.objectives.masked import MaskedDiffusion
@@ -29,6 +30,7 @@ __all__ = [
     "ComplementaryBlockDiffusion",
     "MaskedDiffusion",
     "NemotronDiffusion",
+    "NextToken",
     "NoisyBatch",
     "Objective",
     "ShiftedDiffusion",

@@ -25,6 +25,7 @@ class Objective(abc.ABC):
     shift: ClassVar[bool] = False  # logits[i - 1] predicts token i
     families: ClassVar[tuple[str, ...]] = ()  # where only these have it
     also: ClassVar[tuple[str, ...]] = ()  # families that are sampled this way too, where they are asked to
+    masks: ClassVar[bool] = True  # False: it has no use for a mask token
     terms: ClassVar[int] = 1  # K, sums with a divisor of their own
     tokens_read: ClassVar[int] = 1  # tokens that the model reads for each token of a sequence
 

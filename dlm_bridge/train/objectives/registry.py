@@ -10,6 +10,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.spec import FamilySpec
 from dlm_bridge.train.objectives.base import Objective
 from dlm_bridge.train.objectives.block import BlockDiffusion, ComplementaryBlockDiffusion
+from dlm_bridge.train.objectives.causal import NextToken
 from dlm_bridge.train.objectives.hybrid import NemotronDiffusion, WeDLMDiffusion
 from dlm_bridge.train.objectives.masked import MaskedDiffusion
 from dlm_bridge.train.objectives.shifted import ShiftedDiffusion
@@ -42,6 +43,7 @@ OBJECTIVES: dict[str, Preset] = {
     "block_complementary": Preset(ComplementaryBlockDiffusion),
     "nemotron": Preset(NemotronDiffusion),
     "wedlm": Preset(WeDLMDiffusion),
+    "causal": Preset(NextToken),
 }
 
 
