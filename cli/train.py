@@ -48,7 +48,7 @@ def pretrain(
     seq_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of data order, noise and initial weights.")] = None,
     objective: Annotated[
-        str | None, typer.Option(help="masked, shifted, block, ...; the family's own by default.")
+        str | None, typer.Option(help="masked, shifted, block, causal, ...; the family's own by default.")
     ] = None,
     length_variation: Annotated[float | None, typer.Option(help="Share of sequences cut to a random length.")] = None,
     mask_annealing_steps: Annotated[
