@@ -38,6 +38,7 @@ def pretrain(
     config: Annotated[Path | None, typer.Option(help="YAML file of options.")] = None,
     engine: Annotated[str | None, typer.Option(help="accelerate.")] = None,
     family: Annotated[str | None, typer.Option(help="The model family, where config.json cannot tell.")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(help="Where the model's config has none.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or id; the model's own by default.")] = None,
     from_scratch: Annotated[
         bool | None, typer.Option("--from-scratch/--from-weights", help="Initialise from config.json and --seed.")

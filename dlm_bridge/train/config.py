@@ -23,6 +23,7 @@ ENGINES = ("accelerate",)
 # A resumed run must agree with its start on what decides the data's order and the noise.
 FIXED_FOR_A_RUN = (
     "family",
+    "mask_token_id",
     "split",
     "seq_length",
     "global_batch_size",
@@ -43,6 +44,7 @@ class TrainConfig:
     output: str = ""
     engine: str = "accelerate"
     family: str | None = None  # what the model's config says where None
+    mask_token_id: int | None = None  # the config's, else the family's, where None
     tokenizer: str | None = None  # the model's own where None
     from_scratch: bool = False
     steps: int = 1000

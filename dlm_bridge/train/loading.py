@@ -20,6 +20,13 @@ MEGATRON_MARK = "latest_checkpointed_iteration.txt"
 def load_model(config: TrainConfig) -> Any:
     """The PreTrainedModel that `--model` means: a Hub folder or id, a Megatron checkpoint, or, from scratch, a
     config.json, of the family that `--family` or the config names. Master weights are fp32. Raises DlmBridgeError."""
+    model = _load(config)
+    if config.mask_token_id is not None:
+        model.config.mask_token_id = config.mask_token_id  # saved with every checkpoint
+    return model
+
+
+def _load(config: TrainConfig) -> Any:
     folder = Path(config.model)
     if config.from_scratch:
         return _from_scratch(folder, config.seed, config.family)

@@ -14,7 +14,7 @@ from dlm_bridge.models.difflm.modeling import DiffLM
 from dlm_bridge.models.diffullama.modeling import LlamaForCausalLM
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import load_model
-from tests.families import difflm, diffullama, dream
+from tests.families import a2d, difflm, diffullama, dream
 from tests.train.conftest import Run, without_speed
 
 SHORT: dict[str, Any] = {"data": ["mock"], "warmup_steps": 0, "eval_interval": 0, "lr_schedule": "constant"}
@@ -71,3 +71,20 @@ def test_bad_families_are_refused_in_one_line(tmp_path: Path, run: Run) -> None:
         with pytest.raises(DlmBridgeError, match=message) as raised:
             run(tmp_path / "run", steps=1, **{**SHORT, **changes})
         assert "\n" not in str(raised.value)
+
+
+def test_a_mask_token_that_no_config_names_is_asked_for(tmp_path: Path, run: Run) -> None:
+    """dLLM's A2D checkpoints leave it to the tokenizer; Llama's has no usual one."""
+    model = tmp_path / "model"
+    model.mkdir()
+    case = next(case for case in a2d.CASES if case.name == "a2d_llama")
+    config = {key: value for key, value in case.config.items() if key != "mask_token_id"}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DlmBridgeError, match="no mask_token_id: give it with --mask-token-id") as error:
+        run(tmp_path / "refused", steps=1, model=str(model), **SHORT)
+    assert "\n" not in str(error.value)
+    with pytest.raises(DlmBridgeError, match="mask_token_id 100000 is outside the vocabulary"):
+        run(tmp_path / "outside", steps=1, model=str(model), mask_token_id=100000, **SHORT)
+    assert len(run(tmp_path / "run", steps=1, model=str(model), mask_token_id=7, **SHORT)) == 1
+    saved = json.loads((tmp_path / "run/checkpoints/step-0000001/config.json").read_text())
+    assert saved["mask_token_id"] == 7

@@ -84,10 +84,10 @@ def mask_token_id(model: Any) -> int:
     token = getattr(model.config, "mask_token_id", None)
     token = model.family.mask_token_id if token is None else token
     if token is None:
-        raise DlmBridgeError("the model's config has no mask_token_id: set it in config.json")
+        raise DlmBridgeError("the model's config has no mask_token_id: give it with --mask-token-id")
     rows = model.get_input_embeddings().weight.shape[0]
     if not 0 <= token < rows:
         raise DlmBridgeError(
-            f"the config's mask_token_id {token} is outside the vocabulary of {rows}: set it in config.json"
+            f"mask_token_id {token} is outside the vocabulary of {rows}: give another with --mask-token-id"
         )
     return int(token)
