@@ -51,6 +51,10 @@ class DiffusionCollator:
     def of(cls, model: Any, objective: str | None = None, **settings: Any) -> DiffusionCollator:
         """The collator of a model, with the family's own objective or another that fits it. `settings` are this
         class's fields. Raises DlmBridgeError for an objective of other models."""
+        if not hasattr(model, "family"):
+            raise DlmBridgeError(
+                f"{type(model).__name__} is not a diffusion model: train it with transformers' own collators"
+            )
         settings.setdefault("pad_token_id", model.config.pad_token_id or 0)
         return cls(family_objective(model, objective), **settings)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.collator import DiffusionCollator, trl_loss
@@ -197,3 +197,11 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     batch["logits_to_keep"] = 3
     with pytest.raises(DlmBridgeError, match="loss_weights need the logits of every position"):
         model(**batch)
+
+
+def test_an_autoregressive_model_has_no_noise_to_draw() -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    with pytest.raises(DlmBridgeError, match="LlamaForCausalLM is not a diffusion model"):
+        DiffusionCollator.of(LlamaForCausalLM(config))
