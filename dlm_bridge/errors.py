@@ -5,3 +5,8 @@ from __future__ import annotations
 
 class DlmBridgeError(ValueError):
     """Bad usage or bad input. The command line prints the message and exits with code 2, without a traceback."""
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from dlm_bridge.convert.tensors import WEIGHT_DTYPES
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
 
 FILE_NAME = "dlm_bridge.json"
 FORMAT_VERSION = 1
@@ -88,11 +88,6 @@ def combined_digest(tensors: dict[str, TensorRecord]) -> str:
         record = tensors[name]
         state.update(f"{name} {record.dtype} {list(record.shape)} {record.digest}\n".encode())
     return state.hexdigest()
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's message on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _parse(data: dict[str, Any]) -> Manifest:

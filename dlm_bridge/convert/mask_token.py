@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlm_bridge.convert.manifest import one_line
 from dlm_bridge.convert.side_files import inside
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
 
 DEFAULT = "<|mask|>"
 _FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"

@@ -22,12 +22,19 @@ def standard_rules(
     (a selection bias `e_score_correction_bias`) and "shared_expert"."""
     layer = root + HUB_LAYER
     return (
-        Vocabulary("embedding.word_embeddings.weight", name=root + "embed_tokens.weight", shape="vocab hidden"),
-        Direct("decoder.final_layernorm.weight", name=root + "norm.weight", shape="hidden"),
-        Vocabulary("output_layer.weight", when="!tied", name=head, shape="vocab hidden"),
+        *outer_rules(root, head),
         *attention_rules(layer),
         *dense_rules(layer),
         *expert_rules(layer + "mlp.", layer + "post_attention_layernorm.weight", shared),
+    )
+
+
+def outer_rules(root: str = "model.", head: str = "lm_head.weight") -> tuple[Rule, ...]:
+    """What stands outside the layers: embedding, final norm and, where it is not the embedding, the output layer."""
+    return (
+        Vocabulary("embedding.word_embeddings.weight", name=root + "embed_tokens.weight", shape="vocab hidden"),
+        Direct("decoder.final_layernorm.weight", name=root + "norm.weight", shape="hidden"),
+        Vocabulary("output_layer.weight", when="!tied", name=head, shape="vocab hidden"),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.mapping import Link, Vocabulary
+from dlm_bridge.convert.tensors import dtype_name
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import parallel_state
 
@@ -88,8 +89,8 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     if len(first) > 1:
         (one, one_name), (two, two_name), *_ = first.items()
         raise DlmBridgeError(
-            f"{checkpoint.where}: {one_name} is {_short(one)} and {two_name} is {_short(two)}: choose one dtype= for "
-            f"the Megatron model"
+            f"{checkpoint.where}: {one_name} is {dtype_name(one)} and {two_name} is {dtype_name(two)}: "
+            "choose one dtype= for the Megatron model"
         )
     return next(iter(first))
 
@@ -156,7 +157,3 @@ def vocabulary_range(link: Link, tp_rank: int, rows: int) -> tuple[int, int]:
     vocab = link.megatron_shape[0]
     start = min(tp_rank * rows, vocab)
     return start, min(rows, vocab - start)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

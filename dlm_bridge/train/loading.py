@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.convert.formats.torch_dist import TRACKER
+from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models import FAMILIES, family_by_name, find_family
 from dlm_bridge.models.initialisation import initial_weights
 from dlm_bridge.models.spec import FamilySpec
 from dlm_bridge.train.config import TrainConfig
-
-MEGATRON_MARK = "latest_checkpointed_iteration.txt"
 
 
 def load_model(config: TrainConfig) -> Any:
@@ -30,7 +29,7 @@ def _load(config: TrainConfig) -> Any:
     folder = Path(config.model)
     if config.from_scratch:
         return _from_scratch(folder, config.seed, config.family)
-    if (folder / MEGATRON_MARK).is_file():
+    if (folder / TRACKER).is_file():
         from dlm_bridge.bridge import Bridge
 
         return Bridge.from_megatron(config.model, family=config.family).build_hf_model().float()
@@ -54,7 +53,7 @@ def load_hub_model(model: str, family: str | None = None) -> Any:
         model_class: Any = AutoModelForCausalLM if spec is None else spec.load("model_class")
         loaded, info = model_class.from_pretrained(model, config=config, dtype=torch.float32, output_loading_info=True)
     except OSError as error:
-        raise DlmBridgeError(f"--model {model}: {_one_line(error)}") from error
+        raise DlmBridgeError(f"--model {model}: {one_line(error)}") from error
     if missing := sorted(info["missing_keys"]):  # which transformers' own classes would train from random values
         raise DlmBridgeError(f"--model {model}: the checkpoint lacks {missing[0]}")
     return loaded
@@ -74,13 +73,13 @@ def load_tokenizer(config: TrainConfig) -> Any:
     place = config.tokenizer or config.model
     flag = "--tokenizer" if config.tokenizer else "--model"
     _check_exists(flag, place)
-    if (Path(place) / MEGATRON_MARK).is_file():
+    if (Path(place) / TRACKER).is_file():
         place = str(Path(place) / "hf")
     try:
         return AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, KeyError) as error:
         remedy = "" if config.tokenizer else ": name one with --tokenizer"
-        raise DlmBridgeError(f"{flag} {place}: no tokenizer that loads there ({_one_line(error)}){remedy}") from error
+        raise DlmBridgeError(f"{flag} {place}: no tokenizer that loads there ({one_line(error)}){remedy}") from error
 
 
 def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
@@ -92,7 +91,7 @@ def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
     except FileNotFoundError:
         raise DlmBridgeError(f"--model {folder}: --from-scratch needs a folder with a config.json") from None
     except (OSError, ValueError) as error:
-        raise DlmBridgeError(f"{path}: not readable as JSON ({_one_line(error)})") from None
+        raise DlmBridgeError(f"{path}: not readable as JSON ({one_line(error)})") from None
     if not isinstance(raw, dict):
         raise DlmBridgeError(f"{path}: not a JSON object")
     spec = find_family(raw, family, where=str(path))
@@ -132,7 +131,3 @@ def _check_exists(flag: str, place: str) -> None:
     looks_like_path = place.startswith((".", "/", "~")) or place.count("/") > 1
     if looks_like_path and not Path(place).is_dir():
         raise DlmBridgeError(f"{flag} {place}: no such folder")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dlm_bridge.convert.manifest import one_line
 from dlm_bridge.convert.tensors import WEIGHT_DTYPES
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
 
 FILE_NAME = ".metadata"
 

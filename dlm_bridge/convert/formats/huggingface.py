@@ -18,10 +18,10 @@ from dlm_bridge.convert.formats.safetensors_file import (
     read_header,
     standard_order,
 )
-from dlm_bridge.convert.manifest import ShardRecord, one_line
+from dlm_bridge.convert.manifest import ShardRecord
 from dlm_bridge.convert.side_files import INDEX, inside
 from dlm_bridge.convert.tensors import raw_bytes, read_tensor, tight, write_at
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
 
 SINGLE = "model.safetensors"
 METADATA = {"format": "pt"}

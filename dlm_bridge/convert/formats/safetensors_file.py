@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dlm_bridge.convert.manifest import one_line
 from dlm_bridge.convert.tensors import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from dlm_bridge.convert.formats.dcp import FILE_NAME, Chunk, Contents, StoredTensor, read_metadata
 from dlm_bridge.convert.formats.torch_items import TensorItem, open_tensor_item, read_item_rows
-from dlm_bridge.convert.manifest import one_line
 from dlm_bridge.convert.tensors import raw_bytes
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BACKEND = {

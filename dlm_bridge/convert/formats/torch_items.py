@@ -21,9 +21,8 @@ from typing import Any
 import torch
 import xxhash
 
-from dlm_bridge.convert.manifest import one_line
 from dlm_bridge.convert.tensors import read_into, tight, write_at
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
 
 _PICKLE_LIMIT = 1 << 20  # bytes; a plain tensor's pickle has a few hundred
 _STORAGES = {

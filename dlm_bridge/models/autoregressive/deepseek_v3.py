@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlm_bridge.convert.mapping import Dims, Direct, Mapping, Rule, Vocabulary
+from dlm_bridge.convert.mapping import Dims, Direct, Mapping, Rule
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.autoregressive.mtp import mtp_carried, mtp_layers, mtp_rules
 from dlm_bridge.models.autoregressive.sigmoid_router import expert_sizes, router_settings
@@ -15,6 +15,7 @@ from dlm_bridge.models.standard import (
     TIED_HEAD,
     dense_rules,
     expert_rules,
+    outer_rules,
     require,
     standard_dims,
     standard_transformer,
@@ -156,9 +157,7 @@ _EXPERTS = expert_rules(HUB + "mlp.", HUB + "post_attention_layernorm.weight", "
 
 MAPPING = Mapping(
     rules=(
-        Vocabulary("embedding.word_embeddings.weight", name="model.embed_tokens.weight", shape="vocab hidden"),
-        Direct("decoder.final_layernorm.weight", name="model.norm.weight", shape="hidden"),
-        Vocabulary("output_layer.weight", when="!tied", name="lm_head.weight", shape="vocab hidden"),
+        *outer_rules(),
         *_attention(),
         *dense_rules(HUB),
         *_EXPERTS,

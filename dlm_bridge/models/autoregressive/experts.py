@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlm_bridge.convert.mapping import Dims, Direct, GatedMLP, Mapping, Rule, Vocabulary
+from dlm_bridge.convert.mapping import Dims, Direct, GatedMLP, Mapping, Rule
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.autoregressive.common import ACTIVATION, routed_experts, settings
 from dlm_bridge.models.moe import moe_settings
@@ -13,6 +13,7 @@ from dlm_bridge.models.standard import (
     LAYER,
     TIED_HEAD,
     attention_rules,
+    outer_rules,
     require,
     standard_dims,
     standard_rules,
@@ -98,9 +99,7 @@ def _mixtral_experts(layer: str) -> tuple[Rule, ...]:
 
 MIXTRAL = Mapping(
     rules=(
-        Vocabulary("embedding.word_embeddings.weight", name="model.embed_tokens.weight", shape="vocab hidden"),
-        Direct("decoder.final_layernorm.weight", name="model.norm.weight", shape="hidden"),
-        Vocabulary("output_layer.weight", when="!tied", name="lm_head.weight", shape="vocab hidden"),
+        *outer_rules(),
         *attention_rules("model." + HUB_LAYER),
         *_mixtral_experts("model." + HUB_LAYER),
     ),
