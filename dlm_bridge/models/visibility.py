@@ -1,0 +1,120 @@
+"""Who may look at whom, as a few numbers a position: small enough for long rows, one rule for every topology.
+
+A dense mask of S positions has S^2 entries; the numbers here have 5 S, can be cut over processes, and give the dense
+mask, a block-sparse kernel's predicate or the mask of some queries over all keys, whichever the attention takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from dlm_bridge.models.masks import Stream
+
+
+class Code(IntEnum):
+    """The columns of `Visibility.codes`."""
+
+    DOCUMENT = 0  # positions of different documents never look at each other
+    NOISY_BLOCK = 1  # the block of a noisy position that clean ones and other blocks never look at; -1: a clean one
+    ORDER = 2  # of a key: what limits are compared with
+    NOISY_LIMIT = 3  # of a query: it looks at the noisy keys of its own block whose order is below
+    CLEAN_LIMIT = 4  # of a query: it looks at the clean keys whose order is below
+
+
+UNLIMITED = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Query q looks at key k where both are of one document and k's order is below q's limit for k's kind."""
+
+    codes: torch.Tensor  # [B or 1, S, 5] int32, columns as in `Code`
+
+    @classmethod
+    def bidirectional(cls, documents_BS: torch.Tensor) -> Visibility:
+        """Every position looks at all of its document; see `documents_of` for padding."""
+        return cls._of(documents_BS, order=0, clean=1)
+
+    @classmethod
+    def causal(cls, documents_BS: torch.Tensor) -> Visibility:
+        """Every position looks at itself and at what stands before it in its document."""
+        order = _order(documents_BS)
+        return cls._of(documents_BS, order=order, clean=order + 1)
+
+    @classmethod
+    def block_causal(cls, documents_BS: torch.Tensor, positions_BS: torch.Tensor, block: int) -> Visibility:
+        """Every position looks at its block and the blocks before it, counted by `positions_BS` in each document."""
+        blocks = positions_BS // block
+        return cls._of(documents_BS, order=blocks, clean=blocks + 1)
+
+    @classmethod
+    def two_streams(
+        cls,
+        documents_BL: torch.Tensor,
+        positions_BL: torch.Tensor,
+        block: int,
+        noisy: Stream = "block",
+        clean: Stream = "block",
+        noisy_documents_BL: torch.Tensor | None = None,
+    ) -> Visibility:
+        """Of [noisy | clean], S = 2 L, as `masks.two_stream_mask` has it: a noisy position looks at its own block of
+        the noisy stream (all of it, or what stands before it) and at the clean blocks before; a clean one at the clean
+        blocks up to its own, or at the clean positions before it. The noisy stream may be ordered differently within
+        its blocks: `noisy_documents_BL` then are its own documents."""
+        documents_BL, positions_BL = torch.broadcast_tensors(documents_BL, positions_BL)
+        blocks, order = positions_BL // block, _order(documents_BL)
+        first = order - positions_BL % block  # of the block
+        noisy_half = cls._of(
+            documents_BL if noisy_documents_BL is None else noisy_documents_BL,
+            order=order,
+            clean=first,
+            noisy_block=blocks,
+            noisy=order + 1 if noisy == "causal" else UNLIMITED,
+        )
+        clean_half = cls._of(documents_BL, order=order, clean=order + 1 if clean == "causal" else first + block)
+        return cls(torch.cat([noisy_half.codes, clean_half.codes], dim=1))
+
+    @classmethod
+    def _of(
+        cls,
+        documents: torch.Tensor,
+        order: torch.Tensor | int,
+        clean: torch.Tensor | int,
+        noisy_block: torch.Tensor | int = -1,
+        noisy: torch.Tensor | int = 0,
+    ) -> Visibility:
+        columns = [documents, noisy_block, order, noisy, clean]
+        tensors = [torch.as_tensor(column, device=documents.device, dtype=torch.int32) for column in columns]
+        return cls(torch.stack(torch.broadcast_tensors(*tensors), dim=-1))
+
+    def dense(self, queries: torch.Tensor | None = None) -> torch.Tensor:
+        """[B or 1, 1, Q, S] bool, True where a query may look; of the positions `queries` [Q], or all of them."""
+        rows = self.codes if queries is None else self.codes[:, queries]
+        return allowed(rows[:, :, None], self.codes[:, None])[:, None]
+
+    def to(self, device: torch.device) -> Visibility:
+        return Visibility(self.codes.to(device, non_blocking=True))
+
+
+def allowed(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Whether a query may look at a key, from their codes [..., 5], which broadcast: the one rule."""
+    same = query[..., Code.DOCUMENT] == key[..., Code.DOCUMENT]
+    own_block = query[..., Code.NOISY_BLOCK] == key[..., Code.NOISY_BLOCK]
+    noisy = own_block & (key[..., Code.ORDER] < query[..., Code.NOISY_LIMIT])
+    clean = key[..., Code.ORDER] < query[..., Code.CLEAN_LIMIT]
+    return same & torch.where(key[..., Code.NOISY_BLOCK] >= 0, noisy, clean)
+
+
+def documents_of(real_BS: torch.Tensor, documents_BS: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, S] document numbers for `Visibility`, where each padding position is a document of its own: it looks at
+    itself, so that no softmax is empty, and nobody looks at it. Documents are numbered from 0."""
+    documents = torch.zeros_like(real_BS, dtype=torch.int32) if documents_BS is None else documents_BS.int()
+    alone = -1 - torch.arange(real_BS.shape[-1], device=real_BS.device, dtype=torch.int32)
+    return torch.where(real_BS.bool(), documents, alone)
+
+
+def _order(documents_BS: torch.Tensor) -> torch.Tensor:
+    return torch.arange(documents_BS.shape[-1], device=documents_BS.device, dtype=torch.int32)[None]
