@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +22,12 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import Section
 from dlm_bridge.train.keyed import Purpose, torch_seed
 from dlm_bridge.train.loading import load_hub_model, load_model
+from dlm_bridge.train.loop import EVAL_BATCHES, Engine
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
 from dlm_bridge.train.objectives import NoisyBatch, Objective, Uniforms, divisors
 from dlm_bridge.train.optimisation import learning_rate, parameter_groups
-from dlm_bridge.train.progress import TrainingProgress
 from dlm_bridge.train.sampling import Sampler
 from dlm_bridge.train.setup import load_data, make_objective, open_output, with_objective, write_config
-
-EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always the same
 
 
 def pretrain(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
@@ -87,12 +82,16 @@ def pretrain(config: TrainConfig, resume: bool = False, console: Console | None 
             f"tokens, {len(valid):,} for validation",
             highlight=False,
         )
-    return trainer.run(step, state)
+    if state is not None:
+        trainer.load_state(state)
+    folder = trainer.run(step)
+    accelerator.wait_for_everyone()
+    return folder
 
 
 @dataclass
-class Trainer:
-    """One run's parts, put together; `run` is the loop."""
+class Trainer(Engine):
+    """One run's parts, put together."""
 
     config: TrainConfig
     accelerator: Accelerator
@@ -124,38 +123,17 @@ class Trainer:
         self.plain_model = self.model
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
 
-    def run(self, step: int, state: dict[str, Any] | None) -> Path:
-        """Train from after `step`, with the optimizer's `state` of that step, and return the last checkpoint."""
-        config, main = self.config, self.accelerator.is_main_process
-        if state is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-            if self.accelerator.scaler is not None and state["scaler"] is not None:
-                self.accelerator.scaler.load_state_dict(state["scaler"])
-        metrics = MetricsFile(self.output / "metrics.jsonl", step) if main else None
-        deadline = math.inf if config.exit_duration is None else time.monotonic() + 60 * config.exit_duration
-        with _catch_sigterm() as terminated, TrainingProgress(self.console, config.steps, step, main) as progress:
-            while True:
-                step += 1
-                row, stop = self.step(step, terminated.is_set() or time.monotonic() >= deadline)
-                last = stop or step == config.steps
-                if len(self.valid) and config.eval_interval and (step % config.eval_interval == 0 or last):
-                    row = dataclasses.replace(row, eval_loss=self.evaluate())
-                if metrics is not None:
-                    metrics.append(row)
-                progress.show(row)
-                if last or (config.save_interval and step % config.save_interval == 0):
-                    folder = self.save(step, metrics)
-                if last:
-                    break
-        if metrics is not None:
-            metrics.close()
-            done = "done" if step == config.steps else f"stopped early (continue with --resume), step {step}"
-            self.console.print(f"{done}: the model is at {folder}", highlight=False, soft_wrap=True)
-        self.accelerator.wait_for_everyone()
-        return folder
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Set the optimizer's state, and the gradient scaler's, to what a checkpoint has."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.accelerator.scaler is not None and state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
 
     def step(self, step: int, want_stop: bool) -> tuple[Row, bool]:
-        """One optimizer step: its figures, and whether any process wants to stop after it."""
         config, accelerator = self.config, self.accelerator
         began = time.perf_counter()
         # Dropout's numbers, too, depend on nothing that a restart forgets.
@@ -282,17 +260,3 @@ def _accelerator(config: TrainConfig) -> Accelerator:
             "launch with torchrun or accelerate launch --multi_gpu"
         )
     return accelerator
-
-
-@contextlib.contextmanager
-def _catch_sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets; outside the main thread, where handlers cannot be set, nobody sets it."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    previous = signal.signal(signal.SIGTERM, lambda *_: event.set())
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGTERM, previous)

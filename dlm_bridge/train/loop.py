@@ -1,0 +1,86 @@
+"""The loop of a run, whichever engine takes its steps: when to evaluate, to save, to stop, and what is written."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sized
+from pathlib import Path
+
+from rich.console import Console
+
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.metrics import MetricsFile, Row
+from dlm_bridge.train.progress import TrainingProgress
+
+EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always the same
+
+
+class Engine(abc.ABC):
+    """One process's share of a run. The main process writes the metrics; all processes take every step together."""
+
+    config: TrainConfig
+    output: Path
+    console: Console
+    valid: Sized  # validation blocks
+
+    @property
+    @abc.abstractmethod
+    def main(self) -> bool:
+        """Whether this process writes and shows what all of them share."""
+
+    @abc.abstractmethod
+    def step(self, step: int, want_stop: bool) -> tuple[Row, bool]:
+        """One optimizer step, counted from 1: its figures, and whether any process wants to stop after it."""
+
+    @abc.abstractmethod
+    def evaluate(self) -> float:
+        """The validation loss, over the same blocks with the same noise every time."""
+
+    @abc.abstractmethod
+    def save(self, step: int, metrics: MetricsFile | None) -> Path:
+        """Write the checkpoint of `step`; the main process has the metrics."""
+
+    def run(self, step: int) -> Path:
+        """Train from after `step` and return the last checkpoint's folder."""
+        config = self.config
+        metrics = MetricsFile(self.output / "metrics.jsonl", step) if self.main else None
+        deadline = math.inf if config.exit_duration is None else time.monotonic() + 60 * config.exit_duration
+        with _catch_sigterm() as terminated, TrainingProgress(self.console, config.steps, step, self.main) as progress:
+            while True:
+                step += 1
+                row, stop = self.step(step, terminated.is_set() or time.monotonic() >= deadline)
+                last = stop or step == config.steps
+                if len(self.valid) and config.eval_interval and (step % config.eval_interval == 0 or last):
+                    row = dataclasses.replace(row, eval_loss=self.evaluate())
+                if metrics is not None:
+                    metrics.append(row)
+                progress.show(row)
+                if last or (config.save_interval and step % config.save_interval == 0):
+                    folder = self.save(step, metrics)
+                if last:
+                    break
+        if metrics is not None:
+            metrics.close()
+            done = "done" if step == config.steps else f"stopped early (continue with --resume), step {step}"
+            self.console.print(f"{done}: the model is at {folder}", highlight=False, soft_wrap=True)
+        return folder
+
+
+@contextlib.contextmanager
+def _catch_sigterm() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets; outside the main thread, where handlers cannot be set, nobody sets it."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, previous)
