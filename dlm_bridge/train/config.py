@@ -15,10 +15,11 @@ from typing import Any
 import yaml
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.megatron_options import MegatronOptions, check_megatron_options, flag
 
 SCHEDULES = ("cosine", "linear", "constant")
-PRECISIONS = ("fp32", "bf16", "fp16")
-ENGINES = ("accelerate",)
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+ENGINES = ("accelerate", "megatron")
 
 # A resumed run must agree with its start on what decides the data's order and the noise.
 FIXED_FOR_A_RUN = (
@@ -36,7 +37,7 @@ FIXED_FOR_A_RUN = (
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(MegatronOptions):
     """Names are the command line's flags with underscores. Checked when it is made: DlmBridgeError names the flag."""
 
     model: str = ""
@@ -121,7 +122,7 @@ def load_config(flags: dict[str, Any], file: Path | None = None, resume: bool = 
     for name in FIXED_FOR_A_RUN:
         if values.get(name) is not None and values[name] != began.get(name):
             raise DlmBridgeError(
-                f"{_flag(name)} {values[name]} differs from the {began.get(name)} that the run in "
+                f"{flag(name)} {values[name]} differs from the {began.get(name)} that the run in "
                 f"{values['output']} began with: resume with that, or choose another --output"
             )
     return TrainConfig(**(began | values))
@@ -177,28 +178,29 @@ def _check(config: TrainConfig) -> None:
     for name in ("steps", "global_batch_size", "micro_batch_size", "seq_length"):
         value = getattr(config, name)
         if value is not None and value < 1:
-            raise DlmBridgeError(f"{_flag(name)} must be at least 1, not {value}")
+            raise DlmBridgeError(f"{flag(name)} must be at least 1, not {value}")
     for name in ("warmup_steps", "eval_interval", "save_interval", "keep_last", "seed", "mask_annealing_steps"):
         if getattr(config, name) < 0:
-            raise DlmBridgeError(f"{_flag(name)} must not be negative, not {getattr(config, name)}")
+            raise DlmBridgeError(f"{flag(name)} must not be negative, not {getattr(config, name)}")
     for name in ("lr", "min_lr", "weight_decay", "clip_grad", "adam_eps", "exit_duration"):
         value = getattr(config, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
-            raise DlmBridgeError(f"{_flag(name)} must be a number that is not negative, not {value}")
+            raise DlmBridgeError(f"{flag(name)} must be a number that is not negative, not {value}")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
-            raise DlmBridgeError(f"{_flag(name)} must be in [0, 1), not {getattr(config, name)}")
+            raise DlmBridgeError(f"{flag(name)} must be in [0, 1), not {getattr(config, name)}")
     if not 0 <= config.length_variation <= 1:
         raise DlmBridgeError(f"--length-variation must be in [0, 1], not {config.length_variation}")
     for name, known in (("lr_schedule", SCHEDULES), ("precision", PRECISIONS), ("engine", ENGINES)):
         if getattr(config, name) not in known:
-            raise DlmBridgeError(f"{_flag(name)} {getattr(config, name)!r} is unknown: known are {', '.join(known)}")
+            raise DlmBridgeError(f"{flag(name)} {getattr(config, name)!r} is unknown: known are {', '.join(known)}")
     if config.min_lr > config.lr:
         raise DlmBridgeError(f"--min-lr {config.min_lr} is more than --lr {config.lr}")
     _split_numbers(config.split)
     if config.block_schedule is not None:
         _split_schedule(config.block_schedule, config.seq_length)
     config.accumulation(processes=1)
+    check_megatron_options(config, config.engine, config.precision)
 
 
 def _split_numbers(split: str) -> list[float]:
@@ -212,21 +214,19 @@ def _split_numbers(split: str) -> list[float]:
 
 
 def _split_schedule(schedule: str, seq_length: int) -> tuple[tuple[int, int], ...]:
-    flag = f"--block-schedule {schedule!r}"
+    option = f"--block-schedule {schedule!r}"
     try:
         pairs = [(int(step), int(size)) for step, size in (part.split(":") for part in schedule.split(","))]
     except ValueError:
-        raise DlmBridgeError(f"{flag} must be step:size pairs such as 0:4,1000:8,2000:32") from None
+        raise DlmBridgeError(f"{option} must be step:size pairs such as 0:4,1000:8,2000:32") from None
     if pairs[0][0] != 0:
-        raise DlmBridgeError(f"{flag} must begin with step 0, not {pairs[0][0]}")
+        raise DlmBridgeError(f"{option} must begin with step 0, not {pairs[0][0]}")
     for (step, size), (later, larger) in itertools.pairwise(pairs):
         if later <= step or larger <= size:
-            raise DlmBridgeError(f"{flag} must grow in steps and sizes: {step}:{size} stands before {later}:{larger}")
+            raise DlmBridgeError(
+                f"{option} must grow in steps and sizes: {step}:{size} stands before {later}:{larger}"
+            )
     for _, size in pairs:
         if size < 1 or seq_length % size:
-            raise DlmBridgeError(f"{flag}: block size {size} does not divide --seq-length {seq_length}")
+            raise DlmBridgeError(f"{option}: block size {size} does not divide --seq-length {seq_length}")
     return tuple(pairs)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
