@@ -56,17 +56,13 @@ def iteration_folder(root: Path) -> Path:
     return folder
 
 
-class TorchDistReader:
-    """One iteration's tensors. Opening reads `.metadata`, `metadata.json` and `common.pt`, no tensor.
+class ChunkedReader:
+    """Global tensors in chunks that lie anywhere in a folder's files, read box by box."""
 
-    Raises DlmBridgeError for what is unreadable, hostile or not whole.
-    """
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, contents: Contents, common: dict[str, Any]) -> None:
         self.folder = folder
-        _check_backend(folder)
-        self.contents: Contents = read_metadata(folder)
-        self.common: dict[str, Any] = _read_common(folder, self.contents)
+        self.contents = contents
+        self.common = common  # what is not sharded: iteration, args
         self._by_place: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
         self._lock = threading.Lock()
         self._tiled: set[str] = set()  # keys that were checked
@@ -127,7 +123,7 @@ class TorchDistReader:
         sizes = [b - a for a, b in zip(low, high, strict=True)]
         if any(size <= 0 for size in sizes):
             return
-        item = self._open(key, tensor, chunk)
+        item = self._item(key, tensor, chunk)
         in_chunk = [a - b for a, b in zip(low, chunk.offsets, strict=True)]
         in_target = [a - b for a, b in zip(low, offsets, strict=True)]
         window = target
@@ -146,7 +142,8 @@ class TorchDistReader:
             read_item_rows(item, in_chunk, part.numel(), raw_bytes(part))
             window.copy_(part)
 
-    def _open(self, key: str, tensor: StoredTensor, chunk: Chunk) -> TensorItem:
+    def _item(self, key: str, tensor: StoredTensor, chunk: Chunk) -> TensorItem:
+        """Where the chunk's values lie, as one row-major array."""
         place = chunk.place
         item = open_tensor_item(self.folder / place.file, place.offset, place.length, key)
         if (item.dtype, item.shape) != (tensor.dtype, chunk.sizes):
@@ -155,6 +152,18 @@ class TorchDistReader:
                 f"{FILE_NAME} says {tensor.dtype} {list(chunk.sizes)}"
             )
         return item
+
+
+class TorchDistReader(ChunkedReader):
+    """One iteration's tensors. Opening reads `.metadata`, `metadata.json` and `common.pt`, no tensor.
+
+    Raises DlmBridgeError for what is unreadable, hostile or not whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        _check_backend(folder)
+        contents = read_metadata(folder)
+        super().__init__(folder, contents, _read_common(folder, contents))
 
 
 def _is_one_run(sizes: Sequence[int], whole: Sequence[int]) -> bool:
