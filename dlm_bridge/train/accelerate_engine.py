@@ -230,11 +230,11 @@ class Trainer(Engine):
     def _loss_sums(self, model: Any, batch: NoisyBatch) -> torch.Tensor:
         batch = batch.to(self.accelerator.device)
         if not self.objective.masks:  # transformers' own classes, whose logits_to_keep is not a mask
-            outputs = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+            outputs = model(input_ids=batch.input_ids, attention_mask=batch.model_mask(), use_cache=False)
             return self.objective.loss_sum(outputs.logits[batch.mask], batch)
         logits_MV = model(
             input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
+            attention_mask=batch.model_mask(),
             position_ids=batch.position_ids,
             logits_to_keep=batch.mask,
         ).logits

@@ -27,8 +27,8 @@ def open_share(step: int, annealing_steps: int) -> float:
 
 
 def annealed(noisy: NoisyBatch, config: TrainConfig, step: int, samples: Sequence[int]) -> NoisyBatch:
-    """The batch with the attention mask of its step: causal plus a random `open_share` of the later keys, drawn anew
-    for each global sample index and step. `noisy` holds one stream, a row for each of `samples`."""
+    """The batch with the attention of its step, as `pairs`: causal plus a random `open_share` of the later keys, drawn
+    anew for each global sample index and step. `noisy` holds one stream, a row for each of `samples`."""
     share = open_share(step, config.mask_annealing_steps)
     if share == 1.0:
         return noisy
@@ -37,11 +37,13 @@ def annealed(noisy: NoisyBatch, config: TrainConfig, step: int, samples: Sequenc
     allowed_BLL = torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
     if share > 0:
         allowed_BLL = allowed_BLL | (_uniform(config.seed, step, samples, length).to(device) < share)
-    if noisy.attention_mask is not None:
+    if noisy.visibility is not None:  # packed documents
+        allowed_BLL = allowed_BLL & noisy.visibility.dense()[:, 0]
+    elif noisy.attention_mask is not None:
         # Padding looks at itself, so that no row of a softmax is empty.
         own_LL = torch.eye(length, dtype=torch.bool, device=device)
-        allowed_BLL = (allowed_BLL & noisy.attention_mask.bool()[:, None, :]) | own_LL
-    return dataclasses.replace(noisy, attention_mask=allowed_BLL[:, None])
+        allowed_BLL = (allowed_BLL & noisy.attention_mask[:, None, :]) | own_LL
+    return dataclasses.replace(noisy, pairs=allowed_BLL[:, None])
 
 
 def with_block_size(objective: Objective, model: Any, config: TrainConfig, step: int) -> Objective:

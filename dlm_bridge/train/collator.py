@@ -77,6 +77,7 @@ class DiffusionCollator:
 
     def _batch(self, noisy: NoisyBatch) -> dict[str, torch.Tensor]:
         rows = len(noisy.input_ids)
+        mask = noisy.model_mask()
         # A label counts towards the divisor, whether it has a loss or not.
         labels = torch.where(noisy.counted, 0, IGNORE)
         labels[noisy.mask] = noisy.targets
@@ -89,9 +90,7 @@ class DiffusionCollator:
             "labels": labels,
             "loss_weights": weights,
             "logits_to_keep": noisy.mask,
-            "attention_mask": torch.ones_like(noisy.mask)
-            if noisy.attention_mask is None
-            else noisy.attention_mask.expand(rows, *noisy.attention_mask.shape[1:]),
+            "attention_mask": torch.ones_like(noisy.mask) if mask is None else mask.expand(rows, *mask.shape[1:]),
         }
         if noisy.position_ids is not None:
             batch["position_ids"] = noisy.position_ids.expand(rows, -1)

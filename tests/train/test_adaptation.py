@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -43,7 +44,7 @@ def _dream(tmp_path: Path) -> tuple[Any, Any, NoisyBatch]:
 
 @torch.no_grad()
 def _loss(model: Any, objective: Any, noisy: NoisyBatch) -> float:
-    logits = model(input_ids=noisy.input_ids, attention_mask=noisy.attention_mask).logits[noisy.mask]
+    logits = model(input_ids=noisy.input_ids, attention_mask=noisy.model_mask()).logits[noisy.mask]
     return float(mean_loss(objective.loss_sum(logits, noisy), noisy))
 
 
@@ -62,8 +63,8 @@ def test_annealing_begins_causal_and_ends_bidirectional(tmp_path: Path) -> None:
     assert _loss(model, objective, last) == bidirectional
     # The share just below one opens every pair but a few: its mask is the padding's, too.
     nearly = annealed(noisy, TrainConfig(**GIVEN, mask_annealing_steps=10**9), 10**9, range(4))
-    assert nearly.attention_mask is not None
-    assert nearly.attention_mask.dim() == 4
+    assert nearly.pairs is not None
+    assert nearly.pairs.dim() == 4
     assert _loss(model, objective, nearly) == pytest.approx(bidirectional, rel=1e-5)
 
 
@@ -71,11 +72,11 @@ def test_the_share_of_open_pairs_grows_linearly() -> None:
     length, config = 128, TrainConfig(**{**GIVEN, "seq_length": 128}, mask_annealing_steps=100)
     ids = torch.zeros(4, length, dtype=torch.long)
     empty = torch.zeros(0)
-    noisy = NoisyBatch(ids, None, None, ids.bool(), ids.bool(), empty, empty, None, empty)
+    noisy = NoisyBatch(ids, None, None, None, ids.bool(), ids.bool(), empty, empty, None, empty)
     later = torch.ones(length, length).triu(1).bool()
     masks = {}
     for step in (1, 26, 51, 76):
-        masks[step] = annealed(noisy, config, step, [3, 5, 7, 9]).attention_mask
+        masks[step] = annealed(noisy, config, step, [3, 5, 7, 9]).pairs
         assert masks[step].shape == (4, 1, length, length)
         assert masks[step][:, :, ~later].all()
         # 32512 pairs: five standard deviations are 0.014.
@@ -83,7 +84,8 @@ def test_the_share_of_open_pairs_grows_linearly() -> None:
     assert open_share(101, 100) == open_share(500, 100) == 1.0
     assert not torch.equal(masks[26][0], masks[26][1])
     # A row depends on its own sample alone.
-    alone = annealed(NoisyBatch(ids[:1], *list(vars(noisy).values())[1:]), config, 26, [7]).attention_mask
+    alone = annealed(dataclasses.replace(noisy, input_ids=ids[:1]), config, 26, [7]).pairs
+    assert alone is not None
     assert torch.equal(alone[0], masks[26][2])
 
 
@@ -146,7 +148,7 @@ def test_the_block_size_of_a_step_is_what_the_streams_see(step: int, size: int, 
     noisy = objective.noise(ids, Uniforms.keyed(0, step, [0], LENGTH))
 
     def logits(input_ids: torch.Tensor) -> torch.Tensor:
-        return model(input_ids, attention_mask=noisy.attention_mask, position_ids=noisy.position_ids).logits[0]
+        return model(input_ids, attention_mask=noisy.model_mask(), position_ids=noisy.position_ids).logits[0]
 
     before = logits(noisy.input_ids)
     block = torch.arange(LENGTH) // size

@@ -49,7 +49,7 @@ def test_the_loss_is_transformers_own(tmp_path: Path) -> None:
         noisy = objective.noise(ids, Uniforms.keyed(0, 1, range(3), 12), labels, real)
         assert torch.equal(noisy.input_ids, ids)
         assert noisy.normaliser.item() == 9 + 4 + 7
-        logits = model(noisy.input_ids, attention_mask=noisy.attention_mask).logits[noisy.mask]
+        logits = model(noisy.input_ids, attention_mask=noisy.model_mask()).logits[noisy.mask]
         torch.testing.assert_close(mean_loss(objective.loss_sum(logits, noisy), noisy), theirs, rtol=1e-5, atol=0)
 
 

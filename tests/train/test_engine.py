@@ -76,7 +76,7 @@ def test_first_step_is_the_objective_at_the_initial_weights(
     sampler = Sampler(len(train), seed=0, global_batch_size=8)
     objective = MaskedDiffusion(raw["mask_token_id"], length_variation=0.2)
     noisy = objective.noise(train.rows([sampler.block(g) for g in range(8)]), Uniforms.keyed(0, 1, range(8), 16))
-    logits = model(noisy.input_ids, attention_mask=noisy.attention_mask).logits[noisy.mask]
+    logits = model(noisy.input_ids, attention_mask=noisy.model_mask()).logits[noisy.mask]
     loss = objective.loss_sum(logits, noisy) / noisy.normaliser
     loss.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()

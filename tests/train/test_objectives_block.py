@@ -47,7 +47,7 @@ def ids() -> torch.Tensor:
 def _loss(model: Any, objective: Any, noisy: NoisyBatch) -> float:
     logits = model(
         noisy.input_ids,
-        attention_mask=noisy.attention_mask,
+        attention_mask=noisy.model_mask(),
         position_ids=noisy.position_ids,
         logits_to_keep=noisy.mask,
     ).logits

@@ -102,6 +102,7 @@ def test_wedlm_masks_exact_counts_and_keeps_prompt_and_padding() -> None:
     assert torch.equal(noisy.input_ids[:, 20:], tokens)
     assert torch.equal(masked, noisy.mask[:, :20])
     assert int(noisy.mask[:, 20:].sum()) == count * 14  # the tokens 3 to 16, each predicted by the one before
-    assert noisy.attention_mask is not None
+    allowed = noisy.model_mask()
+    assert allowed is not None
     own = torch.eye(40, dtype=torch.bool)
-    assert not (noisy.attention_mask[:, 0] & ~own)[:, :, 37:].any()
+    assert not (allowed[:, 0] & ~own)[:, :, 37:].any()

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.models.spec import Topology
+from dlm_bridge.models.visibility import Visibility
+from dlm_bridge.train.objectives.clean import Clean
 from dlm_bridge.train.objectives.noise import IGNORE, NoisyBatch, Uniforms
 
 
@@ -44,6 +46,7 @@ class Objective(abc.ABC):
         uniforms: Uniforms,
         labels: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
     ) -> NoisyBatch:
         """Mask a clean batch.
 
@@ -52,6 +55,8 @@ class Objective(abc.ABC):
             uniforms: of the same B and L.
             labels: [B, L], -100 (`IGNORE`) where a position is never masked and not counted, else the target.
             attention_mask: [B, L], zero at padding, which is never masked and not counted.
+            documents: [B, L] int, of packed rows: a number for each document, equal at its tokens and other than its
+                neighbours'. Each is noised, positioned and attended as if it stood alone, at its own `document_level`.
         """
         uniforms = uniforms.to(input_ids.device)
         real = None if attention_mask is None else attention_mask.to(input_ids.device).bool()
@@ -60,19 +65,13 @@ class Objective(abc.ABC):
         counted = torch.ones_like(input_ids, dtype=torch.bool) if real is None else real
         if labels is not None:
             counted = counted & (labels != IGNORE)
-        return self.corrupt(input_ids, input_ids if labels is None else labels, counted, real, uniforms)
+        numbers = None if documents is None else documents.to(input_ids.device)
+        targets = input_ids if labels is None else labels
+        return self.corrupt(Clean(input_ids, targets, counted, real, numbers), uniforms)
 
     @abc.abstractmethod
-    def corrupt(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor,
-        counted: torch.Tensor,
-        real: torch.Tensor | None,
-        uniforms: Uniforms,
-    ) -> NoisyBatch:
-        """The noisy batch of [B, L] tokens and targets, where only `counted` positions may be masked and only `real`
-        ones (all where None) may be looked at."""
+    def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
+        """The noisy batch of a clean one."""
 
     def loss_sum(self, logits_MV: torch.Tensor, noisy: NoisyBatch) -> torch.Tensor:
         """[K] the weighted cross-entropy summed over the positions, in fp32. Zero, with a graph, where M is 0."""
@@ -90,9 +89,20 @@ class Objective(abc.ABC):
         kept = torch.arange(length, device=lengths_B.device) < lengths_B[:, None]
         return kept if real is None else kept & real
 
-    def probability(self, uniforms: Uniforms) -> torch.Tensor:
-        """[B, 1] the masking probability of each sequence, p = (1 - eps) t + eps."""
-        return ((1 - self.eps) * uniforms.level + self.eps)[:, None]
+    def probability(self, clean: Clean, uniforms: Uniforms) -> torch.Tensor:
+        """[B, L] the masking probability of each sequence, p = (1 - eps) t + eps."""
+        return ((1 - self.eps) * clean.levels(uniforms.level) + self.eps).expand_as(clean.input_ids)
+
+    def placed(self, clean: Clean) -> dict[str, Any]:
+        """Who looks at whom and the position ids, as fields of a batch of the noisy tokens alone."""
+        if not clean.packed:
+            return {"attention_mask": clean.real, "visibility": None, "position_ids": None}
+        rule = Visibility.causal if "causal" in self.topologies else Visibility.bidirectional
+        return {
+            "attention_mask": clean.real,
+            "visibility": rule(clean.apart),
+            "position_ids": clean.positions,
+        }
 
 
 def total(value: torch.Tensor) -> torch.Tensor:

@@ -8,16 +8,18 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.masks import Stream, positions_of, two_stream_mask
+from dlm_bridge.models.masks import Stream
 from dlm_bridge.models.spec import Topology
+from dlm_bridge.models.visibility import Visibility
 from dlm_bridge.train.objectives.base import Objective, total
-from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms, one_earlier, preceded
+from dlm_bridge.train.objectives.clean import Clean, one_earlier
+from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms
 
 
 @dataclass(frozen=True)
 class TwoStreams(Objective):
     """An objective over [noisy | clean]: 2L tokens, position ids 0..L-1 twice, each stream in blocks of `block_size`
-    that are counted from a row's first real token. The loss of masks is on the noisy half."""
+    that are counted from a document's first token. The loss of masks is on the noisy half."""
 
     topologies: ClassVar[tuple[Topology, ...]] = ("block_causal",)
     tokens_read: ClassVar[int] = 2
@@ -33,20 +35,27 @@ class TwoStreams(Objective):
             raise DlmBridgeError("the model's config has no block_size: set it in config.json")
         return {"block_size": size}
 
-    def positions(self, input_ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-        """[B or 1, L] positions within the row."""
-        if real is None:
-            return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        return positions_of(real)
+    def placed(self, clean: Clean, order: torch.Tensor | None = None) -> dict[str, Any]:
+        """Who looks at whom and the position ids of both streams, as fields of a batch. `order` [B, L] says which
+        clean position stands where in the noisy stream, each within its block."""
+        documents, positions = clean.apart, clean.positions
+        noisy_documents, noisy_positions = documents, positions
+        if order is not None:
+            documents = documents.expand_as(order)
+            noisy_documents = documents.gather(1, order)
+            noisy_positions = positions.expand_as(order).gather(1, order)
+        visibility = Visibility.two_streams(
+            documents, positions, self.block_size, self.noisy_stream, self.clean_stream, noisy_documents
+        )
+        return {
+            "attention_mask": clean.real,
+            "visibility": visibility,
+            "position_ids": torch.cat([noisy_positions, positions.expand_as(noisy_positions)], dim=1),
+        }
 
-    def attention(self, positions: torch.Tensor, real_BS: torch.Tensor | None) -> torch.Tensor:
-        """[B or 1, 1, 2L, 2L] bool. `real_BS` is for both streams."""
-        return two_stream_mask(positions, self.block_size, real_BS, self.noisy_stream, self.clean_stream)
-
-    def block_levels(self, uniforms: Uniforms, positions: torch.Tensor) -> torch.Tensor:
+    def block_levels(self, uniforms: Uniforms, clean: Clean) -> torch.Tensor:
         """[B, L] the noise level of each position's block."""
-        blocks = (positions // self.block_size).expand_as(uniforms.token)
-        return uniforms.block.gather(1, blocks)
+        return uniforms.block.gather(1, clean.blocks(self.block_size))
 
 
 @dataclass(frozen=True)
@@ -64,30 +73,21 @@ class BlockDiffusion(TwoStreams):
 
     level: Literal["sequence", "block"] = "sequence"
 
-    def corrupt(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor,
-        counted: torch.Tensor,
-        real: torch.Tensor | None,
-        uniforms: Uniforms,
-    ) -> NoisyBatch:
-        positions = self.positions(input_ids, real)
-        p_BL = self.probability(uniforms).expand_as(input_ids)
+    def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
+        p_BL = self.probability(clean, uniforms)
         if self.level == "block":
-            p_BL = (1 - self.eps) * self.block_levels(uniforms, positions) + self.eps
-        mask = (uniforms.token < p_BL) & counted
+            p_BL = (1 - self.eps) * self.block_levels(uniforms, clean) + self.eps
+        mask = (uniforms.token < p_BL) & clean.counted
         none = torch.zeros_like(mask)
         return NoisyBatch(
-            input_ids=torch.cat([torch.where(mask, self.mask_token_id, input_ids), input_ids], dim=1),
-            attention_mask=self.attention(positions, None if real is None else real.repeat(1, 2)),
-            position_ids=positions.repeat(1, 2),
+            input_ids=torch.cat([torch.where(mask, self.mask_token_id, clean.input_ids), clean.input_ids], dim=1),
+            **self.placed(clean),
             mask=torch.cat([mask, none], dim=1),
-            counted=torch.cat([counted, none], dim=1),
-            targets=targets[mask],
+            counted=torch.cat([clean.counted, none], dim=1),
+            targets=clean.targets[mask],
             weights=(1 / p_BL)[mask],
             terms=None,
-            normaliser=total(counted),
+            normaliser=total(clean.counted),
         )
 
 
@@ -97,35 +97,25 @@ class ComplementaryBlockDiffusion(TwoStreams):
 
     t per block, p = (1 - eps) t + eps; each sequence becomes two rows, masked where the other is not; the mean
     cross-entropy of all masked positions, without weights, each from the noisy logits one position earlier. The first
-    token of a block is predicted by the noisy block before, as there; the first of a row is never masked.
+    token of a block is predicted by the noisy block before, as there; the first of a document is never masked.
     """
 
     shift: ClassVar[bool] = True
     tokens_read: ClassVar[int] = 4
 
-    def corrupt(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor,
-        counted: torch.Tensor,
-        real: torch.Tensor | None,
-        uniforms: Uniforms,
-    ) -> NoisyBatch:
-        positions = self.positions(input_ids, real)
-        p_BL = (1 - self.eps) * self.block_levels(uniforms, positions) + self.eps
-        predicted = counted & preceded(torch.ones_like(counted) if real is None else real)
+    def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
+        p_BL = (1 - self.eps) * self.block_levels(uniforms, clean) + self.eps
+        predicted = clean.counted & clean.preceded
         below = uniforms.token < p_BL
         mask = torch.cat([below & predicted, ~below & predicted])
-        twice = torch.cat([input_ids, input_ids])
         keep = torch.cat([one_earlier(mask), torch.zeros_like(mask)], dim=1)
-        attention = self.attention(positions, None if real is None else real.repeat(1, 2))
+        twice = clean.repeated(2)
         return NoisyBatch(
-            input_ids=torch.cat([torch.where(mask, self.mask_token_id, twice), twice], dim=1),
-            attention_mask=attention if real is None else attention.repeat(2, 1, 1, 1),
-            position_ids=positions.repeat(1 if real is None else 2, 2),
+            input_ids=torch.cat([torch.where(mask, self.mask_token_id, twice.input_ids), twice.input_ids], dim=1),
+            **self.placed(twice),
             mask=keep,
             counted=keep,
-            targets=torch.cat([targets, targets])[mask],
+            targets=twice.targets[mask],
             weights=torch.ones_like(mask, dtype=torch.float32)[mask],
             terms=None,
             normaliser=total(mask),

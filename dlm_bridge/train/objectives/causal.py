@@ -9,8 +9,9 @@ import torch
 
 from dlm_bridge.models.spec import Topology
 from dlm_bridge.train.objectives.base import Objective, total
+from dlm_bridge.train.objectives.clean import Clean, one_earlier
 from dlm_bridge.train.objectives.hybrid import next_tokens
-from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms, one_earlier
+from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms
 
 
 @dataclass(frozen=True)
@@ -26,23 +27,15 @@ class NextToken(Objective):
 
     mask_token_id: int = -1
 
-    def corrupt(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor,
-        counted: torch.Tensor,
-        real: torch.Tensor | None,
-        uniforms: Uniforms,
-    ) -> NoisyBatch:
-        keep = next_tokens(counted, real)
+    def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
+        keep = next_tokens(clean)
         return NoisyBatch(
-            input_ids=input_ids,
-            attention_mask=real,
-            position_ids=None,
+            input_ids=clean.input_ids,
+            **self.placed(clean),
             mask=keep,
             counted=keep,
-            targets=one_earlier(targets)[keep],
-            weights=torch.ones(int(keep.sum()), device=input_ids.device),
+            targets=one_earlier(clean.targets)[keep],
+            weights=torch.ones(int(keep.sum()), device=keep.device),
             terms=None,
             normaliser=total(keep),
         )

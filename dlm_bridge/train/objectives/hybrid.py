@@ -11,7 +11,8 @@ from dlm_bridge.models.masks import Stream
 from dlm_bridge.models.spec import Topology
 from dlm_bridge.train.objectives.base import total
 from dlm_bridge.train.objectives.block import TwoStreams
-from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms, one_earlier, preceded
+from dlm_bridge.train.objectives.clean import Clean, one_earlier
+from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms
 
 
 @dataclass(frozen=True)
@@ -35,27 +36,18 @@ class NemotronDiffusion(TwoStreams):
         weights = {"diffusion_weight": config.dlm_loss_weight, "ar_weight": config.ar_loss_weight}
         return super().settings(config) | {key: value for key, value in weights.items() if value is not None}
 
-    def corrupt(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor,
-        counted: torch.Tensor,
-        real: torch.Tensor | None,
-        uniforms: Uniforms,
-    ) -> NoisyBatch:
-        positions = self.positions(input_ids, real)
-        p_BL = self.probability(uniforms).expand_as(input_ids)
-        mask = (uniforms.token < p_BL) & counted
-        following = next_tokens(counted, real)
+    def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
+        p_BL = self.probability(clean, uniforms)
+        mask = (uniforms.token < p_BL) & clean.counted
+        following = next_tokens(clean)
         keep = torch.cat([mask, following], dim=1)
         weights_BS = torch.cat([self.diffusion_weight / p_BL, torch.full_like(p_BL, self.ar_weight)], dim=1)
         return NoisyBatch(
-            input_ids=torch.cat([torch.where(mask, self.mask_token_id, input_ids), input_ids], dim=1),
-            attention_mask=self.attention(positions, None if real is None else real.repeat(1, 2)),
-            position_ids=positions.repeat(1, 2),
+            input_ids=torch.cat([torch.where(mask, self.mask_token_id, clean.input_ids), clean.input_ids], dim=1),
+            **self.placed(clean),
             mask=keep,
             counted=keep,
-            targets=torch.cat([targets, one_earlier(targets)], dim=1)[keep],
+            targets=torch.cat([clean.targets, one_earlier(clean.targets)], dim=1)[keep],
             weights=weights_BS[keep],
             terms=None,
             normaliser=total(keep),
@@ -86,35 +78,25 @@ class WeDLMDiffusion(TwoStreams):
         size = getattr(config, "block_size", None)  # the published configs have none; 32 is the trainer's
         return {} if size is None else {"block_size": size}
 
-    def corrupt(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor,
-        counted: torch.Tensor,
-        real: torch.Tensor | None,
-        uniforms: Uniforms,
-    ) -> NoisyBatch:
-        positions = self.positions(input_ids, real).expand_as(input_ids)
-        everywhere = torch.ones_like(counted) if real is None else real
-        p_BL = self.block_levels(uniforms, positions).clamp(min=self.eps)
-        mask = self._exact(counted, positions // self.block_size, p_BL, uniforms.token)
+    def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
+        blocks = clean.blocks(self.block_size)
+        p_BL = self.block_levels(uniforms, clean).clamp(min=self.eps)
+        mask = self._exact(clean.counted, blocks, p_BL, uniforms.token)
         # Within a block: what is visible, then masks, then padding.
-        kind = torch.where(everywhere, mask.long(), 2)
-        order = (3 * (positions // self.block_size) + kind).argsort(dim=1, stable=True)
-        noisy = torch.where(mask, self.mask_token_id, input_ids).gather(1, order)
-        masks, following = mask.gather(1, order), next_tokens(counted, real)
+        kind = torch.where(clean.everywhere, mask.long(), 2)
+        order = (3 * blocks + kind).argsort(dim=1, stable=True)
+        noisy = torch.where(mask, self.mask_token_id, clean.input_ids).gather(1, order)
+        masks, following = mask.gather(1, order), next_tokens(clean)
         keep = torch.cat([masks, following], dim=1)
         inverse = 1 / p_BL.gather(1, order)
         weights_BS = torch.cat([inverse, torch.full_like(inverse, self.ar_weight)], dim=1) / (1 + self.ar_weight)
         terms_BS = torch.cat([torch.zeros_like(order), torch.ones_like(order)], dim=1)
-        streams = None if real is None else torch.cat([real.gather(1, order), real], dim=1)
         return NoisyBatch(
-            input_ids=torch.cat([noisy, input_ids], dim=1),
-            attention_mask=self.attention(positions if streams is not None else positions[:1], streams),
-            position_ids=torch.cat([positions.gather(1, order), positions], dim=1),
+            input_ids=torch.cat([noisy, clean.input_ids], dim=1),
+            **self.placed(clean, order),
             mask=keep,
             counted=keep,
-            targets=torch.cat([targets.gather(1, order), one_earlier(targets)], dim=1)[keep],
+            targets=torch.cat([clean.targets.gather(1, order), one_earlier(clean.targets)], dim=1)[keep],
             weights=weights_BS[keep],
             terms=terms_BS[keep],
             normaliser=torch.cat([total(inverse[masks]), total(following)]),
@@ -133,6 +115,6 @@ class WeDLMDiffusion(TwoStreams):
         return counted & (rank < wanted)
 
 
-def next_tokens(counted: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+def next_tokens(clean: Clean) -> torch.Tensor:
     """[B, L] bool: positions of the clean stream that predict a counted token, the one after them."""
-    return one_earlier(counted & preceded(torch.ones_like(counted) if real is None else real))
+    return one_earlier(clean.counted & clean.preceded)

@@ -46,7 +46,7 @@ def diffusion_loss(
     noisy = objective.noise(input_ids, uniforms, labels, None if own_mask is not None else attention_mask)
     logits_MV = forward(
         input_ids=noisy.input_ids,
-        attention_mask=noisy.attention_mask if own_mask is None else own_mask,
+        attention_mask=noisy.model_mask() if own_mask is None else own_mask,
         position_ids=noisy.position_ids if position_ids is None else position_ids,
         logits_to_keep=noisy.mask,
         **kwargs,

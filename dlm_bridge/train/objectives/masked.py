@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from dlm_bridge.train.objectives.base import Objective, total
+from dlm_bridge.train.objectives.clean import Clean
 from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms
 
 
@@ -24,29 +25,20 @@ class MaskedDiffusion(Objective):
 
     weighting: Literal["level", "fraction"] = "level"
 
-    def corrupt(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor,
-        counted: torch.Tensor,
-        real: torch.Tensor | None,
-        uniforms: Uniforms,
-    ) -> NoisyBatch:
-        p_BL = self.probability(uniforms).expand_as(input_ids)
-        mask = (uniforms.token < p_BL) & counted
+    def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
+        p_BL = self.probability(clean, uniforms)
+        mask = (uniforms.token < p_BL) & clean.counted
         if self.weighting == "fraction":
-            token_BL = uniforms.token.masked_fill(~counted, 2.0)
-            lowest_BL = torch.zeros_like(mask).scatter(1, token_BL.argmin(dim=1, keepdim=True), True)
-            mask = mask | (lowest_BL & counted & ~mask.any(dim=1, keepdim=True))
-            p_BL = (mask.sum(dim=1, keepdim=True) / counted.sum(dim=1, keepdim=True)).expand_as(input_ids)
+            without_BL = clean.summed(mask.long()) == 0
+            mask = mask | (without_BL & clean.lowest(uniforms.token, clean.counted))
+            p_BL = clean.summed(mask.long()) / clean.summed(clean.counted.long())
         return NoisyBatch(
-            input_ids=torch.where(mask, self.mask_token_id, input_ids),
-            attention_mask=real,
-            position_ids=None,
+            input_ids=torch.where(mask, self.mask_token_id, clean.input_ids),
+            **self.placed(clean),
             mask=mask,
-            counted=counted,
-            targets=targets[mask],
+            counted=clean.counted,
+            targets=clean.targets[mask],
             weights=(1 / p_BL)[mask],
             terms=None,
-            normaliser=total(counted),
+            normaliser=total(clean.counted),
         )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlm_bridge.models.visibility import Visibility
 from dlm_bridge.train.keyed import Purpose, stream
 
 IGNORE = -100  # the label of a position that is never masked and not counted: prompt, padding
@@ -64,7 +65,8 @@ class NoisyBatch:
     """
 
     input_ids: torch.Tensor  # [B, S], with mask tokens
-    attention_mask: torch.Tensor | None  # [B, L] bool, or [B or 1, 1, S, S] bool; None where every position is real
+    attention_mask: torch.Tensor | None  # [B, L] bool, false at padding; None where every position is real
+    visibility: Visibility | None  # [B or 1, S]: who looks at whom, padding included; None for the family's own way
     position_ids: torch.Tensor | None  # [B or 1, S]; None for 0..L-1
     mask: torch.Tensor  # [B, S] bool: the positions whose logits are needed
     counted: torch.Tensor  # [B, S] bool: a superset, as many positions as the normaliser counts where K is 1
@@ -72,20 +74,21 @@ class NoisyBatch:
     weights: torch.Tensor  # [M] fp32
     terms: torch.Tensor | None  # [M] int64, which of the K sums a position belongs to; None where K is 1
     normaliser: torch.Tensor  # [K] float64: what this batch adds to the divisors of the global loss
+    pairs: torch.Tensor | None = None  # [B, 1, S, S] bool, in place of `visibility` where no rule gives it
+
+    def model_mask(self) -> torch.Tensor | None:
+        """The attention mask of a Hub model's forward: [B, L] bool, or [B or 1, 1, S, S] bool (True: may look) where
+        the batch has its own rule; it is made on the batch's device."""
+        if self.pairs is not None:
+            return self.pairs
+        return self.attention_mask if self.visibility is None else self.visibility.dense()
 
     def to(self, device: torch.device) -> NoisyBatch:
         """The same batch on another device, copied without waiting where the memory is pinned."""
-        moved: dict[str, Any] = {
-            name: None if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()
-        }
-        return NoisyBatch(**moved)
 
+        def move(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.to(device, non_blocking=True)
+            return None if value is None else value.to(device)
 
-def preceded(positions_BL: torch.Tensor) -> torch.Tensor:
-    """[B, L] bool: whether the position before in the row is one of `positions_BL`; false for the first of a row."""
-    return torch.cat([torch.zeros_like(positions_BL[:, :1]), positions_BL[:, :-1]], dim=1)
-
-
-def one_earlier(values_BL: torch.Tensor) -> torch.Tensor:
-    """`values_BL` moved to the position before, where the logits are that predict it; the last column gets zeros."""
-    return torch.cat([values_BL[:, 1:], torch.zeros_like(values_BL[:, :1])], dim=1)
+        return NoisyBatch(**{name: move(value) for name, value in vars(self).items()})

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.train.objectives.base import Objective, total
-from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms, one_earlier, preceded
+from dlm_bridge.train.objectives.clean import Clean, one_earlier
+from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class ShiftedDiffusion(Objective):
     cross-entropy at the masked positions is divided by their number. Weights are 1/t ("original") or depend on how
     near the visible tokens are ("cart", `cart_weights`).
 
-    A position that no real one precedes, the first of a row above all, is never masked: nothing predicts it.
+    A position that no real one precedes, the first of a document above all, is never masked: nothing predicts it.
     """
 
     shift: ClassVar[bool] = True
@@ -30,38 +31,36 @@ class ShiftedDiffusion(Objective):
     weighting: Literal["original", "cart"] = "original"
     cart_p: float = 0.3
 
-    def corrupt(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor,
-        counted: torch.Tensor,
-        real: torch.Tensor | None,
-        uniforms: Uniforms,
-    ) -> NoisyBatch:
-        everywhere = torch.ones_like(counted) if real is None else real
-        t_B1 = self.probability(uniforms)
-        mask = (uniforms.token < t_B1) & counted & preceded(everywhere)
+    def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
+        t_BL = self.probability(clean, uniforms)
+        mask = (uniforms.token < t_BL) & clean.counted & clean.preceded
         if self.weighting == "cart":
-            weights_BL = cart_weights(everywhere & ~mask, self.cart_p)
+            documents_BL = clean.documents if clean.packed else None
+            weights_BL = cart_weights(clean.everywhere & ~mask, self.cart_p, documents_BL)
         else:
-            weights_BL = (1 / t_B1).expand(input_ids.shape)
+            weights_BL = 1 / t_BL
         return NoisyBatch(
-            input_ids=torch.where(mask, self.mask_token_id, input_ids),
-            attention_mask=real,
-            position_ids=None,
+            input_ids=torch.where(mask, self.mask_token_id, clean.input_ids),
+            **self.placed(clean),
             mask=one_earlier(mask),  # moving a row's masks keeps their order, and with it that of the targets
             counted=one_earlier(mask),
-            targets=targets[mask],
+            targets=clean.targets[mask],
             weights=weights_BL[mask],
             terms=None,
             normaliser=total(mask),
         )
 
 
-def cart_weights(visible_BL: torch.Tensor, p: float) -> torch.Tensor:
-    """[B, L] fp32: w_n = 1/2 the sum over visible i != n of p (1 - p)^(|n - i| - 1) (Dream's context-adaptive noise
-    rescheduling, arXiv 2508.15487). Terms below 1e-9 are left out."""
+def cart_weights(visible_BL: torch.Tensor, p: float, documents_BL: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, L] fp32: w_n = 1/2 the sum over visible i != n, of the same document, of p (1 - p)^(|n - i| - 1) (Dream's
+    context-adaptive noise rescheduling, arXiv 2508.15487). Terms below 1e-9 are left out. Documents count from 0."""
     reach = min(visible_BL.shape[1] - 1, math.ceil(math.log(1e-9) / math.log(1 - p)))
     distance = torch.arange(-reach, reach + 1, device=visible_BL.device).abs()
     kernel = torch.where(distance == 0, 0.0, 0.5 * p * (1 - p) ** (distance - 1.0))
-    return F.conv1d(visible_BL.float()[:, None], kernel[None, None], padding=reach)[:, 0]
+    if documents_BL is None:
+        return F.conv1d(visible_BL.float()[:, None], kernel[None, None], padding=reach)[:, 0]
+    # Documents are moved apart, further than the kernel reaches.
+    places_BL = torch.arange(visible_BL.shape[1], device=visible_BL.device) + reach * documents_BL
+    spread = torch.zeros(len(places_BL), int(places_BL[:, -1].max()) + 1, device=visible_BL.device)
+    spread.scatter_(1, places_BL, visible_BL.float())
+    return F.conv1d(spread[:, None], kernel[None, None], padding=reach)[:, 0].gather(1, places_BL)
