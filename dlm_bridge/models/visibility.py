@@ -6,6 +6,7 @@ mask, a block-sparse kernel's predicate or the mask of some queries over all key
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -100,12 +101,17 @@ class Visibility:
 
 
 def allowed(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Whether a query may look at a key, from their codes [..., 5], which broadcast: the one rule."""
-    same = query[..., Code.DOCUMENT] == key[..., Code.DOCUMENT]
-    own_block = query[..., Code.NOISY_BLOCK] == key[..., Code.NOISY_BLOCK]
-    noisy = own_block & (key[..., Code.ORDER] < query[..., Code.NOISY_LIMIT])
-    clean = key[..., Code.ORDER] < query[..., Code.CLEAN_LIMIT]
-    return same & torch.where(key[..., Code.NOISY_BLOCK] >= 0, noisy, clean)
+    """Whether a query may look at a key, from their codes [..., 5], which broadcast."""
+    return allowed_by_columns(query.unbind(-1), key.unbind(-1))
+
+
+def allowed_by_columns(query: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`allowed`, of a tensor for each column, as a kernel reads them: the one rule."""
+    same = query[Code.DOCUMENT] == key[Code.DOCUMENT]
+    own_block = query[Code.NOISY_BLOCK] == key[Code.NOISY_BLOCK]
+    noisy = own_block & (key[Code.ORDER] < query[Code.NOISY_LIMIT])
+    clean = key[Code.ORDER] < query[Code.CLEAN_LIMIT]
+    return same & torch.where(key[Code.NOISY_BLOCK] >= 0, noisy, clean)
 
 
 def documents_of(real_BS: torch.Tensor, documents_BS: torch.Tensor | None = None) -> torch.Tensor:
