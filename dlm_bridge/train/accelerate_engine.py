@@ -194,7 +194,7 @@ class Trainer(Engine):
         for start in range(0, len(samples), self.micro_batch_size):
             chosen = list(samples[start : start + self.micro_batch_size])
             uniforms = Uniforms.keyed(self.config.seed, 0, chosen, self.config.seq_length, Purpose.EVAL_NOISE)
-            batch = objective.noise(self.valid.rows(chosen), uniforms)
+            batch = objective.noise(uniforms=uniforms, **vars(self.valid.rows(chosen)))
             sums = self._loss_sums(self.plain_model, batch).double().cpu()
             totals += torch.stack([sums, batch.normaliser])
         self.model.train()
@@ -225,7 +225,7 @@ class Trainer(Engine):
         """The noise is drawn on the CPU, where it costs little and equals every other engine's."""
         rows = self.train.rows([self.sampler.block(sample) for sample in samples])
         uniforms = Uniforms.keyed(self.config.seed, step, samples, self.config.seq_length)
-        return annealed(self.objective.noise(rows, uniforms), self.config, step, samples)
+        return annealed(self.objective.noise(uniforms=uniforms, **vars(rows)), self.config, step, samples)
 
     def _loss_sums(self, model: Any, batch: NoisyBatch) -> torch.Tensor:
         batch = batch.to(self.accelerator.device)

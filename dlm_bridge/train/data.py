@@ -18,6 +18,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.keyed import Purpose, stream
+from dlm_bridge.train.rows import Rows
 
 MOCK = "mock"
 TEXT_FIELD = "text"
@@ -32,8 +33,8 @@ class Blocks(Protocol):
 
     def __len__(self) -> int: ...
 
-    def rows(self, indices: Sequence[int]) -> torch.Tensor:
-        """The blocks `indices`, int64 [len(indices), seq_length]."""
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """The blocks `indices`, B = len(indices) rows of seq_length tokens."""
         ...
 
 
@@ -46,8 +47,8 @@ class PackedBlocks:
     def __len__(self) -> int:
         return len(self.table)
 
-    def rows(self, indices: Sequence[int]) -> torch.Tensor:
-        return torch.from_numpy(np.stack(self.table[list(indices)]["input_ids"]).astype(np.int64))
+    def rows(self, indices: Sequence[int]) -> Rows:
+        return Rows(torch.from_numpy(np.stack(self.table[list(indices)]["input_ids"]).astype(np.int64)))
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ class MockBlocks:
     def __len__(self) -> int:
         return self.length
 
-    def rows(self, indices: Sequence[int]) -> torch.Tensor:
+    def rows(self, indices: Sequence[int]) -> Rows:
         motifs = [stream(self.seed, Purpose.MOCK_DATA, index).integers(0, self.tokens, 8) for index in indices]
-        return torch.from_numpy(np.stack([np.resize(motif, self.seq_length) for motif in motifs]).astype(np.int64))
+        blocks = np.stack([np.resize(motif, self.seq_length) for motif in motifs])
+        return Rows(torch.from_numpy(blocks.astype(np.int64)))
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Section:
     def __len__(self) -> int:
         return self.length
 
-    def rows(self, indices: Sequence[int]) -> torch.Tensor:
+    def rows(self, indices: Sequence[int]) -> Rows:
         return self.blocks.rows([self.start + index for index in indices])
 
 

@@ -34,7 +34,7 @@ def _rows(step: int, count: int, length: int = 16) -> torch.Tensor:
     """The tokens of a step, as the engine reads mock data with the default split."""
     blocks = MockBlocks(length, tokens=130, seed=0)
     sampler = Sampler(blocks.length * 99 // 100, 0, count)
-    return blocks.rows([sampler.block(sample) for sample in sampler.samples(step, 0, 1, count)[0]])
+    return blocks.rows([sampler.block(sample) for sample in sampler.samples(step, 0, 1, count)[0]]).input_ids
 
 
 def test_the_loss_is_transformers_own(tmp_path: Path) -> None:

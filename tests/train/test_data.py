@@ -45,11 +45,11 @@ def _stream(tokenizer: Any) -> list[int]:
 def test_blocks_are_the_token_stream_cut(tmp_path: Path, tokenizer: Any, kind: str) -> None:
     blocks = pack(find_files([str(_write(tmp_path / kind, kind))]), tokenizer, 7)
     expected = _stream(tokenizer)
-    rows = blocks.rows(range(len(blocks)))
+    rows = blocks.rows(range(len(blocks))).input_ids
     assert len(blocks) == len(expected) // 7 > 5
     assert rows.dtype == torch.int64
     assert rows.flatten().tolist() == expected[: len(blocks) * 7]
-    assert torch.equal(blocks.rows([3, 0, 3]), rows[[3, 0, 3]])
+    assert torch.equal(blocks.rows([3, 0, 3]).input_ids, rows[[3, 0, 3]])
 
 
 def test_long_texts_in_pieces_give_the_same_stream(
@@ -59,15 +59,15 @@ def test_long_texts_in_pieces_give_the_same_stream(
     monkeypatch.setattr(data, "PIECE", 20)
     monkeypatch.setattr(data, "BATCH", 50)
     pieces = pack(find_files([str(_write(tmp_path / "pieces", "text"))]), tokenizer, 5)
-    assert torch.equal(pieces.rows(range(len(pieces))), whole.rows(range(len(whole))))
+    assert torch.equal(pieces.rows(range(len(pieces))).input_ids, whole.rows(range(len(whole))).input_ids)
 
 
 def test_a_changed_file_is_packed_anew(tmp_path: Path, tokenizer: Any) -> None:
     file = tmp_path / "a.txt"
     file.write_text("x = 1\n" * 20)
-    first = pack([file], tokenizer, 4).rows([0])
+    first = pack([file], tokenizer, 4).rows([0]).input_ids
     file.write_text("y = 2\n" * 21)
-    assert not torch.equal(pack([file], tokenizer, 4).rows([0]), first)
+    assert not torch.equal(pack([file], tokenizer, 4).rows([0]).input_ids, first)
 
 
 def test_folders_globs_and_order(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_every_layout_reads_the_same_samples(processes: int, micro: int) -> None
 
 
 def test_mock_blocks_repeat_their_motif_and_stay_below_the_limit() -> None:
-    rows = MockBlocks(20, tokens=5, seed=0).rows([7, 8, 7])
+    rows = MockBlocks(20, tokens=5, seed=0).rows([7, 8, 7]).input_ids
     assert rows.max() < 5
     assert torch.equal(rows[0, :8], rows[0, 8:16])
     assert torch.equal(rows[0], rows[2])

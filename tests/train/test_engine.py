@@ -75,7 +75,9 @@ def test_first_step_is_the_objective_at_the_initial_weights(
     train, _, _ = split(pack(find_files(values["data"]), tokenizer, 16, raw["mask_token_id"]), (0.99, 0.01, 0.0))
     sampler = Sampler(len(train), seed=0, global_batch_size=8)
     objective = MaskedDiffusion(raw["mask_token_id"], length_variation=0.2)
-    noisy = objective.noise(train.rows([sampler.block(g) for g in range(8)]), Uniforms.keyed(0, 1, range(8), 16))
+    noisy = objective.noise(
+        train.rows([sampler.block(g) for g in range(8)]).input_ids, Uniforms.keyed(0, 1, range(8), 16)
+    )
     logits = model(noisy.input_ids, attention_mask=noisy.model_mask()).logits[noisy.mask]
     loss = objective.loss_sum(logits, noisy) / noisy.normaliser
     loss.backward()
