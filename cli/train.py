@@ -1,11 +1,18 @@
-"""The training commands."""
+"""The training commands. Their options are the fields of `TrainConfig`, each with its text."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from dlm_bridge.train.config import TrainConfig, load_config
+from dlm_bridge.train.megatron_options import MegatronOptions
 
 PRETRAIN_HELP = """Train a model on text: from its weights, or from nothing with --from-scratch.
 
@@ -18,89 +25,72 @@ Example:
 
 On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli pretrain ...
 """
+PRETRAIN_DATA = "Text, JSONL, parquet, a folder, a glob, or mock. May be repeated."
 
 
 def register(app: typer.Typer) -> None:
     """Add the training commands to the app."""
-    app.command(help=PRETRAIN_HELP)(pretrain)
+    app.command("pretrain", help=PRETRAIN_HELP)(_command(data=PRETRAIN_DATA))
 
 
-def pretrain(
-    context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option(help="Hub folder or id, Megatron checkpoint, or a config.json's folder.")
-    ] = None,
-    data: Annotated[
-        list[str] | None, typer.Option(help="Text, JSONL, parquet, a folder, a glob, or mock. May be repeated.")
-    ] = None,
-    more_data: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    output: Annotated[str | None, typer.Option(help="The run's folder.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file of options.")] = None,
-    engine: Annotated[str | None, typer.Option(help="accelerate.")] = None,
-    family: Annotated[str | None, typer.Option(help="The model family, where config.json cannot tell.")] = None,
-    mask_token_id: Annotated[int | None, typer.Option(help="Where the model's config has none.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or id; the model's own by default.")] = None,
-    from_scratch: Annotated[
-        bool | None, typer.Option("--from-scratch/--from-weights", help="Initialise from config.json and --seed.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    global_batch_size: Annotated[int | None, typer.Option(help="Sequences a step, over all processes.")] = None,
-    micro_batch_size: Annotated[int | None, typer.Option(help="Sequences at once on a process.")] = None,
-    seq_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of data order, noise and initial weights.")] = None,
-    objective: Annotated[
-        str | None, typer.Option(help="masked, shifted, block, causal, ...; the family's own by default.")
-    ] = None,
-    length_variation: Annotated[float | None, typer.Option(help="Share of sequences cut to a random length.")] = None,
-    mask_annealing_steps: Annotated[
-        int | None, typer.Option(help="Steps over which causal attention opens to bidirectional.")
-    ] = None,
-    block_schedule: Annotated[
-        str | None, typer.Option(help="step:block size pairs, growing, such as 0:4,1000:8,2000:32.")
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    lr_schedule: Annotated[str | None, typer.Option(help="cosine, linear or constant.")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
-    min_lr: Annotated[float | None, typer.Option(help="Rate at the last step.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Of all but biases and norms.")] = None,
-    beta1: Annotated[float | None, typer.Option(help="AdamW's first beta.")] = None,
-    beta2: Annotated[float | None, typer.Option(help="AdamW's second beta.")] = None,
-    adam_eps: Annotated[float | None, typer.Option(help="AdamW's epsilon.")] = None,
-    clip_grad: Annotated[float | None, typer.Option(help="Largest gradient norm, 0: no clipping.")] = None,
-    split: Annotated[str | None, typer.Option(help="Training, validation and test shares, such as 99,1,0.")] = None,
-    eval_interval: Annotated[int | None, typer.Option(help="Steps between validations, 0: never.")] = None,
-    save_interval: Annotated[int | None, typer.Option(help="Steps between checkpoints, 0: only the last.")] = None,
-    keep_last: Annotated[int | None, typer.Option(help="Checkpoints to keep, 0: all.")] = None,
-    exit_duration: Annotated[float | None, typer.Option(help="Save and exit after so many minutes.")] = None,
-    gradient_checkpointing: Annotated[
-        bool | None,
-        typer.Option(
-            "--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations to save memory."
-        ),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")] = False,
-) -> None:
-    # What was not given on the command line must not override the YAML file.
-    given: dict[str, Any] = {
-        name: value
-        for name, value in context.params.items()
-        if value is not None and name not in ("config", "resume", "data", "more_data")
+def _command(**helps: str) -> Callable[..., None]:
+    """A command that trains, with an option for each field of `TrainConfig`; `helps` replace fields' own texts."""
+
+    def command(context: typer.Context, **_: Any) -> None:
+        # What was not given on the command line must not override the YAML file.
+        given = {name: value for name, value in context.params.items() if value is not None}
+        file, resume, more = given.pop("config", None), given.pop("resume"), given.pop("more_data", None)
+        if more and not given.get("data"):
+            raise typer.BadParameter(f"unexpected argument '{more[0]}'")
+        if more:  # --data a b c, as an unquoted glob gives it, leaves b and c as arguments
+            given["data"] = [*given["data"], *more]
+        given = {name: value for name, value in given.items() if value != []}
+        _train(load_config(given, file, resume), resume)
+
+    types = typing.get_type_hints(TrainConfig)
+    megatron = {known.name for known in dataclasses.fields(MegatronOptions)}
+    # Those of one engine come last, in a panel of their own.
+    fields = sorted(dataclasses.fields(TrainConfig), key=lambda known: known.name in megatron)
+    annotations: dict[str, Any] = {
+        "context": typer.Context,
+        "config": Annotated[Path | None, typer.Option(help="YAML file of options.")],
     }
-    if more_data and not data:
-        raise typer.BadParameter(f"unexpected argument '{more_data[0]}'")
-    if data:  # --data a b c, as an unquoted glob gives it, leaves b and c as arguments
-        given["data"] = [*data, *(more_data or [])]
+    for known in fields:
+        panel = "Megatron engine" if known.name in megatron else None
+        annotations[known.name] = _option(known, types[known.name], helps.get(known.name), panel)
+    annotations["more_data"] = Annotated[list[str] | None, typer.Argument(hidden=True)]
+    annotations["resume"] = Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")
+    ]
+    defaults: dict[str, Any] = {"context": inspect.Parameter.empty, "resume": False}
+    parameters = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotations[name]
+        )
+        for name in annotations
+    ]
+    command.__annotations__ = annotations
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which Typer reads
+    return command
 
-    from dlm_bridge.train.config import load_config
 
-    resolved = load_config(given, config, resume)
-    # Checked before the slow imports: a mistyped flag should answer at once.
+def _option(known: dataclasses.Field[Any], kind: Any, help: str | None, panel: str | None) -> Any:
+    text = help or known.metadata["help"]
+    flag = known.name.replace("_", "-")
+    otherwise = known.metadata.get("otherwise") or f"no-{flag}"
+    names = [f"--{flag}/--{otherwise}"] if bool in (kind, *typing.get_args(kind)) else [f"--{flag}"]
+    default = known.default
+    shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
+    return Annotated[kind | None, typer.Option(*names, help=text, show_default=shown, rich_help_panel=panel)]
+
+
+def _train(config: TrainConfig, resume: bool) -> None:
+    # Imported only now: a mistyped flag should answer at once.
     import datasets
     import transformers
 
-    from dlm_bridge.train.accelerate_engine import pretrain as run
+    from dlm_bridge.train.accelerate_engine import pretrain
 
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    run(resolved, resume)
+    pretrain(config, resume)

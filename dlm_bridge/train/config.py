@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.megatron_options import MegatronOptions, check_megatron_options, flag
+from dlm_bridge.train.megatron_options import MegatronOptions, check_megatron_options, flag, option
 
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
@@ -40,39 +40,39 @@ FIXED_FOR_A_RUN = (
 class TrainConfig(MegatronOptions):
     """Names are the command line's flags with underscores. Checked when it is made: DlmBridgeError names the flag."""
 
-    model: str = ""
-    data: list[str] = field(default_factory=list)
-    output: str = ""
-    engine: str = "accelerate"
-    family: str | None = None  # what the model's config says where None
-    mask_token_id: int | None = None  # the config's, else the family's, where None
-    tokenizer: str | None = None  # the model's own where None
-    from_scratch: bool = False
-    steps: int = 1000
-    global_batch_size: int = 32  # sequences a step, over all processes
-    micro_batch_size: int | None = None  # sequences at once on a process; None: no gradient accumulation
-    seq_length: int = 1024
-    seed: int = 0
-    objective: str | None = None  # the family's own where None
-    length_variation: float = 0.01  # share of sequences cut to a random length
-    mask_annealing_steps: int = 0  # steps from causal to bidirectional attention
-    block_schedule: str | None = None  # "0:4,1000:8": block size 4, and 8 from step 1000 on; the config's where None
-    precision: str = "fp32"
-    lr: float = 3e-4
-    lr_schedule: str = "cosine"
-    warmup_steps: int = 0
-    min_lr: float = 0.0
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0  # 0: no clipping
-    split: str = "99,1,0"  # train, validation and test shares of the data
-    eval_interval: int = 100  # 0: never
-    save_interval: int = 1000  # 0: only at the end
-    keep_last: int = 0  # checkpoints to keep, 0: all
-    exit_duration: float | None = None  # minutes
-    gradient_checkpointing: bool = False
+    model: str = option("", "Hub folder or id, Megatron checkpoint, or a config.json's folder.")
+    data: list[str] = field(default_factory=list, metadata={"help": "What to train on. May be repeated."})
+    output: str = option("", "The run's folder.")
+    engine: str = option("accelerate", "accelerate (one machine) or megatron (megatron-core).")
+    family: str | None = option(None, "The model family, where config.json cannot tell.")
+    mask_token_id: int | None = option(None, "Where the model's config has none.")  # then the family's
+    tokenizer: str | None = option(None, "Folder or id; the model's own by default.")
+    from_scratch: bool = option(False, "Initialise from config.json and --seed.", "from-weights")
+    steps: int = option(1000, "Optimizer steps.")
+    global_batch_size: int = option(32, "Sequences a step, over all processes.")
+    micro_batch_size: int | None = option(None, "Sequences at once on a process.")  # None: no gradient accumulation
+    seq_length: int = option(1024, "Tokens of a sequence.")
+    seed: int = option(0, "Of data order, noise and initial weights.")
+    objective: str | None = option(None, "masked, shifted, block, causal, ...; the family's own by default.")
+    length_variation: float = option(0.01, "Share of sequences cut to a random length.")
+    mask_annealing_steps: int = option(0, "Steps over which causal attention opens to bidirectional.")
+    block_schedule: str | None = option(None, "step:block size pairs, growing, such as 0:4,1000:8,2000:32.")
+    precision: str = option("fp32", "fp32, bf16, fp16, or fp8 with --engine megatron.")
+    lr: float = option(3e-4, "Peak learning rate.")
+    lr_schedule: str = option("cosine", "cosine, linear or constant.")
+    warmup_steps: int = option(0, "Steps of linear warm-up.")
+    min_lr: float = option(0.0, "Rate at the last step.")
+    weight_decay: float = option(0.1, "Of all but biases and norms.")
+    beta1: float = option(0.9, "AdamW's first beta.")
+    beta2: float = option(0.95, "AdamW's second beta.")
+    adam_eps: float = option(1e-8, "AdamW's epsilon.")
+    clip_grad: float = option(1.0, "Largest gradient norm, 0: no clipping.")
+    split: str = option("99,1,0", "Training, validation and test shares, such as 99,1,0.")
+    eval_interval: int = option(100, "Steps between validations, 0: never.")
+    save_interval: int = option(1000, "Steps between checkpoints, 0: only the last.")
+    keep_last: int = option(0, "Checkpoints to keep, 0: all.")
+    exit_duration: float | None = option(None, "Save and exit after so many minutes.")
+    gradient_checkpointing: bool = option(False, "Recompute activations to save memory.")
 
     def __post_init__(self) -> None:
         _check(self)
@@ -159,13 +159,13 @@ def _typed(path: Path, key: str, value: Any) -> Any:
         value = [value] if isinstance(value, str) else value
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return value
-    for option in options:
-        if option is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+    for kind in options:
+        if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
                 return float(value)  # YAML reads 1e-3 as text
             except ValueError:
                 continue
-        if isinstance(option, type) and type(value) is option:
+        if isinstance(kind, type) and type(value) is kind:
             return value
     wanted = " or ".join("list of paths" if option == list[str] else option.__name__ for option in options)
     raise DlmBridgeError(f"--config {path}: {key} must be {wanted.replace('NoneType', 'null')}, not {value!r}")

@@ -21,9 +21,9 @@ AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
 
 
-def option(default: Any, help: str) -> Any:
-    """A field with the text that `--help` shows."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, otherwise: str | None = None) -> Any:
+    """A field with the text that `--help` shows. A truth value's other flag is --no-NAME, or --`otherwise`."""
+    return field(default=default, metadata={"help": help, "otherwise": otherwise})
 
 
 @dataclass(frozen=True)
