@@ -55,7 +55,7 @@ def megatron_logits(bridge: Bridge, tokens_BS: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _one_process() -> Iterator[None]:
     """megatron-core's groups for one process, and afterwards none, unless the caller had begun them."""
-    from dlm_bridge.parallel import cpu, groups, platform
+    from dlm_bridge.parallel import groups, overrides
 
     found = torch.distributed.is_initialized()
     try:
@@ -66,5 +66,4 @@ def _one_process() -> Iterator[None]:
             groups.destroy()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            if platform.current().name == "cpu":
-                cpu.uninstall()
+            overrides.uninstall()

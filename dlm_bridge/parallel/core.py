@@ -13,16 +13,28 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine) that it does without
     from megatron.core import __version__ as version
-    from megatron.core import parallel_state
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
     )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+    )
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -31,21 +43,35 @@ with warnings.catch_warnings():
     from megatron.core.utils import unwrap_model
 
 __all__ = [
+    "AsyncCallsQueue",
     "AttnMaskType",
-    "DotProductAttention",
+    "ColumnParallelLinear",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
     "GPTModel",
     "IdentityOp",
+    "MegatronModule",
     "ModuleSpec",
+    "OptimizerConfig",
+    "StrictHandling",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "copy_to_tensor_model_parallel_region",
+    "dist_checkpointing",
+    "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
+    "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",
+    "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
+    "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "tensor_parallel_layers",
     "unwrap_model",
     "version",
 ]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
-from dlm_bridge.parallel.attention import MASK_TYPES, guarded
+from dlm_bridge.parallel.attention import MASK_TYPES, check_topology
+from dlm_bridge.parallel.attention_core import LocalAttention, transformer_engine_attention
 from dlm_bridge.parallel.core import (
-    DotProductAttention,
     IdentityOp,
     ModuleSpec,
     TopKRouter,
@@ -44,7 +43,7 @@ def block_spec(config: TransformerConfig, topology: str, vp_stage: int | None) -
 
 def uses_transformer_engine() -> bool:
     """Whether layers are made of Transformer Engine's modules."""
-    return platform.current().name == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    return platform.current().uses_transformer_engine()
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
@@ -84,14 +83,16 @@ class LocalRouter(TopKRouter):
 
 
 def _check(config: TransformerConfig, topology: str) -> None:
-    if topology not in MASK_TYPES:
-        raise DlmBridgeError(f"the Megatron engine has no {topology} attention, only {', '.join(MASK_TYPES)}")
+    check_topology(topology)
     if config.normalization != "RMSNorm":
         raise DlmBridgeError(f"the Megatron engine has no {config.normalization}, only RMSNorm")
     if config.window_size is not None and topology != "causal":
         raise DlmBridgeError(f"megatron-core's sliding window is causal, this model's attention is {topology}")
     if config.moe_grouped_gemm and not uses_transformer_engine():
         raise DlmBridgeError("moe_grouped_gemm needs Transformer Engine: leave it off, or install it on a GPU")
+    if config.context_parallel_size > 1 and not uses_transformer_engine():
+        if config.cp_comm_type not in ("p2p", "all_gather"):  # p2p is the default; what runs is all_gather
+            raise DlmBridgeError(f"--cp-comm-type {config.cp_comm_type} needs Transformer Engine: leave it out")
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:
@@ -113,8 +114,7 @@ def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int 
         _make_local(layer.submodules, experts is not None)
     attention = layer.submodules.self_attention
     attention.params["attn_mask_type"] = MASK_TYPES[topology]
-    core = attention.submodules.core_attention
-    attention.submodules.core_attention = guarded(core, takes_any_mask=issubclass(core, DotProductAttention))
+    attention.submodules.core_attention = transformer_engine_attention() if engine else LocalAttention
     return layer
 
 

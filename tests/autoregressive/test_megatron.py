@@ -30,7 +30,7 @@ def megatron() -> Iterator[pytest.MonkeyPatch]:
     them, and is only built here, not run."""
     from megatron.core.transformer import dot_product_attention, multi_latent_attention
 
-    from dlm_bridge.parallel import cpu, groups
+    from dlm_bridge.parallel import groups, overrides
 
     groups.initialize(Layout())
     init = dot_product_attention.DotProductAttention.__init__
@@ -44,7 +44,7 @@ def megatron() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(dot_product_attention.DotProductAttention, "__init__", without_sizes)
         yield patch
     groups.destroy()
-    cpu.uninstall()
+    overrides.uninstall()
     torch.distributed.destroy_process_group()
 
 

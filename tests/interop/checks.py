@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.mapping import Link
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import core, cpu, groups
+from dlm_bridge.parallel import core, cpu, groups, overrides
 from dlm_bridge.parallel.attention import attention_mask, block_size
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_hf_weights
 from dlm_bridge.parallel.model import build_megatron_model
@@ -63,14 +63,14 @@ def platform_is_reversible_and_refuses_other_versions(files: Files) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "version", "0.17.0")
         with pytest.raises(DlmBridgeError, match=r"0\.17\.0 .* made for 0\.16\.1"):
-            cpu.install()
+            overrides.install(cpu.OVERRIDES)
     assert (torch.cuda.current_device, torch.cuda.synchronize) == untouched
-    cpu.install()
+    overrides.install(cpu.OVERRIDES)
     installed = torch.cuda.current_device
-    cpu.install()
+    overrides.install(cpu.OVERRIDES)
     assert torch.cuda.current_device is installed
     assert torch.cuda.current_device() == torch.device("cpu")
-    cpu.uninstall()
+    overrides.uninstall()
     assert (torch.cuda.current_device, torch.cuda.synchronize) == untouched
 
 

@@ -26,7 +26,7 @@ def test_cuda_is_the_default_only_where_there_is_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert platform.current().name == "cpu"
     monkeypatch.setenv(platform.VARIABLE, "cuda")
-    with pytest.raises(DlmBridgeError, match="torch sees no CUDA device"):
+    with pytest.raises(DlmBridgeError, match="torch sees no cuda device"):
         platform.current()
     monkeypatch.delenv(platform.VARIABLE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

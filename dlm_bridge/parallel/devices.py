@@ -1,0 +1,178 @@
+"""The platforms of this package: CUDA, whatever else PyTorch has a module like `torch.cuda` for, and the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import platform as machine
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel.overrides import Overrides
+from dlm_bridge.parallel.platform import Platform
+
+
+class Accelerator(Platform):
+    """A device that PyTorch knows as `torch.<name>`, with the functions that `torch.cuda` has."""
+
+    pinned_memory = True
+
+    @classmethod
+    def _module(cls) -> Any:
+        return torch.get_device_module(cls.name)
+
+    @classmethod
+    def available(cls) -> bool:
+        return bool(cls._module().is_available())
+
+    def device_count(self) -> int:
+        return int(self._module().device_count())
+
+    def device(self) -> torch.device:
+        return torch.device(self.name, self._module().current_device())
+
+    def device_name(self) -> str:
+        return str(self._module().get_device_name(self.device()))
+
+    def set_device(self) -> None:
+        rank, count = os.environ.get("LOCAL_RANK"), self.device_count()
+        if rank is None:
+            return
+        if not rank.isdecimal() or int(rank) >= count:
+            raise DlmBridgeError(
+                f"LOCAL_RANK={rank}, but this process sees {count} {self.name} devices: start at most {count} "
+                "processes a node, or set LOCAL_RANK=0 where each process sees a device of its own"
+            )
+        self._module().set_device(int(rank))
+
+    def group_device(self) -> torch.device | None:
+        return self.device()
+
+    def manual_seed(self, seed: int) -> None:
+        self._module().manual_seed(seed)
+
+    def rng_state(self) -> torch.Tensor:
+        return self._module().get_rng_state(self.device())
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self._module().set_rng_state(state, self.device())
+
+    def synchronize(self) -> None:
+        self._module().synchronize()
+
+    def new_stream(self) -> Any:
+        return self._module().Stream()
+
+    def current_stream(self) -> Any:
+        return self._module().current_stream()
+
+    def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return self._module().stream(stream)
+
+    def total_memory(self) -> int:
+        return int(self._module().get_device_properties(self.device()).total_memory)
+
+    def memory_allocated(self) -> int:
+        return int(self._module().memory_allocated())
+
+    def peak_memory(self) -> int:
+        return int(self._module().max_memory_allocated())
+
+    def reset_peak_memory(self) -> None:
+        self._module().reset_peak_memory_stats()
+
+
+class CUDA(Accelerator):
+    name = "cuda"
+    backend = "nccl"
+
+    def uses_transformer_engine(self) -> bool:
+        return importlib.util.find_spec("transformer_engine") is not None
+
+    def overrides(self) -> Overrides | None:
+        from dlm_bridge.parallel import torch_adam
+
+        return torch_adam.OVERRIDES if torch_adam.in_use() else None
+
+
+class CPU(Platform):
+    """gloo on CPU: slow and exact, for tests and for machines without a GPU. Each process is a device of its own."""
+
+    name = "cpu"
+    backend = "gloo"
+    pinned_memory = False
+
+    @classmethod
+    def available(cls) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def device_name(self) -> str:
+        with contextlib.suppress(OSError):
+            if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+                return found[1].strip()
+        return machine.processor() or machine.machine()
+
+    def set_device(self) -> None:
+        """Nothing to choose."""
+
+    def group_device(self) -> torch.device | None:
+        return None
+
+    def manual_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def synchronize(self) -> None:
+        """Nothing runs asynchronously."""
+
+    def new_stream(self) -> Any:
+        return torch.cpu.Stream()
+
+    def current_stream(self) -> Any:
+        return torch.cpu.current_stream()
+
+    def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return torch.cpu.stream(stream)
+
+    def total_memory(self) -> int:
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+
+    def memory_allocated(self) -> int:
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+
+    def peak_memory(self) -> int:
+        """Since the process began where the system cannot begin anew."""
+        with contextlib.suppress(OSError):
+            if found := re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
+                return int(found[1]) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if machine.system() == "Darwin" else 1024)
+
+    def reset_peak_memory(self) -> None:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def overrides(self) -> Overrides | None:
+        from dlm_bridge.parallel import cpu
+
+        return cpu.OVERRIDES

@@ -1,0 +1,107 @@
+"""megatron-core's optimizers with torch's own Adam, which it takes where neither Transformer Engine nor apex is
+installed: their checkpoints do not save and load until a few places are put right."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dlm_bridge.parallel.overrides import Overrides
+
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+_PLAIN = (
+    "megatron.core.optimizer.optimizer.FP32Optimizer",
+    "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params",
+)
+
+
+def in_use() -> bool:
+    """Whether megatron-core would take torch's Adam."""
+    return all(importlib.util.find_spec(name) is None for name in ("transformer_engine", "apex"))
+
+
+def _sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What is saved before the first step (fp16 may skip some) has no state of Adam, and cannot be loaded."""
+
+    def sharded_state_dict(self: Any, *arguments: Any, **options: Any) -> Any:
+        _allocate(self.optimizer)
+        return original(self, *arguments, **options)
+
+    return sharded_state_dict
+
+
+def _load_plain(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A step count of zero is not saved, and Adam wants one all the same."""
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0))
+
+    return load_state_dict
+
+
+def _state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Saving asserts that there is exactly one step count, but before the first step there is none."""
+
+    def state_dict(self: Any) -> Any:
+        _allocate(self.optimizer)
+        return original(self)
+
+    return state_dict
+
+
+def _load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Loading makes one tensor the step count of every parameter, which Adam then advances once for each of them."""
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        _allocate(self.optimizer)
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
+def _set_main_param_and_optimizer_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Loading looks for a step count among the tensors that are stored, where it is not, and copies into parameters
+    while autograd watches."""
+
+    @torch.no_grad()
+    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        main_param.copy_(tensors["param"])
+        for name, value in self.optimizer.state[main_param].items():
+            if name != "step":  # is in the parameter groups
+                value.copy_(tensors[name])
+
+    return set_states
+
+
+def _allocate(optimizer: torch.optim.Optimizer) -> None:
+    """The state that Adam itself makes at its first step, for each parameter that has none."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter.data),
+                    "exp_avg_sq": torch.zeros_like(parameter.data),
+                }
+
+
+OVERRIDES = Overrides(
+    owner="the CUDA platform without Transformer Engine and apex",
+    made_for="0.16.1",
+    table={
+        f"{_DISTRIBUTED}.state_dict": _state_dict,
+        f"{_DISTRIBUTED}.load_state_dict": _load_state_dict,
+        f"{_DISTRIBUTED}._set_main_param_and_optimizer_states": _set_main_param_and_optimizer_states,
+        **{f"{name}.sharded_state_dict": _sharded_state_dict for name in _PLAIN},
+        **{f"{name}.load_state_dict": _load_plain for name in _PLAIN},
+    },
+)
