@@ -137,8 +137,6 @@ def saved() -> list[tuple[str, str]]:
     return [*of_llada, *((name, layout_of(name)) for name in families()), *((name, "tp2_ep2") for name in EXPERTS)]
 
 
-OK = "ok"  # what a check says in the report when nothing was raised
-
 Checks = dict[str, tuple[str, dict[str, Any]]]
 
 
@@ -231,6 +229,3 @@ class Files:
     def reference(self, model: str) -> Path:
         """The Hub-side model's logits and gradients."""
         return self.root / f"reference_{model}.pt"
-
-    def report(self, rank: int) -> Path:
-        return self.root / f"report_{rank}.json"

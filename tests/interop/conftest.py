@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +10,7 @@ import torch
 from dlm_bridge import Bridge
 from tests.checkpoints import write_hub_folder
 from tests.interop.cases import IMPORTED, REFUSED, SEED, Files, Model, imports, models
-
-TIMEOUT_S = 400
+from tests.processes import launch
 
 
 @pytest.fixture(scope="session")
@@ -65,46 +57,4 @@ def _write_reference(files: Files, name: str, model: Model) -> None:
 @pytest.fixture(scope="session")
 def report(files: Files) -> dict[str, list[str]]:
     """What each check said, on both ranks: "ok" or a traceback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "DLM_BRIDGE_PLATFORM": "cpu",
-    }
-    command = [sys.executable, "-m", "tests.interop.worker", str(files.root)]
-    logs = [files.root / f"log_{rank}.txt" for rank in range(2)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as stream:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=Path(__file__).parents[2],
-                    env={**environment, "RANK": str(rank)},
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        # When one process fails the other may wait for it for ever; the checks that were not reached say so.
-        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):
-                break
-            time.sleep(0.1)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    said: dict[str, list[str]] = {}
-    for rank, log in enumerate(logs):
-        path = files.report(rank)
-        found = json.loads(path.read_text()) if path.exists() else {"start": log.read_text()[-4000:]}
-        for name, result in found.items():
-            said.setdefault(name, []).append(result)
-    return said
+    return launch("tests.interop.worker", files.root)

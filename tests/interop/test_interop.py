@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 
 from dlm_bridge import Bridge
-from tests.interop.cases import OK, Files, models, plan, saved
+from tests.interop.cases import Files, models, plan, saved
+from tests.processes import OK, assert_ok
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
@@ -20,11 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("name", list(plan()))
 def test_two_processes(name: str, report: dict[str, list[str]]) -> None:
-    said = report.get(name)
-    if said is None:
-        failed = [key for key, results in report.items() if results != [OK, OK]]
-        pytest.fail(f"not reached, because of: {', '.join(failed) or 'a time-out'}")
-    assert said == [OK, OK], "\n".join(said)
+    assert_ok(name, report)
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:

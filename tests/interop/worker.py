@@ -5,16 +5,15 @@ python -m tests.interop.worker FOLDER      with RANK, WORLD_SIZE, MASTER_ADDR an
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tests.interop.cases import OK, Files, plan
+from tests.interop.cases import Files, plan
+from tests.processes import work
 
 
 def main(folder: Path) -> None:
@@ -22,19 +21,8 @@ def main(folder: Path) -> None:
 
     torch.set_num_threads(1)
     files = Files(folder)
-    report: dict[str, str] = {}
-    path = files.report(int(os.environ["RANK"]))
-    for name, (function, arguments) in plan().items():
-        try:
-            module = checks if hasattr(checks, function) else attention_checks
-            getattr(module, function)(files, **arguments)
-            report[name] = OK
-        except BaseException:
-            # The other rank may be waiting for this one: nothing after this can be trusted.
-            report[name] = traceback.format_exc()
-            path.write_text(json.dumps(report))
-            os._exit(1)
-    path.write_text(json.dumps(report))
+    of_module = {**vars(attention_checks), **vars(checks)}
+    work(folder, ((name, partial(of_module[check], files, **case)) for name, (check, case) in plan().items()))
     dist.destroy_process_group()
 
 

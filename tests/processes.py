@@ -1,0 +1,93 @@
+"""Checks that several processes run together, once for all: their launch, their loop and what each said."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+OK = "ok"  # what a check says in the report when nothing was raised
+
+
+def launch(module: str, root: Path, processes: int = 2, timeout_s: float = 400) -> dict[str, list[str]]:
+    """Run `python -m MODULE ROOT` in each of several processes on CPU; what each check said, by rank: OK or a
+    traceback. A process that failed before its first check has its log under "start"."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "DLM_BRIDGE_PLATFORM": "cpu",
+    }
+    logs = [root / f"log_{rank}.txt" for rank in range(processes)]
+    running = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as stream:
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, str(root)],
+                    cwd=Path(__file__).parents[1],
+                    env={**environment, "RANK": str(rank)},
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    deadline = time.monotonic() + timeout_s
+    try:
+        # When one process fails the others may wait for it for ever; the checks that were not reached say so.
+        while time.monotonic() < deadline and any(process.poll() is None for process in running):
+            if any(process.poll() for process in running):
+                break
+            time.sleep(0.1)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    said: dict[str, list[str]] = {}
+    for rank, log in enumerate(logs):
+        path = _report(root, rank)
+        found = json.loads(path.read_text()) if path.exists() else {"start": log.read_text()[-4000:]}
+        for name, result in found.items():
+            said.setdefault(name, []).append(result)
+    return said
+
+
+def work(root: Path, checks: Iterable[tuple[str, Callable[[], None]]]) -> None:
+    """In one of the processes: run every check in order and write what each said."""
+    report: dict[str, str] = {}
+    path = _report(root, int(os.environ["RANK"]))
+    for name, check in checks:
+        try:
+            check()
+            report[name] = OK
+        except BaseException:
+            # Another rank may be waiting for this one: nothing after this can be trusted.
+            report[name] = traceback.format_exc()
+            path.write_text(json.dumps(report))
+            os._exit(1)
+    path.write_text(json.dumps(report))
+
+
+def assert_ok(name: str, report: dict[str, list[str]], processes: int = 2) -> None:
+    """Fail with what a check said, or with why it was not reached."""
+    said = report.get(name)
+    if said is None:
+        failed = [key for key, results in report.items() if set(results) != {OK}]
+        pytest.fail(f"not reached, because of: {', '.join(failed) or 'a time-out'}")
+    assert said == [OK] * processes, "\n".join(said)
+
+
+def _report(root: Path, rank: int) -> Path:
+    return root / f"report_{rank}.json"
