@@ -1,20 +1,19 @@
-"""Who attends to whom on megatron-core: the mask that a call takes, and core attentions that never ignore one."""
+"""Who attends to whom on megatron-core: a topology in the layers' terms, and the mask that a call takes."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.masks import block_causal_mask
+from dlm_bridge.models.visibility import Visibility, documents_of
 from dlm_bridge.parallel.core import AttnMaskType
 
 if TYPE_CHECKING:
     from dlm_bridge.bridge import Bridge
 
-# Set in the layer spec, because the local attention ignores the type that a call passes.
+# Set in the layer spec: who looks at whom where a call has no mask.
 MASK_TYPES = {
     "bidirectional": AttnMaskType.no_mask,
     "causal": AttnMaskType.causal,
@@ -28,23 +27,28 @@ def attention_mask(
     block_size: int | None = None,
     real_BS: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """The `attention_mask` that a live model's call takes: [B, 1, S, S] bool, True where query q may *not* look at key
-    k, which is megatron-core's way round; None where the layers' own mask type says it all.
+    """The `attention_mask` that a live model's call takes: `Visibility` codes [B or 1, S, 5]; None where the layers'
+    own mask type says it all. With one, it is all there is: the mask type counts no more.
 
     `position_ids_BS` count from 0 in each row; `block_size` is what block-causal attention goes by (`block_size(...)`
     has a family's); `real_BS` is False at padding, which nobody looks at but itself. Raises DlmBridgeError.
     """
+    check_topology(topology)
+    everywhere = torch.ones_like(position_ids_BS, dtype=torch.bool)
+    documents = documents_of(everywhere if real_BS is None else real_BS)
     if topology == "block_causal":
         if block_size is None or block_size < 1:
             raise DlmBridgeError(f"block-causal attention needs a block size of at least 1, not {block_size}")
-        return ~block_causal_mask(position_ids_BS, block_size, real_BS)
-    if topology not in MASK_TYPES:
-        raise DlmBridgeError(f"the Megatron engine has no {topology} attention, only {', '.join(MASK_TYPES)}")
+        return Visibility.block_causal(documents, position_ids_BS, block_size).codes
     if real_BS is None:
         return None
-    # Causal attention is block-causal in blocks of one, bidirectional attention in one block.
-    block = 1 if topology == "causal" else int(position_ids_BS.max()) + 1
-    return ~block_causal_mask(position_ids_BS, block, real_BS)
+    return (Visibility.causal if topology == "causal" else Visibility.bidirectional)(documents).codes
+
+
+def check_topology(topology: str) -> None:
+    """Raise DlmBridgeError for a topology that the engine has not."""
+    if topology not in MASK_TYPES:
+        raise DlmBridgeError(f"the Megatron engine has no {topology} attention, only {', '.join(MASK_TYPES)}")
 
 
 def block_size(bridge: Bridge) -> int | None:
@@ -52,50 +56,3 @@ def block_size(bridge: Bridge) -> int | None:
     if bridge.family.topology != "block_causal":
         return None
     return int(bridge.family.load("config_class").from_dict(bridge.config).block_size)
-
-
-@cache
-def guarded(attention: type, takes_any_mask: bool) -> type:
-    """`attention` (a core attention module's class), refusing what it would silently ignore.
-
-    `takes_any_mask`: whether it honours a mask under the types `no_mask` and `causal` too. The mask then is all there
-    is, as a 4-D mask is on the Hub side. The refusals raise DlmBridgeError.
-    """
-
-    class Guarded(attention):  # type: ignore[misc, unused-ignore]
-        def forward(
-            self,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: torch.Tensor | None,
-            *args: Any,
-            **kwargs: Any,
-        ) -> torch.Tensor:
-            mask_type = args[0] if args else kwargs.get("attn_mask_type", self.attn_mask_type)
-            _check(self, attention_mask, mask_type, takes_any_mask)
-            return super().forward(query, key, value, attention_mask, *args, **kwargs)
-
-    Guarded.__name__ = Guarded.__qualname__ = f"Guarded{attention.__name__}"
-    return Guarded
-
-
-def _check(module: Any, mask: torch.Tensor | None, mask_type: Any, takes_any_mask: bool) -> None:
-    name = type(module).__name__.removeprefix("Guarded")
-    if mask is None:
-        if mask_type == AttnMaskType.arbitrary:
-            raise DlmBridgeError(
-                "block-causal attention needs an attention_mask in every call: make it with "
-                "dlm_bridge.parallel.attention.attention_mask"
-            )
-        return
-    if mask.dtype != torch.bool or mask.dim() != 4:
-        raise DlmBridgeError(
-            f"attention_mask must be bool [B, 1, S, S], True where masked, not {mask.dtype} {list(mask.shape)}"
-        )
-    if module.config.window_size is not None:
-        raise DlmBridgeError(f"{name} would ignore an attention_mask beside the sliding window: pass None")
-    if module.config.masked_softmax_fusion and mask_type == AttnMaskType.causal:
-        raise DlmBridgeError(f"{name} would ignore an attention_mask with masked_softmax_fusion: switch that off")
-    if mask_type != AttnMaskType.arbitrary and not takes_any_mask:
-        raise DlmBridgeError(f"{name} would ignore an attention_mask under mask type {mask_type.name}: pass None")

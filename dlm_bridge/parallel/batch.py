@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.visibility import Code, Visibility, documents_of
+
+if TYPE_CHECKING:
+    from dlm_bridge.train.objectives.noise import NoisyBatch
+
+FEWEST = 64  # positions with a loss that a micro-batch is padded to
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,9 @@ class MicroBatch:
 
     input_ids: torch.Tensor  # [B, S] int64
     position_ids: torch.Tensor | None  # [B or 1, S]; None for 0..S-1, or for those of `packed`
-    attention: torch.Tensor | None  # `Visibility` codes [B or 1, cp * S, 5] of all ranks' parts, rank after rank
+    # Of all ranks' parts, rank after rank: `Visibility` codes [B or 1, cp * S, 5], or where no rule gives it
+    # [B or 1, 1, cp * S, cp * S] bool (True: may look); None where the layers' own mask type says it all.
+    attention: torch.Tensor | None
     packed: PackedDocuments | None
     chosen: torch.Tensor  # [M] int64, b * S + s, ascending up to the padding
     targets: torch.Tensor  # [M] int64
@@ -58,3 +69,149 @@ class MicroBatch:
                 value = PackedDocuments(change(value.cu_seqlens), value.max_seqlen)
             values[name] = change(value) if isinstance(value, torch.Tensor) else value
         return MicroBatch(**values)
+
+
+def micro_batch(
+    noisy: NoisyBatch,
+    topology: str,
+    block_size: int | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    packed: bool = False,
+) -> MicroBatch:
+    """A rank's part of `noisy`, on the CPU.
+
+    `topology` and `block_size` are the model's, for batches without a rule of their own. With `packed` (Transformer
+    Engine, without context parallelism) the rows become one row of documents for a kernel of variable length; else
+    documents and padding become codes. Raises DlmBridgeError where the sequence length does not divide, and where
+    documents alone do not say who looks at whom.
+    """
+    rows, length = noisy.input_ids.shape
+    codes = _codes(noisy, topology, block_size)
+    plain = torch.arange(length)[None]
+    positions = plain if noisy.position_ids is None else _shared_positions(noisy.position_ids, codes)
+    if packed:
+        if cp_size > 1:
+            raise DlmBridgeError(f"--cp {cp_size}: packed documents are masked by codes under context parallelism")
+        if noisy.pairs is not None:
+            raise DlmBridgeError("documents of variable length cannot say which pairs look at each other")
+        whole = _loss_positions(noisy, torch.arange(length))
+        documents = _packed(codes, topology, rows, length)
+        ids = noisy.input_ids.reshape(1, -1)
+        return _padded(MicroBatch(ids, None, None, documents, *whole), rows * length)
+    streams = 1 if codes is None or not bool((codes[..., Code.NOISY_BLOCK] >= 0).any()) else 2
+    order = rank_positions(length, cp_size, streams)
+    mine = order[cp_rank]
+    attention = None if codes is None else codes[:, order.flatten()]
+    if noisy.pairs is not None:
+        attention = noisy.pairs[:, :, order.flatten()][..., order.flatten()]
+    shown = None if cp_size == 1 and torch.equal(positions, plain) else positions[:, mine]
+    local = MicroBatch(noisy.input_ids[:, mine], shown, attention, None, *_loss_positions(noisy, mine))
+    return _padded(local, rows * len(mine))
+
+
+def rank_positions(length: int, cp_size: int, streams: int = 1) -> torch.Tensor:
+    """[cp, S] the positions of a row of `length` that each context parallel rank holds, in the order in which it holds
+    them, which is Transformer Engine's: of 2 cp equal chunks rank r has chunks r and 2 cp - 1 - r, so that causal
+    attention is as much work on every rank. Each of several streams, one after the other, is dealt on its own.
+
+    Raises DlmBridgeError where the chunks would not be equal.
+    """
+    chunks = 2 * cp_size if cp_size > 1 else 1
+    if length % (streams * chunks):
+        raise DlmBridgeError(
+            f"--seq-length {length // streams} is not a multiple of {chunks}, which --cp {cp_size} deals it out in: "
+            "change one of them"
+        )
+    if cp_size == 1:
+        return torch.arange(length)[None]
+    dealt = torch.arange(length).view(streams, chunks, -1)
+    first = torch.arange(cp_size)
+    return torch.stack((dealt[:, first], dealt[:, chunks - 1 - first]), dim=2).transpose(0, 1).reshape(cp_size, -1)
+
+
+def loss_bucket(count: int, most: int) -> int:
+    """What `count` positions with a loss are padded to: `FEWEST` or more, in steps of an eighth, at most `most`."""
+    step = max(FEWEST, 2 ** (max(count, 1).bit_length() - 4))
+    return min(max(-(-count // step), 1) * step, most)
+
+
+def _codes(noisy: NoisyBatch, topology: str, block_size: int | None) -> torch.Tensor | None:
+    """[B or 1, S, 5], or None where the topology says it all."""
+    if noisy.pairs is not None:
+        return None
+    if noisy.visibility is not None:
+        return noisy.visibility.codes
+    real = noisy.attention_mask
+    padded = real is not None and not bool(real.all())
+    if topology != "block_causal" and not padded:
+        return None
+    documents = documents_of(real if real is not None and padded else torch.ones_like(noisy.input_ids[:1]))
+    return _of_topology(topology, documents, noisy.position_ids, block_size).codes
+
+
+def _of_topology(
+    topology: str, documents: torch.Tensor, positions: torch.Tensor | None, block_size: int | None
+) -> Visibility:
+    if topology == "causal":
+        return Visibility.causal(documents)
+    if topology == "bidirectional":
+        return Visibility.bidirectional(documents)
+    if block_size is None:
+        raise DlmBridgeError("block-causal attention needs a block size, and the batch has no rule of its own")
+    positions = torch.arange(documents.shape[1])[None] if positions is None else positions
+    return Visibility.block_causal(documents, positions, block_size)
+
+
+def _shared_positions(position_ids: torch.Tensor, codes: torch.Tensor | None) -> torch.Tensor:
+    """[B or 1, S] the same positions, in one row where all rows agree: those of padding, which nobody looks at, are
+    whatever a row without padding there has."""
+    if len(position_ids) == 1:
+        return position_ids
+    if codes is not None:
+        padding = (codes[..., Code.DOCUMENT] < 0).expand_as(position_ids)
+        usual = position_ids.masked_fill(padding, 0).amax(dim=0, keepdim=True)
+        position_ids = torch.where(padding, usual, position_ids)
+    agreed = bool((position_ids == position_ids[:1]).all())
+    return position_ids[:1] if agreed else position_ids
+
+
+def _packed(codes: torch.Tensor | None, topology: str, rows: int, length: int) -> PackedDocuments:
+    """Where the documents of all rows begin when the rows stand one after the other; padding that stands together is
+    one document, in which there is no loss."""
+    documents = torch.zeros(1, length, dtype=torch.int32) if codes is None else codes[..., Code.DOCUMENT]
+    documents = documents.expand(rows, length)
+    if codes is not None and (
+        topology == "block_causal"
+        or not torch.equal(_of_topology(topology, documents, None, None).codes, codes.expand(rows, -1, -1))
+    ):
+        raise DlmBridgeError(f"documents of variable length cannot say what this batch's attention is ({topology})")
+    documents = documents.clamp(min=-1)
+    begins = torch.ones(rows, length, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    for row, begin in zip(documents, begins, strict=True):
+        numbers = row[begin & (row >= 0)]
+        if len(numbers.unique()) != len(numbers):
+            raise DlmBridgeError("a document of a packed row is not in one piece")
+    starts = begins.flatten().nonzero()[:, 0]
+    ends = torch.cat([starts, torch.tensor([rows * length])]).int()
+    return PackedDocuments(ends, int(ends.diff().max()))
+
+
+def _loss_positions(
+    noisy: NoisyBatch, mine: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Of the positions `mine` [S] of each row: where a loss is, as b * S + s, and its targets, weights and terms."""
+    number = (noisy.mask.flatten().cumsum(0) - 1).view_as(noisy.mask)  # of each position in `targets`
+    mask = noisy.mask[:, mine]
+    which = number[:, mine][mask]
+    terms = None if noisy.terms is None else noisy.terms[which]
+    return mask.flatten().nonzero()[:, 0], noisy.targets[which], noisy.weights[which], terms
+
+
+def _padded(batch: MicroBatch, most: int) -> MicroBatch:
+    """The same batch with its positions with a loss padded to a bucket."""
+    more = loss_bucket(len(batch.chosen), most) - len(batch.chosen)
+    names = ("chosen", "targets", "weights") + (() if batch.terms is None else ("terms",))
+    padded: dict[str, Any] = {name: torch.nn.functional.pad(getattr(batch, name), (0, more)) for name in names}
+    return dataclasses.replace(batch, **padded)

@@ -11,6 +11,7 @@ from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Dims, Mapping
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import TransformerConfig
+from dlm_bridge.parallel.groups import CP_COMMUNICATION, ParallelConfig
 
 # What `Mapping.transformer` says that belongs to the whole model and not to TransformerConfig.
 MODEL_ARGUMENTS = (
@@ -36,14 +37,22 @@ class ModelConfig:
 
 
 def model_config(
-    mapping: Mapping, config: dict[str, Any], dims: Dims, layout: Layout, dtype: torch.dtype, **overrides: Any
+    mapping: Mapping,
+    config: dict[str, Any],
+    dims: Dims,
+    layout: Layout,
+    dtype: torch.dtype,
+    parallel: ParallelConfig | None = None,
+    **overrides: Any,
 ) -> ModelConfig:
     """Derive megatron-core's configuration; `overrides` are TransformerConfig fields and win.
 
     `config` is the Hub's config.json. Raises DlmBridgeError for a layout that does not fit the model and for a key
     that megatron-core does not know.
     """
+    parallel = parallel or ParallelConfig()
     layout.check(dims)
+    parallel.check(dims, layout)
     if mapping.hub_only:
         raise DlmBridgeError(f"megatron-core cannot hold this model: {mapping.hub_only}")
     if dims.mtp:
@@ -79,6 +88,9 @@ def model_config(
         "virtual_pipeline_model_parallel_size": layout.vp if layout.vp > 1 else None,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.expert_tp,
+        "context_parallel_size": parallel.cp,
+        "cp_comm_type": CP_COMMUNICATION[parallel.cp_comm_type],
+        "hierarchical_context_parallel_sizes": list(parallel.hierarchical_cp_sizes or ()) or None,
         # megatron-core trains experts under tensor parallelism only so.
         "sequence_parallel": dims.experts > 0 and layout.tp > 1,
         "cuda_graph_scope": [],  # the whole layer; megatron-core's own default warns that it is deprecated
@@ -100,6 +112,7 @@ def model_config(
         raise DlmBridgeError(f"megatron-core refuses this configuration: {' '.join(str(error).split())}") from error
     for name, value in yarn.items():
         setattr(transformer, name, value)
+    _check_attention(transformer, bool(yarn), parallel)
     vocab = -(-dims.vocab // layout.tp) * layout.tp  # every rank has as many rows
     sizes = {"vocab_size": vocab, "share_embeddings_and_output_weights": dims.tied}
     return ModelConfig(transformer, {"position_embedding_type": "rope", **model, **sizes})
@@ -108,6 +121,17 @@ def model_config(
 def leave_empty(tensor: torch.Tensor) -> torch.Tensor:
     """An initialisation that does nothing: the values are loaded."""
     return tensor
+
+
+def _check_attention(transformer: TransformerConfig, yarn: bool, parallel: ParallelConfig) -> None:
+    """Refuse what megatron-core would take and compute wrong, or only refuse in the first step."""
+    if yarn and transformer.apply_rope_fusion:
+        raise DlmBridgeError("the fused rotary kernel ignores YaRN's scale: set apply_rope_fusion to false")
+    if transformer.window_size is not None and parallel.cp > 1 and parallel.cp_comm_type not in ("a2a", "allgather"):
+        raise DlmBridgeError(
+            f"--cp {parallel.cp}: {parallel.cp_comm_type} knows no sliding window, which this model has: use "
+            "--cp-comm-type allgather or a2a"
+        )
 
 
 def _pipeline(layout: Layout, layers: int) -> list[list[str]] | None:

@@ -30,7 +30,6 @@ with warnings.catch_warnings():
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
     )
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
@@ -60,7 +59,6 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "dist_checkpointing",
     "finalize_model_grads",
-    "gather_from_sequence_parallel_region",
     "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",
     "get_forward_backward_func",

@@ -1,19 +1,71 @@
-"""Process groups: torch.distributed and megatron-core's parallel state, from a Layout."""
+"""Process groups: torch.distributed and megatron-core's parallel state, from a Layout and a ParallelConfig."""
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from dlm_bridge.convert.layout import Layout
+from dlm_bridge.convert.mapping import Dims
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import get_cuda_rng_tracker, model_parallel_cuda_manual_seed, parallel_state
 
+CP_COMMUNICATION = {"p2p": "p2p", "a2a": "a2a", "allgather": "all_gather", "a2a+p2p": "a2a+p2p"}
 
-def initialize(layout: Layout, seed: int = 1234) -> None:
-    """Bring this process into the groups that `layout` asks for; ranks that are left over are data parallel.
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """What cuts a run's sequences and not its weights, so that no checkpoint knows of it: context parallelism.
+
+    Raises DlmBridgeError for sizes that cannot be; `check` does so for those that a model cannot have.
+    """
+
+    cp: int = 1
+    cp_comm_type: str = "p2p"  # of Transformer Engine; where masks are codes, keys and values are gathered
+    hierarchical_cp_sizes: tuple[int, ...] | None = None  # (inner, outer) of a2a+p2p
+
+    def __post_init__(self) -> None:
+        if type(self.cp) is not int or self.cp < 1:
+            raise DlmBridgeError(f"--cp must be a positive whole number, not {self.cp!r}")
+        if self.cp_comm_type not in CP_COMMUNICATION:
+            known = ", ".join(CP_COMMUNICATION)
+            raise DlmBridgeError(f"--cp-comm-type {self.cp_comm_type!r} is unknown: known are {known}")
+        sizes = self.hierarchical_cp_sizes
+        if (self.cp_comm_type == "a2a+p2p") != (sizes is not None):
+            raise DlmBridgeError(
+                "--cp-comm-type a2a+p2p and --hierarchical-cp-sizes go together: give both or neither"
+            )
+        if sizes is not None and (len(sizes) != 2 or min(sizes) < 1 or math.prod(sizes) != self.cp):
+            written = ",".join(map(str, sizes))
+            raise DlmBridgeError(
+                f"--hierarchical-cp-sizes {written}: two sizes are needed, inner and outer, whose product is --cp "
+                f"{self.cp}"
+            )
+
+    def check(self, dims: Dims, layout: Layout) -> None:
+        """Raise DlmBridgeError where a model of these sizes cannot be cut so."""
+        if self.cp == 1 or self.cp_comm_type not in ("a2a", "a2a+p2p"):
+            return
+        ranks = self.hierarchical_cp_sizes[0] if self.hierarchical_cp_sizes else self.cp
+        for what, heads in (("attention heads", dims.heads), ("query groups (key/value heads)", dims.groups)):
+            if heads // layout.tp % ranks:
+                raise DlmBridgeError(
+                    f"--cp-comm-type {self.cp_comm_type} deals {heads // layout.tp} {what} of a tensor parallel rank "
+                    f"to {ranks} ranks, which do not divide them: use p2p or allgather, or another --cp"
+                )
+
+    def world_size(self, layout: Layout) -> int:
+        """The fewest ranks that both run on, with one data parallel replica."""
+        return layout.pp * math.lcm(layout.tp * self.cp, layout.ep * layout.expert_tp)
+
+
+def initialize(layout: Layout, seed: int = 1234, parallel: ParallelConfig | None = None) -> None:
+    """Bring this process into the groups that `layout` and `parallel` (context parallel size 1 where None) ask for;
+    ranks that are left over are data parallel.
 
     Every process calls it. Started by torchrun (or with its environment variables set) it joins the others; started
     plainly it is a world of one. Groups that already exist are kept if they fit. Where megatron-core's random number
@@ -21,11 +73,12 @@ def initialize(layout: Layout, seed: int = 1234) -> None:
 
     Raises DlmBridgeError where the number of processes or existing groups do not fit the layout.
     """
+    parallel = parallel or ParallelConfig()
     chosen = platform.current()
     chosen.prepare()
-    _join(chosen, layout)
+    _join(chosen, layout, parallel)
     if parallel_state.model_parallel_is_initialized():
-        _check_groups(layout)
+        _check_groups(layout, parallel)
     else:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -33,16 +86,19 @@ def initialize(layout: Layout, seed: int = 1234) -> None:
             virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.expert_tp,
+            context_parallel_size=parallel.cp,
+            hierarchical_context_parallel_sizes=_list(parallel.hierarchical_cp_sizes),
         )
     if not get_cuda_rng_tracker().is_initialized():
         model_parallel_cuda_manual_seed(seed)
 
 
-def fit(layout: Layout) -> bool:
+def fit(layout: Layout, parallel: ParallelConfig | None = None) -> bool:
     """Whether there are groups, and they are those of the layout."""
     if not parallel_state.model_parallel_is_initialized():
         return False
-    return all(found == wanted for found, wanted in _found_and_wanted(layout).values())
+    found_and_wanted = _found_and_wanted(layout, parallel or ParallelConfig())
+    return all(found == wanted for found, wanted in found_and_wanted.values())
 
 
 def destroy() -> None:
@@ -56,12 +112,13 @@ def destroy() -> None:
         for group in mine:
             dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
+        parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # which it forgets to forget
     get_cuda_rng_tracker().reset()
 
 
-def _join(chosen: platform.Platform, layout: Layout) -> None:
+def _join(chosen: platform.Platform, layout: Layout, parallel: ParallelConfig) -> None:
     """Initialise torch.distributed where nobody has."""
-    need = layout.world_size
+    need = parallel.world_size(layout)
     if dist.is_initialized():
         world = dist.get_world_size()
     else:
@@ -71,12 +128,12 @@ def _join(chosen: platform.Platform, layout: Layout) -> None:
             raise DlmBridgeError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} is not a number of processes") from None
     if world % need:
         raise DlmBridgeError(
-            f"the layout {_sizes(layout)} needs a multiple of {need} processes, but {world} run: "
+            f"the layout {_sizes(layout, parallel)} needs a multiple of {need} processes, but {world} run: "
             f"start with torchrun --nproc-per-node {need}, or choose another layout"
         )
     if dist.is_initialized():
         return
-    device = chosen.device() if chosen.name == "cuda" else None  # binds NCCL to the device at once
+    device = chosen.group_device()
     if world == 1:
         dist.init_process_group(chosen.backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     else:
@@ -86,8 +143,8 @@ def _join(chosen: platform.Platform, layout: Layout) -> None:
         dist.init_process_group(chosen.backend, device_id=device)
 
 
-def _check_groups(layout: Layout) -> None:
-    for name, (found, wanted) in _found_and_wanted(layout).items():
+def _check_groups(layout: Layout, parallel: ParallelConfig) -> None:
+    for name, (found, wanted) in _found_and_wanted(layout, parallel).items():
         if found != wanted:
             raise DlmBridgeError(
                 f"megatron-core's groups are already initialised with {name} {found}, but the layout says "
@@ -95,16 +152,27 @@ def _check_groups(layout: Layout) -> None:
             )
 
 
-def _found_and_wanted(layout: Layout) -> dict[str, tuple[int, int]]:
+def _found_and_wanted(layout: Layout, parallel: ParallelConfig) -> dict[str, tuple[object, object]]:
+    hierarchy = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
     return {
         "tp": (parallel_state.get_tensor_model_parallel_world_size(), layout.tp),
         "pp": (parallel_state.get_pipeline_model_parallel_world_size(), layout.pp),
         "vp": (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1, layout.vp),
         "ep": (parallel_state.get_expert_model_parallel_world_size(), layout.ep),
         "etp": (parallel_state.get_expert_tensor_parallel_world_size(), layout.expert_tp),
+        "cp": (parallel_state.get_context_parallel_world_size(), parallel.cp),
+        "hierarchical cp": (
+            hierarchy and [group.size() for group in hierarchy],
+            _list(parallel.hierarchical_cp_sizes),
+        ),
     }
 
 
-def _sizes(layout: Layout) -> str:
+def _list(sizes: tuple[int, ...] | None) -> list[int] | None:
+    return None if sizes is None else list(sizes)
+
+
+def _sizes(layout: Layout, parallel: ParallelConfig) -> str:
+    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
     experts = f" (experts: ep {layout.ep} x etp {layout.expert_tp})" if layout.ep > 1 or layout.etp is not None else ""
-    return f"tp {layout.tp} x pp {layout.pp}{experts}"
+    return f"tp {layout.tp} x pp {layout.pp}{context}{experts}"

@@ -90,9 +90,8 @@ def _check(config: TransformerConfig, topology: str) -> None:
         raise DlmBridgeError(f"megatron-core's sliding window is causal, this model's attention is {topology}")
     if config.moe_grouped_gemm and not uses_transformer_engine():
         raise DlmBridgeError("moe_grouped_gemm needs Transformer Engine: leave it off, or install it on a GPU")
-    if config.context_parallel_size > 1 and not uses_transformer_engine():
-        if config.cp_comm_type not in ("p2p", "all_gather"):  # p2p is the default; what runs is all_gather
-            raise DlmBridgeError(f"--cp-comm-type {config.cp_comm_type} needs Transformer Engine: leave it out")
+    if config.cp_comm_type in ("a2a", "a2a+p2p") and not uses_transformer_engine():
+        raise DlmBridgeError(f"--cp-comm-type {config.cp_comm_type} needs Transformer Engine: leave it out")
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:

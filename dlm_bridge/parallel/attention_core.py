@@ -1,0 +1,222 @@
+"""Core attentions of the engine's layers: each takes every mask that a call may have, or refuses it."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel.attention_masks import MaskCache, block_mask, dense_mask, plain_mask
+from dlm_bridge.parallel.core import (
+    AttnMaskType,
+    MegatronModule,
+    TransformerConfig,
+    gather_from_sequence_parallel_region,
+)
+
+MASKS = MaskCache()
+
+
+class LocalAttention(MegatronModule):
+    """Attention without Transformer Engine: torch's own kernels, on CPU the exact reference.
+
+    Context parallel ranks gather keys and values; without a mask, causal attention takes the positions to be dealt to
+    the ranks as Transformer Engine does (`batch.rank_positions`).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        if reason := unsupported(config):
+            raise DlmBridgeError(f"{reason} needs Transformer Engine: leave it out, or install it on a GPU")
+        self.attn_mask_type = attn_mask_type
+        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """[S, B, H * D] of `query` [S, B, H, D], `key` and `value` [S, B, G, D], each this rank's part of the row."""
+        if packed_seq_params is not None:
+            raise DlmBridgeError("packed_seq_params need Transformer Engine: give an attention_mask of documents")
+        if attention_bias is not None:
+            raise DlmBridgeError("the engine's attention would ignore an attention_bias: leave it out")
+        check_mask(attention_mask, self.attn_mask_type, query, self.cp_group.size())
+        if attention_mask is not None:
+            check_settings(self.config)
+            return masked_attention(query, key, value, attention_mask, self.scale, self.cp_group)
+        key, value = gathered(key, value, self.cp_group)
+        mask = None
+        causal = self.attn_mask_type == AttnMaskType.causal
+        if causal and (self.cp_group.size() > 1 or self.config.window_size is not None):
+            mask = plain_mask(
+                len(query), self.cp_group.rank(), self.cp_group.size(), self.config.window_size, query.device
+            )
+        return _torch_attention(query, key, value, mask, causal and mask is None, self.scale)
+
+
+@cache
+def transformer_engine_attention() -> type:
+    """Transformer Engine's attention, which without a mask goes by the layers' mask type, packed documents and its own
+    context parallelism; with one, FlexAttention over gathered keys and values."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class MaskedTEDotProductAttention(TEDotProductAttention):  # type: ignore[misc, unused-ignore]
+        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            self._mask_type = kwargs["attn_mask_type"]
+            self._scale = kwargs.get("softmax_scale") or 1 / math.sqrt(config.kv_channels)
+            self._gather_group = kwargs["pg_collection"].cp
+
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            *args: Any,
+            packed_seq_params: Any = None,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            if attention_mask is None or packed_seq_params is not None:
+                if attention_mask is not None:
+                    raise DlmBridgeError("packed_seq_params would ignore an attention_mask: give one of them")
+                check_mask(None, self._mask_type, query, self._gather_group.size())
+                return super().forward(query, key, value, None, *args, packed_seq_params=packed_seq_params, **kwargs)
+            check_mask(attention_mask, self._mask_type, query, self._gather_group.size())
+            check_settings(self.config)
+            return masked_attention(query, key, value, attention_mask, self._scale, self._gather_group)
+
+    return MaskedTEDotProductAttention
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    cp_group: torch.distributed.ProcessGroup,
+) -> torch.Tensor:
+    """[S, B, H * D] of this context parallel rank's queries over all ranks' keys and values, under a mask in rank
+    order: FlexAttention where it is codes on a GPU, else a dense mask."""
+    key, value = gathered(key, value, cp_group)
+    rank, queries = cp_group.rank(), len(query)
+    if mask.is_cuda and mask.dim() == 3:
+        blocks = MASKS.get(mask, ("blocks", rank, queries), lambda codes: block_mask(codes, rank, queries))
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        grouped = q.shape[1] != k.shape[1]
+        return _rows(_compiled_flex_attention()(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped))
+    dense = MASKS.get(mask, ("dense", rank, queries), lambda given: dense_mask(given, rank, queries))
+    return _torch_attention(query, key, value, dense, False, scale)
+
+
+def gathered(
+    key: torch.Tensor, value: torch.Tensor, cp_group: torch.distributed.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [S_total, B, G, D] of all context parallel ranks, one after the other; in the backward each rank
+    gets the sum of what all ranks have of its gradients."""
+    if cp_group.size() == 1:
+        return key, value
+    both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=cp_group)
+    key, value = both.unbind(dim=1)
+    return key, value
+
+
+def check_mask(mask: torch.Tensor | None, mask_type: AttnMaskType, query: torch.Tensor, ranks: int) -> None:
+    """Raise DlmBridgeError for a mask that is missing or of another form or size than the call needs."""
+    if mask is None:
+        if mask_type == AttnMaskType.arbitrary:
+            raise DlmBridgeError(
+                "block-causal attention needs an attention_mask in every call: make it with "
+                "dlm_bridge.parallel.attention.attention_mask"
+            )
+        return
+    keys, batch = query.shape[0] * ranks, query.shape[1]
+    codes = mask.dtype == torch.int32 and tuple(mask.shape[1:]) == (keys, 5)
+    pairs = mask.dtype == torch.bool and tuple(mask.shape[1:]) == (1, keys, keys)
+    if not (codes or pairs) or mask.shape[0] not in (1, batch):
+        raise DlmBridgeError(
+            f"attention_mask must be int32 codes [{batch} or 1, {keys}, 5] or bool [{batch} or 1, 1, {keys}, {keys}], "
+            f"True where a query may look, not {mask.dtype} {list(mask.shape)}"
+        )
+
+
+def check_settings(config: TransformerConfig) -> None:
+    """Raise DlmBridgeError where attention under a mask would ignore a setting."""
+    if config.window_size is not None:
+        raise DlmBridgeError("attention under an attention_mask would ignore the sliding window: pass None")
+    if reason := unsupported(config):
+        raise DlmBridgeError(f"attention under an attention_mask would ignore {reason}: leave it out")
+
+
+def unsupported(config: TransformerConfig) -> str | None:
+    """The first setting that torch's kernels have not and Transformer Engine has; None where there is none."""
+    settings = {
+        "attention_dropout": config.attention_dropout > 0,
+        f"softmax_type {config.softmax_type}": config.softmax_type != "vanilla",
+        "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
+        "qk_clip": config.qk_clip,
+        "log_max_attention_logit": config.log_max_attention_logit,
+    }
+    return next((name for name, there in settings.items() if there), None)
+
+
+def _torch_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    if q.is_cuda:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        # cuDNN's kernel is the fastest; the next ones are for what it does not take.
+        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+        order += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(order, set_priority=True):
+            return _rows(_scaled_dot_product(q, k, v, mask, causal, scale))
+    return _rows(_scaled_dot_product(q, k, v, mask, causal, scale))
+
+
+def _scaled_dot_product(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
+    if q.shape[1] != k.shape[1]:
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+
+
+def _rows(output_BHSD: torch.Tensor) -> torch.Tensor:
+    """[S, B, H * D]."""
+    return output_BHSD.permute(2, 0, 1, 3).flatten(2)
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
