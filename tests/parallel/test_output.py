@@ -1,0 +1,153 @@
+"""The loss of chosen positions, against torch's own cross-entropy of whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+
+from dlm_bridge.parallel import output
+from dlm_bridge.parallel.output import Chosen, Shard, chosen_loss
+
+SIZE, VOCAB, ROWS = 32, 101, 104  # the last three rows of the weight are padding
+
+
+@pytest.fixture(scope="module")
+def shard() -> Iterator[Shard]:
+    """The whole vocabulary on one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Shard(0, VOCAB, dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def _tensors(
+    positions: int, dtype: torch.dtype = torch.float32, terms: int = 1
+) -> tuple[torch.Tensor, torch.nn.Parameter, Chosen]:
+    """Hidden states, a weight whose padding would win every softmax, and targets with some weights zero."""
+    generator = torch.Generator().manual_seed(positions)
+    hidden = torch.randn(positions, SIZE, generator=generator).to(dtype).requires_grad_()
+    values = torch.randn(ROWS, SIZE, generator=generator)
+    values[VOCAB:] = 50
+    weights = torch.rand(positions, generator=generator) * (torch.arange(positions) % 7 != 3)
+    of_term = torch.randint(0, terms, (positions,), generator=generator)
+    targets = torch.randint(0, VOCAB, (positions,), generator=generator)
+    chosen = Chosen(torch.arange(positions), targets, weights, of_term if terms > 1 else None, terms)
+    return hidden, torch.nn.Parameter(values.to(dtype)), chosen
+
+
+def _expected(
+    hidden: torch.Tensor, weight: torch.Tensor, chosen: Chosen
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weighted losses, and the gradients of hidden states and weight, in fp64."""
+    h, w = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    losses = F.cross_entropy(h @ w[:VOCAB].t(), chosen.targets, reduction="none") * chosen.weights
+    return losses.detach(), *torch.autograd.grad(losses.sum(), (h, w))
+
+
+def _assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
+
+
+# SIZE decides from how many positions on gradients are folded at once: 32 in fp32, 64 in half precision.
+@pytest.mark.parametrize("positions", [1, 20, 150])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+)
+def test_loss_and_gradients_are_those_of_whole_logits(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch, positions: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    monkeypatch.setattr(output, "CHUNK_BYTES", 4 * VOCAB * 9)  # nine rows at a time, which divides nothing
+    hidden, weight, chosen = _tensors(positions, dtype, terms=3)
+    losses, grad_hidden, grad_weight = _expected(hidden, weight, chosen)
+    loss, sums = chosen_loss(hidden, weight, chosen, shard)
+    assert (loss.dtype, loss.shape, sums.dtype, sums.requires_grad) == (torch.float32, (), torch.float32, False)
+    _assert_close(loss.detach(), losses.sum(), 1e-5)
+    of_terms = torch.stack([losses[chosen.terms == term].sum() for term in range(3)])
+    _assert_close(sums, of_terms, 1e-5)
+    (loss * 3).backward()
+    assert hidden.grad.dtype == weight.grad.dtype == dtype
+    _assert_close(hidden.grad, 3 * grad_hidden, tolerance)
+    _assert_close(weight.grad, 3 * grad_weight, tolerance)
+    assert not weight.grad[VOCAB:].any()
+
+
+@pytest.mark.parametrize("positions", [20, 150])
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weight_gradient_is_added_to_main_grad(
+    shard: Shard, positions: int, main_dtype: torch.dtype, tied: bool
+) -> None:
+    hidden, weight, chosen = _tensors(positions, torch.bfloat16)
+    weight.main_grad = torch.ones(ROWS, SIZE, dtype=main_dtype)
+    weight.grad_added_to_main_grad = False
+    weight.zero_out_wgrad = tied
+    _, _, wanted = _expected(hidden, weight, chosen)
+    loss, _ = chosen_loss(hidden, weight, chosen, shard, accumulates=True)
+    assert torch.equal(weight.main_grad, torch.ones_like(weight.main_grad))
+    loss.backward()
+    assert weight.grad_added_to_main_grad
+    _assert_close(weight.main_grad, wanted + 1, 1e-2)
+    assert torch.equal(weight.main_grad[VOCAB:], torch.ones_like(weight.main_grad[VOCAB:]))
+    assert (weight.grad is None) is tied
+
+
+def test_gradients_of_many_positions_do_not_underflow_in_half_precision(shard: Shard) -> None:
+    """Each of the weights is one over the tokens of a global batch, and the loss is scaled afterwards."""
+    for positions in (20, 150):
+        hidden, weight, chosen = _tensors(positions, torch.float16)
+        small = Chosen(chosen.positions, chosen.targets, chosen.weights * 2**-24)
+        _, grad_hidden, grad_weight = _expected(hidden, weight, chosen)
+        loss, _ = chosen_loss(hidden, weight, small, shard)
+        (loss * 2**24).backward()
+        _assert_close(hidden.grad, grad_hidden, 2e-3)
+        _assert_close(weight.grad, grad_weight, 2e-3)
+
+
+def test_only_what_needs_gradients_gets_them(shard: Shard) -> None:
+    for positions in (20, 150):
+        hidden, weight, chosen = _tensors(positions)
+        losses, grad_hidden, grad_weight = _expected(hidden, weight, chosen)
+        with torch.no_grad():
+            loss, sums = chosen_loss(hidden, weight, chosen, shard)
+        assert not loss.requires_grad
+        _assert_close(loss, losses.sum(), 1e-5)
+        _assert_close(sums, losses.sum()[None], 1e-5)
+        chosen_loss(hidden, weight.detach(), chosen, shard)[0].backward()
+        _assert_close(hidden.grad, grad_hidden, 1e-5)
+        assert weight.grad is None
+        chosen_loss(hidden.detach(), weight, chosen, shard)[0].backward()
+        _assert_close(weight.grad, grad_weight, 1e-5)
+
+
+def test_no_position_gives_zero_with_a_graph(shard: Shard) -> None:
+    hidden, weight, chosen = _tensors(0)
+    loss, sums = chosen_loss(hidden, weight, chosen, shard)
+    assert (float(loss.detach()), sums.tolist()) == (0.0, [0.0])
+    loss.backward()
+    assert hidden.grad.shape == (0, SIZE)
+    assert not weight.grad.any()
+
+
+def test_a_chunk_never_holds_more_logits_than_the_limit(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    product = output._product
+
+    def watched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        found = product(left, right)
+        if found.shape[1] == VOCAB:
+            seen.append(found.shape[0])
+        return found
+
+    monkeypatch.setattr(output, "_product", watched)
+    for rows, limit in ((1000, 300), (1000, 100), (256, 256), (5, 300)):
+        seen.clear()
+        monkeypatch.setattr(output, "CHUNK_BYTES", 4 * VOCAB * limit)
+        with torch.no_grad():
+            chosen_loss(*_tensors(rows), shard)
+        assert sum(seen) == rows
+        assert max(seen) <= limit
+        if limit >= output.TILE:
+            assert all(size % output.TILE == 0 for size in seen[:-1])
