@@ -12,6 +12,7 @@ import torch
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.engine import Options, write_hub, write_megatron
 from dlm_bridge.convert.hub_checkpoint import LiveCheckpoint, open_hub
+from dlm_bridge.convert.initial_checkpoint import InitialCheckpoint
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Dims, Mapping
 from dlm_bridge.convert.opening import open_megatron, parse_size
@@ -52,6 +53,12 @@ class Bridge:
     def from_model(cls, hf_model: PreTrainedModel, family: str | None = None) -> Bridge:
         """A live model; its parameters are shared, so what is read later is what they are then."""
         return cls(LiveCheckpoint(hf_model, family))
+
+    @classmethod
+    def from_scratch(cls, folder: PathLike, seed: int, family: str | None = None) -> Bridge:
+        """A folder with a config.json, its weights not trained yet: each is made when it is read, in fp32, by its
+        family's rule from (`seed`, Hub name), so that every layout and every engine starts from the same values."""
+        return cls(InitialCheckpoint(folder, seed, family))
 
     @classmethod
     def from_megatron(
@@ -100,11 +107,12 @@ class Bridge:
         workers: int | None = None,
         overwrite: bool = False,
         dry_run: bool = False,
+        resume: bool = False,
         progress: Progress | None = None,
     ) -> Report:
         """Write a `torch_dist` checkpoint for the layout. `dtype` is keep, bf16, fp16, fp32 or a torch dtype;
         `vocab_multiple` pads the vocabulary's rows with zeros."""
-        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress)
+        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, resume, progress)
         return write_megatron(self.checkpoint, Path(output), layout or Layout(), options, vocab_multiple)
 
     def to_hf(
@@ -116,11 +124,12 @@ class Bridge:
         workers: int | None = None,
         overwrite: bool = False,
         dry_run: bool = False,
+        resume: bool = False,
         progress: Progress | None = None,
     ) -> Report:
         """Write a Hub folder, with the source's own files and shards unless `shard_size` (bytes or "5GB") asks for
         new ones."""
-        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress)
+        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, resume, progress)
         return write_hub(self.checkpoint, Path(output), options, parse_size(shard_size))
 
     def build_hf_model(

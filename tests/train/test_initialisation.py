@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dlm_bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models import find_family
 from dlm_bridge.models.initialisation import Normal, initial_weights, initialise
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import load_model
 from tests.checkpoints import llada_config
+from tests.interop.autoregressive import CONFIGS
 
 BLOCK = "model.transformer.blocks."
 
@@ -81,3 +83,33 @@ def test_a_model_from_scratch_holds_exactly_these_tensors(tmp_path: Path, tied: 
     assert saved.keys() == weights.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_bridge_from_scratch_reads_the_same_values(tmp_path: Path, tied: bool) -> None:
+    config = llada_config(weight_tying=tied, n_kv_heads=2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    bridge = Bridge.from_scratch(tmp_path, seed=5)
+    bridge.checkpoint.check()
+    weights = dict(initial_weights(find_family(config), config, 5))
+    assert set(bridge.hub_names()) == weights.keys()
+    assert all(torch.equal(bridge.read(name), tensor) for name, tensor in weights.items())
+
+
+def test_a_bridge_from_scratch_has_no_layers_that_transformers_leaves_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["glm4_moe_mtp"]))
+    bridge = Bridge.from_scratch(tmp_path, seed=0)
+    bridge.checkpoint.check()
+    assert bridge.dims.mtp == 0
+    assert not any(".layers.4." in name for name in bridge.hub_names())
+
+
+def test_a_bridge_from_scratch_needs_a_config(tmp_path: Path) -> None:
+    with pytest.raises(DlmBridgeError, match=r"--from-scratch needs a folder with a config\.json"):
+        Bridge.from_scratch(tmp_path, seed=0)
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    with pytest.raises(DlmBridgeError, match="BertModel"):
+        Bridge.from_scratch(tmp_path, seed=0)
+    (tmp_path / "config.json").write_text(json.dumps(llada_config(init_fn="full_megatron")))
+    with pytest.raises(DlmBridgeError, match="init_fn 'full_megatron' is not supported"):
+        Bridge.from_scratch(tmp_path, seed=0)
