@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dlm_bridge.convert.derive import Derived
 from dlm_bridge.convert.manifest import ShardRecord
 from dlm_bridge.convert.mapping import Carried, Dims, Link, Mapping
 from dlm_bridge.errors import DlmBridgeError
@@ -35,6 +36,7 @@ class HubSide:
     shards: list[ShardRecord] = field(default_factory=list)  # the Hub's own shard map, where known
     carried: tuple[str, ...] = ()  # the mapping's carried tensors that the model has
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the Hub tensors when imported, where known
+    derived: tuple[Derived, ...] = ()  # how `config` was made, where the checkpoint names no Hub model
 
     def config_bytes(self) -> bytes:
         """config.json as it stands."""
@@ -106,6 +108,18 @@ class Checkpoint(ABC):
     @abstractmethod
     def read_link(self, link: Link) -> tuple[torch.Tensor, ...]:
         """The Hub tensors of a link. Raises DlmBridgeError."""
+
+    def read_each(self, link: Link) -> Iterator[torch.Tensor]:
+        """The same one by one, so that not all need to be held where they lie apart."""
+        yield from self.read_link(link)
+
+    def read_slice(self, link: Link, out: torch.Tensor) -> bool:
+        """Fill the contiguous `out` with a link's Megatron slice, straight from where its bytes lie.
+
+        False, and nothing is read, where that cannot be done: in another dtype than `out`'s, or where the mapping has
+        no windows on the slice. Raises DlmBridgeError.
+        """
+        return False
 
     @abstractmethod
     def read_carried(self, name: str) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""A Megatron checkpoint (`torch_dist`) as a checkpoint of Hub tensors."""
+"""A Megatron checkpoint, of any of its formats, as a checkpoint of Hub tensors."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import cached_property
@@ -10,9 +11,10 @@ from pathlib import Path
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint, HubSide, TensorSpec, first_of, open_family
+from dlm_bridge.convert.derive import RUN_CONFIG, derive_config, read_settings
 from dlm_bridge.convert.formats.dcp import StoredTensor
+from dlm_bridge.convert.formats.megatron_store import Store, newest_iteration, open_store
 from dlm_bridge.convert.formats.safetensors_file import read_header
-from dlm_bridge.convert.formats.torch_dist import TorchDistReader, iteration_folder
 from dlm_bridge.convert.formats.torch_items import object_item
 from dlm_bridge.convert.hub import read_config
 from dlm_bridge.convert.hub_checkpoint import CONFIG, HubCheckpoint
@@ -31,20 +33,23 @@ _EXTRA_STATE = re.compile(r"\._extra_state\d*(/|$)")
 
 
 class MegatronCheckpoint(Checkpoint):
-    """The newest iteration under a root, by the Hub names of its manifest's model or of `hub`'s.
+    """The newest iteration under a root, by the Hub names of its manifest's model or of `hub`'s; where there is
+    neither, of a model derived from the run's own settings (`family` says which).
 
-    Raises DlmBridgeError for what is not a whole checkpoint, and where neither a manifest nor `hub` names the model.
+    Raises DlmBridgeError for what is not a whole checkpoint, and where nothing names the model.
     """
 
-    format = "torch_dist"
-
-    def __init__(self, path: Path, hub: HubSide | None = None, like: HubCheckpoint | None = None) -> None:
-        self.folder = iteration_folder(path)
+    def __init__(
+        self, path: Path, hub: HubSide | None = None, like: HubCheckpoint | None = None, family: str | None = None
+    ) -> None:
+        self.folder = newest_iteration(path)
         self.root = megatron_root(path, self.folder)
-        self.reader = TorchDistReader(self.folder)
+        self.store = open_store(self.folder)
+        self.format = self.store.format
         self.manifest = read_manifest(self.root)
         self._like = like
-        super().__init__(str(path), hub or _hub_side(self.root, self.manifest))
+        super().__init__(str(path), hub or _hub_side(self.root, self.manifest, self.store, family))
+        self.reader = self.store.reader(self.mapping.links(self.dims), self.dims.tied)
         self._drop_absent_mtp(lambda link: self.stored_key(link) is not None)
 
     @property
@@ -75,6 +80,13 @@ class MegatronCheckpoint(Checkpoint):
             narrow_exactly(tensor, dtype, name)
             for tensor, dtype, name in zip(tensors, dtypes, link.hub_names, strict=True)
         )
+
+    def read_slice(self, link: Link, out: torch.Tensor) -> bool:
+        key, stack = self._place(link)
+        if {self.reader.tensor(key).dtype, *self._hub_dtypes(link)} != {out.dtype} or link.hub_windows(out) is None:
+            return False
+        self.reader.read_into(key, tuple(index for index, _ in stack), out)
+        return True
 
     def read_carried(self, name: str) -> torch.Tensor:
         if copy_of := self.carried[name].copy_of:
@@ -109,7 +121,7 @@ class MegatronCheckpoint(Checkpoint):
     def stored_key(self, link: Link) -> str | None:
         """The key that the link's slice is stored under, None where it is missing."""
         tensors = self.reader.contents.tensors
-        return next((key for key in (link.megatron_key, _key_of_layer(link)) if key in tensors), None)
+        return next((key for key, _ in _keys(link) if key in tensors), None)
 
     def folders(self) -> list[Path]:
         return [self.root, self.folder, *([self.hub.folder] if self.hub.folder else [])]
@@ -131,8 +143,7 @@ class MegatronCheckpoint(Checkpoint):
         key = self.stored_key(link)
         if key is None:
             raise DlmBridgeError(f"{self.where}: tensor {link.megatron_key} is missing")
-        of_layer = key != link.megatron_key  # each layer has a key of its own, though all hold the same tensors
-        return key, link.stack[1:] if of_layer else link.stack
+        return key, dict(_keys(link))[key]
 
     def _check_shape(self, link: Link, key: str, stack: tuple[int, ...]) -> None:
         found = self.reader.tensor(key).shape
@@ -165,9 +176,12 @@ class MegatronCheckpoint(Checkpoint):
         return tuple(self.hub.dtypes.get(name, stored.dtype) for name in link.hub_names)
 
 
-def _key_of_layer(link: Link) -> str:
-    """The key of a link's tensor where layers are not stacked."""
-    return link.rule.megatron.replace("{expert}.", "").replace("{layer}", str(link.layer))
+def _keys(link: Link) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
+    """The keys that a link's slice may be stored under, each with what is then stacked before it: all layers in one
+    tensor, each layer by itself, or each layer and expert by itself."""
+    of_layer = link.rule.megatron.replace("{expert}.", "").replace("{layer}", str(link.layer))
+    found = {link.megatron_name: (), of_layer: link.stack[1:], link.megatron_key: link.stack}
+    return list(reversed(found.items()))
 
 
 def is_training_state(key: str) -> bool:
@@ -200,11 +214,9 @@ def hub_side_of_config(path: Path, family: str | None = None) -> HubSide:
     return HubSide(spec, config, {"name": str(path), "revision": None}, texts={CONFIG: path.read_bytes()})
 
 
-def _hub_side(root: Path, manifest: Manifest | None) -> HubSide:
+def _hub_side(root: Path, manifest: Manifest | None, store: Store, family: str | None) -> HubSide:
     if manifest is None:
-        raise DlmBridgeError(
-            f"{root} has no {FILE_NAME}, so its Hub model is not known: name it with --like HF or --hf-config FILE"
-        )
+        return _derived_side(root, store, family)
     folder = root / HUB_FOLDER
     if not (folder / CONFIG).is_file():
         raise DlmBridgeError(f"{root}: {HUB_FOLDER}/{CONFIG} is missing: name the Hub model with --like HF")
@@ -220,3 +232,17 @@ def _hub_side(root: Path, manifest: Manifest | None) -> HubSide:
         carried=tuple(manifest.carried),
         dtypes={name: WEIGHT_DTYPES[record.dtype] for name, record in manifest.tensors.items()},
     )
+
+
+def _derived_side(root: Path, store: Store, family: str | None) -> HubSide:
+    """The Hub side of a run that no dlm-bridge wrote, from its own settings."""
+    settings = read_settings(root, store.folder, store.common)
+    if settings is None:
+        raise DlmBridgeError(
+            f"{root} has no {FILE_NAME}, no {RUN_CONFIG} and no saved args, so its Hub model is not known: name it "
+            "with --like HF or --hf-config FILE"
+        )
+    rows, dtype = store.embedding()
+    spec, config, derived = derive_config(settings, family, rows, dtype, str(root))
+    texts = {CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+    return HubSide(spec, config, {"name": str(root), "revision": None}, texts=texts, derived=derived)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.formats.torch_dist import is_torch_dist
+from dlm_bridge.convert.formats.megatron_store import is_megatron
 from dlm_bridge.convert.hub_checkpoint import open_hub
 from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint, hub_side_like, hub_side_of_config
 from dlm_bridge.errors import DlmBridgeError
@@ -25,7 +25,7 @@ def open_megatron(
     """Open a Megatron checkpoint; `like` (a Hub folder or id) or `hf_config` (a config.json) names its Hub model
     in place of its own manifest. Raises DlmBridgeError."""
     root = _folder(path)
-    if not is_torch_dist(root):
+    if not is_megatron(root):
         raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no latest_checkpointed_iteration.txt")
     if like is not None and hf_config is not None:
         raise DlmBridgeError("give --like or --hf-config, not both")
@@ -34,14 +34,14 @@ def open_megatron(
         return MegatronCheckpoint(root, hub_side_like(twin), twin)
     if hf_config is not None:
         return MegatronCheckpoint(root, hub_side_of_config(Path(hf_config), family))
-    return MegatronCheckpoint(root)
+    return MegatronCheckpoint(root, family=family)
 
 
 def open_any(path: str | os.PathLike[str], revision: str | None = None, family: str | None = None) -> Checkpoint:
     """Open a checkpoint of either format. Raises DlmBridgeError."""
     folder = Path(path).expanduser()
-    if folder.is_dir() and is_torch_dist(folder):
-        return open_megatron(folder)
+    if folder.is_dir() and is_megatron(folder):
+        return open_megatron(folder, family=family)
     return open_hub(os.fspath(path), revision, family)
 
 
