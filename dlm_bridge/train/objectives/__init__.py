@@ -10,6 +10,7 @@ from __future__ import annotations
 from dlm_bridge.train.objectives.base import Objective
 from dlm_bridge.train.objectives.block import BlockDiffusion, ComplementaryBlockDiffusion, TwoStreams
 from dlm_bridge.train.objectives.causal import NextToken
+from dlm_bridge.train.objectives.clean import document_level
 from dlm_bridge.train.objectives.hybrid import NemotronDiffusion, WeDLMDiffusion
 from dlm_bridge.train.objectives.loss import diffusion_loss, divisors, mean_loss, weighted_loss
 from dlm_bridge.train.objectives.masked import MaskedDiffusion
@@ -42,6 +43,7 @@ __all__ = [
     "check_objective",
     "diffusion_loss",
     "divisors",
+    "document_level",
     "family_objective",
     "mask_token_id",
     "mean_loss",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.spec import Topology
 from dlm_bridge.models.visibility import Visibility
 from dlm_bridge.train.objectives.clean import Clean
 from dlm_bridge.train.objectives.noise import IGNORE, NoisyBatch, Uniforms
+
+Weighting = Literal["level", "fraction", "uniform", "cart"]
+Normalisation = Literal["tokens", "sequences", "predicted"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,13 @@ class Objective(abc.ABC):
     """A training objective: clean tokens and random numbers in, a noisy batch out, and the loss of its logits.
 
     A share `length_variation` of the sequences is cut to a length uniform on 1..L.
+
+    `loss_weighting` says what a masked position weighs: "level", one over the probability p that masked it;
+    "fraction", one over the masked share of its document, which then has at least one mask (MegaDLMs); "uniform", one.
+
+    `loss_normalisation` says what the weighted sum is divided by, always over the whole global batch: "tokens", the
+    positions that count; "predicted", those that have a loss; "sequences", the documents, where each position's weight
+    is over the number of those that count in its own (LLaDA's fine-tuning: the mean over answers, however long).
     """
 
     # The models that it fits: another topology or shift would train them for what they are not sampled with.
@@ -30,10 +41,21 @@ class Objective(abc.ABC):
     masks: ClassVar[bool] = True  # False: it has no use for a mask token
     terms: ClassVar[int] = 1  # K, sums with a divisor of their own
     tokens_read: ClassVar[int] = 1  # tokens that the model reads for each token of a sequence
+    weightings: ClassVar[tuple[Weighting, ...]] = ("level", "fraction", "uniform")
+    normalisations: ClassVar[tuple[Normalisation, ...]] = ("tokens", "sequences", "predicted")
 
     mask_token_id: int
     eps: float = 1e-3
     length_variation: float = 0.0
+    loss_weighting: Weighting = "level"
+    loss_normalisation: Normalisation = "tokens"
+
+    def __post_init__(self) -> None:
+        for name, known in (("loss_weighting", self.weightings), ("loss_normalisation", self.normalisations)):
+            if getattr(self, name) not in known:
+                raise DlmBridgeError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: {type(self).__name__} takes {', '.join(known)}"
+                )
 
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:
@@ -92,6 +114,34 @@ class Objective(abc.ABC):
     def probability(self, clean: Clean, uniforms: Uniforms) -> torch.Tensor:
         """[B, L] the masking probability of each sequence, p = (1 - eps) t + eps."""
         return ((1 - self.eps) * clean.levels(uniforms.level) + self.eps).expand_as(clean.input_ids)
+
+    def masked(self, clean: Clean, p_BL: torch.Tensor, uniforms: Uniforms, among: torch.Tensor) -> torch.Tensor:
+        """[B, L] bool: each position of `among` with its probability."""
+        mask = (uniforms.token < p_BL) & among
+        if self.loss_weighting == "fraction":
+            mask = mask | ((clean.sizes(mask) == 0) & clean.lowest(uniforms.token, among))
+        return mask
+
+    def weighed(
+        self, clean: Clean, p_BL: torch.Tensor, mask: torch.Tensor, among: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, L] fp32 weights of the positions in `mask`, which are some of `among`, and the normaliser [1]."""
+        if self.loss_weighting == "fraction":
+            p_BL = clean.sizes(mask) / clean.sizes(among)
+        weights_BL = torch.ones_like(p_BL) if self.loss_weighting == "uniform" else 1 / p_BL
+        return self.normalised(clean, weights_BL, mask, among)
+
+    def normalised(
+        self, clean: Clean, weights_BL: torch.Tensor, mask: torch.Tensor, among: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights under `loss_normalisation`, and the normaliser [1]."""
+        if self.loss_normalisation == "sequences":
+            return weights_BL / clean.sizes(among), total(clean.number(among))
+        return weights_BL, total(among if self.loss_normalisation == "tokens" else mask)
+
+    def counts(self, mask: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+        """`NoisyBatch.counted` of one stream."""
+        return mask if self.loss_normalisation == "predicted" else among
 
     def placed(self, clean: Clean) -> dict[str, Any]:
         """Who looks at whom and the position ids, as fields of a batch of the noisy tokens alone."""

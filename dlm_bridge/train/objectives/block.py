@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.masks import Stream
 from dlm_bridge.models.spec import Topology
-from dlm_bridge.models.visibility import Visibility
-from dlm_bridge.train.objectives.base import Objective, total
+from dlm_bridge.train.objectives.base import Normalisation, Objective, Weighting
 from dlm_bridge.train.objectives.clean import Clean, one_earlier
 from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms
 
@@ -32,62 +31,24 @@ class TwoStreams(Objective):
     def settings(cls, config: Any) -> dict[str, Any]:
         size = getattr(config, "block_size", None)
         if size is None:
-            raise DlmBridgeError("the model's config has no block_size: set it in config.json")
-        return {"block_size": size}
-
-    def placed(self, clean: Clean, order: torch.Tensor | None = None) -> dict[str, Any]:
-        """Who looks at whom and the position ids of both streams, as fields of a batch. `order` [B, L] says which
-        clean position stands where in the noisy stream, each within its block."""
-        documents, positions = clean.apart, clean.positions
-        noisy_documents, noisy_positions = documents, positions
-        if order is not None:
-            documents = documents.expand_as(order)
-            noisy_documents = documents.gather(1, order)
-            noisy_positions = positions.expand_as(order).gather(1, order)
-        visibility = Visibility.two_streams(
-            documents, positions, self.block_size, self.noisy_stream, self.clean_stream, noisy_documents
-        )
-        return {
-            "attention_mask": clean.real,
-            "visibility": visibility,
-            "position_ids": torch.cat([noisy_positions, positions.expand_as(noisy_positions)], dim=1),
-        }
-
-    def block_levels(self, uniforms: Uniforms, clean: Clean) -> torch.Tensor:
-        """[B, L] the noise level of each position's block."""
-        return uniforms.block.gather(1, clean.blocks(self.block_size))
-
-
-@dataclass(frozen=True)
-class BlockDiffusion(TwoStreams):
-    """SDAR's objective (its public training code; the two streams are BD3-LM's, arXiv 2503.09573), which LLaDA2 and
-    DreamReasoner share as far as their reports say.
-
-    t per sequence (or per block), p = (1 - eps) t + eps; each position is masked with probability p; the loss is the
-    cross-entropy at the masked positions over p, summed and divided by the number of counted positions.
-
-    dLLM's bd3lm checkpoints are A2D models trained so, by a `block_size` in their config.json.
-    """
-
-    also: ClassVar[tuple[str, ...]] = ("a2d_qwen3", "a2d_qwen2", "a2d_llama")
-
-    level: Literal["sequence", "block"] = "sequence"
+            raise DlmBridgeError("--loss-weighting fraction needs one noise level a sequence: objective block has it")
 
     def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
         p_BL = self.probability(clean, uniforms)
         if self.level == "block":
             p_BL = (1 - self.eps) * self.block_levels(uniforms, clean) + self.eps
-        mask = (uniforms.token < p_BL) & clean.counted
+        mask = self.masked(clean, p_BL, uniforms, clean.counted)
+        weights_BL, normaliser = self.weighed(clean, p_BL, mask, clean.counted)
         none = torch.zeros_like(mask)
         return NoisyBatch(
             input_ids=torch.cat([torch.where(mask, self.mask_token_id, clean.input_ids), clean.input_ids], dim=1),
             **self.placed(clean),
             mask=torch.cat([mask, none], dim=1),
-            counted=torch.cat([clean.counted, none], dim=1),
+            counted=torch.cat([self.counts(mask, clean.counted), none], dim=1),
             targets=clean.targets[mask],
-            weights=(1 / p_BL)[mask],
+            weights=weights_BL[mask],
             terms=None,
-            normaliser=total(clean.counted),
+            normaliser=normaliser,
         )
 
 
@@ -102,12 +63,19 @@ class ComplementaryBlockDiffusion(TwoStreams):
 
     shift: ClassVar[bool] = True
     tokens_read: ClassVar[int] = 4
+    weightings: ClassVar[tuple[Weighting, ...]] = ("uniform",)
+    normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted", "sequences")
+
+    loss_weighting: Weighting = "uniform"
+    loss_normalisation: Normalisation = "predicted"
 
     def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
         p_BL = (1 - self.eps) * self.block_levels(uniforms, clean) + self.eps
         predicted = clean.counted & clean.preceded
         below = uniforms.token < p_BL
         mask = torch.cat([below & predicted, ~below & predicted])
+        # Each of the two rows of a sequence has some of its masks, both have them all.
+        weights_BL, normaliser = self.weighed(clean, p_BL, predicted, predicted)
         keep = torch.cat([one_earlier(mask), torch.zeros_like(mask)], dim=1)
         twice = clean.repeated(2)
         return NoisyBatch(
@@ -116,7 +84,7 @@ class ComplementaryBlockDiffusion(TwoStreams):
             mask=keep,
             counted=keep,
             targets=twice.targets[mask],
-            weights=torch.ones_like(mask, dtype=torch.float32)[mask],
+            weights=weights_BL.repeat(2, 1)[mask],
             terms=None,
-            normaliser=total(mask),
+            normaliser=normaliser,
         )

@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.models.spec import Topology
-from dlm_bridge.train.objectives.base import Objective, total
+from dlm_bridge.train.objectives.base import Normalisation, Objective, Weighting
 from dlm_bridge.train.objectives.clean import Clean, one_earlier
-from dlm_bridge.train.objectives.hybrid import next_tokens
 from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms
 
 
@@ -24,18 +23,25 @@ class NextToken(Objective):
     topologies: ClassVar[tuple[Topology, ...]] = ("causal",)
     shift: ClassVar[bool] = True
     masks: ClassVar[bool] = False
+    weightings: ClassVar[tuple[Weighting, ...]] = ("uniform",)
+    normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted", "sequences")
 
     mask_token_id: int = -1
+    loss_weighting: Weighting = "uniform"
+    loss_normalisation: Normalisation = "predicted"
 
     def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
-        keep = next_tokens(clean)
+        predicted = clean.counted & clean.preceded
+        ones_BL = torch.ones(predicted.shape, device=predicted.device)
+        weights_BL, normaliser = self.normalised(clean, ones_BL, predicted, predicted)
+        keep = one_earlier(predicted)
         return NoisyBatch(
             input_ids=clean.input_ids,
             **self.placed(clean),
             mask=keep,
             counted=keep,
-            targets=one_earlier(clean.targets)[keep],
-            weights=torch.ones(int(keep.sum()), device=keep.device),
+            targets=clean.targets[predicted],
+            weights=weights_BL[predicted],
             terms=None,
-            normaliser=total(keep),
+            normaliser=normaliser,
         )

@@ -93,6 +93,16 @@ class Clean:
         """[B, L] each document's sum of `values_BL` at all of its positions."""
         return torch.zeros_like(values_BL).scatter_add(1, self.documents, values_BL).gather(1, self.documents)
 
+    def sizes(self, among: torch.Tensor) -> torch.Tensor:
+        """[B, L] int64: how many positions of `among` each document has, at all of its positions."""
+        return self.summed(among.long())
+
+    def number(self, among: torch.Tensor) -> torch.Tensor:
+        """How many documents have a position of `among`."""
+        if self.numbers is None:
+            return among.any(dim=1).sum()
+        return (self.starts & (self.sizes(among) > 0)).sum()
+
     def lowest(self, values_BL: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
         """[B, L] bool: the first position with the lowest value `among` those of each document."""
         found = self._least(values_BL.masked_fill(~among, torch.inf)) == values_BL

@@ -9,7 +9,7 @@ import torch
 
 from dlm_bridge.models.masks import Stream
 from dlm_bridge.models.spec import Topology
-from dlm_bridge.train.objectives.base import total
+from dlm_bridge.train.objectives.base import Normalisation, Weighting, total
 from dlm_bridge.train.objectives.block import TwoStreams
 from dlm_bridge.train.objectives.clean import Clean, one_earlier
 from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms
@@ -27,7 +27,10 @@ class NemotronDiffusion(TwoStreams):
     topologies: ClassVar[tuple[Topology, ...]] = ("bidirectional",)
     families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
     clean_stream: ClassVar[Stream] = "causal"
+    weightings: ClassVar[tuple[Weighting, ...]] = ("level", "uniform")
+    normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted",)
 
+    loss_normalisation: Normalisation = "predicted"
     diffusion_weight: float = 0.3
     ar_weight: float = 1.0
 
@@ -41,7 +44,8 @@ class NemotronDiffusion(TwoStreams):
         mask = (uniforms.token < p_BL) & clean.counted
         following = next_tokens(clean)
         keep = torch.cat([mask, following], dim=1)
-        weights_BS = torch.cat([self.diffusion_weight / p_BL, torch.full_like(p_BL, self.ar_weight)], dim=1)
+        weights_BL = self.diffusion_weight * self.weighed(clean, p_BL, mask, clean.counted)[0]
+        weights_BS = torch.cat([weights_BL, torch.full_like(p_BL, self.ar_weight)], dim=1)
         return NoisyBatch(
             input_ids=torch.cat([torch.where(mask, self.mask_token_id, clean.input_ids), clean.input_ids], dim=1),
             **self.placed(clean),
@@ -69,8 +73,11 @@ class WeDLMDiffusion(TwoStreams):
     terms: ClassVar[int] = 2
     noisy_stream: ClassVar[Stream] = "causal"
     clean_stream: ClassVar[Stream] = "causal"
+    weightings: ClassVar[tuple[Weighting, ...]] = ("level", "uniform")
+    normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted",)
 
     eps: float = 1e-8
+    loss_normalisation: Normalisation = "predicted"
     ar_weight: float = 1.0
 
     @classmethod
@@ -88,8 +95,8 @@ class WeDLMDiffusion(TwoStreams):
         noisy = torch.where(mask, self.mask_token_id, clean.input_ids).gather(1, order)
         masks, following = mask.gather(1, order), next_tokens(clean)
         keep = torch.cat([masks, following], dim=1)
-        inverse = 1 / p_BL.gather(1, order)
-        weights_BS = torch.cat([inverse, torch.full_like(inverse, self.ar_weight)], dim=1) / (1 + self.ar_weight)
+        weights_BL = self.weighed(clean, p_BL, mask, clean.counted)[0].gather(1, order)
+        weights_BS = torch.cat([weights_BL, torch.full_like(p_BL, self.ar_weight)], dim=1) / (1 + self.ar_weight)
         terms_BS = torch.cat([torch.zeros_like(order), torch.ones_like(order)], dim=1)
         return NoisyBatch(
             input_ids=torch.cat([noisy, clean.input_ids], dim=1),
@@ -99,7 +106,7 @@ class WeDLMDiffusion(TwoStreams):
             targets=torch.cat([clean.targets.gather(1, order), one_earlier(clean.targets)], dim=1)[keep],
             weights=weights_BS[keep],
             terms=terms_BS[keep],
-            normaliser=torch.cat([total(inverse[masks]), total(following)]),
+            normaliser=torch.cat([total(weights_BL[masks]), total(following)]),
         )
 
     @staticmethod

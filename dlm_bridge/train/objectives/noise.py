@@ -69,7 +69,7 @@ class NoisyBatch:
     visibility: Visibility | None  # [B or 1, S]: who looks at whom, padding included; None for the family's own way
     position_ids: torch.Tensor | None  # [B or 1, S]; None for 0..L-1
     mask: torch.Tensor  # [B, S] bool: the positions whose logits are needed
-    counted: torch.Tensor  # [B, S] bool: a superset, as many positions as the normaliser counts where K is 1
+    counted: torch.Tensor  # [B, S] bool: a superset, as many as the normaliser where that counts positions
     targets: torch.Tensor  # [M] the token that the logits of each position predict
     weights: torch.Tensor  # [M] fp32
     terms: torch.Tensor | None  # [M] int64, which of the K sums a position belongs to; None where K is 1

@@ -34,9 +34,9 @@ class Preset:
 
 OBJECTIVES: dict[str, Preset] = {
     "masked": Preset(MaskedDiffusion),
-    "masked_fraction": Preset(MaskedDiffusion, {"weighting": "fraction", "eps": 0.0}),
+    "masked_fraction": Preset(MaskedDiffusion, {"loss_weighting": "fraction", "eps": 0.0}),
     "shifted": Preset(ShiftedDiffusion),
-    "shifted_cart": Preset(ShiftedDiffusion, {"weighting": "cart"}),
+    "shifted_cart": Preset(ShiftedDiffusion, {"loss_weighting": "cart"}),
     "shifted_floor": Preset(ShiftedDiffusion, {"eps": 1e-3}),
     "block": Preset(BlockDiffusion),
     "block_levels": Preset(BlockDiffusion, {"level": "block"}),
@@ -59,15 +59,26 @@ def check_objective(name: str, family: FamilySpec, where: str) -> None:
         raise DlmBridgeError(f"{where}: objective '{name}' is not for {family.title}, which is {attention}: {instead}")
 
 
-def build_objective(name: str, mask_token_id: int, length_variation: float = 0.0, config: Any = None) -> Objective:
-    """The objective that `--objective NAME` means, with the block size and the weights of the model's `config`.
+def build_objective(
+    name: str,
+    mask_token_id: int,
+    length_variation: float = 0.0,
+    config: Any = None,
+    loss_weighting: str | None = None,
+    loss_normalisation: str | None = None,
+) -> Objective:
+    """The objective that `--objective NAME` means, with the block size and the weights of the model's `config`; with
+    its own weighting and normalisation where they are None.
 
-    Raises DlmBridgeError with the known names, or where the configuration lacks what the objective needs.
+    Raises DlmBridgeError with the known names, where the configuration lacks what the objective needs, and for a
+    weighting or normalisation that it has not.
     """
     if name not in OBJECTIVES:
         raise DlmBridgeError(f"unknown objective '{name}': known are {', '.join(OBJECTIVES)}")
     preset = OBJECTIVES[name]
     settings = {**preset.kind.settings(config), **preset.settings}
+    chosen = {"loss_weighting": loss_weighting, "loss_normalisation": loss_normalisation}
+    settings |= {key: value for key, value in chosen.items() if value is not None}
     return preset.kind(mask_token_id=mask_token_id, length_variation=length_variation, **settings)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.train.objectives.base import Objective, total
+from dlm_bridge.train.objectives.base import Normalisation, Objective, Weighting
 from dlm_bridge.train.objectives.clean import Clean, one_earlier
 from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms
 
@@ -19,35 +19,38 @@ class ShiftedDiffusion(Objective):
     """Dream's objective (arXiv 2508.15487 and copies of its trainer), and with eps 1e-3 DiffuLLaMA's (2410.17891).
 
     Per sequence t ~ U(0, 1), without a floor where eps is 0; each position is masked with probability t; the weighted
-    cross-entropy at the masked positions is divided by their number. Weights are 1/t ("original") or depend on how
-    near the visible tokens are ("cart", `cart_weights`).
+    cross-entropy at the masked positions is divided by their number. Weights are 1/t, or with `loss_weighting` "cart"
+    depend on how near the visible tokens are (`cart_weights`).
 
     A position that no real one precedes, the first of a document above all, is never masked: nothing predicts it.
     """
 
     shift: ClassVar[bool] = True
+    weightings: ClassVar[tuple[Weighting, ...]] = ("level", "fraction", "uniform", "cart")
 
     eps: float = 0.0
-    weighting: Literal["original", "cart"] = "original"
+    loss_normalisation: Normalisation = "predicted"
     cart_p: float = 0.3
 
     def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
         t_BL = self.probability(clean, uniforms)
-        mask = (uniforms.token < t_BL) & clean.counted & clean.preceded
-        if self.weighting == "cart":
+        predictable = clean.counted & clean.preceded
+        mask = self.masked(clean, t_BL, uniforms, predictable)
+        if self.loss_weighting == "cart":
             documents_BL = clean.documents if clean.packed else None
             weights_BL = cart_weights(clean.everywhere & ~mask, self.cart_p, documents_BL)
+            weights_BL, normaliser = self.normalised(clean, weights_BL, mask, predictable)
         else:
-            weights_BL = 1 / t_BL
+            weights_BL, normaliser = self.weighed(clean, t_BL, mask, predictable)
         return NoisyBatch(
             input_ids=torch.where(mask, self.mask_token_id, clean.input_ids),
             **self.placed(clean),
             mask=one_earlier(mask),  # moving a row's masks keeps their order, and with it that of the targets
-            counted=one_earlier(mask),
+            counted=one_earlier(self.counts(mask, predictable)),
             targets=clean.targets[mask],
             weights=weights_BL[mask],
             terms=None,
-            normaliser=total(mask),
+            normaliser=normaliser,
         )
 
 
