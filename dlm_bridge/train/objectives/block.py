@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.masks import Stream
 from dlm_bridge.models.spec import Topology
+from dlm_bridge.models.visibility import Visibility
 from dlm_bridge.train.objectives.base import Normalisation, Objective, Weighting
 from dlm_bridge.train.objectives.clean import Clean, one_earlier
 from dlm_bridge.train.objectives.noise import NoisyBatch, Uniforms
@@ -31,6 +32,50 @@ class TwoStreams(Objective):
     def settings(cls, config: Any) -> dict[str, Any]:
         size = getattr(config, "block_size", None)
         if size is None:
+            raise DlmBridgeError("the model's config has no block_size: set it in config.json")
+        return {"block_size": size}
+
+    def placed(self, clean: Clean, order: torch.Tensor | None = None) -> dict[str, Any]:
+        """Who looks at whom and the position ids of both streams, as fields of a batch. `order` [B, L] says which
+        clean position stands where in the noisy stream, each within its block."""
+        documents, positions = clean.apart, clean.positions
+        noisy_documents, noisy_positions = documents, positions
+        if order is not None:
+            documents = documents.expand_as(order)
+            noisy_documents = documents.gather(1, order)
+            noisy_positions = positions.expand_as(order).gather(1, order)
+        visibility = Visibility.two_streams(
+            documents, positions, self.block_size, self.noisy_stream, self.clean_stream, noisy_documents
+        )
+        return {
+            "attention_mask": clean.real,
+            "visibility": visibility,
+            "position_ids": torch.cat([noisy_positions, positions.expand_as(noisy_positions)], dim=1),
+        }
+
+    def block_levels(self, uniforms: Uniforms, clean: Clean) -> torch.Tensor:
+        """[B, L] the noise level of each position's block."""
+        return uniforms.block.gather(1, clean.blocks(self.block_size))
+
+
+@dataclass(frozen=True)
+class BlockDiffusion(TwoStreams):
+    """SDAR's objective (its public training code; the two streams are BD3-LM's, arXiv 2503.09573), which LLaDA2 and
+    DreamReasoner share as far as their reports say.
+
+    t per sequence (or per block), p = (1 - eps) t + eps; each position is masked with probability p; the loss is the
+    cross-entropy at the masked positions over p, summed and divided by the number of counted positions.
+
+    dLLM's bd3lm checkpoints are A2D models trained so, by a `block_size` in their config.json.
+    """
+
+    also: ClassVar[tuple[str, ...]] = ("a2d_qwen3", "a2d_qwen2", "a2d_llama")
+
+    level: Literal["sequence", "block"] = "sequence"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.level == "block" and self.loss_weighting == "fraction":
             raise DlmBridgeError("--loss-weighting fraction needs one noise level a sequence: objective block has it")
 
     def corrupt(self, clean: Clean, uniforms: Uniforms) -> NoisyBatch:
