@@ -37,6 +37,10 @@ class MaskCache:
         self._entries.move_to_end(key)
         return self._entries[key][1]
 
+    def clear(self) -> None:
+        """Let go of every tensor."""
+        self._entries.clear()
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -10,9 +10,11 @@ import torch
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.visibility import Visibility
 from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.attention import attention_mask
 from dlm_bridge.parallel.model import build_megatron_model
+from dlm_bridge.parallel.rotary import rotary_angles
 from dlm_bridge.parallel.weights import expert_name
 from tests.interop import engine
 from tests.interop.cases import REFUSED, Files, models
@@ -28,9 +30,11 @@ def a_mask_is_honoured(files: Files) -> None:
     ids, positions = models()["gqa"].tokens(), torch.arange(12)[None]
     real = torch.ones(1, 12, dtype=torch.bool)
     for mask in (attention_mask("causal", positions, real_BS=real), attention_mask("block_causal", positions, 5)):
+        pairs = Visibility(mask).dense()
         with torch.no_grad():
-            wanted = hf_model(ids, attention_mask=~mask).logits
+            wanted = hf_model(ids, attention_mask=pairs).logits
         torch.testing.assert_close(engine.run(chunks, ids, 128, mask=mask), wanted, **TOLERANCE)
+        torch.testing.assert_close(engine.run(chunks, ids, 128, mask=pairs), wanted, **TOLERANCE)
         assert (wanted - hf_model(ids).logits).abs().max() > 1e-2
     real[:, 9:] = False
     with torch.no_grad():
@@ -54,10 +58,11 @@ def an_ignored_mask_is_refused(files: Files) -> None:
             logits(model, given, **overrides)
 
     refused("sdar", "block-causal attention needs an attention_mask in every call", None)
-    refused("mistral_window", "DotProductAttention would ignore an attention_mask beside the sliding window", mask)
-    refused("qwen2", "would ignore an attention_mask with masked_softmax_fusion", mask, masked_softmax_fusion=True)
-    refused("gqa", r"must be bool \[B, 1, S, S\], True where masked, not torch.float32", mask.float())
-    refused("gqa", r"must be bool .* not torch.bool \[1, 12\]", mask[0, 0, :1])
+    refused("mistral_window", "under an attention_mask would ignore the sliding window: pass None", mask)
+    refused("qwen2", "attention_dropout needs Transformer Engine", None, attention_dropout=0.1)
+    refused("gqa", r"must be int32 codes \[1 or 1, 12, 5\] or bool .* not torch.float32", mask.float())
+    refused("gqa", r"must be int32 codes .* not torch.int32 \[1, 11, 5\]", mask[:, :11])
+    refused("gqa", r"must be int32 codes .* not torch.bool \[1, 12\]", mask[..., 0].bool())
     refused("gqa", "sliding window is causal, this model's attention is bidirectional", None, window_size=(4, 0))
     refused("mixtral", "moe_grouped_gemm needs Transformer Engine", None, moe_grouped_gemm=True)
     with pytest.raises(DlmBridgeError, match="needs a block size of at least 1, not None"):
@@ -79,6 +84,7 @@ def rope_matches_beyond_the_original_context(files: Files) -> None:
         if isinstance(angles, tuple):
             angles, scale = angles
         angles = angles[positions, 0, 0]
+        assert torch.equal(rotary_angles(chunk.rotary_pos_emb, positions[None])[:, 0, 0], angles)
         cos, sin = bridge.build_hf_model().model.rotary_emb(torch.zeros(1), positions[None])
         torch.testing.assert_close(angles.cos() * scale, cos[0], **TOLERANCE)
         torch.testing.assert_close(angles.sin() * scale, sin[0], **TOLERANCE)

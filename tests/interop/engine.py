@@ -24,7 +24,7 @@ def run(
     weights: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Whole logits [B, S, V] on every rank, one sample a micro-batch, each under `mask` [1, 1, S, S]; with `weights`
+    """Whole logits [B, S, V] on every rank, one sample a micro-batch, each under `mask` (one row's); with `weights`
     [B, S, V] also the backward of sum(logits * weights) / B, whose gradients are left in `.grad`."""
     batch, length = input_ids.shape
     tp_rank = parallel_state.get_tensor_model_parallel_rank()

@@ -1,0 +1,197 @@
+"""What processes check about context parallelism: each case on one process against the Hub's model, then cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import groups, platform
+from dlm_bridge.parallel.attention import block_size
+from dlm_bridge.parallel.attention_core import MASKS
+from dlm_bridge.parallel.batch import MicroBatch, micro_batch
+from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
+from dlm_bridge.parallel.groups import ParallelConfig
+from dlm_bridge.parallel.handover import stream_hf_weights
+from dlm_bridge.parallel.model import build_megatron_model
+from dlm_bridge.train.objectives import NoisyBatch
+from tests.parallel.context_cases import Case, context_models, hub
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Of the loss, relative; of each gradient, relative to its largest element. Megatron-core's kernels on GPUs take
+    half precision only."""
+
+    dtype: torch.dtype
+    loss: float
+    gradient: float
+
+    @classmethod
+    def here(cls) -> Tolerance:
+        if platform.current().name == "cpu":
+            return cls(torch.float32, 1e-5, 1e-4)
+        return cls(torch.bfloat16, 1e-2, 6e-2)
+
+
+def cut_equals_whole(root: Path, case: Case, comm_type: str = "p2p", sizes: tuple[int, ...] | None = None) -> str:
+    """Loss and every gradient of one process and of as many as there are, with and without recomputation. Returns how
+    far they were apart."""
+    bridge = bridge_of(root, case)
+    noisy = case.noisy()
+    tolerance = Tolerance.here()
+    loss, gradients = _trained(bridge, noisy, ParallelConfig(), tolerance.dtype)
+    wanted = _hub_loss(bridge, case, noisy)
+    assert abs(loss - wanted) <= tolerance.loss * abs(wanted), (loss, wanted)
+    parallel = ParallelConfig(dist.get_world_size(), comm_type, sizes)
+    worst = [0.0, 0.0]
+    for recompute in (None, "full", "selective"):
+        found, cut = _trained(bridge, noisy, parallel, tolerance.dtype, recompute)
+        worst[0] = max(worst[0], abs(found - loss) / abs(loss))
+        assert cut.keys() == gradients.keys()
+        assert any(gradient.abs().max() > 0 for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            apart = float((cut[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-6))
+            assert apart <= tolerance.gradient, f"{name}, recompute {recompute}: {apart:.1e}"
+            worst[1] = max(worst[1], apart)
+    assert worst[0] <= tolerance.loss, worst
+    return f"loss {worst[0]:.1e}, gradients {worst[1]:.1e}"
+
+
+def bridge_of(root: Path, case: Case) -> Bridge:
+    return Bridge.from_hf(hub(root, case.model), family=context_models()[case.model].family)
+
+
+def micro_batches_in_flight(root: Path, packed: Case, whole: Case) -> None:
+    """Two pipeline stages with several micro-batches, each with its own mask and positions, recomputed."""
+    bridge = bridge_of(root, packed)
+    batches = [micro_batch(case.noisy(), bridge.family.topology) for case in (packed, whole, packed, whole)]
+    results = []
+    for layout in (Layout(), Layout(pp=2)):
+        groups.destroy()
+        chunks = build_megatron_model(bridge, layout, torch.float32, **FULL)
+        _through_the_schedule(chunks, batches)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.data = parameter.grad
+        results.append(dict(stream_hf_weights(bridge, chunks)))
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
+
+
+def what_cannot_be_is_refused(root: Path, case: Case, window: Case) -> None:
+    bridge = bridge_of(root, case)
+
+    def refused(message: str, parallel: ParallelConfig, of: Bridge = bridge, layout: Layout | None = None) -> None:
+        groups.destroy()
+        with pytest.raises(DlmBridgeError, match=message):
+            build_megatron_model(of, layout or Layout(), parallel=parallel)
+
+    refused("needs a multiple of 4 processes, but 2 run", ParallelConfig(2), layout=Layout(tp=2))
+    refused("x cp 3 needs a multiple of 3 processes", ParallelConfig(3))
+    refused(r"--cp-comm-type a2a deals 1 query groups .* to 2 ranks", ParallelConfig(2, "a2a"), layout=Layout(tp=2))
+    refused("--cp-comm-type a2a needs Transformer Engine", ParallelConfig(2, "a2a"))
+    refused(r"--cp-comm-type a2a\+p2p needs Transformer Engine", ParallelConfig(2, "a2a+p2p", (2, 1)))
+    refused("p2p knows no sliding window, .* use --cp-comm-type allgather", ParallelConfig(2), bridge_of(root, window))
+    groups.destroy()
+    build_megatron_model(bridge, Layout(), parallel=ParallelConfig(2))
+    with pytest.raises(DlmBridgeError, match="already initialised with cp 2, but the layout says cp 1"):
+        build_megatron_model(bridge, Layout())
+
+
+def what_would_be_ignored_is_refused(root: Path, case: Case) -> None:
+    bridge = bridge_of(root, case)
+    groups.destroy()
+    (model,) = build_megatron_model(bridge, Layout())
+    batch = _cut(bridge, case.noisy())
+    whole = micro_batch(case.noisy(), bridge.family.topology, packed=True)
+    assert whole.packed is not None
+    with pytest.raises(DlmBridgeError, match="packed_seq_params need Transformer Engine"):
+        model(whole.input_ids, None, None, packed_seq_params=whole.packed.params())
+    with pytest.raises(DlmBridgeError, match=r"attention_mask must be int32 codes .* not torch.int32 \[2, 20, 5\]"):
+        model(batch.input_ids, batch.position_ids, batch.attention[:, :20])
+
+
+def _trained(
+    bridge: Bridge, noisy: NoisyBatch, parallel: ParallelConfig, dtype: torch.dtype, recompute: str | None = None
+) -> tuple[float, Gradients]:
+    """The loss of the whole batch and its gradients, each rank having seen its part."""
+    groups.destroy()
+    MASKS.clear()
+    (model,) = build_megatron_model(bridge, Layout(), dtype, parallel, **_recompute(recompute))
+    batch = _cut(bridge, noisy).to(platform.current().device())
+    loss = _loss(model.train(), batch)
+    loss.backward()
+    assert batch.attention is None or len(MASKS) == 1  # one mask for all layers and their recomputation
+    values = [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+    for value in values:
+        dist.all_reduce(value, group=parallel_state.get_context_parallel_group())
+    gradients = {name: value.grad.float() for name, value in model.named_parameters() if value.grad is not None}
+    return float(loss.detach()), gradients
+
+
+def _recompute(kind: str | None) -> dict[str, Any]:
+    if kind == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return FULL if kind == "full" else {}
+
+
+def _cut(bridge: Bridge, noisy: NoisyBatch) -> MicroBatch:
+    return micro_batch(
+        noisy,
+        bridge.family.topology,
+        block_size(bridge),
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
+    )
+
+
+def _loss(model: Any, batch: MicroBatch) -> torch.Tensor:
+    logits_BSV = model(batch.input_ids, batch.position_ids, batch.attention)
+    return _weighted(logits_BSV, batch)
+
+
+def _weighted(logits_BSV: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    logits_MV = logits_BSV.flatten(0, 1)[batch.chosen]
+    return (torch.nn.functional.cross_entropy(logits_MV, batch.targets, reduction="none") * batch.weights).sum()
+
+
+def _hub_loss(bridge: Bridge, case: Case, noisy: NoisyBatch) -> float:
+    model = bridge.build_hf_model().float()
+    positions = None if noisy.position_ids is None else noisy.position_ids.expand_as(noisy.input_ids)
+    mask = noisy.model_mask()
+    with torch.no_grad():
+        logits_BSV = model(noisy.input_ids, attention_mask=mask, position_ids=positions).logits
+    return float(case.objective.loss_sum(logits_BSV[noisy.mask], noisy).sum())
+
+
+def _through_the_schedule(chunks: list[Any], batches: list[MicroBatch]) -> None:
+    def step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = next(data)
+        output = model.train()(batch.input_ids, batch.position_ids, batch.attention)
+
+        def loss(logits_BSV: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+            return _weighted(logits_BSV, batch), {}
+
+        return output, loss
+
+    rows, length = batches[0].input_ids.shape
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=chunks[0],
+        num_microbatches=len(batches),
+        seq_length=length,
+        micro_batch_size=rows,
+        forward_only=False,
+    )
