@@ -14,7 +14,15 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine) that it does without
     from megatron.core import __version__ as version
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron.core.dist_checkpointing.serialization import (
+        get_default_load_sharded_strategy,
+        get_default_save_sharded_strategy,
+    )
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+        FullyParallelSaveStrategyWrapper,
+    )
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -31,9 +39,10 @@ with warnings.catch_warnings():
         gather_from_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.enums import AttnBackend, AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe.moe_utils import track_moe_metrics
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -43,10 +52,14 @@ with warnings.catch_warnings():
 
 __all__ = [
     "AsyncCallsQueue",
+    "AsyncRequest",
+    "AttnBackend",
     "AttnMaskType",
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "FullyParallelLoadStrategyWrapper",
+    "FullyParallelSaveStrategyWrapper",
     "GPTModel",
     "IdentityOp",
     "MegatronModule",
@@ -61,6 +74,8 @@ __all__ = [
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",
+    "get_default_load_sharded_strategy",
+    "get_default_save_sharded_strategy",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
@@ -70,6 +85,7 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "parallel_state",
     "tensor_parallel_layers",
+    "track_moe_metrics",
     "unwrap_model",
     "version",
 ]
