@@ -19,7 +19,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.adaptation import annealed, block_size, with_block_size
 from dlm_bridge.train.checkpoints import clean, find_checkpoints, load_state, save_checkpoint
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data import Section
+from dlm_bridge.train.data import Samples
 from dlm_bridge.train.keyed import Purpose, torch_seed
 from dlm_bridge.train.loading import load_hub_model, load_model
 from dlm_bridge.train.loop import EVAL_BATCHES, Engine
@@ -27,7 +27,14 @@ from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flo
 from dlm_bridge.train.objectives import NoisyBatch, Objective, Uniforms, divisors
 from dlm_bridge.train.optimisation import learning_rate, parameter_groups
 from dlm_bridge.train.sampling import Sampler
-from dlm_bridge.train.setup import load_data, make_objective, open_output, with_objective, write_config
+from dlm_bridge.train.setup import (
+    check_data,
+    load_data,
+    make_objective,
+    open_output,
+    with_objective,
+    write_config,
+)
 
 
 def pretrain(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
@@ -50,6 +57,7 @@ def pretrain(config: TrainConfig, resume: bool = False, console: Console | None 
             console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
         return checkpoint
 
+    check_data(config)
     model = load_model(config) if checkpoint is None else load_hub_model(str(checkpoint), config.family)
     config = with_objective(config, model)
     if (size := block_size(config, step + 1)) is not None:
@@ -98,8 +106,8 @@ class Trainer(Engine):
     model: Any
     tokenizer: Any
     objective: Objective
-    train: Section
-    valid: Section
+    train: Samples
+    valid: Samples
     micro_batch_size: int
     output: Path
     console: Console
@@ -119,7 +127,7 @@ class Trainer(Engine):
             betas=(config.beta1, config.beta2),
             eps=config.adam_eps,
         )
-        self.sampler = Sampler(len(self.train), config.seed, config.global_batch_size)
+        self.sampler = Sampler(config.global_batch_size)
         self.plain_model = self.model
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
 
@@ -223,7 +231,7 @@ class Trainer(Engine):
 
     def _noisy(self, step: int, samples: list[int]) -> NoisyBatch:
         """The noise is drawn on the CPU, where it costs little and equals every other engine's."""
-        rows = self.train.rows([self.sampler.block(sample) for sample in samples])
+        rows = self.train.rows(samples)
         uniforms = Uniforms.keyed(self.config.seed, step, samples, self.config.seq_length)
         return annealed(self.objective.noise(uniforms=uniforms, **vars(rows)), self.config, step, samples)
 

@@ -29,6 +29,7 @@ FIXED_FOR_A_RUN = (
     "seq_length",
     "global_batch_size",
     "seed",
+    "document_attention",
     "objective",
     "length_variation",
     "mask_annealing_steps",
@@ -53,6 +54,7 @@ class TrainConfig(MegatronOptions):
     micro_batch_size: int | None = option(None, "Sequences at once on a process.")  # None: no gradient accumulation
     seq_length: int = option(1024, "Tokens of a sequence.")
     seed: int = option(0, "Of data order, noise and initial weights.")
+    document_attention: bool = option(False, "Documents that share a block do not look at each other.")
     objective: str | None = option(None, "masked, shifted, block, causal, ...; the family's own by default.")
     length_variation: float = option(0.01, "Share of sequences cut to a random length.")
     mask_annealing_steps: int = option(0, "Steps over which causal attention opens to bidirectional.")
@@ -157,8 +159,9 @@ def _typed(path: Path, key: str, value: Any) -> Any:
         return None
     if list[str] in options:
         value = [value] if isinstance(value, str) else value
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return value
+        kinds = {type(item) for item in value} if isinstance(value, list) else {None}
+        if kinds <= {str, int, float} and (str in kinds or not value):
+            return [str(item) for item in value]  # a blend's weights are numbers
     for kind in options:
         if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
             try:

@@ -21,6 +21,7 @@ class Purpose(IntEnum):
     TORCH = 4
     COLLATOR = 5
     MASK_ANNEALING = 6
+    DOCUMENT_ORDER = 7
 
 
 def stream(seed: int, purpose: Purpose, major: int = 0, minor: int = 0, lane: int = 0) -> np.random.Generator:

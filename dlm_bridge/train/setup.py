@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train import data
 from dlm_bridge.train.adaptation import check_adaptation
 from dlm_bridge.train.checkpoints import clean
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data import MOCK, Blocks, MockBlocks, Section
+from dlm_bridge.train.data import Fit, Reader, Samples, find_data
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.objectives import OBJECTIVES, Objective, build_objective, check_objective, mask_token_id
 
@@ -63,20 +62,28 @@ def make_objective(config: TrainConfig, model: Any) -> Objective:
     return build_objective(name, token, config.length_variation, model.config)
 
 
-def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Section, Section, Any]:
-    """The training and validation blocks and the tokenizer (None for mock data); `mask_token` is None
-    where the objective masks nothing. Raises DlmBridgeError."""
-    rows = model.get_input_embeddings().weight.shape[0]
+def check_data(config: TrainConfig) -> None:
+    """Raise DlmBridgeError where `--data` names nothing, a blend is not W PATH W PATH ..., or a Megatron pair is
+    damaged or shorter than a block: what can be told before a model is loaded."""
+    find_data(config.data).check(config.seq_length)
+
+
+def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Samples, Samples, Any]:
+    """The training and validation samples and the tokenizer (None where no data need one and the model has none);
+    `mask_token` is None where the objective masks nothing. Raises DlmBridgeError."""
+    found = find_data(config.data)
+    reader = Reader(
+        seq_length=config.seq_length,
+        seed=config.seed,
+        shares=config.shares,
+        fit=Fit(model.get_input_embeddings().weight.shape[0], mask_token),
+        with_documents=config.document_attention,
+    )
     tokenizer = None
-    if config.data == [MOCK]:
-        if mask_token is not None and mask_token < 1:
-            raise DlmBridgeError("--data mock needs a mask_token_id above 0: the ids below it are its tokens")
-        tokens = rows if mask_token is None else min(rows, mask_token)
-        blocks: Blocks = MockBlocks(config.seq_length, tokens=tokens, seed=config.seed)
-    else:
-        files = data.find_files(config.data)
+    try:
         tokenizer = load_tokenizer(config)
-        data.check_tokenizer(tokenizer, rows, mask_token)
-        blocks = data.pack(files, tokenizer, config.seq_length, mask_token)
-    train, valid, _ = data.split(blocks, config.shares)
+    except DlmBridgeError:
+        if found.has_text or config.tokenizer:
+            raise
+    train, valid = found.sections(reader, tokenizer)
     return train, valid, tokenizer

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data import MockBlocks
+from dlm_bridge.train.data import Epochs, MockBlocks, split
 from dlm_bridge.train.objectives import IGNORE, NextToken, Uniforms, mean_loss
 from dlm_bridge.train.sampling import Sampler
 from tests.autoregressive.cases import CASES, Case
@@ -33,8 +33,8 @@ SHORT: dict[str, Any] = {
 def _rows(step: int, count: int, length: int = 16) -> torch.Tensor:
     """The tokens of a step, as the engine reads mock data with the default split."""
     blocks = MockBlocks(length, tokens=130, seed=0)
-    sampler = Sampler(blocks.length * 99 // 100, 0, count)
-    return blocks.rows([sampler.block(sample) for sample in sampler.samples(step, 0, 1, count)[0]]).input_ids
+    train = Epochs(split(blocks, (0.99, 0.01, 0.0))[0], seed=0)
+    return train.rows(Sampler(count).samples(step, 0, 1, count)[0]).input_ids
 
 
 def test_the_loss_is_transformers_own(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train import data
-from dlm_bridge.train.data import MockBlocks, check_tokenizer, find_files, pack, split
+from dlm_bridge.train.data import Epochs, MockBlocks, check_tokenizer, documents, find_files, pack, packing, split
 from dlm_bridge.train.sampling import Sampler
 
 DOCUMENTS = ["def f(x):\n    return x\n", "x + 1\r\n", "é = 3\n" * 30]
@@ -56,8 +55,8 @@ def test_long_texts_in_pieces_give_the_same_stream(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = pack(find_files([str(_write(tmp_path / "whole", "text"))]), tokenizer, 5)
-    monkeypatch.setattr(data, "PIECE", 20)
-    monkeypatch.setattr(data, "BATCH", 50)
+    monkeypatch.setattr(documents, "PIECE", 20)
+    monkeypatch.setattr(packing, "BATCH", 50)
     pieces = pack(find_files([str(_write(tmp_path / "pieces", "text"))]), tokenizer, 5)
     assert torch.equal(pieces.rows(range(len(pieces))).input_ids, whole.rows(range(len(whole))).input_ids)
 
@@ -149,16 +148,19 @@ def test_sections_cover_all_blocks_once(
 
 
 def test_an_epoch_holds_every_block_once_and_the_next_another_order() -> None:
-    sampler = Sampler(blocks=10, seed=1, global_batch_size=4)
-    drawn = [sampler.block(g) for step in range(1, 6) for micro in sampler.samples(step, 0, 1, 2) for g in micro]
+    blocks = MockBlocks(4, 9, seed=0, length=10)
+    read = [g for step in range(1, 6) for micro in Sampler(4).samples(step, 0, 1, 2) for g in micro]
+    drawn = [Epochs(blocks, seed=1).block(g) for g in read]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
     assert drawn[:10] != drawn[10:]
-    assert drawn[:10] != [Sampler(10, 2, 4).block(g) for g in range(10)]
+    assert drawn[:10] != [Epochs(blocks, seed=2).block(g) for g in range(10)]
+    assert drawn[:10] != [Epochs(blocks, seed=1, source=1).block(g) for g in range(10)]
+    assert [Epochs(blocks).block(g) for g in range(12)] == [*range(10), 0, 1]
 
 
 @pytest.mark.parametrize(("processes", "micro"), [(1, 8), (1, 2), (2, 4), (4, 1)])
 def test_every_layout_reads_the_same_samples(processes: int, micro: int) -> None:
-    sampler = Sampler(blocks=100, seed=0, global_batch_size=8)
+    sampler = Sampler(global_batch_size=8)
     read = [
         g for process in range(processes) for batch in sampler.samples(3, process, processes, micro) for g in batch
     ]

@@ -63,8 +63,7 @@ def test_first_step_is_the_objective_at_the_initial_weights(
     tmp_path: Path, run: Run, seed_folder: Path, values: dict[str, Any]
 ) -> None:
     """Loss, gradient norm and AdamW's first update of step 1, computed here without the engine."""
-    from dlm_bridge.train.data import find_files, pack, split
-    from dlm_bridge.train.sampling import Sampler
+    from dlm_bridge.train.data import Epochs, find_files, pack, split
 
     rows = run(tmp_path / "run", steps=1, warmup_steps=0, lr_schedule="constant", clip_grad=0.0)
     raw = json.loads((seed_folder / "config.json").read_text())
@@ -73,11 +72,8 @@ def test_first_step_is_the_objective_at_the_initial_weights(
     model.load_state_dict(type(model).from_pretrained(None, config=model.config, state_dict=weights).state_dict())
     tokenizer = AutoTokenizer.from_pretrained(seed_folder)
     train, _, _ = split(pack(find_files(values["data"]), tokenizer, 16, raw["mask_token_id"]), (0.99, 0.01, 0.0))
-    sampler = Sampler(len(train), seed=0, global_batch_size=8)
     objective = MaskedDiffusion(raw["mask_token_id"], length_variation=0.2)
-    noisy = objective.noise(
-        train.rows([sampler.block(g) for g in range(8)]).input_ids, Uniforms.keyed(0, 1, range(8), 16)
-    )
+    noisy = objective.noise(Epochs(train, seed=0).rows(range(8)).input_ids, Uniforms.keyed(0, 1, range(8), 16))
     logits = model(noisy.input_ids, attention_mask=noisy.model_mask()).logits[noisy.mask]
     loss = objective.loss_sum(logits, noisy) / noisy.normaliser
     loss.backward()
