@@ -10,7 +10,7 @@ from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
 
 
@@ -24,7 +24,7 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
             raise DlmBridgeError(f"{path} is not a checkpoint: not a folder")
         return path
     text = os.fspath(name)
-    if not _HUB_ID.fullmatch(text):
+    if not HUB_ID.fullmatch(text):
         raise DlmBridgeError(f"{text}: no such folder, and not a Hub id (owner/name)")
     from huggingface_hub import snapshot_download
 

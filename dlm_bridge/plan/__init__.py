@@ -1,0 +1,9 @@
+"""Who holds what, how much memory it takes and which layout to choose, from a model's configuration alone."""
+
+from __future__ import annotations
+
+from dlm_bridge.plan.memory import MemoryPlan, StageMemory, memory_plan
+from dlm_bridge.plan.model import Model, open_model
+from dlm_bridge.plan.run import Run
+
+__all__ = ["MemoryPlan", "Model", "Run", "StageMemory", "memory_plan", "open_model"]

@@ -1,0 +1,253 @@
+"""An estimate of a step's time: matrix products and attention, collectives that nothing hides, the pipeline's bubble.
+
+Each figure is a product of counted work and a stated rate of `Hardware`; no model is named. Formulas: pipeline bubble
+(pp - 1) / (micro-batches x vp) of the ideal time (Narayanan et al., arXiv 2104.04473, section 2.2), tensor parallel
+volumes (Korthikanti et al., arXiv 2205.05198, section 4.2.2), ZeRO volumes (arXiv 1910.02054, section 7). Estimates rank
+layouts; they are not a promise of throughput.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dlm_bridge.plan.activations import copies
+from dlm_bridge.plan.hardware import Hardware
+from dlm_bridge.plan.model import Model
+from dlm_bridge.plan.run import Run
+
+# Passes over each expert token copy in memory for permuting it there and back, forward and backward, and reading it.
+_EXPERT_PASSES = 10
+_OPTIMIZER_BYTES = 30  # AdamW reads and writes weights, gradient and moments of a parameter
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, by cause; the slowest stage decides."""
+
+    compute: float
+    recompute: float
+    tensor_parallel: float
+    context_parallel: float
+    expert_parallel: float
+    pipeline_bubble: float
+    pipeline_messages: float
+    data_parallel: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return asdict(self) | {"total": self.total}
+
+
+@dataclass
+class _Work:
+    """Seconds of one micro-batch, forward and backward."""
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+
+    def add(self, other: _Work, times: int = 1) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + times * value)
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def step_time(model: Model, run: Run, hardware: Hardware) -> StepTime:
+    """Of a run that `Run.check` accepts."""
+    layout = run.layout
+    kinds = model.kinds(layout)
+    layers = {moe: _layer(model, run, hardware, moe) for moe in set().union(*kinds)}
+    works = []
+    for stage in range(layout.pp):
+        work = _Work()
+        for moe, number in kinds[stage].items():
+            work.add(layers[moe], number)
+        if stage == layout.pp - 1:
+            work.add(_head(model, run, hardware))
+        works.append(work)
+    slowest = max(works, key=lambda work: work.total)
+    count = run.micro_batches
+    bubble = (layout.pp - 1) / layout.vp * slowest.total
+    exposed, optimizer = _data_parallel(model, run, hardware, slowest.total / layout.vp)
+    return StepTime(
+        compute=count * slowest.compute,
+        recompute=count * slowest.recompute,
+        tensor_parallel=count * slowest.tensor_parallel,
+        context_parallel=count * slowest.context_parallel,
+        expert_parallel=count * slowest.expert_parallel,
+        pipeline_bubble=bubble,
+        pipeline_messages=_messages(model, run, hardware),
+        data_parallel=exposed,
+        optimizer=optimizer,
+    )
+
+
+def _layer(model: Model, run: Run, hardware: Hardware, moe: bool) -> _Work:
+    layout, dims = run.layout, model.dims
+    held = model.layer(moe, layout.tp, layout.ep, layout.expert_tp)
+    dense = sum(held.get(role, 0) for role in ("attention", "mlp", "router", "shared experts"))
+    experts = _expert_seconds(model, run, hardware) if moe else 0.0
+    attention = _attention_flops(model, run) / (hardware.flops * hardware.attention_efficiency)
+    products = 2 * dense * run.tokens / _rate(run, hardware)
+    forward = max(products + attention + experts, hardware.layer_latency)
+    work = _Work(compute=3 * forward)
+    work.tensor_parallel = _tensor_parallel(model, run, hardware)
+    work.context_parallel = _context_parallel(model, run, hardware, 3 * attention)
+    work.expert_parallel = _expert_parallel(model, run, hardware) if moe else 0.0
+    if run.recompute == "full":
+        share = 1.0 if run.recompute_layers is None else min(1.0, run.recompute_layers * layout.pp / dims.layers)
+        work.recompute = share * (forward + work.tensor_parallel / 2 + work.expert_parallel / 2)
+    elif run.recompute == "selective":
+        work.recompute = _selective(model, run, hardware, moe, attention, products, experts, work)
+    return work
+
+
+def _rate(run: Run, hardware: Hardware) -> float:
+    """FLOP/s of matrix products: few rows fill a GPU badly."""
+    filled = run.tokens / (run.tokens + hardware.small_rows)
+    return hardware.flops * hardware.matmul_efficiency * filled * _speedup(run)
+
+
+def _speedup(run: Run) -> float:
+    """Of FP8 matrix products over bf16's: twice the rate, but casts in between."""
+    return {"fp8": 1.5, "fp32": 0.06}.get(run.precision, 1.0)
+
+
+def _attention_flops(model: Model, run: Run) -> float:
+    """Forward, of scores and their product with the values; a causal kernel skips half."""
+    values = model.size("values") if model.latent_attention else model.dims.q_rows
+    seen = run.seq_length * run.streams / (2 if model.causal or run.streams > 1 else 1)
+    return 2 * (model.dims.q_rows + values) / run.layout.tp * seen * run.tokens
+
+
+def _expert_seconds(model: Model, run: Run, hardware: Hardware) -> float:
+    """Forward, of the fullest rank: grouped matrix products, and moving the copies through memory."""
+    dims, layout = model.dims, run.layout
+    rows = copies(model, run) * run.tokens
+    flops = 2 * 3 * dims.hidden * dims.moe_ffn / layout.expert_tp * rows
+    # A matrix product of few rows an expert reads its weights for little work.
+    weights = 3 * dims.hidden * dims.moe_ffn / layout.expert_tp * dims.experts / layout.ep * 2
+    moved = (_EXPERT_PASSES / 3 * 2 * dims.hidden * rows + weights) / hardware.memory_bandwidth
+    return flops / (hardware.flops * hardware.expert_efficiency * _speedup(run)) + moved
+
+
+def _tensor_parallel(model: Model, run: Run, hardware: Hardware) -> float:
+    """Two all-gathers and two reduce-scatters of the hidden states forward, and the same backward."""
+    tp = run.layout.tp
+    if tp == 1:
+        return 0.0
+    volume = (tp - 1) / tp * 2 * model.dims.hidden * run.tokens
+    return 8 * (volume / hardware.bandwidth(tp) + hardware.message_latency)
+
+
+def _context_parallel(model: Model, run: Run, hardware: Hardware, attention: float) -> float:
+    """Keys and values go round the ring while attention runs (three rounds, forward and backward); what it does not
+    hide counts. Ranks of a ring are `tp` apart."""
+    if run.cp == 1:
+        return 0.0
+    dims = model.dims
+    width = dims.q_rows + model.size("values") if model.latent_attention else 2 * dims.kv_rows
+    volume = (run.cp - 1) * 2 * width / run.layout.tp * run.tokens
+    seconds = 3 * (volume / hardware.bandwidth(run.layout.tp * run.cp) + run.cp * hardware.message_latency)
+    return max(0.1 * seconds, seconds - attention)
+
+
+def _expert_parallel(model: Model, run: Run, hardware: Hardware) -> float:
+    """All-to-all of the copies to their experts and back, forward and backward; within a node at NVLink's rate.
+
+    The flex dispatcher (DeepEP) sends a token once to each node that it has experts on, which a router limited to
+    groups of experts bounds; the others send every copy.
+    """
+    layout = run.layout
+    group = layout.ep * layout.expert_tp
+    if group == 1:
+        return 0.0
+    sent = 2 * model.dims.hidden * copies(model, run) * run.tokens
+    nodes = -(-group // hardware.per_node)
+    near = sent * max(0.0, 1 / nodes - 1 / group) / hardware.bandwidth(min(group, hardware.per_node))
+    far = sent * (1 - 1 / nodes)
+    if run.moe_dispatcher == "flex":
+        reached = min(nodes, model.top_k, int(model.settings.get("moe_router_group_topk") or model.top_k))
+        far *= reached / model.top_k
+    return 4 * (max(near, far / hardware.bandwidth(group)) + hardware.message_latency)
+
+
+def _selective(
+    model: Model, run: Run, hardware: Hardware, moe: bool, attention: float, products: float, experts: float, work: _Work
+) -> float:
+    """The forward pass of what is recomputed."""
+    modules = set(run.recompute_modules)
+    rate = _rate(run, hardware)
+    seconds = attention if "core_attn" in modules else 0.0
+    if "mla_up_proj" in modules and model.latent_attention:
+        up = model.size("q_lora") * model.dims.q_rows + model.size("kv_lora") * model.size("kv_up")
+        seconds += 2 * up / run.layout.tp * run.tokens / rate
+    held = model.layer(moe, run.layout.tp, run.layout.ep, run.layout.expert_tp)
+    if "mlp" in modules:
+        seconds += 2 * held.get("mlp", 0) * run.tokens / rate
+    if {"shared_experts", "moe"} & modules:
+        seconds += 2 * held.get("shared experts", 0) * run.tokens / rate
+    if "moe" in modules and moe:
+        seconds += experts + work.expert_parallel / 2
+    if {"layernorm", "moe_act"} & modules and moe:
+        width = 4 * model.dims.hidden + 6 * model.dims.moe_ffn * copies(model, run)
+        seconds += width * run.tokens / hardware.memory_bandwidth
+    return seconds
+
+
+def _head(model: Model, run: Run, hardware: Hardware) -> _Work:
+    columns = -(-model.dims.vocab // run.layout.tp)
+    flops = 2 * columns * model.dims.hidden * run.tokens / run.streams * (1.0 if run.all_logits else run.loss_share)
+    return _Work(compute=3 * flops / _rate(run, hardware))
+
+
+def _messages(model: Model, run: Run, hardware: Hardware) -> float:
+    """Hand-overs between stages; an interleaved schedule hides them behind other chunks, but for their start."""
+    layout = run.layout
+    if layout.pp == 1:
+        return 0.0
+    sequence = layout.tp if run.sharded_sequence else 1
+    rate = hardware.bandwidth(layout.tp * run.cp * layout.pp)
+    seconds = 2 * model.dims.hidden * run.tokens / sequence / rate
+    exposed = hardware.message_latency + (0.0 if layout.vp > 1 else seconds)
+    return 2 * layout.vp * run.micro_batches * exposed + 2 * (layout.pp - 1) * seconds
+
+
+def _data_parallel(model: Model, run: Run, hardware: Hardware, hidden_behind: float) -> tuple[float, float]:
+    """Reducing gradients and gathering weights once a step, behind the last micro-batch's backward pass and the first
+    one's forward pass; with fully sharded weights in every micro-batch. And the optimizer's own time."""
+    layout = run.layout
+    seconds = worst = 0.0
+    for stage, kinds in enumerate(model.kinds(layout)):
+        experts = dense = 0
+        for moe, number in kinds.items():
+            held = model.layer(moe, layout.tp, layout.ep, layout.expert_tp)
+            experts += number * held.get("experts", 0)
+            dense += number * (sum(held.values()) - held.get("experts", 0))
+        outer = model.outer(layout.tp)
+        dense += outer["embedding"] * (stage == 0) + outer.get("head", 0) * (stage == layout.pp - 1)
+        total = update = 0.0
+        for count, replicas, span in (
+            (dense, run.dp * run.cp, layout.tp * run.cp * run.dp),
+            (experts, run.expert_dp, layout.expert_tp * layout.ep * run.expert_dp),
+        ):
+            times = run.micro_batches if run.fsdp == "optim_grads_params" else 1
+            share = (replicas - 1) / replicas
+            volume = (run.gradient_bytes + 2 * times + (2 * times if times > 1 else 0)) * count * share
+            total += volume / hardware.bandwidth(span)
+            sharded = run.distributed_optimizer or run.fsdp is not None
+            update += _OPTIMIZER_BYTES * (count / replicas if sharded else count) / hardware.memory_bandwidth
+        seconds, worst = max(seconds, total), max(worst, update)
+    behind = hidden_behind * (run.micro_batches if run.fsdp == "optim_grads_params" else 1)
+    return max(0.1 * seconds, seconds - behind), worst

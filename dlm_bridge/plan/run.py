@@ -1,0 +1,159 @@
+"""The settings of a training run that decide memory and time, checked against a model as megatron-core checks them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlm_bridge.convert.layout import Layout
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.plan.hardware import OVERHEADS
+from dlm_bridge.plan.model import Model
+
+PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
+RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+FSDP = ("optim", "optim_grads", "optim_grads_params")
+OPTIMIZERS = ("adamw", "sgd")
+DISPATCHERS = ("alltoall", "allgather", "flex")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Sizes are counts of ranks, `seq_length` tokens, batches sequences; names are those of the training options.
+
+    `streams` is how many times a sequence stands in the model's input (two for the two-stream block objective),
+    `loss_share` the mean share of its positions that have a loss, `all_logits` whether logits of every position exist
+    at once instead of in chunks where there is a loss.
+    """
+
+    layout: Layout
+    gpus: int
+    seq_length: int
+    cp: int = 1
+    micro_batch_size: int = 1
+    global_batch_size: int | None = None
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    distributed_optimizer: bool = True
+    fsdp: str | None = None
+    sequence_parallel: bool | None = None
+    recompute: str = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_layers: int | None = None  # of each stage, with full recomputation; all where None
+    moe_dispatcher: str = "alltoall"
+    gradient_bytes: int = field(default=OVERHEADS.gradient_bytes)
+    streams: int = 1
+    loss_share: float = 1.0
+    all_logits: bool = False
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that one replica of the dense part takes."""
+        return self.layout.tp * self.layout.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        """Replicas that read different samples."""
+        return self.gpus // self.model_ranks
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of an expert."""
+        return self.gpus // (self.layout.pp * self.layout.ep * self.layout.expert_tp)
+
+    @property
+    def sharded_sequence(self) -> bool:
+        """Whether sequence parallelism is on: by itself where tp is above one."""
+        return self.layout.tp > 1 and self.sequence_parallel is not False
+
+    @property
+    def micro_batches(self) -> int:
+        """In a step, on each rank; enough to hide most of the pipeline's bubble where no global batch is given."""
+        if self.global_batch_size is None:
+            return 8 * self.layout.pp if self.layout.pp > 1 else 1
+        return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.micro_batches * self.micro_batch_size * self.dp
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch on one rank, before tensor parallelism cuts the sequence."""
+        return self.micro_batch_size * self.streams * self.seq_length // self.cp
+
+    def check(self, model: Model) -> None:
+        """Raise DlmBridgeError, naming number and remedy, where megatron-core would refuse this run of this model."""
+        self._check_values()
+        layout, dims = self.layout, model.dims
+        layout.check(dims)
+        for rule in model.rules:
+            rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, dims)
+        if dims.heads % layout.tp:
+            raise DlmBridgeError(f"--tp {layout.tp} does not divide the {dims.heads} attention heads: lower it")
+        for ranks, what in (
+            (self.model_ranks, f"--tp {layout.tp} x --pp {layout.pp} x --cp {self.cp}"),
+            (layout.pp * layout.ep * layout.expert_tp, f"--pp {layout.pp} x --ep {layout.ep} x --etp"),
+        ):
+            if self.gpus % ranks:
+                raise DlmBridgeError(f"--gpus {self.gpus} is no multiple of {what} = {ranks} ranks")
+        self._check_batch()
+        if self.fsdp and layout.pp > 1:
+            raise DlmBridgeError(f"--fsdp {self.fsdp} with --pp {layout.pp}: FSDP has no pipeline: choose one of them")
+        if layout.ep > 1 and layout.tp > 1 and not self.sharded_sequence:
+            raise DlmBridgeError(
+                f"--tp {layout.tp} --ep {layout.ep} needs sequence parallelism: leave out --no-sequence-parallel"
+            )
+
+    def _check_values(self) -> None:
+        for name in ("gpus", "seq_length", "cp", "micro_batch_size", "global_batch_size", "recompute_layers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DlmBridgeError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        for name, known in (
+            ("precision", PRECISIONS),
+            ("recompute", RECOMPUTE),
+            ("optimizer", OPTIMIZERS),
+            ("fsdp", (None, *FSDP)),
+            ("moe_dispatcher", DISPATCHERS),
+        ):
+            if getattr(self, name) not in known:
+                choices = ", ".join(value for value in known if value)
+                raise DlmBridgeError(f"--{name.replace('_', '-')} {getattr(self, name)}: choose one of {choices}")
+        for module in self.recompute_modules:
+            if module not in RECOMPUTE_MODULES:
+                raise DlmBridgeError(f"--recompute-modules {module}: choose of {', '.join(RECOMPUTE_MODULES)}")
+
+    def _check_batch(self) -> None:
+        pieces = self.cp * (2 if self.cp > 1 else 1)  # context parallelism balances causal work with two pieces each
+        pieces = math.lcm(pieces, self.cp * (self.layout.tp if self.sharded_sequence else 1))
+        if self.seq_length % pieces:
+            raise DlmBridgeError(
+                f"--seq-length {self.seq_length} is no multiple of {pieces}, in which --cp {self.cp} and sequence "
+                f"parallelism over --tp {self.layout.tp} cut it"
+            )
+        if self.global_batch_size is not None and self.global_batch_size % (self.micro_batch_size * self.dp):
+            raise DlmBridgeError(
+                f"--global-batch-size {self.global_batch_size} is no multiple of --micro-batch-size "
+                f"{self.micro_batch_size} x {self.dp} data parallel ranks"
+            )
+        if self.layout.vp > 1 and self.micro_batches % self.layout.pp:
+            raise DlmBridgeError(
+                f"--vp {self.layout.vp}: the {self.micro_batches} micro-batches of a step are no multiple of "
+                f"--pp {self.layout.pp}, which interleaving needs"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        names = (
+            "gpus", "seq_length", "cp", "dp", "expert_dp", "micro_batch_size", "micro_batches", "batch", "precision",
+            "optimizer", "distributed_optimizer", "fsdp", "sharded_sequence", "recompute", "recompute_modules",
+            "recompute_layers", "moe_dispatcher", "gradient_bytes", "streams", "loss_share", "all_logits",
+        )  # fmt: skip
+        values = {name: getattr(self, name) for name in names}
+        if self.recompute != "selective":
+            values["recompute_modules"] = ()
+        return {**self.layout.as_dict(), "etp": self.layout.expert_tp, **values}
