@@ -136,34 +136,8 @@ def tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, FileTensor]]
             yield from tensors_in(item, f"{prefix}.{key}" if prefix else str(key))
 
 
-def storage_records(path: Path) -> list[Record]:
-    """The entries that hold tensors' values, in the order of their bytes."""
-    with path.open("rb") as stream:
-        found = [record for record in _records(stream) if record.name.startswith("data/")]
-    return sorted(found, key=lambda record: record.start)
-
-
-def _read(stream: BinaryIO, path: Path) -> Any:
-    try:
-        if stream.read(4) != _TORCH_MAGIC:
-            raise DlmBridgeError(
-                f"{path}: not a torch.save file of torch 1.6 or later (no zip archive): load it "
-                "with torch.load(..., weights_only=True) and save it again"
-            )
-        records = {record.name: record for record in _records(stream)}
-        order = records.get("byteorder")
-        if order is not None and _bytes_of(stream, order) != b"little":
-            raise DlmBridgeError(f"{path}: it was saved big-endian, which is not supported")
-        if records["data.pkl"].length > _PICKLE_LIMIT:
-            raise DlmBridgeError(f"{path}: its pickle has {records['data.pkl'].length} bytes, too many")
-        return _Unpickler(_bytes_of(stream, records["data.pkl"]), path, records).load()
-    except DlmBridgeError:
-        raise
-    except Exception as error:  # a damaged archive or pickle raises nearly anything
-        raise DlmBridgeError(f"{path}: not a whole torch.save file: {one_line(error)[:200]}") from None
-
-
-def _records(stream: BinaryIO) -> Iterator[Record]:
+def read_records(stream: BinaryIO) -> Iterator[Record]:
+    """The entries of an archive, as they are stored. Raises ValueError for what torch.save does not write."""
     stream.seek(0, io.SEEK_END)
     size = stream.tell()
     with zipfile.ZipFile(stream) as archive:
@@ -178,6 +152,26 @@ def _records(stream: BinaryIO) -> Iterator[Record]:
             if start + info.file_size > size:
                 raise ValueError(f"its record {info.filename} runs past the end of the file")
             yield Record(info.filename.partition("/")[2], start, info.file_size)
+
+
+def _read(stream: BinaryIO, path: Path) -> Any:
+    try:
+        if stream.read(4) != _TORCH_MAGIC:
+            raise DlmBridgeError(
+                f"{path}: not a torch.save file of torch 1.6 or later (no zip archive): load it "
+                "with torch.load(..., weights_only=True) and save it again"
+            )
+        records = {record.name: record for record in read_records(stream)}
+        order = records.get("byteorder")
+        if order is not None and _bytes_of(stream, order) != b"little":
+            raise DlmBridgeError(f"{path}: it was saved big-endian, which is not supported")
+        if records["data.pkl"].length > _PICKLE_LIMIT:
+            raise DlmBridgeError(f"{path}: its pickle has {records['data.pkl'].length} bytes, too many")
+        return _Unpickler(_bytes_of(stream, records["data.pkl"]), path, records).load()
+    except DlmBridgeError:
+        raise
+    except Exception as error:  # a damaged archive or pickle raises nearly anything
+        raise DlmBridgeError(f"{path}: not a whole torch.save file: {one_line(error)[:200]}") from None
 
 
 def _bytes_of(stream: BinaryIO, record: Record) -> bytes:

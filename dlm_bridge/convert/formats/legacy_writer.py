@@ -1,0 +1,332 @@
+"""Writing Megatron's legacy format: every rank's `model_optim_rng.pt` laid out first, then filled slice by slice.
+
+torch itself lays a file out, with `skip_data`: its pickle and headers are kept in memory and the tensors' places are
+filled in any order. What results is a plain `torch.save` file, checksums included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import zipfile
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+import xxhash
+
+from dlm_bridge.convert.formats.legacy import FILE
+from dlm_bridge.convert.formats.rank_names import KeyStyle, extra_state_of, rank_name
+from dlm_bridge.convert.formats.torch_file import Record, read_records
+from dlm_bridge.convert.layout import Layout
+from dlm_bridge.convert.mapping import Link
+from dlm_bridge.convert.tensors import byte_runs, range_digest, write_at
+from dlm_bridge.errors import DlmBridgeError
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_CRC_IN_DESCRIPTOR, _CRC_IN_DIRECTORY = 4, 16  # bytes from the start of either
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one rank's share of a link's slice goes: `length` bytes from `start` of `file`."""
+
+    file: str
+    start: int
+    length: int
+    tp_rank: int
+    tp: int
+
+
+@dataclass
+class LegacyPlan:
+    """Every file and every place in it, before any tensor is read."""
+
+    files: dict[str, int]  # path below the iteration -> bytes
+    targets: dict[str, list[Target]]  # by Link.megatron_name
+    segments: dict[str, list[tuple[int, bytes]]]  # what stands around the tensors
+    directories: dict[str, dict[int, int]]  # file -> start of a tensor's bytes -> its entry in the archive's directory
+
+
+@dataclass
+class _RankPlan:
+    chunks: list[dict[str, torch.Tensor | None]]
+    places: list[tuple[int, str, str, int, int]] = field(default_factory=list)  # chunk, key, link's name, tp rank, tp
+
+
+def plan_legacy(
+    links: Iterable[Link],
+    layout: Layout,
+    dtypes: dict[str, torch.dtype],
+    args: dict[str, Any],
+    style: KeyStyle,
+    iteration: int,
+) -> LegacyPlan:
+    """Lay out the files of the layout's ranks. `dtypes` goes by `Link.megatron_key`; the vocabulary's rows are padded
+    already. Raises DlmBridgeError for expert tensor parallelism that the folders' names cannot tell."""
+    ranks = _ranks(layout)
+    plans = {(pp, tp, ep): _RankPlan([{} for _ in range(layout.vp)]) for pp in range(layout.pp) for tp, ep in ranks}
+    local: dict[int, tuple[int, int, int]] = {}
+    for link in links:
+        if not local:
+            local = _local_layers(layout, link.dims.layers)
+        for pp, vp, name in _names(link, layout, local, style):
+            expert_rank = None if link.expert is None else link.expert // (link.dims.experts // layout.ep)
+            for (tp, ep), etp_rank in ranks.items():
+                if expert_rank not in (None, ep):
+                    continue
+                rank, size = (tp, layout.tp) if expert_rank is None else (etp_rank, layout.expert_tp)
+                plan = plans[pp, tp, ep]
+                tensor = torch.empty(_local_shape(link, rank, size), dtype=dtypes[link.megatron_key])
+                plan.chunks[vp][name] = tensor
+                plan.places.append((vp, name, link.megatron_name, rank, size))
+                if state := extra_state_of(name, style):
+                    plan.chunks[vp][state] = None
+    result = LegacyPlan({}, {}, {}, {})
+    for (pp, tp, ep), plan in plans.items():
+        if pp == layout.pp - 1:  # the output layer has a state also where it shares the embedding's weight
+            plan.chunks[-1].setdefault("output_layer._extra_state", None)
+        rest = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": iteration}
+        _lay_out(f"{_folder(layout, pp, tp, ep)}/{FILE}", plan, rest, result)
+    return result
+
+
+class LegacyWriter:
+    """Writes a plan's tensors in any order and from any thread; `finish` completes the files' checksums."""
+
+    def __init__(self, folder: Path, plan: LegacyPlan) -> None:
+        self._folder, self._plan = folder, plan
+        self._missing = set(plan.targets)
+        self._written: dict[tuple[str, int], tuple[bytes, int]] = {}  # (file, start) -> digest, checksum
+        for file, size in plan.files.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / file).open("ab") as stream:  # what a run before this one wrote stays
+                stream.truncate(size)
+
+    def write(self, link: Link, slice_: torch.Tensor) -> list[str]:
+        """Put a link's whole slice into the files of the ranks that hold it. Returns its items' digests, for `has`."""
+        assert tuple(slice_.shape) == link.megatron_shape, f"{link.megatron_name} is not what was planned"
+        self._missing.remove(link.megatron_name)
+        digests = []
+        for target in self._plan.targets[link.megatron_name]:
+            digest, checksum = self._put(target, _parts(link, slice_, target))
+            self._written[target.file, target.start] = digest, checksum
+            digests.append(f"{digest.hex()}:{checksum:08x}")
+        return digests
+
+    def has(self, link: Link, digests: Sequence[str]) -> bool:
+        """Whether the link's items lie there already, from a run before this one; then they count as written."""
+        targets = self._plan.targets[link.megatron_name]
+        if len(targets) != len(digests):
+            return False
+        for target, text in zip(targets, digests, strict=True):
+            if range_digest(self._folder / target.file, target.start, target.length) != text.partition(":")[0]:
+                return False
+        for target, text in zip(targets, digests, strict=True):
+            digest, _, checksum = text.partition(":")
+            self._written[target.file, target.start] = bytes.fromhex(digest), int(checksum, 16)
+        self._missing.remove(link.megatron_name)
+        return True
+
+    def finish(self, iteration: int) -> dict[str, str]:
+        """Write what stands around the tensors; every planned slice must be there. `iteration` is in the plan already.
+
+        Returns a digest of every file, as `legacy_file_digest` finds it again.
+        """
+        assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
+        targets: dict[str, dict[int, Target]] = {}
+        for target in (target for several in self._plan.targets.values() for target in several):
+            targets.setdefault(target.file, {})[target.start] = target
+        found = {}
+        for file, segments in self._plan.segments.items():
+            path = self._folder / file
+            fd = os.open(path, os.O_WRONLY)
+            try:
+                for offset, data in segments:
+                    write_at(fd, data, offset)
+                for start, target in targets[file].items():
+                    checksum = self._written[file, start][1].to_bytes(4, "little")
+                    write_at(fd, checksum, start + target.length + _CRC_IN_DESCRIPTOR)
+                    write_at(fd, checksum, self._plan.directories[file][start] + _CRC_IN_DIRECTORY)
+            finally:
+                os.close(fd)
+            found[file] = legacy_file_digest(path, {start: self._written[file, start][0] for start in targets[file]})
+        return found
+
+    def _put(self, target: Target, parts: Iterable[torch.Tensor]) -> tuple[bytes, int]:
+        digest, checksum, position = xxhash.xxh3_128(), 0, target.start
+        fd = os.open(self._folder / target.file, os.O_WRONLY)
+        try:
+            for part in parts:
+                for run in byte_runs(part):
+                    write_at(fd, run, position)
+                    digest.update(run)
+                    checksum = zlib.crc32(run, checksum)
+                    position += len(run)
+        finally:
+            os.close(fd)
+        assert position == target.start + target.length, f"{target} took {position - target.start} bytes"
+        return digest.digest(), checksum
+
+
+def legacy_file_digest(path: Path, known: dict[int, bytes] | None = None) -> str:
+    """One digest of a rank's file: of its tensors' digests (`known` by their starts, else read), and of all else."""
+    state, position = xxhash.xxh3_128(), 0
+    with path.open("rb") as stream:
+        records = [record for record in read_records(stream) if record.name.startswith("data/")]
+        for record in sorted(records, key=lambda record: record.start):
+            stream.seek(position)
+            state.update(stream.read(record.start - position))
+            digest = (known or {}).get(record.start)
+            if digest is None:
+                digest = bytes.fromhex(range_digest(path, record.start, record.length))
+            state.update(digest)
+            position = record.start + record.length
+        stream.seek(position)
+        state.update(stream.read())
+    return state.hexdigest()
+
+
+def _ranks(layout: Layout) -> dict[tuple[int, int], int]:
+    """(tp rank, ep rank) of every folder of a stage -> the expert tensor parallel rank there."""
+    found: dict[tuple[int, int], int] = {}
+    for rank in range(layout.world_size // layout.pp):
+        place = rank % layout.tp, rank // layout.expert_tp % layout.ep
+        if found.setdefault(place, rank % layout.expert_tp) != rank % layout.expert_tp:
+            raise DlmBridgeError(
+                f"--format torch --etp {layout.expert_tp}: its folders are named by tensor and expert parallel rank, "
+                f"which cannot tell {layout.expert_tp} parts of an expert at --tp {layout.tp}: use --format torch_dist"
+            )
+    return found
+
+
+def _folder(layout: Layout, pp: int, tp: int, ep: int) -> str:
+    name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if layout.pp > 1 else "")
+    return name + (f"_{ep:03d}" if layout.ep > 1 else "")
+
+
+def _local_layers(layout: Layout, layers: int) -> dict[int, tuple[int, int, int]]:
+    return {
+        layer: (pp, vp, number)
+        for pp, chunks in enumerate(layout.stages(layers))
+        for vp, chunk in enumerate(chunks)
+        for number, layer in enumerate(chunk)
+    }
+
+
+def _names(
+    link: Link, layout: Layout, local: dict[int, tuple[int, int, int]], style: KeyStyle
+) -> list[tuple[int, int, str]]:
+    """(stage, chunk, name there) of every place that has a link's tensor: the embedding is on the last stage too where
+    the output layer shares it or multi-token prediction needs it."""
+    template, last = link.rule.megatron, (layout.pp - 1, layout.vp - 1)
+    expert = None if link.expert is None else link.expert % (link.dims.experts // layout.ep)
+    if link.layer is not None and not link.is_mtp:
+        pp, vp, layer = local[link.layer]
+        return [(pp, vp, rank_name(template, layer, expert, style))]
+    mtp = link.layer - link.dims.layers if link.layer is not None else None
+    if template != _EMBEDDING:
+        return [(*last, rank_name(template, 0, expert, style, mtp))]
+    again = [(*last, "output_layer.weight")] if link.dims.tied and last != (0, 0) else []
+    again += [(*last, template)] if link.dims.mtp and last != (0, 0) else []
+    return [(0, 0, template), *again]
+
+
+def _local_shape(link: Link, rank: int, size: int) -> tuple[int, ...]:
+    axis = link.rule.tp_axis
+    if axis is None:
+        return link.megatron_shape
+    shape = list(link.megatron_shape)
+    shape[axis] = sum(length for _, length in link.tp_slices(rank, size))
+    return tuple(shape)
+
+
+def _parts(link: Link, slice_: torch.Tensor, target: Target) -> list[torch.Tensor]:
+    axis = link.rule.tp_axis
+    if axis is None:
+        return [slice_]
+    return [slice_.narrow(axis, start, length) for start, length in link.tp_slices(target.tp_rank, target.tp)]
+
+
+def _lay_out(file: str, plan: _RankPlan, rest: dict[str, Any], result: LegacyPlan) -> None:
+    """Have torch lay the file out, and note where each tensor goes."""
+    keys = ["model"] if len(plan.chunks) == 1 else [f"model{number}" for number in range(len(plan.chunks))]
+    sparse = _Sparse()
+    with torch.serialization.skip_data():
+        torch.save(rest | dict(zip(keys, plan.chunks, strict=True)), sparse)  # type: ignore[arg-type]
+    result.files[file], result.segments[file] = sparse.size, sparse.segments
+    # torch numbers the storages in the order in which it meets them, which is that of the dicts.
+    order = [id(tensor) for chunk in plan.chunks for tensor in chunk.values() if tensor is not None]
+    number = {found: place for place, found in enumerate(order)}
+    records: dict[str, Record] = {record.name: record for record in read_records(cast(BinaryIO, sparse))}
+    for vp, key, name, rank, size in plan.places:
+        tensor = plan.chunks[vp][key]
+        record = records[f"data/{number[id(tensor)]}"]
+        assert tensor is not None
+        assert record.length == tensor.nbytes, f"{file}: {key} is not where torch was expected to put it"
+        result.targets.setdefault(name, []).append(Target(file, record.start, record.length, rank, size))
+    result.directories[file] = _directory(sparse, records)
+
+
+def _directory(sparse: _Sparse, records: dict[str, Record]) -> dict[int, int]:
+    """Start of a tensor's bytes -> offset of its entry in the archive's central directory."""
+    with zipfile.ZipFile(cast(BinaryIO, sparse)) as archive:
+        position, infos = archive.start_dir, archive.infolist()
+    found = {}
+    for info in infos:
+        found[records[info.filename.partition("/")[2]].start] = position
+        sparse.seek(position + 28)
+        lengths = sparse.read(6)
+        position += 46 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2, 4))
+    return found
+
+
+class _Sparse(io.RawIOBase):
+    """A file in memory that keeps what is written and reads what was skipped as zeros."""
+
+    def __init__(self) -> None:
+        self.segments: list[tuple[int, bytes]] = []
+        self.size = self._position = 0
+
+    def write(self, data: Any) -> int:
+        content = bytes(data)
+        if self.segments and self.segments[-1][0] + len(self.segments[-1][1]) == self._position:
+            offset, before = self.segments[-1]
+            self.segments[-1] = (offset, before + content)
+        else:
+            self.segments.append((self._position, content))
+        self._position += len(content)
+        self.size = max(self.size, self._position)
+        return len(content)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, min(len(view), self.size - self._position))]
+        view[:] = bytes(len(view))
+        first = bisect_right(self.segments, self._position, key=lambda segment: segment[0])
+        for offset, data in self.segments[max(0, first - 1) :]:
+            if offset >= self._position + len(view):
+                break
+            low, high = max(offset, self._position), min(offset + len(data), self._position + len(view))
+            if low < high:
+                view[low - self._position : high - self._position] = data[low - offset : high - offset]
+        self._position += len(view)
+        return len(view)
