@@ -30,7 +30,7 @@ with warnings.catch_warnings():
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
     )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import layers as tensor_parallel_layers
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -81,6 +81,7 @@ __all__ = [
     "get_gpt_layer_with_transformer_engine_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
+    "get_standard_config_overrides",
     "get_transformer_layer_offset",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
