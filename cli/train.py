@@ -89,8 +89,10 @@ def _train(config: TrainConfig, resume: bool) -> None:
     import datasets
     import transformers
 
-    from dlm_bridge.train.accelerate_engine import pretrain
-
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    pretrain(config, resume)
+    if config.engine == "megatron":
+        from dlm_bridge.train.megatron.engine import train
+    else:
+        from dlm_bridge.train.accelerate_engine import train
+    train(config, resume)

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from rich.console import Console
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.train.adaptation import annealed, block_size, with_block_size
 from dlm_bridge.train.checkpoints import clean, find_checkpoints, load_state, save_checkpoint
 from dlm_bridge.train.config import TrainConfig
@@ -37,7 +37,7 @@ from dlm_bridge.train.setup import (
 )
 
 
-def pretrain(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
+def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
     """Train until `config.steps`, a SIGTERM or `config.exit_duration`, and return the last checkpoint's folder.
 
     With `resume` the run in `config.output` goes on from its newest checkpoint (from the start where it has none);
@@ -114,6 +114,8 @@ class Trainer(Engine):
 
     def __post_init__(self) -> None:
         config = self.config
+        if config.attention_backend is not None:
+            set_attention(self.model, config.attention_backend)
         self.model.train()  # transformers loads models for inference: no dropout, no gradient checkpointing
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -183,6 +185,8 @@ class Trainer(Engine):
             lr=rate,
             tokens=step * tokens,
             tokens_per_s=rate_of_tokens,
+            tokens_per_s_per_device=rate_of_tokens / accelerator.num_processes,
+            peak_memory=torch.cuda.max_memory_allocated() if accelerator.device.type == "cuda" else None,
             mfu=None
             if self.peak_flops is None
             else rate_of_tokens * self.flops_per_token / (self.peak_flops * accelerator.num_processes),
@@ -254,6 +258,14 @@ class Trainer(Engine):
         row = torch.cat([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(-1) for value in values])
         reduced: Any = self.accelerator.reduce(row, reduction="sum")
         return reduced
+
+
+def set_attention(model: Any, backend: str) -> None:
+    """Use one of transformers' attention implementations. Raises DlmBridgeError for one that is not there."""
+    try:
+        model.set_attn_implementation(backend)
+    except (ValueError, ImportError) as error:
+        raise DlmBridgeError(f"--attention-backend {backend}: {one_line(error)}") from error
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:

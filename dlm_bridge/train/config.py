@@ -74,6 +74,9 @@ class TrainConfig(MegatronOptions):
     save_interval: int = option(1000, "Steps between checkpoints, 0: only the last.")
     keep_last: int = option(0, "Checkpoints to keep, 0: all.")
     exit_duration: float | None = option(None, "Save and exit after so many minutes.")
+    attention_backend: str | None = option(
+        None, "Of --engine accelerate: sdpa, eager, flash_attention_2, ...; of megatron: auto, flash, fused, unfused."
+    )
     gradient_checkpointing: bool = option(False, "Recompute activations to save memory.")
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import MetricsFile, Row
 from dlm_bridge.train.progress import TrainingProgress
+from dlm_bridge.train.trackers import Trackers
 
 EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always the same
 
@@ -50,6 +51,7 @@ class Engine(abc.ABC):
         """Train from after `step` and return the last checkpoint's folder."""
         config = self.config
         metrics = MetricsFile(self.output / "metrics.jsonl", step) if self.main else None
+        trackers = Trackers(config, self.output) if self.main and config.trackers else None
         deadline = math.inf if config.exit_duration is None else time.monotonic() + 60 * config.exit_duration
         with _catch_sigterm() as terminated, TrainingProgress(self.console, config.steps, step, self.main) as progress:
             while True:
@@ -60,11 +62,15 @@ class Engine(abc.ABC):
                     row = dataclasses.replace(row, eval_loss=self.evaluate())
                 if metrics is not None:
                     metrics.append(row)
+                if trackers is not None:
+                    trackers.log(row)
                 progress.show(row)
-                if last or (config.save_interval and step % config.save_interval == 0):
+                if last or step in config.saves or (config.save_interval and step % config.save_interval == 0):
                     folder = self.save(step, metrics)
                 if last:
                     break
+        if trackers is not None:
+            trackers.close()
         if metrics is not None:
             metrics.close()
             done = "done" if step == config.steps else f"stopped early (continue with --resume), step {step}"

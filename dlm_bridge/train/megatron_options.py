@@ -76,9 +76,9 @@ class MegatronOptions:
         return frozenset(whole_numbers("--save-steps", self.save_steps))
 
     @property
-    def hierarchy(self) -> list[int] | None:
+    def hierarchy(self) -> tuple[int, ...] | None:
         """The sizes of `hierarchical_cp_sizes`; None without."""
-        return whole_numbers("--hierarchical-cp-sizes", self.hierarchical_cp_sizes) or None
+        return tuple(whole_numbers("--hierarchical-cp-sizes", self.hierarchical_cp_sizes)) or None
 
     @property
     def sharded_sequence(self) -> bool:

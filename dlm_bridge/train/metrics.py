@@ -44,7 +44,9 @@ class Row:
     lr: float
     tokens: int  # read so far, over all processes
     tokens_per_s: float  # of this step, over all processes
+    tokens_per_s_per_device: float
     mfu: float | None  # share of the devices' bf16 peak; null on CPU, in fp32 and on unknown devices
+    peak_memory: int | None = None  # bytes that the fullest device has allocated at once so far; null on CPU
     eval_loss: float | None = None  # only in the rows of steps that were evaluated
 
     def to_json(self) -> str:

@@ -14,6 +14,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import Fit, Reader, Samples, find_data
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.objectives import OBJECTIVES, Objective, build_objective, check_objective, mask_token_id
+from dlm_bridge.train.trackers import check_trackers
 
 
 def open_output(output: Path, resume: bool) -> None:
@@ -51,6 +52,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
         raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
     config = dataclasses.replace(config, objective=objective)
     check_adaptation(config, family)
+    check_trackers(config)
     return config
 
 

@@ -1,0 +1,187 @@
+"""Checkpoints of a Megatron run: DIR/checkpoints is a Megatron checkpoint root, which `dlm-bridge export` reads.
+
+Weights and optimizer state are saved by megatron-core as global tensors, so that a run goes on at another layout. Each
+iteration is written under a hidden name and renamed when it is whole; the tracker file names only whole ones.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dlm_bridge.convert.formats.torch_dist import TRACKER
+from dlm_bridge.convert.manifest import Manifest
+from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE, HUB_FOLDER
+from dlm_bridge.convert.outputs import write_carried, write_side_files
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpointing, parallel_state, unwrap_model
+from dlm_bridge.train.megatron.source import Source
+
+NAME = re.compile(r"iter_(\d{7,})")
+STATE = "dlm_bridge_run"  # the key of our own values in `common.pt`
+
+
+def root_of(output: Path) -> Path:
+    """The Megatron checkpoint root of a run."""
+    return output / "checkpoints"
+
+
+def newest(output: Path) -> tuple[int, Path | None]:
+    """(step, folder) of a run's newest whole checkpoint; (0, None) where it has none. Raises DlmBridgeError."""
+    tracker = root_of(output) / TRACKER
+    if not tracker.is_file():
+        return 0, None
+    text = tracker.read_text().strip()
+    folder = root_of(output) / f"iter_{int(text):07d}" if text.isdigit() else None
+    if folder is None or not folder.is_dir():
+        raise DlmBridgeError(f"{tracker} names iteration '{text}', which is not there: remove the file to start anew")
+    return int(text), folder
+
+
+def prepare(output: Path, source: Source, tokenizer: Any) -> None:
+    """Write what every iteration shares, the Hub side of the model: config, tokenizer, side files, the manifest. One
+    process calls it."""
+    root = root_of(output)
+    folder = root / HUB_FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for leftover in root.glob(".iter_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    checkpoint = source.bridge.checkpoint
+    write_side_files(checkpoint, folder, None, None)
+    source.model.config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    own = [name for name, carried in checkpoint.carried.items() if not carried.copy_of]
+    write_carried(folder / CARRIED_FILE, {name: checkpoint.read_carried(name) for name in own})
+    Manifest(
+        format="torch_dist",
+        family=source.bridge.family.name,
+        config=source.config(folder),
+        dtype="keep",
+        tensors={},
+        source=checkpoint.hub.source,
+        shards=list(checkpoint.hub.shards),
+        carried=list(checkpoint.carried),
+    ).write(root)
+
+
+class Saver:
+    """Writes and reads the iterations of one run. Every process makes one and calls it together."""
+
+    def __init__(
+        self, output: Path, chunks: Sequence[Any], optimizer: Any, in_background: bool, keep_last: int
+    ) -> None:
+        self.root = root_of(output)
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self.keep_last = keep_last
+        self.queue = AsyncCallsQueue() if in_background else None
+
+    def save(self, step: int, values: dict[str, Any]) -> Path:
+        """Write the iteration `step` with our own `values` (numbers and strings); in the background where asked for,
+        after the one before is whole. Raises DlmBridgeError where the disk refuses."""
+        self.finish()
+        folder = self.root / f"iter_{step:07d}"
+        hidden = self.root / f".{folder.name}"
+        if dist.get_rank() == 0:
+            shutil.rmtree(hidden, ignore_errors=True)
+            hidden.mkdir(parents=True)
+        dist.barrier()
+        state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **self._state(is_loading=False)}
+        try:
+            request = dist_checkpointing.save(
+                state, str(hidden), content_metadata=_content(), async_sharded_save=self.queue is not None
+            )
+        except OSError as error:
+            raise DlmBridgeError(f"{folder}: cannot be written: {one_line(error)}") from error
+        if self.queue is None:
+            self._publish(hidden, folder, step)
+        else:
+            assert isinstance(request, AsyncRequest)
+            request.add_finalize_fn(lambda: self._publish(hidden, folder, step))
+            self.queue.schedule_async_request(request)
+        return folder
+
+    def poll(self) -> None:
+        """Publish a background save that has come to its end. Called once a step."""
+        if self.queue is not None:
+            self.queue.maybe_finalize_async_calls(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for a background save."""
+        if self.queue is not None:
+            self.queue.maybe_finalize_async_calls(blocking=True)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Set weights and optimizer to those of an iteration of any layout, and return our own values. Raises
+        DlmBridgeError for a damaged checkpoint and for one of another model."""
+        try:
+            state = dist_checkpointing.load(self._state(is_loading=True), str(folder))
+        except Exception as error:  # megatron-core and torch raise what they like
+            raise DlmBridgeError(f"{folder}: cannot be resumed from: {one_line(error)}") from error
+        for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True):
+            chunk.load_state_dict(state[key], strict=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        return dict(state[STATE])
+
+    def _state(self, is_loading: bool) -> dict[str, Any]:
+        metadata = {**_content(), "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        model = {
+            key: chunk.sharded_state_dict(metadata=metadata)
+            for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True)
+        }
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        return {**model, "optimizer": optimizer}
+
+    def _publish(self, hidden: Path, folder: Path, step: int) -> None:
+        """Give a whole iteration its name, and let the tracker name it; then remove what is too old."""
+        if dist.get_rank() == 0:
+            _sync_tree(hidden)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(hidden, folder)
+            temporary = self.root / f".{TRACKER}"
+            temporary.write_text(str(step))
+            _sync(temporary)
+            os.replace(temporary, self.root / TRACKER)
+            _sync(self.root)
+            if self.keep_last:
+                found = sorted(path for path in self.root.iterdir() if NAME.fullmatch(path.name))
+                for old in found[: -self.keep_last]:
+                    gone = self.root / f".{old.name}"
+                    os.replace(old, gone)  # out of sight first: a kill leaves nothing that looks like a checkpoint
+                    shutil.rmtree(gone)
+        dist.barrier()
+
+
+def _content() -> dict[str, Any]:
+    """How the state is laid out, as megatron-core names it: loaded again on any layout."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _keys(chunks: Sequence[Any]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,329 @@
+"""A training run on megatron-core, on any of its layouts, on GPUs or (for tests) on CPU with gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import groups, platform
+from dlm_bridge.parallel.batch import MicroBatch, micro_batch
+from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
+from dlm_bridge.parallel.gpt import arguments
+from dlm_bridge.parallel.groups import ParallelConfig
+from dlm_bridge.parallel.model import build_megatron_model
+from dlm_bridge.train.adaptation import block_size, with_block_size
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.data import Samples
+from dlm_bridge.train.data.loader import Prefetcher
+from dlm_bridge.train.keyed import torch_seed
+from dlm_bridge.train.loop import EVAL_BATCHES, Engine
+from dlm_bridge.train.megatron.batches import Batcher, StepBatches
+from dlm_bridge.train.megatron.checkpoints import Saver, newest, prepare
+from dlm_bridge.train.megatron.setup import DTYPES, build_optimizer, layout_of, transformer_overrides, wrap
+from dlm_bridge.train.megatron.source import Source, open_source
+from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
+from dlm_bridge.train.objectives import NoisyBatch, Objective, TwoStreams, divisors
+from dlm_bridge.train.optimisation import learning_rate
+from dlm_bridge.train.setup import check_data, load_data, make_objective, open_output, with_objective, write_config
+
+
+def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
+    """Train until `config.steps`, a SIGTERM or `config.exit_duration`, and return the last checkpoint's folder.
+
+    With `resume` the run in `config.output` goes on from its newest checkpoint (from the start where it has none), at
+    the layout that `config` asks for now. Every process of the launcher calls it. Raises DlmBridgeError.
+    """
+    console = console or Console(stderr=True)
+    layout = layout_of(config)
+    parallel = ParallelConfig(
+        config.cp, config.cp_comm_type, None if not config.hierarchy else tuple(config.hierarchy)
+    )
+    groups.initialize(layout, config.seed, parallel)
+    main = dist.get_rank() == 0
+    config.accumulation(parallel_state.get_data_parallel_world_size())
+    output = Path(config.output)
+    if main:
+        open_output(output, resume)
+    dist.barrier()
+    step, checkpoint = newest(output) if resume else (0, None)
+    if checkpoint is not None and step >= config.steps:
+        if main:
+            console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
+        return checkpoint
+
+    check_data(config)
+    check_data(config)
+    source = open_source(config, checkpoint)
+    config = with_objective(config, source.model)
+    if (size := block_size(config, step + 1)) is not None:
+        source.model.config.block_size = size  # which a model that begins with a schedule need not have
+    objective = make_objective(config, source.model)
+    mask_token = objective.mask_token_id if objective.masks else None
+    if main:  # reads and packs; the others find it in the cache
+        blocks, valid, tokenizer = load_data(config, source.model, mask_token)
+    dist.barrier()
+    if not main:
+        blocks, valid, tokenizer = load_data(config, source.model, mask_token)
+    tokens = config.global_batch_size * config.seq_length * objective.tokens_read
+    overrides = transformer_overrides(config, source.bridge.dims.experts, tokens)
+    model = build_megatron_model(source.bridge, layout, DTYPES[config.precision], parallel, **overrides)
+    chunks = wrap(model, config)
+    trainer = MegatronTrainer(
+        config=config,
+        source=source,
+        chunks=chunks,
+        optimizer=build_optimizer(chunks, config),
+        tokenizer=tokenizer,
+        objective=objective,
+        train=blocks,
+        valid=valid,
+        output=output,
+        console=console,
+    )
+    if checkpoint is not None:
+        trainer.load(checkpoint)
+    if main:
+        prepare(output, source, tokenizer)
+        write_config(config, output)
+        console.print(
+            f"{'training' if step == 0 else f'resuming at step {step}:'} {len(blocks):,} blocks of "
+            f"{config.seq_length} tokens, {len(valid):,} for validation; {describe(config)}",
+            highlight=False,
+        )
+    try:
+        return trainer.run(step)
+    finally:
+        trainer.close()
+
+
+def describe(config: TrainConfig) -> str:
+    """The layout of a run in words."""
+    sizes = {name: getattr(config, name) for name in ("tp", "pp", "vp", "cp", "ep")}
+    sizes["dp"] = parallel_state.get_data_parallel_world_size()
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+
+
+@dataclass
+class MegatronTrainer(Engine):
+    """One process's parts of a run, put together."""
+
+    config: TrainConfig
+    source: Source
+    chunks: list[Any]  # this rank's virtual stages, wrapped for data parallelism
+    optimizer: Any
+    tokenizer: Any
+    objective: Objective
+    train: Samples
+    valid: Samples
+    output: Path
+    console: Console
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.platform = platform.current()
+        self.device = self.platform.device()
+        self.replica = parallel_state.get_data_parallel_rank()
+        self.replicas = parallel_state.get_data_parallel_world_size()
+        self.micro_batch_size, _ = config.accumulation(self.replicas)
+        self.saver = Saver(self.output, self.chunks, self.optimizer, config.async_save, config.keep_last)
+        # Counts travel between CPUs: agreeing on them never waits for the device.
+        self.cpu_group = dist.group.WORLD if self.platform.backend == "gloo" else dist.new_group(backend="gloo")
+        self.schedule = get_forward_backward_func()
+        self.batcher = Batcher(config, self.train, self.replica, self.replicas, self.micro_batch_size, self._cut)
+        self.topology = self.source.bridge.family.topology
+        # Transformer Engine takes documents of variable length where they alone say who looks at whom.
+        self.takes_packed = (
+            self.platform.uses_transformer_engine()
+            and config.cp == 1
+            and self.topology != "block_causal"
+            and not isinstance(self.objective, TwoStreams)
+            and config.mask_annealing_steps == 0
+        )
+        self.prefetcher: Prefetcher[StepBatches] | None = None
+        self.flops_per_token = flops_per_token(self.source.model, config.seq_length) * self.objective.tokens_read
+        self.peak_flops = peak_flops(self.platform.device_name(), config.precision)
+
+    @property
+    def main(self) -> bool:
+        return dist.get_rank() == 0
+
+    def run(self, step: int) -> Path:
+        self.prefetcher = Prefetcher(self._produce, step + 1)
+        folder = super().run(step)
+        self.saver.finish()
+        return folder
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        if self.prefetcher is not None:
+            self.prefetcher.close()
+
+    def _produce(self, step: int) -> StepBatches:
+        """The batches of one step, in the background."""
+        self.objective = with_block_size(self.objective, self.source.model, self.config, step)
+        return self.batcher.training(self.objective, step)
+
+    def _cut(self, noisy: Sequence[NoisyBatch]) -> list[MicroBatch]:
+        """This rank's part of each, all of one form: pipeline stages expect one shape throughout a step."""
+        packed = self.takes_packed and any(_has_documents(batch) for batch in noisy)
+        rank, size = parallel_state.get_context_parallel_rank(), self.config.cp
+        block = getattr(self.source.model.config, "block_size", None)
+        parts = [micro_batch(batch, self.topology, block, rank, size, packed) for batch in noisy]
+        return [part.pin() for part in parts] if self.device.type == "cuda" else parts
+
+    def step(self, step: int, want_stop: bool) -> tuple[Row, bool]:
+        config = self.config
+        began = time.perf_counter()
+        self.saver.poll()
+        assert self.prefetcher is not None
+        batches = self.prefetcher.get()
+        self.platform.manual_seed(torch_seed(config.seed, step, dist.get_rank()))
+        summed = self._sum_on_cpu(torch.cat([self._once(batches.normaliser), torch.tensor([float(want_stop)])]))
+        normaliser, stop = divisors(summed[:-1]), bool(summed[-1] > 0)
+        rate = learning_rate(config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_mult", 1.0)
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self._forward_backward(batches.batches, normaliser, forward_only=False)
+        updated, norm, _ = self.optimizer.step()
+        loss = float(sums.sum())
+        if not math.isfinite(loss):
+            raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
+        if updated and not math.isfinite(float(norm)):
+            raise DlmBridgeError(f"step {step}: the gradient norm is {float(norm)}: lower --lr")
+
+        tokens = config.global_batch_size * config.seq_length
+        seconds = time.perf_counter() - began
+        world = dist.get_world_size()
+        per_s = tokens / seconds
+        row = Row(
+            step=step,
+            loss=loss,
+            grad_norm=float(norm) if updated else None,
+            lr=rate,
+            tokens=step * tokens,
+            tokens_per_s=per_s,
+            tokens_per_s_per_device=per_s / world,
+            peak_memory=self._fullest(),
+            mfu=None if self.peak_flops is None else per_s * self.flops_per_token / (self.peak_flops * world),
+        )
+        return row, stop
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        config = self.config
+        count = min(len(self.valid), EVAL_BATCHES * config.global_batch_size)
+        objective = dataclasses.replace(self.objective, length_variation=0.0)
+        totals = torch.zeros(2, objective.terms, dtype=torch.float64)
+        with self._without_gather():
+            for batches in self.batcher.evaluation(objective, self.valid, count):
+                summed = self._sum_on_cpu(self._once(batches.normaliser))
+                sums = self._forward_backward(batches.batches, torch.ones_like(divisors(summed)), forward_only=True)
+                totals += torch.stack([sums, summed])
+        return float((totals[0] / divisors(totals[1])).sum())
+
+    def save(self, step: int, metrics: MetricsFile | None) -> Path:
+        if metrics is not None:
+            metrics.sync()
+        with self._without_gather():
+            folder = self.saver.save(step, {"train_blocks": len(self.train)})
+        if metrics is not None:
+            plot_loss(metrics.rows, self.output / "loss.png")
+        return folder
+
+    def load(self, folder: Path) -> None:
+        """Set weights and optimizer state to a checkpoint's. Raises DlmBridgeError where the data are others."""
+        blocks = self.saver.load(folder)["train_blocks"]
+        if blocks != len(self.train):
+            raise DlmBridgeError(
+                f"--data gives {len(self.train)} training blocks, the run began with {blocks}: "
+                "resume with the data that it began with"
+            )
+
+    def _forward_backward(
+        self, batches: Sequence[MicroBatch], normaliser: torch.Tensor, forward_only: bool
+    ) -> torch.Tensor:
+        """[K] float64, the weighted loss sums of the global batch over `normaliser`, on every rank; unless
+        `forward_only` their gradients, summed over all ranks, are in the chunks' buffers."""
+        share = (1 / normaliser).to(self.device)
+        none = torch.zeros((), dtype=torch.int, device=self.device)
+
+        def forward(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+            batch = next(data).to(self.device)
+            of_weights = share if batch.terms is None else share[batch.terms]
+            batch = dataclasses.replace(batch, weights=batch.weights * of_weights)
+            return model(**arguments(batch, len(share))), loss
+
+        def loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return output[0], none, output[1]
+
+        rows, length = batches[0].input_ids.shape
+        several = len(self.chunks) > 1
+        results = self.schedule(
+            forward_step_func=forward,
+            data_iterator=[iter(batches) for _ in self.chunks] if several else iter(batches),
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=len(batches),
+            seq_length=length * self.config.cp,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+        )
+        sums = torch.zeros(len(normaliser), dtype=torch.float64, device=self.device)
+        if results and parallel_state.get_tensor_model_parallel_rank() == 0:
+            sums += torch.stack(results).double().sum(dim=0)
+        dist.all_reduce(sums)
+        return sums.cpu()
+
+    def _once(self, normaliser: torch.Tensor) -> torch.Tensor:
+        """What a replica adds to a sum over all ranks, said by one of its ranks."""
+        ranks = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_context_parallel_rank(),
+        )
+        return normaliser if ranks == (0, 0, 0) else torch.zeros_like(normaliser)
+
+    def _fullest(self) -> int | None:
+        """The most memory that any device has held at once; None on CPU."""
+        if self.platform.name == "cpu":
+            return None
+        peak = torch.tensor(self.platform.peak_memory())
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.cpu_group)
+        return int(peak)
+
+    def _sum_on_cpu(self, values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values, group=self.cpu_group)
+        return values
+
+    @contextlib.contextmanager
+    def _without_gather(self) -> Iterator[None]:
+        """Whole weights, outside of a training step: no forward pass gathers them."""
+        overlapped = [chunk for chunk in self.chunks if _gathers_late(chunk)]
+        for chunk in overlapped:
+            chunk.disable_forward_pre_hook()
+        yield
+        for chunk in overlapped:
+            chunk.enable_forward_pre_hook()
+
+
+def _has_documents(noisy: NoisyBatch) -> bool:
+    padded = noisy.attention_mask is not None and not bool(noisy.attention_mask.all())
+    return padded or noisy.visibility is not None
+
+
+def _gathers_late(chunk: Any) -> bool:
+    return chunk.ddp_config.overlap_param_gather and not chunk.ddp_config.use_megatron_fsdp

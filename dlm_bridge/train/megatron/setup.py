@@ -1,0 +1,184 @@
+"""From a run's options to megatron-core's own: transformer configuration, data parallel wrapper, optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dlm_bridge.convert.layout import Layout, parse_pipeline_split
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.parallel import platform
+from dlm_bridge.parallel.core import (
+    AttnBackend,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    OptimizerConfig,
+    finalize_model_grads,
+    get_megatron_optimizer,
+)
+from dlm_bridge.parallel.layer_spec import uses_transformer_engine
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.megatron_options import names
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+ATTENTION = ("auto", "flash", "fused", "unfused")
+
+
+def layout_of(config: TrainConfig) -> Layout:
+    """The layout of a run's weights. Raises DlmBridgeError."""
+    split = {} if config.pipeline_split is None else parse_pipeline_split(config.pipeline_split, config.pp, config.vp)
+    return Layout(tp=config.tp, pp=config.pp, vp=config.vp, ep=config.ep, etp=config.etp, **split)
+
+
+def transformer_overrides(config: TrainConfig, experts: int, tokens: int) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig that a run's options set.
+
+    `experts` is their number in a layer, 0 in a dense model; `tokens` is how many tokens the model reads in one step
+    of the whole run. Raises DlmBridgeError for what needs Transformer Engine where it is not there.
+    """
+    engine = uses_transformer_engine()
+    fields: dict[str, Any] = {
+        "sequence_parallel": config.sharded_sequence,
+        # Gradients are sums; the objective's weights carry the global normaliser.
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": engine and config.fsdp is None,
+        "overlap_p2p_comm": config.vp > 1 and config.overlap_communication,
+        "batch_p2p_comm": not (config.vp > 1 and config.overlap_communication),
+        "deallocate_pipeline_outputs": config.pp > 1,
+        "tp_comm_overlap": config.tp_comm_overlap,
+        "masked_softmax_fusion": False,
+        # Fused by torch.compile, which takes longer on a CPU than it ever saves.
+        "bias_activation_fusion": platform.current().name != "cpu",
+        "bias_dropout_fusion": platform.current().name != "cpu",
+        **_recompute(config),
+    }
+    if config.attention_backend is not None:
+        if config.attention_backend not in ATTENTION:
+            raise DlmBridgeError(
+                f"--attention-backend {config.attention_backend!r} is unknown: with --engine megatron known are "
+                f"{', '.join(ATTENTION)}"
+            )
+        fields["attention_backend"] = AttnBackend[config.attention_backend]
+    if config.precision == "fp8":
+        if not engine:
+            raise DlmBridgeError("--precision fp8 needs Transformer Engine and a GPU: pip install 'dlm-bridge[te]'")
+        fields |= {"fp8": config.fp8_format, "fp8_recipe": config.fp8_recipe, "fp8_param": config.fp8_params}
+        if config.fp8_recipe == "delayed":
+            fields |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    if config.tp_comm_overlap and not engine:
+        raise DlmBridgeError("--tp-comm-overlap needs Transformer Engine and a GPU: leave it out")
+    if experts:
+        fields |= _experts(config, engine, tokens)
+    return fields | config.passed_through("transformer")
+
+
+def _recompute(config: TrainConfig) -> dict[str, Any]:
+    if config.recompute == "full":
+        layers = config.recompute_layers
+        method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        if layers is not None:  # the first so many of every stage
+            method = {"recompute_method": "block", "recompute_num_layers": layers}
+        return {"recompute_granularity": "full", **method}
+    if config.recompute == "selective":
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": names(config.recompute_modules) or ["core_attn"],
+        }
+    return {}
+
+
+def _experts(config: TrainConfig, engine: bool, tokens: int) -> dict[str, Any]:
+    grouped = engine if config.moe_grouped_gemm is None else config.moe_grouped_gemm
+    # megatron-core multiplies these losses with the local tokens of each rank, which sequence and context parallelism
+    # cut (or, without, repeats the tokens and divides): summed over ranks that is a 1 / (tp cp) of the tokens' number.
+    share = config.tp * config.cp / tokens
+    fields: dict[str, Any] = {
+        "moe_token_dispatcher_type": config.moe_dispatcher,
+        "moe_grouped_gemm": grouped,
+        "moe_permute_fusion": engine,
+        "moe_shared_expert_overlap": config.moe_shared_expert_overlap,
+        "moe_router_bias_update_rate": config.moe_expert_bias_update_rate,
+        "moe_router_load_balancing_type": config.moe_aux_loss if config.moe_aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": config.moe_aux_loss_coeff * share,
+    }
+    if config.moe_z_loss_coeff:
+        fields["moe_z_loss_coeff"] = config.moe_z_loss_coeff * share
+    return fields
+
+
+def wrap(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
+    """The model's chunks in megatron-core's data parallelism, DDP or FSDP, in training mode."""
+    sharded = config.distributed_optimizer or config.fsdp is not None
+    settings: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": config.overlap_communication,
+        "overlap_param_gather": config.overlap_communication and sharded,
+        "use_distributed_optimizer": sharded,
+        "fp8_param_gather": config.fp8_params,
+        "use_megatron_fsdp": config.fsdp is not None,
+        **({} if config.fsdp is None else {"data_parallel_sharding_strategy": config.fsdp}),
+        **config.passed_through("ddp"),
+    }
+    wrapped: list[Any] = []
+    for number, chunk in enumerate(chunks):
+        try:
+            ddp_config = DistributedDataParallelConfig(**settings)
+        except TypeError as error:
+            raise DlmBridgeError(f"--megatron ddp: {one_line(error)}") from None
+        # Only the first chunk's communication is on the critical path of an interleaved pipeline.
+        wrapped.append(_wrapper(config)(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
+    return wrapped
+
+
+def _wrapper(config: TrainConfig) -> Any:
+    if config.fsdp is None:
+        return DistributedDataParallel
+    if platform.current().name == "cpu":
+        raise DlmBridgeError(f"--fsdp {config.fsdp}: megatron-core's FSDP needs a GPU: leave it out")
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    return FullyShardedDataParallel
+
+
+def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
+    """megatron-core's optimizer over wrapped chunks, and what its schedules need of both. The learning rate is set
+    before every step. Raises DlmBridgeError."""
+    dtype = DTYPES[config.precision]
+    settings: dict[str, Any] = {
+        "optimizer": "adam" if config.optimizer == "adamw" else "sgd",
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.beta1,
+        "adam_beta2": config.beta2,
+        "adam_eps": config.adam_eps,
+        "clip_grad": config.clip_grad or math.inf,  # which only measures the norm
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
+        "optimizer_cpu_offload": config.optimizer_cpu_offload,
+        "optimizer_offload_fraction": float(config.optimizer_cpu_offload),
+        **({"fp8_recipe": config.fp8_recipe} if config.precision == "fp8" else {}),
+        **config.passed_through("optimizer"),
+    }
+    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    if unknown := sorted(settings.keys() - known):
+        raise DlmBridgeError(f"--megatron optimizer.{unknown[0]}: megatron-core's OptimizerConfig has no such field")
+    # Its own rule is ours: biases and 1-D parameters do not decay.
+    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), list(chunks))
+    transformer = chunks[0].config
+    transformer.grad_scale_func = optimizer.scale_loss
+    transformer.finalize_model_grads_func = _finalize
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return optimizer
+
+
+def _finalize(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+    """Sum the gradients over ranks without dividing by a number of tokens: the loss's weights did that."""
+    finalize_model_grads(model, None, **kwargs)
