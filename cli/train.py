@@ -44,7 +44,7 @@ def _command(**helps: str) -> Callable[..., None]:
             raise typer.BadParameter(f"unexpected argument '{more[0]}'")
         if more:  # --data a b c, as an unquoted glob gives it, leaves b and c as arguments
             given["data"] = [*given["data"], *more]
-        given = {name: value for name, value in given.items() if value != []}
+        given = {name: value for name, value in given.items() if value not in ([], ())}
         _train(load_config(given, file, resume), resume)
 
     types = typing.get_type_hints(TrainConfig)
