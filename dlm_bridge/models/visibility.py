@@ -106,12 +106,11 @@ def allowed(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def allowed_by_columns(query: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`allowed`, of a tensor for each column, as a kernel reads them: the one rule."""
-    same = query[Code.DOCUMENT] == key[Code.DOCUMENT]
-    own_block = query[Code.NOISY_BLOCK] == key[Code.NOISY_BLOCK]
-    noisy = own_block & (key[Code.ORDER] < query[Code.NOISY_LIMIT])
-    clean = key[Code.ORDER] < query[Code.CLEAN_LIMIT]
-    return same & torch.where(key[Code.NOISY_BLOCK] >= 0, noisy, clean)
+    """`allowed`, of a tensor for each column in the order of `Code`, as a compiled kernel reads them: the one rule."""
+    query_document, query_block, _, noisy_limit, clean_limit = query
+    key_document, key_block, order, _, _ = key
+    noisy = (query_block == key_block) & (order < noisy_limit)
+    return (query_document == key_document) & torch.where(key_block >= 0, noisy, order < clean_limit)
 
 
 def documents_of(real_BS: torch.Tensor, documents_BS: torch.Tensor | None = None) -> torch.Tensor:
