@@ -11,6 +11,7 @@ import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.engine import Options, write_hub, write_megatron
+from dlm_bridge.convert.formats.rank_names import parse_key_style
 from dlm_bridge.convert.hub_checkpoint import LiveCheckpoint, open_hub
 from dlm_bridge.convert.initial_checkpoint import InitialCheckpoint
 from dlm_bridge.convert.layout import Layout
@@ -18,6 +19,7 @@ from dlm_bridge.convert.mapping import Dims, Mapping
 from dlm_bridge.convert.opening import open_megatron, parse_size
 from dlm_bridge.convert.pool import Progress
 from dlm_bridge.convert.report import Report
+from dlm_bridge.convert.target import MegatronFormat
 from dlm_bridge.convert.tensors import parse_dtype, promote
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.spec import FamilySpec
@@ -68,7 +70,7 @@ class Bridge:
         hf_config: PathLike | None = None,
         family: str | None = None,
     ) -> Bridge:
-        """A `torch_dist` checkpoint. `like` (Hub folder or id) or `hf_config` (a config.json) names the Hub model of
+        """A Megatron checkpoint of any format. `like` (Hub folder or id) or `hf_config` (a config.json) names the Hub model of
         one that was not written by dlm-bridge."""
         return cls(open_megatron(root, like, hf_config, family))
 
@@ -104,15 +106,20 @@ class Bridge:
         dtype: str | torch.dtype | None = None,
         *,
         vocab_multiple: int | None = None,
+        format: str = "torch_dist",
+        key_style: str = "te",
+        run_config: bool = False,
         workers: int | None = None,
         overwrite: bool = False,
         dry_run: bool = False,
         resume: bool = False,
         progress: Progress | None = None,
     ) -> Report:
-        """Write a `torch_dist` checkpoint for the layout. `dtype` is keep, bf16, fp16, fp32 or a torch dtype;
-        `vocab_multiple` pads the vocabulary's rows with zeros."""
-        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, resume, progress)
+        """Write a Megatron checkpoint for the layout. `dtype` is keep, bf16, fp16, fp32 or a torch dtype;
+        `vocab_multiple` pads the vocabulary's rows with zeros. `format` "torch" is the legacy one, whose parameters
+        are named by `key_style` te, te-sequential or local; `run_config` adds Megatron Bridge's run_config.yaml."""
+        megatron = MegatronFormat(format, parse_key_style(key_style), run_config)
+        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress, resume, megatron)
         return write_megatron(self.checkpoint, Path(output), layout or Layout(), options, vocab_multiple)
 
     def to_hf(
@@ -129,7 +136,7 @@ class Bridge:
     ) -> Report:
         """Write a Hub folder, with the source's own files and shards unless `shard_size` (bytes or "5GB") asks for
         new ones."""
-        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, resume, progress)
+        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress, resume)
         return write_hub(self.checkpoint, Path(output), options, parse_size(shard_size))
 
     def build_hf_model(

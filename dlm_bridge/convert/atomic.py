@@ -1,7 +1,7 @@
 """Whole or not at all: an output folder is written under a hidden sibling's name, flushed, then renamed.
 
-A killed run leaves at most a hidden sibling; the next run to the same output removes it. A running one holds a file
-lock on its sibling, so that it is never taken for a leftover.
+A killed or interrupted run leaves at most a hidden sibling; the next run to the same output goes on from it where it
+may, or removes it. A running one holds a file lock on its sibling, so that it is never taken for a leftover.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,28 +23,33 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
-def atomic_output(output: Path, sources: Sequence[Path], overwrite: bool = False, expected: int = 0) -> Iterator[Path]:
+def atomic_output(
+    output: Path,
+    sources: Sequence[Path],
+    overwrite: bool = False,
+    expected: int = 0,
+    resume: Callable[[Path], bool] | None = None,
+    keep: Callable[[Path], bool] | None = None,
+) -> Iterator[Path]:
     """Yield a folder to write into; it becomes `output` when the block ends without an exception.
 
     `sources` are never written to: an output that is, holds or lies in one of them is refused. Raises DlmBridgeError
     for a refused output and for a disk that is full or has no room for `expected` bytes. After any exception nothing
-    is left under the output's name that was not there before, and nothing beside it. KeyboardInterrupt passes with a
-    message that says so.
+    is left under the output's name that was not there before, and nothing beside it; but a KeyboardInterrupt, which
+    passes with a message that says so, leaves an unfinished folder of which `keep` is true. The folder of an earlier
+    run of which `resume` is true is yielded again, with what it holds.
     """
     check_output(output, sources, overwrite)
     output = output.absolute()
     _make_parent(output)
-    _recover(output)
-    check_output(output, sources, overwrite)  # once more: an old one may be back
-    free = shutil.disk_usage(output.parent).free
-    if expected > free:
-        raise DlmBridgeError(
-            f"no space for {output}: it needs {expected / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
-        )
-    temporary = Path(tempfile.mkdtemp(prefix=_prefix(output, _NEW), dir=output.parent))
-    lock = os.open(temporary, os.O_RDONLY)
+    temporary, lock = _recover(output, resume)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        check_output(output, sources, overwrite)  # once more: an old one may be back
+        if temporary is None:
+            _check_room(output, expected)
+            temporary = Path(tempfile.mkdtemp(prefix=_prefix(output, _NEW), dir=output.parent))
+            lock = os.open(temporary, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield temporary
         temporary.chmod(0o777 & ~_umask())
         sync_tree(temporary)
@@ -59,10 +64,18 @@ def atomic_output(output: Path, sources: Sequence[Path], overwrite: bool = False
             f"{error.filename or output}: {error.strerror or error}: {output} was not written"
         ) from error
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted: {output} was not written, nothing is left behind") from None
+        if temporary is None or keep is None or not keep(temporary):
+            raise KeyboardInterrupt(f"interrupted: {output} was not written, nothing is left behind") from None
+        kept, temporary = temporary, None
+        raise KeyboardInterrupt(
+            f"interrupted: {output} was not written; the same command with --resume goes on from what is done "
+            f"({kept.name}), without it starts clean"
+        ) from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.close(lock)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 def check_output(output: Path, sources: Sequence[Path], overwrite: bool) -> None:
@@ -124,9 +137,13 @@ def _exchange(a: Path, b: Path) -> bool:
     return renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
 
 
-def _recover(output: Path) -> None:
-    """Put back an old output that a killed run had set aside, and remove what killed runs left."""
+def _recover(output: Path, resume: Callable[[Path], bool] | None) -> tuple[Path | None, int | None]:
+    """Put back an old output that a killed run had set aside, and remove what killed runs left.
+
+    Returns the one unfinished folder to go on from, with its lock, where there is one.
+    """
     left = sorted(path for path in output.parent.iterdir() if path.name.startswith(f".{output.name}.dlm-bridge-"))
+    found: tuple[Path | None, int | None] = (None, None)
     for path in left:
         if path.name.startswith(_prefix(output, _OLD)) and not os.path.lexists(output):
             os.rename(path, output)
@@ -139,11 +156,23 @@ def _recover(output: Path) -> None:
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
-            raise DlmBridgeError(f"{output} is being written by another process ({path.name})") from None
-        finally:
             os.close(fd)
+            raise DlmBridgeError(f"{output} is being written by another process ({path.name})") from None
+        if resume is not None and found[0] is None and resume(path):
+            found = path, fd
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(fd)
+    return found
+
+
+def _check_room(output: Path, expected: int) -> None:
+    free = shutil.disk_usage(output.parent).free
+    if expected > free:
+        raise DlmBridgeError(
+            f"no space for {output}: it needs {expected / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
+        )
 
 
 def _make_parent(output: Path) -> None:

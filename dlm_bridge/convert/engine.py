@@ -6,9 +6,11 @@ reshard a Megatron source to Megatron, export a Megatron source to the Hub.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -17,13 +19,15 @@ import torch
 
 from dlm_bridge.convert.atomic import atomic_output, check_output
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
-from dlm_bridge.convert.formats.huggingface import HubWriter, ShardPlan, plan_like
+from dlm_bridge.convert.formats.huggingface import HubWriter, plan_like
 from dlm_bridge.convert.formats.torch_dist import TRACKER
-from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter, plan_torch_dist
+from dlm_bridge.convert.journal import FILE_NAME as JOURNAL
+from dlm_bridge.convert.journal import Journal, fingerprint, has_progress, matches
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.manifest import ShardRecord
 from dlm_bridge.convert.mapping import Link
 from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE, HUB_FOLDER, MegatronCheckpoint
+from dlm_bridge.convert.moving import Job, bytes_of, move_to_hub, move_to_megatron
 from dlm_bridge.convert.outputs import (
     check_shard_map,
     index_bytes,
@@ -32,9 +36,10 @@ from dlm_bridge.convert.outputs import (
     write_carried,
     write_side_files,
 )
-from dlm_bridge.convert.pool import Progress, run_tasks, worker_count
+from dlm_bridge.convert.pool import Progress, worker_count
 from dlm_bridge.convert.records import Records
 from dlm_bridge.convert.report import Report
+from dlm_bridge.convert.target import MegatronFormat, plan_target, write_run_config
 from dlm_bridge.convert.tensors import dtype_name, promote
 from dlm_bridge.errors import DlmBridgeError
 
@@ -50,17 +55,14 @@ class Options:
     overwrite: bool = False
     dry_run: bool = False
     progress: Progress | None = None
-
-    def done(self, nbytes: int, total: int) -> None:
-        """Tell the progress that so many more bytes of `total` are written."""
-        if self.progress is not None:
-            self.progress(nbytes, total)
+    resume: bool = False  # go on from what an earlier, killed run to the same output has done
+    megatron: MegatronFormat = field(default_factory=MegatronFormat)  # what `write_megatron` writes
 
 
 def write_megatron(
     source: Checkpoint, output: Path, layout: Layout, options: Options, vocab_multiple: int | None = None
 ) -> Report:
-    """Write a `torch_dist` checkpoint of `source` cut by `layout`; with `dry_run` only say what would be written.
+    """Write a Megatron checkpoint of `source` cut by `layout`; with `dry_run` only say what would be written.
 
     Raises DlmBridgeError for a source that is not whole or not of its family, a layout that does not fit the model,
     and a refused output; then nothing is left under the output's name.
@@ -75,39 +77,45 @@ def write_megatron(
         rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, source.dims)
     if vocab_multiple is None and isinstance(source, MegatronCheckpoint) and source.manifest is not None:
         vocab_multiple = source.manifest.vocab_multiple
+    vocab_multiple = options.megatron.vocab_multiple(vocab_multiple, layout)
     links = _padded_links(source, vocab_multiple)
     specs = _target_specs(source, options.dtype)
     dtypes = _key_dtypes(source.links, specs)
-    plan = plan_torch_dist(links, layout, dtypes)
+    from_megatron = isinstance(source, MegatronCheckpoint)
     iteration = source.iteration if isinstance(source, MegatronCheckpoint) else FIRST_ITERATION
-    report = _report("reshard" if source.format == "torch_dist" else "import", source, output, specs, options)
-    report.format, report.layout, report.vocab_multiple = "torch_dist", layout.as_dict(), vocab_multiple
-    report.files = {f"{iteration}/{file}": size for file, size in sorted(plan.files.items())}
-    report.bytes = sum(plan.files.values())
+    if iteration != "release" and not re.fullmatch(r"iter_\d{7,}", iteration):
+        iteration = FIRST_ITERATION  # the folder of an iteration that was saved under a name of its own
+    number = 0 if iteration == "release" else int(iteration.removeprefix("iter_"))
+    target = plan_target(options.megatron, source, links, layout, dtypes, number)
+    report = _report("reshard" if from_megatron else "import", source, output, specs, options)
+    report.format, report.layout, report.vocab_multiple = options.megatron.name, layout.as_dict(), vocab_multiple
+    report.key_style = options.megatron.key_style if options.megatron.name == "torch" else None
+    report.files = {f"{iteration}/{file}": size for file, size in sorted(target.files.items())}
+    report.bytes = sum(target.files.values())
     report.notes += notes + _widened(source.links, specs, dtypes)
     shards = source.hub.shards
     if shards:
         check_shard_map(source.where, shards, source.hub_names())
     if options.dry_run:
         return report
-    with atomic_output(output, source.folders(), options.overwrite, report.bytes) as folder:
-        records = Records(source, specs)
-        writer = TorchDistWriter(folder / iteration, plan)
-        carried = _run_megatron(source, writer, links, specs, dtypes, records, options)
+    with _unfinished(source, output, report, specs, options) as (folder, job):
+        writer = target.writer(folder / iteration)
+        carried = move_to_megatron(job, writer, links, dtypes)
         hub_folder = folder / HUB_FOLDER
-        hub_folder.mkdir()
+        hub_folder.mkdir(exist_ok=True)
         write_carried(hub_folder / CARRIED_FILE, carried)
         index = index_bytes(source, plan_like(shards, specs), specs, like_source=True) if shards else None
         write_side_files(source, hub_folder, options.dtype, index)
-        number = "0" if iteration == "release" else iteration.removeprefix("iter_")
-        file_digests = writer.finish(int(number))
-        manifest = records.manifest("torch_dist", options.dtype)
+        file_digests = writer.finish(number)
+        if options.megatron.run_config:
+            write_run_config(folder / iteration, source, links, layout, dtypes)
+        manifest = job.records.manifest(options.megatron.name, options.dtype)
         manifest.layout, manifest.vocab_multiple, manifest.iteration = layout.as_dict(), vocab_multiple, iteration
-        manifest.side_files = side_file_digests(folder, skip=report.files)
+        manifest.side_files = side_file_digests(folder, skip={JOURNAL, *report.files})
         manifest.files = {f"{iteration}/{file}": value for file, value in sorted(file_digests.items())}
         manifest.write(folder)
-        (folder / TRACKER).write_text(iteration if iteration == "release" else str(int(number)))
-    report.notes += records.notes()
+        (folder / TRACKER).write_text(iteration if iteration == "release" else str(number))
+    report.notes += job.records.notes()
     report.seconds = time.monotonic() - started
     return report
 
@@ -128,102 +136,21 @@ def write_hub(source: Checkpoint, output: Path, options: Options, shard_size: in
     report.notes += notes
     if options.dry_run:
         return report
-    with atomic_output(output, source.folders(), options.overwrite, report.bytes) as folder:
-        records = Records(source, specs)
-        _run_hub(source, folder, plans, specs, records, options)
+    with _unfinished(source, output, report, specs, options) as (folder, job):
+        move_to_hub(job, HubWriter(folder, plans))
         like_source = shard_size is None and bool(source.hub.shards)
         index = index_bytes(source, plans, specs, like_source)
         write_side_files(source, folder, options.dtype, index)
-        manifest = records.manifest("huggingface", options.dtype)
-        manifest.side_files = side_file_digests(folder, skip=report.files)
+        manifest = job.records.manifest("huggingface", options.dtype)
+        manifest.side_files = side_file_digests(folder, skip={JOURNAL, *report.files})
         if not like_source:
             manifest.shards = [
                 ShardRecord(plan.file, plan.metadata, tuple(entry.name for entry in plan.entries)) for plan in plans
             ]
         manifest.write(folder)
-    report.notes += records.notes()
+    report.notes += job.records.notes()
     report.seconds = time.monotonic() - started
     return report
-
-
-def _run_megatron(
-    source: Checkpoint,
-    writer: TorchDistWriter,
-    links: Sequence[Link],
-    specs: dict[str, TensorSpec],
-    dtypes: dict[str, torch.dtype],
-    records: Records,
-    options: Options,
-) -> dict[str, torch.Tensor]:
-    """Write every slice. Returns the carried tensors that are copies of nothing."""
-    carried: dict[str, torch.Tensor] = {}
-    total = sum(map(_bytes_of, specs.values()))
-
-    def move(link: Link, padded: Link) -> None:
-        dtype = dtypes[link.megatron_key]
-        tensors = source.read_link(link)
-        parts = [records.convert(name, tensor) for name, tensor in zip(link.hub_names, tensors, strict=True)]
-        del tensors
-        nbytes = sum(part.nbytes for part in parts)
-        slice_ = link.to_megatron([part.to(dtype) for part in parts])
-        del parts
-        writer.write(padded, slice_ if padded is link else _pad_rows(slice_, padded))
-        options.done(nbytes, total)
-
-    def carry(name: str) -> None:
-        tensor = records.convert(name, source.read_carried(name))
-        if not source.carried[name].copy_of:
-            carried[name] = tensor
-        options.done(tensor.nbytes, total)
-
-    tasks: list[tuple[int, Callable[[], None]]] = [
-        (_held(padded, dtypes[link.megatron_key]), partial(move, link, padded))
-        for link, padded in zip(source.links, links, strict=True)
-    ]
-    read = [name for name in source.carried if name not in source.derived]
-    tasks += [(_bytes_of(source.spec(name)), partial(carry, name)) for name in read]
-    run_tasks(tasks, worker_count(options.workers))
-    for name, copy_of in source.derived.items():
-        records.alias(name, copy_of)
-    records.check_copies()
-    return carried
-
-
-def _run_hub(
-    source: Checkpoint,
-    folder: Path,
-    plans: Sequence[ShardPlan],
-    specs: dict[str, TensorSpec],
-    records: Records,
-    options: Options,
-) -> None:
-    writer = HubWriter(folder, plans)
-    copies = {copy_of: name for name, copy_of in source.derived.items()}
-    total = sum(map(_bytes_of, specs.values()))
-
-    def put(name: str, tensor: torch.Tensor) -> None:
-        writer.write(name, tensor)
-        options.done(tensor.nbytes, total)
-
-    def move(link: Link) -> None:
-        for name, tensor in zip(link.hub_names, source.read_link(link), strict=True):
-            converted = records.convert(name, tensor)
-            put(name, converted)
-            if name in copies:
-                records.alias(copies[name], name)
-                put(copies[name], converted)
-
-    def carry(name: str) -> None:
-        put(name, records.convert(name, source.read_carried(name)))
-
-    tasks: list[tuple[int, Callable[[], None]]] = [
-        (_held(link, source.spec(link.hub_names[0])[0]), partial(move, link)) for link in source.links
-    ]
-    read = [name for name in source.carried if name not in source.derived]
-    tasks += [(_bytes_of(specs[name]), partial(carry, name)) for name in read]
-    run_tasks(tasks, worker_count(options.workers))
-    writer.finish()
-    records.check_copies()
 
 
 def _padded_links(source: Checkpoint, vocab_multiple: int | None) -> list[Link]:
@@ -234,12 +161,6 @@ def _padded_links(source: Checkpoint, vocab_multiple: int | None) -> list[Link]:
         raise DlmBridgeError(f"--vocab-multiple must be at least 1, not {vocab_multiple}")
     dims = replace(source.dims, vocab=-(-source.dims.vocab // vocab_multiple) * vocab_multiple)
     return [Link(link.rule, dims, link.layer, link.expert) for link in source.links]
-
-
-def _pad_rows(slice_: torch.Tensor, padded: Link) -> torch.Tensor:
-    """Zero rows below, up to the padded vocabulary; other tensors do not change."""
-    rows = padded.megatron_shape[0] - slice_.shape[0]
-    return slice_ if rows == 0 else torch.cat([slice_, slice_.new_zeros(rows, *slice_.shape[1:])])
 
 
 def _target_specs(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
@@ -275,14 +196,36 @@ def _widened(links: Sequence[Link], specs: dict[str, TensorSpec], dtypes: dict[s
     ]
 
 
-def _held(link: Link, dtype: torch.dtype) -> int:
-    """Bytes that a link's task holds at once: what was read, and what it becomes."""
-    return 2 * prod(link.megatron_shape) * dtype.itemsize
+def _fingerprint(source: Checkpoint, report: Report, dtype: torch.dtype | None, specs: dict[str, TensorSpec]) -> str:
+    """What must not have changed for an unfinished output to be gone on from."""
+    facts = {
+        "action": report.action, "family": report.family, "format": report.format, "layout": report.layout,
+        "key_style": report.key_style,
+        "vocab_multiple": report.vocab_multiple, "files": report.files, "dtype": str(dtype),
+        "config": source.hub.config_bytes().decode("utf-8", "replace"),
+        "tensors": {name: [dtype_name(kind), *shape] for name, (kind, shape) in specs.items()},
+    }  # fmt: skip
+    iteration = source.folder if isinstance(source, MegatronCheckpoint) else None
+    return fingerprint(source.folders(), iteration, facts)
 
 
-def _bytes_of(spec: TensorSpec) -> int:
-    dtype, shape = spec
-    return prod(shape) * dtype.itemsize
+@contextmanager
+def _unfinished(
+    source: Checkpoint, output: Path, report: Report, specs: dict[str, TensorSpec], options: Options
+) -> Iterator[tuple[Path, Job]]:
+    """The folder that becomes the output, and the job that fills it, from where an earlier run was stopped."""
+    mark = _fingerprint(source, report, options.dtype, specs)
+    sources = source.folders()
+    resume = partial(matches, fingerprint=mark) if options.resume and sources else None
+    keep = has_progress if sources else None  # a live model is not there any more when its process is gone
+    with atomic_output(output, sources, options.overwrite, report.bytes, resume, keep) as folder:
+        journal = Journal(folder, mark, report.files)
+        try:
+            yield folder, Job(source, specs, Records(source, specs), journal, options.workers, options.progress)
+        except BaseException:
+            journal.close(remove=False)
+            raise
+        journal.close(remove=True)
 
 
 def _report(action: str, source: Checkpoint, output: Path, specs: dict[str, TensorSpec], options: Options) -> Report:
@@ -300,7 +243,8 @@ def _report(action: str, source: Checkpoint, output: Path, specs: dict[str, Tens
         files={},
         side_files=sorted({*hub.files, *hub.texts}),
         left_out=list(hub.left_out),
-        largest_tensor=max(map(_bytes_of, specs.values())),
+        derived=[asdict(row) for row in hub.derived],
+        largest_tensor=max(map(bytes_of, specs.values())),
         workers=worker_count(options.workers),
         dry_run=options.dry_run,
     )

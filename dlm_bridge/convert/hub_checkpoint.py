@@ -43,6 +43,9 @@ class ByNameCheckpoint(Checkpoint):
     def read_link(self, link: Link) -> tuple[torch.Tensor, ...]:
         return tuple(self._tensor(name) for name in link.hub_names)
 
+    def read_each(self, link: Link) -> Iterator[torch.Tensor]:
+        return (self._tensor(name) for name in link.hub_names)
+
     def read_carried(self, name: str) -> torch.Tensor:
         return self._tensor(name)
 
@@ -123,6 +126,14 @@ class HubCheckpoint(ByNameCheckpoint):
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self.reader.read(name)
+
+    def read_slice(self, link: Link, out: torch.Tensor) -> bool:
+        windows = link.hub_windows(out)
+        if windows is None or any(self.reader.stored_dtype(name) != out.dtype for name in link.hub_names):
+            return False
+        for name, window in zip(link.hub_names, windows, strict=True):
+            self.reader.read_into(name, window)
+        return True
 
     def folders(self) -> list[Path]:
         return [self.folder]

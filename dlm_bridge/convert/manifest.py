@@ -59,7 +59,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write it as `folder`/dlm_bridge.json."""
-        self.tool = self.tool or f"dlm-bridge {_version()}"
+        self.tool = self.tool or tool_version()
         (folder / FILE_NAME).write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
@@ -79,6 +79,14 @@ def read_manifest(folder: Path) -> Manifest | None:
         return _parse(data)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise DlmBridgeError(f"{path}: is not a dlm-bridge manifest: {one_line(error)}") from None
+
+
+def tool_version() -> str:
+    """ "dlm-bridge 0.1.0"."""
+    try:
+        return f"dlm-bridge {version('dlm-bridge')}"
+    except PackageNotFoundError:
+        return "dlm-bridge unknown"
 
 
 def combined_digest(tensors: dict[str, TensorRecord]) -> str:
@@ -113,10 +121,3 @@ def _parse(data: dict[str, Any]) -> Manifest:
         if not isinstance(value, dict):
             raise TypeError(f"{kind} is not an object")
     return manifest
-
-
-def _version() -> str:
-    try:
-        return version("dlm-bridge")
-    except PackageNotFoundError:
-        return "unknown"

@@ -103,6 +103,14 @@ class Rule(ABC):
     def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
         """The inverse of `to_megatron`. May return views."""
 
+    def hub_windows(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
+        """Views of one layer's contiguous Megatron slice that hold the Hub tensors' values in their row-major order,
+        so that these can be read and written in place; None where there are no such views.
+
+        A view may have more axes than its Hub tensor (rows in groups).
+        """
+        return None
+
     def segments(self, dims: Dims) -> tuple[int, ...]:
         """Lengths along `tp_axis` that are split over ranks each on its own (gate and up are two)."""
         if self.tp_axis is None:
@@ -158,6 +166,9 @@ class Direct(Rule):
     def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
         return (tensor,)
 
+    def hub_windows(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
+        return (tensor,)
+
 
 @dataclass(frozen=True)
 class Vocabulary(Direct):
@@ -199,10 +210,15 @@ class QKV(Rule):
         return torch.cat(grouped, dim=1).view(dims.qkv_rows, *columns)
 
     def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
-        columns = self._columns(dims)
+        return tuple(part.reshape(-1, *self._columns(dims)) for part in self._parts(tensor, dims))
+
+    def hub_windows(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
+        return self._parts(tensor, dims)
+
+    def _parts(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        """Query, key and value rows, each [groups, rows of a group, columns]."""
         sizes = [dims.q_rows // dims.groups, dims.head_dim, dims.head_dim]
-        parts = tensor.view(dims.groups, -1, *columns).split(sizes, dim=1)
-        return tuple(part.reshape(-1, *columns) for part in parts)
+        return tensor.view(dims.groups, -1, *self._columns(dims)).split(sizes, dim=1)
 
     def check_tp(self, tp: int, dims: Dims) -> None:
         if dims.groups % tp:
@@ -231,6 +247,9 @@ class FusedQKV(QKV):
 
     def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
         return (torch.cat(super().to_hub(tensor, dims)),)
+
+    def hub_windows(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -263,6 +282,9 @@ class GatedMLP(Rule):
 
     def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
         return tensor.split(self._rows(dims), dim=0)
+
+    def hub_windows(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
+        return self.to_hub(tensor, dims)
 
     def segments(self, dims: Dims) -> tuple[int, ...]:
         return (self._rows(dims),) * 2
@@ -328,6 +350,9 @@ class Link:
 
     def to_hub(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.rule.to_hub(tensor, self.dims)
+
+    def hub_windows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        return self.rule.hub_windows(tensor, self.dims)
 
     def tp_slices(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
         """The (start, length) ranges along `rule.tp_axis` that a tensor parallel rank holds; in memory it holds

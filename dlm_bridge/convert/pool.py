@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 from dlm_bridge.errors import DlmBridgeError
 
 Progress = Callable[[int, int], None]  # (bytes just done, bytes in all); called from any thread
-FLOOR = 256 << 20  # bytes that may be in flight even where every tensor is small
+FLOOR = 512 << 20  # bytes that may be in flight even where every tensor is small
 
 
 def worker_count(workers: int | None) -> int:
@@ -23,12 +23,17 @@ def worker_count(workers: int | None) -> int:
     return workers
 
 
+def in_flight(sizes: Iterable[int]) -> int:
+    """Bytes that tasks of these sizes may hold together: as many as the largest one, or FLOOR if that is more."""
+    return max([FLOOR, *sizes])
+
+
 def run_tasks(tasks: Sequence[tuple[int, Callable[[], None]]], workers: int) -> None:
-    """Run (bytes, task) pairs; the tasks under way hold no more bytes than the largest one, or FLOOR if that is more.
+    """Run (bytes, task) pairs; the tasks under way hold no more bytes than `in_flight` of all of them.
 
     The first exception stops the rest and is raised; so does KeyboardInterrupt.
     """
-    budget = _Budget(max([FLOOR, *(size for size, _ in tasks)]))
+    budget = _Budget(in_flight(size for size, _ in tasks))
     stop = threading.Event()
 
     def run(size: int, task: Callable[[], None]) -> None:

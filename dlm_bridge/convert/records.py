@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,6 +31,21 @@ class Records:
         self._read[name] = record_of(tensor)
         self._written[name] = self._read[name] if target is tensor else record_of(target)
         return target
+
+    def note(self, name: str, window: torch.Tensor) -> None:
+        """Note the digest of a tensor that goes through unchanged; `window` may have other axes than the tensor."""
+        dtype, shape = self._specs[name]
+        assert window.dtype == dtype, f"{name} is not what was planned"
+        self._read[name] = self._written[name] = TensorRecord(dtype_name(dtype), shape, digest(window))
+
+    def entry(self, names: Iterable[str]) -> list[tuple[TensorRecord, TensorRecord]]:
+        """What was read and written of each of these tensors, for the journal."""
+        return [(self._read[name], self._written[name]) for name in names]
+
+    def restore(self, names: Iterable[str], entry: Iterable[tuple[TensorRecord, TensorRecord]]) -> None:
+        """Take over what an earlier run noted as `entry`."""
+        for name, (read, written) in zip(names, entry, strict=True):
+            self._read[name], self._written[name] = read, written
 
     def alias(self, name: str, copy_of: str) -> None:
         """A carried tensor that is derived from another: nothing was read for it."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import xxhash
 
+from dlm_bridge.convert.memory import new_tensor
 from dlm_bridge.errors import DlmBridgeError
 
 # The dtypes that a weight can have, in the order in which safetensors sorts them inside a file (widest first).
@@ -30,6 +31,8 @@ CAST_DTYPES: dict[str, torch.dtype | None] = {
 }
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _ONE_CALL = 1 << 30  # Linux moves at most 2 GiB in one call
+_MANY = 512  # buffers in one call; Linux takes 1024
+_BAND = 1 << 20  # bytes that fit a core's cache, so that what is hashed is still there when it is written
 
 
 def parse_dtype(choice: str | torch.dtype | None) -> torch.dtype | None:
@@ -53,7 +56,10 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 def digest(tensor: torch.Tensor) -> str:
     """xxh3_128 of the tensor's raw bytes in row-major order, as hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(raw_bytes(tensor.contiguous()))
+    state = xxhash.xxh3_128()
+    for run in byte_runs(tensor):
+        state.update(run)
+    return state.hexdigest()
 
 
 def file_digest(path: Path) -> str:
@@ -62,6 +68,17 @@ def file_digest(path: Path) -> str:
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 20):
             state.update(chunk)
+    return state.hexdigest()
+
+
+def range_digest(path: Path, offset: int, length: int) -> str:
+    """xxh3_128 of a file's bytes from `offset` on; of fewer than `length` where the file ends before."""
+    state = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        while length and (chunk := stream.read(min(length, _BAND))):
+            state.update(chunk)
+            length -= len(chunk)
     return state.hexdigest()
 
 
@@ -118,41 +135,86 @@ def narrow_exactly(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch
     return result
 
 
-def tight(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, contiguous and owning no more storage than it shows (a window on the storage where that serves)."""
-    tensor = tensor.detach().contiguous()
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == tensor.nbytes:
-        return tensor
-    start = tensor.storage_offset() * tensor.itemsize
-    window = storage[start : start + tensor.nbytes]
-    return torch.empty(0, dtype=tensor.dtype).set_(window, 0, tensor.shape, tensor.stride())
+def byte_runs(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in row-major order, a few at a time; what lies apart is gathered in one buffer.
+
+    A run must be used before the next one is asked for.
+    """
+    if tensor.is_contiguous():
+        view = raw_bytes(tensor)
+        yield from (view[start : start + _BAND] for start in range(0, len(view), _BAND))
+        return
+    row = tensor[0].numel() * tensor.itemsize
+    if row > _BAND or (tensor[0].is_contiguous() and row > _BAND // 16):
+        for part in tensor:
+            yield from byte_runs(part)
+        return
+    rows = max(1, _BAND // row)
+    buffer = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
+    bits = _BITS[tensor.itemsize]
+    source, target = tensor.view(bits).numpy(), buffer.view(bits).numpy()  # numpy copies on this thread alone
+    for start in range(0, len(tensor), rows):
+        count = min(rows, len(tensor) - start)
+        target[:count] = source[start : start + count]
+        yield raw_bytes(buffer[:count])
 
 
-def read_into(path: Path, offset: int, view: memoryview) -> None:
-    """Fill `view` from the file's bytes at `offset`. Raises DlmBridgeError where the file ends before."""
+def read_into(path: Path, offset: int, *views: memoryview) -> None:
+    """Fill the views, one after the other, from the file's bytes at `offset`.
+
+    Raises DlmBridgeError where the file ends before.
+    """
+    end = offset + sum(map(len, views))
+    left = [view[start : start + _ONE_CALL] for view in views for start in range(0, len(view), _ONE_CALL)]
+    left.reverse()
     fd = os.open(path, os.O_RDONLY)
     try:
-        done = 0
-        while done < len(view):
-            got = os.preadv(fd, [view[done : done + _ONE_CALL]], offset + done)
+        while left:
+            got = os.preadv(fd, _next_call(left), offset)
             if got == 0:
-                raise DlmBridgeError(f"{path}: truncated: ends before byte {offset + len(view)}")
-            done += got
+                raise DlmBridgeError(f"{path}: truncated: ends before byte {end}")
+            offset += got
+            while got:
+                view = left.pop()
+                if len(view) > got:
+                    left.append(view[got:])
+                got -= min(got, len(view))
     finally:
         os.close(fd)
 
 
 def read_tensor(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A new tensor from the file's bytes at `offset`."""
-    tensor = torch.empty(tuple(shape), dtype=dtype)
+    tensor = new_tensor(shape, dtype)
     read_into(path, offset, raw_bytes(tensor))
     return tensor
 
 
-def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
+def read_window(path: Path, offset: int, window: torch.Tensor) -> None:
+    """Fill a tensor, which may be a window of a larger one, from the file's bytes at `offset`, row by row."""
+    if window.is_contiguous():
+        read_into(path, offset, raw_bytes(window))
+    elif window[0].is_contiguous() and window[0].nbytes >= _BAND // 16:
+        read_into(path, offset, *map(raw_bytes, window))
+    else:
+        window.copy_(read_tensor(path, offset, window.dtype, window.shape))
+
+
+def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None:
     """Write all of `data` at `offset`."""
     view = memoryview(data).cast("B")
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done : done + _ONE_CALL], offset + done)
+
+
+def _next_call(left: list[memoryview]) -> list[memoryview]:
+    """The last buffers of `left`, last first, that one call can fill."""
+    views: list[memoryview] = []
+    size = 0
+    for view in reversed(left[-_MANY:]):
+        if views and size + len(view) > _ONE_CALL:
+            break
+        views.append(view)
+        size += len(view)
+    return views

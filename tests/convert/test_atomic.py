@@ -16,7 +16,7 @@ import pytest
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.cli.app import main
-from dlm_bridge.convert import atomic, engine
+from dlm_bridge.convert import atomic, moving
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.formats import huggingface, torch_dist_writer, torch_items
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
@@ -98,7 +98,7 @@ def test_interrupt_says_what_happened(tmp_path: Path, llada: Path, monkeypatch: 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "run_tasks", interrupted)
+    monkeypatch.setattr(moving, "run_tasks", interrupted)
     code, out, err = run_cli(capsys, "import", llada, tmp_path / "out", "--json")
     assert (code, out) == (130, "")
     assert err == f"dlm-bridge: interrupted: {tmp_path / 'out'} was not written, nothing is left behind\n"

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dlm_bridge.convert.formats.safetensors_file import (
 )
 from dlm_bridge.convert.manifest import ShardRecord
 from dlm_bridge.convert.side_files import INDEX, inside
-from dlm_bridge.convert.tensors import raw_bytes, read_tensor, tight, write_at
+from dlm_bridge.convert.tensors import byte_runs, range_digest, read_tensor, read_window, write_at
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 SINGLE = "model.safetensors"
@@ -61,10 +62,20 @@ class HubReader:
         """dtype, shape and place of a tensor; KeyError where there is none."""
         return self._where[name][1]
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor's bytes in its file, which is what `read_into` reads."""
+        return self._where[name][1].dtype
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in a buffer of its own. Raises DlmBridgeError for a file that was cut meanwhile."""
         path, entry = self._where[name]
         return read_tensor(path, entry.offset, entry.dtype, entry.shape)
+
+    def read_into(self, name: str, window: torch.Tensor) -> None:
+        """One tensor into memory of its dtype and as many elements, such as a window of a larger tensor."""
+        path, entry = self._where[name]
+        assert (window.dtype, window.numel()) == (entry.dtype, prod(entry.shape)), f"{name} is not what was planned"
+        read_window(path, entry.offset, window)
 
     def shards(self) -> list[ShardRecord]:
         """The folder's own shard map."""
@@ -104,8 +115,8 @@ class ShardPlan:
 class HubWriter:
     """Writes planned safetensors files tensor by tensor, in any order and from any thread.
 
-    A file's size and header are there from the start; `finish` raises AssertionError unless every planned tensor was
-    written exactly once.
+    A file's size and header are there from the start, and what a run before this one wrote stays. `finish` raises
+    AssertionError unless every planned tensor was written exactly once.
     """
 
     def __init__(self, folder: Path, plans: Sequence[ShardPlan]) -> None:
@@ -114,20 +125,33 @@ class HubWriter:
         for plan in plans:
             path = folder / plan.file
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as stream:
+            with path.open("r+b" if path.exists() else "wb") as stream:
                 stream.write(plan.header)
                 stream.truncate(plan.nbytes)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor in its place; its dtype and shape must be the planned ones."""
+        """Put a tensor's values in their place, in row-major order; dtype and number must be the planned ones."""
         path, entry = self._where[name]
-        assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), f"{name} is not what was planned"
+        assert (tensor.dtype, tensor.numel()) == (entry.dtype, prod(entry.shape)), f"{name} is not what was planned"
         self._missing.remove(name)
+        position = entry.offset
         fd = os.open(path, os.O_WRONLY)
         try:
-            write_at(fd, raw_bytes(tight(tensor)), entry.offset)
+            for run in byte_runs(tensor):
+                write_at(fd, run, position)
+                position += len(run)
         finally:
             os.close(fd)
+
+    def has(self, digests: Mapping[str, str]) -> bool:
+        """Whether all these tensors (name -> digest) lie in the files already, from a run before this one; then they
+        count as written."""
+        for name, digest in digests.items():
+            path, entry = self._where[name]
+            if range_digest(path, entry.offset, entry.nbytes) != digest:
+                return False
+        self._missing -= digests.keys()
+        return True
 
     def finish(self) -> None:
         """Every tensor is there."""

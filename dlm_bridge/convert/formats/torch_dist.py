@@ -17,6 +17,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from dlm_bridge.convert.formats.dcp import FILE_NAME, Chunk, Contents, StoredTensor, read_metadata
 from dlm_bridge.convert.formats.torch_items import TensorItem, open_tensor_item, read_item_rows
+from dlm_bridge.convert.memory import new_tensor
 from dlm_bridge.convert.tensors import raw_bytes
 from dlm_bridge.errors import DlmBridgeError, one_line
 
@@ -87,18 +88,23 @@ class ChunkedReader:
         self._tiled.add(key)
 
     def read(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> torch.Tensor:
-        """One slice of a tensor: the index `stack` on its first axes (layer, expert), and the first `shape` elements
-        along the others. [*shape].
+        """`read_into` a new tensor. [*shape]."""
+        dtype = self.tensor(key).dtype
+        assert dtype is not None
+        result = new_tensor(shape, dtype)
+        self.read_into(key, stack, result)
+        return result
+
+    def read_into(self, key: str, stack: tuple[int, ...], out: torch.Tensor) -> None:
+        """Fill the contiguous `out` with one slice of a tensor: the index `stack` on its first axes (layer, expert),
+        and the first elements along the others, as many as `out` has.
 
         Raises DlmBridgeError for an item that is not the tensor's.
         """
         tensor = self.tensor(key)
-        assert tensor.dtype is not None
-        result = torch.empty(tuple(shape), dtype=tensor.dtype)
-        view = result.view((1,) * len(stack) + tuple(shape))
+        view = out.view((1,) * len(stack) + tuple(out.shape))
         for chunk in self._chunks(key, tensor, len(stack)).get(stack, []):
-            self._copy(key, tensor, chunk, (*stack, *(0,) * len(shape)), view)
-        return result
+            self._copy(key, tensor, chunk, (*stack, *(0,) * out.dim()), view)
 
     def _chunks(self, key: str, tensor: StoredTensor, axes: int) -> dict[tuple[int, ...], list[Chunk]]:
         """A tensor's chunks by their place on the stacked axes, so that reading it all is linear in its chunks."""
@@ -130,7 +136,7 @@ class ChunkedReader:
         for axis, (start, size) in enumerate(zip(in_target, sizes, strict=True)):
             window = window.narrow(axis, start, size)
         if not _is_one_run(sizes, chunk.sizes):
-            whole = torch.empty(chunk.sizes, dtype=item.dtype)
+            whole = new_tensor(chunk.sizes, item.dtype)
             read_item_rows(item, (0,) * len(sizes), whole.numel(), raw_bytes(whole))
             for axis, (start, size) in enumerate(zip(in_chunk, sizes, strict=True)):
                 whole = whole.narrow(axis, start, size)
@@ -138,7 +144,7 @@ class ChunkedReader:
         elif window.is_contiguous():
             read_item_rows(item, in_chunk, window.numel(), raw_bytes(window))
         else:
-            part = torch.empty(sizes, dtype=item.dtype)
+            part = new_tensor(sizes, item.dtype)
             read_item_rows(item, in_chunk, part.numel(), raw_bytes(part))
             window.copy_(part)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from dlm_bridge.convert.formats.torch_dist import BACKEND
 from dlm_bridge.convert.formats.torch_items import object_item, tensor_item_length, write_tensor_item
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Link
-from dlm_bridge.convert.tensors import dtype_name
+from dlm_bridge.convert.tensors import dtype_name, range_digest
 
 # Modules whose state has a Transformer Engine `_extra_state`; a missing one fails megatron-core's load.
 _WITH_EXTRA_STATE = {
@@ -111,21 +111,36 @@ class TorchDistWriter:
         self._folder, self._plan = folder, plan
         self._missing = set(plan.pieces)
         self._digests: dict[Place, bytes] = {}
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         for file, size in plan.files.items():
-            with (folder / file).open("wb") as stream:
+            with (folder / file).open("ab") as stream:  # what a run before this one wrote stays
                 stream.truncate(size)
 
-    def write(self, link: Link, slice_: torch.Tensor) -> None:
-        """Put a link's whole slice into the files of the ranks that hold it."""
+    def write(self, link: Link, slice_: torch.Tensor) -> list[str]:
+        """Put a link's whole slice into the files of the ranks that hold it. Returns its items' digests, for `has`."""
         assert tuple(slice_.shape) == link.megatron_shape, f"{link.megatron_name} is not what was planned"
         self._missing.remove(link.megatron_name)
+        digests = []
         for piece in self._plan.pieces[link.megatron_name]:
             part = slice_ if piece.axis is None else slice_.narrow(piece.axis, piece.start, piece.length)
             place = piece.chunk.place
-            item = part.reshape(piece.chunk.sizes)
+            item = part.view((1,) * (len(piece.chunk.sizes) - part.dim()) + tuple(part.shape))
             path = self._folder / place.file
             self._digests[place] = write_tensor_item(path, place.offset, place.length, item)
+            digests.append(self._digests[place].hex())
+        return digests
+
+    def has(self, link: Link, digests: Sequence[str]) -> bool:
+        """Whether the link's items lie there already, from a run before this one; then they count as written."""
+        places = [piece.chunk.place for piece in self._plan.pieces[link.megatron_name]]
+        if len(places) != len(digests):
+            return False
+        for place, digest in zip(places, digests, strict=True):
+            if range_digest(self._folder / place.file, place.offset, place.length) != digest:
+                return False
+        self._missing.remove(link.megatron_name)
+        self._digests.update(zip(places, map(bytes.fromhex, digests), strict=True))
+        return True
 
     def finish(self, iteration: int) -> dict[str, str]:
         """Write the objects, `common.pt`, `metadata.json` and `.metadata`; every planned slice must be there.

@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import xxhash
 
-from dlm_bridge.convert.tensors import read_into, tight, write_at
+from dlm_bridge.convert.tensors import byte_runs, read_into, write_at
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 _PICKLE_LIMIT = 1 << 20  # bytes; a plain tensor's pickle has a few hundred
@@ -43,13 +44,19 @@ class TensorItem:
     offset: int
 
 
-@lru_cache(maxsize=4096)
+@dataclass(frozen=True)
+class _Template:
+    """What `torch.save` writes before and after the values, and where in `tail` their checksum stands."""
+
+    head: bytes
+    tail: bytes
+    checksums: tuple[int, ...]
+
+
 def tensor_item_length(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Bytes that `torch.save` makes of a tensor of this dtype and shape. No value is touched or written."""
-    counter = _Counter()
-    with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), counter)  # type: ignore[arg-type]
-    return counter.position
+    template = _template(dtype, shape)
+    return len(template.head) + prod(shape) * dtype.itemsize + len(template.tail)
 
 
 def object_item(value: object) -> bytes:
@@ -60,23 +67,31 @@ def object_item(value: object) -> bytes:
 
 
 def write_tensor_item(path: Path, offset: int, length: int, tensor: torch.Tensor) -> bytes:
-    """`torch.save` the tensor at `offset` of an existing file; it must take exactly `length` bytes.
+    """Write at `offset` of an existing file what `torch.save` makes of a tensor; it must take exactly `length` bytes.
 
-    Returns the xxh3_128 digest of those bytes.
+    Only the archive's serialization id, which tells archives apart in logs, is that of an empty one. Returns the
+    xxh3_128 digest of those bytes.
     """
+    template = _template(tensor.dtype, tuple(tensor.shape))
+    assert tensor_item_length(tensor.dtype, tuple(tensor.shape)) == length, f"{path}: not what is planned at {offset}"
+    state = xxhash.xxh3_128(template.head)
+    checksum, position = 0, offset + len(template.head)
     fd = os.open(path, os.O_WRONLY)
     try:
-        stream = _At(fd, offset)
-        try:
-            torch.save(tight(tensor), stream)  # type: ignore[arg-type]
-        except RuntimeError:
-            if stream.error is not None:  # torch hides a full disk behind an error of its own
-                raise stream.error from None
-            raise
-        assert stream.position == length, f"{path}: item at {offset} took {stream.position} bytes, planned {length}"
-        return stream.hash.digest()
+        write_at(fd, template.head, offset)
+        for run in byte_runs(tensor):
+            state.update(run)
+            checksum = zlib.crc32(run, checksum)
+            write_at(fd, run, position)
+            position += len(run)
+        tail = bytearray(template.tail)
+        for place in template.checksums:
+            tail[place : place + 4] = checksum.to_bytes(4, "little")
+        state.update(tail)
+        write_at(fd, tail, position)
     finally:
         os.close(fd)
+    return state.digest()
 
 
 def open_tensor_item(path: Path, offset: int, length: int, name: str) -> TensorItem:
@@ -101,6 +116,19 @@ def read_item_rows(item: TensorItem, first: Sequence[int], count: int, view: mem
         start = start * size + index
     assert len(view) == count * item.dtype.itemsize
     read_into(item.path, item.offset + start * item.dtype.itemsize, view)
+
+
+@lru_cache(maxsize=4096)
+def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
+    stream = _Around()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), stream)  # type: ignore[arg-type]
+    head, tail = bytes(stream.head), bytes(stream.tail)
+    if not tail:  # no values: the checksum of nothing is there already
+        return _Template(head, tail, ())
+    # Once in the data descriptor, right after the values, and once in the directory, 30 bytes before the name.
+    assert tail.startswith(b"PK\x07\x08"), "torch.save writes archives without data descriptors"
+    return _Template(head, tail, (4, tail.rindex(b"/data/0") - len("archive") - 30))
 
 
 def _open_archive(path: Path, offset: int, length: int, archive: zipfile.ZipFile, window: _Window) -> TensorItem:
@@ -220,43 +248,22 @@ class _Window(io.RawIOBase):
         return count
 
 
-class _At:
-    """A write-only file-like object that writes at an offset of a file."""
-
-    def __init__(self, fd: int, offset: int) -> None:
-        self._fd, self._offset, self.position = fd, offset, 0
-        self.error: OSError | None = None
-        self.hash = xxhash.xxh3_128()
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        try:
-            write_at(self._fd, view, self._offset + self.position)
-        except OSError as error:
-            self.error = error
-            raise
-        self.hash.update(view)
-        self.position += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
-
-
-class _Counter:
-    """Counts what would be written."""
+class _Around:
+    """Keeps what is written before and after the values, which `skip_data` seeks past."""
 
     def __init__(self) -> None:
-        self.position = 0
+        self.head, self.tail = bytearray(), bytearray()
+        self._past = False
 
     def write(self, data: Any) -> int:
-        self.position += len(memoryview(data).cast("B"))
+        part = self.tail if self._past else self.head
+        part += memoryview(data).cast("B")
         return len(data)
 
     def seek(self, offset: int, whence: int) -> int:
         assert whence == os.SEEK_CUR
-        self.position += offset
-        return self.position
+        self._past = True
+        return offset
 
     def flush(self) -> None:
         """Nothing is buffered."""
