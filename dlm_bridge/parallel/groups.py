@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ def initialize(layout: Layout, seed: int = 1234, parallel: ParallelConfig | None
     parallel = parallel or ParallelConfig()
     chosen = platform.current()
     chosen.prepare()
+    _check_communication(chosen, parallel)
     _join(chosen, layout, parallel)
     if parallel_state.model_parallel_is_initialized():
         _check_groups(layout, parallel)
@@ -114,6 +116,13 @@ def destroy() -> None:
         parallel_state.destroy_model_parallel()
         parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # which it forgets to forget
     get_cuda_rng_tracker().reset()
+
+
+def _check_communication(chosen: platform.Platform, parallel: ParallelConfig) -> None:
+    if parallel.cp_comm_type in ("a2a", "a2a+p2p") and not chosen.uses_transformer_engine():
+        raise DlmBridgeError(f"--cp-comm-type {parallel.cp_comm_type} needs Transformer Engine: leave it out")
+    if parallel.hierarchical_cp_sizes is not None and importlib.util.find_spec("einops") is None:
+        raise DlmBridgeError("megatron-core makes hierarchical groups with einops: pip install einops")
 
 
 def _join(chosen: platform.Platform, layout: Layout, parallel: ParallelConfig) -> None:

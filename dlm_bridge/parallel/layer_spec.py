@@ -90,8 +90,6 @@ def _check(config: TransformerConfig, topology: str) -> None:
         raise DlmBridgeError(f"megatron-core's sliding window is causal, this model's attention is {topology}")
     if config.moe_grouped_gemm and not uses_transformer_engine():
         raise DlmBridgeError("moe_grouped_gemm needs Transformer Engine: leave it off, or install it on a GPU")
-    if config.cp_comm_type in ("a2a", "a2a+p2p") and not uses_transformer_engine():
-        raise DlmBridgeError(f"--cp-comm-type {config.cp_comm_type} needs Transformer Engine: leave it out")
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:
