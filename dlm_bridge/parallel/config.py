@@ -95,6 +95,10 @@ def model_config(
         "sequence_parallel": dims.experts > 0 and layout.tp > 1,
         "cuda_graph_scope": [],  # the whole layer; megatron-core's own default warns that it is deprecated
         "pipeline_model_parallel_layout": _pipeline(layout, dims.layers),
+        # Interleaved stages send forwards and backwards at once. In one batch, which is the default, two stages that
+        # are each other's neighbour on both sides would take the one for the other.
+        "overlap_p2p_comm": layout.vp > 1,
+        "batch_p2p_comm": layout.vp == 1,
         # Every parameter is loaded afterwards. Initialisation stays on, because with it off megatron-core leaves
         # out the attributes that its gradient norm and optimizer go by (`tensor_model_parallel`).
         "init_method": leave_empty,
