@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     )
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -70,6 +71,7 @@ __all__ = [
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "copy_to_tensor_model_parallel_region",
+    "dequantize_fp8_tensor",
     "dist_checkpointing",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
@@ -83,6 +85,7 @@ __all__ = [
     "get_num_layers_to_build",
     "get_standard_config_overrides",
     "get_transformer_layer_offset",
+    "is_float8tensor",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
     "tensor_parallel_layers",

@@ -13,7 +13,14 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import parallel_state, unwrap_model
 from dlm_bridge.parallel.hub_writer import HubWriter
-from dlm_bridge.parallel.weights import OUTPUT, is_vocabulary, live_tensors, tensor_parallel, vocabulary_range
+from dlm_bridge.parallel.weights import (
+    OUTPUT,
+    is_vocabulary,
+    live_tensors,
+    tensor_parallel,
+    values,
+    vocabulary_range,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,7 +138,7 @@ class _Gather:
         stage, ep_rank = self.owners[name]
         of_expert = link.expert is not None
         if self.pp_rank == stage and (not of_expert or self.ep_rank == ep_rank):
-            self._from_tensor_parallel(link, self.live[name].detach(), whole)
+            self._from_tensor_parallel(link, values(self.live[name]), whole)
         if self.pp_rank == stage and of_expert and self.ep_group.size() > 1:
             dist.broadcast(whole, group=self.ep_group, group_src=ep_rank)
         if self.pp_group.size() > 1:

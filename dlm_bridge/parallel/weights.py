@@ -12,7 +12,7 @@ from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.mapping import Link, Vocabulary
 from dlm_bridge.convert.tensors import dtype_name
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel.core import parallel_state
+from dlm_bridge.parallel.core import dequantize_fp8_tensor, is_float8tensor, parallel_state
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -124,6 +124,11 @@ def load(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
         raise DlmBridgeError(f"{min(unset)}: the mapping does not set this parameter of the Megatron model")
 
 
+def values(tensor: torch.Tensor) -> torch.Tensor:
+    """A live tensor's values in the model's dtype, also where Transformer Engine keeps it in FP8."""
+    return dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor.detach()
+
+
 def _places(link: Link) -> tuple[str, ...]:
     """Where a link's tensor stands in a model: a tied embedding also is the last pipeline stage's output layer."""
     if link.dims.tied and link.megatron_name == EMBEDDING:
@@ -142,8 +147,13 @@ def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, link: Link) -> N
         )
     if link.rule.own_dtype:
         target.data = target.data.to(torch.promote_types(target.dtype, shard.dtype))
-    target.data[:rows].copy_(shard)
-    target.data[rows:].zero_()
+    if rows < len(target):
+        target.data[:rows].copy_(shard)
+        target.data[rows:].zero_()
+    else:
+        target.copy_(shard)  # whole, because a slice of FP8 weights may be a copy
+    if hasattr(target, "get_high_precision_init_val"):  # of FP8 weights, from which the optimizer's masters start
+        target.get_high_precision_init_val().copy_(shard)
 
 
 def is_vocabulary(link: Link) -> bool:
