@@ -1,4 +1,4 @@
-"""The loss of chosen positions, against torch's own cross-entropy of whole logits."""
+"""The loss of chosen positions, against torch's own cross-entropy of whole logits; on CUDA too where there is one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from dlm_bridge.parallel import output
 from dlm_bridge.parallel.output import Chosen, Shard, chosen_loss
 
 SIZE, VOCAB, ROWS = 32, 101, 104  # the last three rows of the weight are padding
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +30,19 @@ def shard() -> Iterator[Shard]:
 
 
 def _tensors(
-    positions: int, dtype: torch.dtype = torch.float32, terms: int = 1
+    positions: int, device: torch.device, dtype: torch.dtype = torch.float32, terms: int = 1
 ) -> tuple[torch.Tensor, torch.nn.Parameter, Chosen]:
     """Hidden states, a weight whose padding would win every softmax, and targets with some weights zero."""
     generator = torch.Generator().manual_seed(positions)
-    hidden = torch.randn(positions, SIZE, generator=generator).to(dtype).requires_grad_()
+    hidden = torch.randn(positions, SIZE, generator=generator).to(device, dtype).requires_grad_()
     values = torch.randn(ROWS, SIZE, generator=generator)
     values[VOCAB:] = 50
     weights = torch.rand(positions, generator=generator) * (torch.arange(positions) % 7 != 3)
     of_term = torch.randint(0, terms, (positions,), generator=generator)
     targets = torch.randint(0, VOCAB, (positions,), generator=generator)
-    chosen = Chosen(torch.arange(positions), targets, weights, of_term if terms > 1 else None, terms)
-    return hidden, torch.nn.Parameter(values.to(dtype)), chosen
+    tensors = [tensor.to(device) for tensor in (torch.arange(positions), targets, weights, of_term)]
+    chosen = Chosen(*tensors, terms) if terms > 1 else Chosen(*tensors[:3])
+    return hidden, torch.nn.Parameter(values.to(device, dtype)), chosen
 
 
 def _expected(
@@ -57,10 +64,15 @@ def _assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
 )
 def test_loss_and_gradients_are_those_of_whole_logits(
-    shard: Shard, monkeypatch: pytest.MonkeyPatch, positions: int, dtype: torch.dtype, tolerance: float
+    shard: Shard,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    positions: int,
+    dtype: torch.dtype,
+    tolerance: float,
 ) -> None:
     monkeypatch.setattr(output, "CHUNK_BYTES", 4 * VOCAB * 9)  # nine rows at a time, which divides nothing
-    hidden, weight, chosen = _tensors(positions, dtype, terms=3)
+    hidden, weight, chosen = _tensors(positions, device, dtype, terms=3)
     losses, grad_hidden, grad_weight = _expected(hidden, weight, chosen)
     loss, sums = chosen_loss(hidden, weight, chosen, shard)
     assert (loss.dtype, loss.shape, sums.dtype, sums.requires_grad) == (torch.float32, (), torch.float32, False)
@@ -78,10 +90,10 @@ def test_loss_and_gradients_are_those_of_whole_logits(
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weight_gradient_is_added_to_main_grad(
-    shard: Shard, positions: int, main_dtype: torch.dtype, tied: bool
+    shard: Shard, device: torch.device, positions: int, main_dtype: torch.dtype, tied: bool
 ) -> None:
-    hidden, weight, chosen = _tensors(positions, torch.bfloat16)
-    weight.main_grad = torch.ones(ROWS, SIZE, dtype=main_dtype)
+    hidden, weight, chosen = _tensors(positions, device, torch.bfloat16)
+    weight.main_grad = torch.ones(ROWS, SIZE, dtype=main_dtype, device=device)
     weight.grad_added_to_main_grad = False
     weight.zero_out_wgrad = tied
     _, _, wanted = _expected(hidden, weight, chosen)
@@ -94,10 +106,10 @@ def test_weight_gradient_is_added_to_main_grad(
     assert (weight.grad is None) is tied
 
 
-def test_gradients_of_many_positions_do_not_underflow_in_half_precision(shard: Shard) -> None:
+def test_gradients_of_many_positions_do_not_underflow_in_half_precision(shard: Shard, device: torch.device) -> None:
     """Each of the weights is one over the tokens of a global batch, and the loss is scaled afterwards."""
     for positions in (20, 150):
-        hidden, weight, chosen = _tensors(positions, torch.float16)
+        hidden, weight, chosen = _tensors(positions, device, torch.float16)
         small = Chosen(chosen.positions, chosen.targets, chosen.weights * 2**-24)
         _, grad_hidden, grad_weight = _expected(hidden, weight, chosen)
         loss, _ = chosen_loss(hidden, weight, small, shard)
@@ -106,9 +118,9 @@ def test_gradients_of_many_positions_do_not_underflow_in_half_precision(shard: S
         _assert_close(weight.grad, grad_weight, 2e-3)
 
 
-def test_only_what_needs_gradients_gets_them(shard: Shard) -> None:
+def test_only_what_needs_gradients_gets_them(shard: Shard, device: torch.device) -> None:
     for positions in (20, 150):
-        hidden, weight, chosen = _tensors(positions)
+        hidden, weight, chosen = _tensors(positions, device)
         losses, grad_hidden, grad_weight = _expected(hidden, weight, chosen)
         with torch.no_grad():
             loss, sums = chosen_loss(hidden, weight, chosen, shard)
@@ -122,8 +134,8 @@ def test_only_what_needs_gradients_gets_them(shard: Shard) -> None:
         _assert_close(weight.grad, grad_weight, 1e-5)
 
 
-def test_no_position_gives_zero_with_a_graph(shard: Shard) -> None:
-    hidden, weight, chosen = _tensors(0)
+def test_no_position_gives_zero_with_a_graph(shard: Shard, device: torch.device) -> None:
+    hidden, weight, chosen = _tensors(0, device)
     loss, sums = chosen_loss(hidden, weight, chosen, shard)
     assert (float(loss.detach()), sums.tolist()) == (0.0, [0.0])
     loss.backward()
@@ -131,7 +143,9 @@ def test_no_position_gives_zero_with_a_graph(shard: Shard) -> None:
     assert not weight.grad.any()
 
 
-def test_a_chunk_never_holds_more_logits_than_the_limit(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_never_holds_more_logits_than_the_limit(
+    shard: Shard, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
     product = output._product
 
@@ -146,7 +160,7 @@ def test_a_chunk_never_holds_more_logits_than_the_limit(shard: Shard, monkeypatc
         seen.clear()
         monkeypatch.setattr(output, "CHUNK_BYTES", 4 * VOCAB * limit)
         with torch.no_grad():
-            chosen_loss(*_tensors(rows), shard)
+            chosen_loss(*_tensors(rows, device), shard)
         assert sum(seen) == rows
         assert max(seen) <= limit
         if limit >= output.TILE:
