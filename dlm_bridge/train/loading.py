@@ -68,17 +68,20 @@ def model_family(model: Any) -> FamilySpec | None:
 
 def load_tokenizer(config: TrainConfig) -> Any:
     """The tokenizer of `--tokenizer`, else the model's own. Raises DlmBridgeError."""
+    if config.tokenizer:
+        return open_tokenizer(config.tokenizer, "--tokenizer")
+    return open_tokenizer(config.model, "--model", ": name one with --tokenizer")
+
+
+def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
+    """The tokenizer of a Hub folder or id, or of a Megatron checkpoint; `flag` named it. Raises DlmBridgeError."""
     from transformers import AutoTokenizer
 
-    place = config.tokenizer or config.model
-    flag = "--tokenizer" if config.tokenizer else "--model"
     _check_exists(flag, place)
-    if (Path(place) / TRACKER).is_file():
-        place = str(Path(place) / "hf")
+    folder = Path(place) / "hf" if (Path(place) / TRACKER).is_file() else place
     try:
-        return AutoTokenizer.from_pretrained(place)
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        remedy = "" if config.tokenizer else ": name one with --tokenizer"
         raise DlmBridgeError(f"{flag} {place}: no tokenizer that loads there ({one_line(error)}){remedy}") from error
 
 

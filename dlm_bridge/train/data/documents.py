@@ -25,6 +25,7 @@ class Piece:
     """A document, or a part of a long one."""
 
     text: str
+    first: bool
     last: bool
     where: str  # file and line, for errors
 
@@ -75,7 +76,7 @@ class Lines:
                 has = f"it has {', '.join(map(repr, row)) or 'nothing'}" if isinstance(row, dict) else "not an object"
                 raise DlmBridgeError(f"{where}: no '{key}' field with text ({has})")
             if row[key]:
-                found.append(Piece(row[key], True, where))
+                found.append(Piece(row[key], True, True, where))
         return found
 
 
@@ -83,7 +84,7 @@ Chunk = Pieces | Lines
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """The files that `--data` names: files, folders (everything in them but hidden files) and globs, in the order
+    """The files that some paths name: files, folders (everything in them but hidden files) and globs, in the order
     given, sorted within each. Raises DlmBridgeError for a path that names nothing."""
     found: list[Path] = []
     for path in paths:
@@ -94,9 +95,9 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         elif glob.has_magic(path):
             files = sorted(Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file())
         else:
-            raise DlmBridgeError(f"--data {path}: no such file or folder")
+            raise DlmBridgeError(f"{path}: no such file or folder")
         if not files:
-            raise DlmBridgeError(f"--data {path}: no files there")
+            raise DlmBridgeError(f"{path}: no files there")
         found += files
     return found
 
@@ -136,7 +137,7 @@ def _chunked(documents: Iterable[tuple[Piece, float]], size: int) -> Iterator[Pi
     pieces: list[Piece] = []
     length, nbytes = 0, 0.0
     for piece, cost in documents:
-        if piece.text or not piece.last:
+        if piece.text:
             pieces.append(piece)
         length += len(piece.text)
         nbytes += cost
@@ -151,11 +152,11 @@ def _text(path: Path) -> Iterator[tuple[Piece, float]]:
     """A text file is one document."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            text = "".join(file.readlines(PIECE))
+            text, first = "".join(file.readlines(PIECE)), True
             while text:
                 following = "".join(file.readlines(PIECE))
-                yield Piece(text, not following, str(path)), len(text.encode())
-                text = following
+                yield Piece(text, first, not following, str(path)), len(text.encode())
+                text, first = following, False
     except UnicodeDecodeError as error:
         raise DlmBridgeError(
             f"{path}: not UTF-8 text (byte {error.start}): convert it, or leave it out by naming files with a glob"
@@ -200,4 +201,4 @@ def _column(columns: Iterable[list[Any]], key: str, name: str, cost: float) -> I
             where = f"{name}, row {number}"
             if not isinstance(text, str):
                 raise DlmBridgeError(f"{where}: '{key}' is not text")
-            yield Piece(text, True, where), cost
+            yield Piece(text, True, True, where), cost

@@ -61,11 +61,14 @@ class Data:
         be read, do not fit the model or are too short."""
         if self.has_text:
             check_tokenizer(tokenizer, reader.fit.vocabulary, reader.fit.mask_token_id)
-        both = [_part(part, reader, tokenizer) for part in self.parts]
+        return self.mixed([_part(part, reader, tokenizer) for part in self.parts], reader.seed)
+
+    def mixed(self, both: Sequence[tuple[Blocks, Blocks]], seed: int) -> tuple[Samples, Samples]:
+        """The training and the validation samples of each part's blocks for both."""
         train, valid = ([pair[which] for pair in both] for which in (0, 1))
         if not self.weights:
-            return Epochs(train[0], reader.seed), Epochs(valid[0])
-        shuffled = tuple(Epochs(blocks, reader.seed, number) for number, blocks in enumerate(train))
+            return Epochs(train[0], seed), Epochs(valid[0])
+        shuffled = tuple(Epochs(blocks, seed, number) for number, blocks in enumerate(train))
         # A source without validation blocks leaves the others' proportions as they are.
         kept = [number for number, blocks in enumerate(valid) if len(blocks)]
         ordered = tuple(Epochs(valid[number]) for number in kept)
@@ -94,7 +97,7 @@ def find_data(items: Sequence[str]) -> Data:
 
 
 def find_sources(item: str) -> list[Source | IndexedTokens | str]:
-    """The sources that one path of `--data` means: `mock`, a Megatron pair by its prefix or either file, a saved
+    """The sources that one path means: `mock`, a Megatron pair by its prefix or either file, a saved
     dataset, the files of a folder or a glob, or a dataset of the Hub. Raises DlmBridgeError where it means nothing."""
     path = Path(item)
     if item == MOCK:
@@ -171,10 +174,10 @@ def _loaded(name: str, config: str, part: str) -> Table:
 def _one_split(name: str, found: Any, part: str) -> Table:
     if not isinstance(found, dict):
         if part:
-            raise DlmBridgeError(f"--data {name}: the dataset has no splits: leave :{part} out")
+            raise DlmBridgeError(f"{name}: the dataset has no splits: leave :{part} out")
         return Table(name, found)
     if (part or "train") not in found:
-        raise DlmBridgeError(f"--data {name}: no split '{part or 'train'}' (it has {', '.join(found)}): name one")
+        raise DlmBridgeError(f"{name}: no split '{part or 'train'}' (it has {', '.join(found)}): name one")
     return Table(name, found[part or "train"])
 
 
@@ -182,6 +185,4 @@ def _told(name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # whatever a dataset's files can be wrong with
-        raise DlmBridgeError(
-            f"--data {name}: no such file or folder, nor a dataset that loads: {one_line(error)}"
-        ) from error
+        raise DlmBridgeError(f"{name}: no such file or folder, nor a dataset that loads: {one_line(error)}") from error

@@ -1,0 +1,60 @@
+"""`dlm-bridge preprocess`: text becomes a Megatron pair of token ids, .bin and .idx."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dlm_bridge.cli.convert import Json, Overwrite, progress_bar, says_when_interrupted
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("preprocess")(preprocess)
+
+
+@says_when_interrupted
+def preprocess(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...", help="Text, JSONL, parquet, a folder, a glob, or a dataset NAME:CONFIG:SPLIT."
+        ),
+    ],
+    output: Annotated[str, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin and PREFIX.idx.")],
+    tokenizer: Annotated[str, typer.Option(help="Folder or Hub id.")],
+    append_eod: Annotated[
+        bool, typer.Option("--append-eod", help="End each document with the tokenizer's EOS.")
+    ] = False,
+    key: Annotated[
+        str, typer.Option("--json-key", "--text-key", help="The field or column that holds the text.")
+    ] = "text",
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes, each on a core; 1: the tokenizer's own threads. All cores by default."),
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Tokenise text once, for runs that read it often: a .bin/.idx pair as Megatron-LM writes it.
+
+    Example: dlm-bridge preprocess corpus.jsonl --output corpus --tokenizer GSAI-ML/LLaDA-8B-Base --append-eod
+    """
+    from dlm_bridge.train.data.preprocess import preprocess as run
+    from dlm_bridge.train.loading import open_tokenizer
+
+    loaded = open_tokenizer(tokenizer, "--tokenizer")
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    with progress_bar("tokenising") as progress:
+        report = run(inputs, output, loaded, append_eod, key, workers, overwrite, progress)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict()))
+        return
+    typer.echo(
+        f"{output}.bin, {Path(output).name}.idx: {report.documents:,} documents, {report.tokens:,} tokens "
+        f"({report.dtype}), {report.tokens_per_s:,.0f} tokens/s"
+    )

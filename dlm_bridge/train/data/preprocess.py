@@ -1,0 +1,189 @@
+"""Tokenise text into a Megatron pair: batches of documents go to processes, their token ids come back in order."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.data.documents import Chunk, Source, Table, read_chunks, source_bytes
+from dlm_bridge.train.data.indexed import IndexedWriter, token_dtype
+from dlm_bridge.train.data.sources import find_sources
+
+CHUNK = 1 << 20  # bytes of text that a process tokenises at once
+AHEAD = 3  # chunks under way for each process
+
+Progress = Callable[[int, int], None]  # (bytes done since the last call, bytes in all)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written."""
+
+    prefix: str
+    documents: int
+    tokens: int
+    dtype: str
+    bytes: int  # of the sources
+    seconds: float
+    tokens_per_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def preprocess(
+    inputs: Sequence[str],
+    prefix: str | Path,
+    tokenizer: Any,
+    append_eod: bool = False,
+    key: str = "text",
+    workers: int = 1,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Write `PREFIX.bin` and `PREFIX.idx` with the tokens of every document of `inputs`, in order; empty documents are
+    left out, special tokens are not added. With `append_eod` the tokenizer's EOS closes each document. `key` is the
+    field of JSON objects and the column of tables that holds the text. Each of `workers` processes tokenises on one
+    core; with one, this process does, on as many as the Rust tokenizer takes.
+
+    Raises:
+        DlmBridgeError: an input that names nothing or is already tokenised, text that cannot be read (with file and
+            line), no documents at all, a tokenizer without EOS, an output that exists or cannot be written.
+    """
+    if append_eod and tokenizer.eos_token_id is None:
+        raise DlmBridgeError(f"tokenizer {tokenizer.name_or_path} has no EOS token: leave --append-eod out")
+    if workers < 1:
+        raise DlmBridgeError(f"--workers must be at least 1, not {workers}")
+    sources = [_text_source(source, item) for item in inputs for source in find_sources(item)]
+    total = sum(source_bytes(source) for source in sources)
+    began = time.perf_counter()
+    vocabulary = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+    dtype = token_dtype(vocabulary)
+    work = _Work(tokenizer, key, tokenizer.eos_token_id if append_eod else None, dtype)
+    tokens = 0
+    with IndexedWriter(prefix, dtype, overwrite) as writer:
+        for ids, lengths, unfinished, nbytes in _tokenised(read_chunks(sources, key, CHUNK), work, workers):
+            writer.add(ids, lengths, unfinished)
+            tokens += len(ids)
+            if progress is not None:
+                progress(nbytes, total)
+        if tokens == 0:
+            raise DlmBridgeError(f"{', '.join(inputs)}: no text there, nothing was written")
+        documents = writer.documents
+    seconds = time.perf_counter() - began
+    return Report(str(prefix), documents, tokens, str(dtype), total, seconds, tokens / seconds)
+
+
+Tokens = tuple[np.ndarray, list[int], bool, int]  # ids, each document's length, the last goes on, bytes of the source
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a process needs to tokenise a chunk."""
+
+    tokenizer: Any
+    key: str
+    eod: int | None
+    dtype: np.dtype
+
+    def __call__(self, chunk: Chunk) -> Tokens:
+        pieces = chunk.parsed(self.key)
+        texts = [piece.text for piece in pieces]
+        parts: list[Any] = []
+        lengths: list[int] = []
+        goes_on = False
+        for piece, ids in zip(pieces, self._encode(texts), strict=True):
+            if not ids and piece.first and piece.last:
+                continue
+            if piece.last and self.eod is not None:
+                ids.append(self.eod)
+            parts.append(ids)
+            if goes_on:
+                lengths[-1] += len(ids)
+            else:
+                lengths.append(len(ids))
+            goes_on = not piece.last
+        tokens = np.fromiter(itertools.chain.from_iterable(parts), dtype=self.dtype, count=sum(lengths))
+        return tokens, lengths, goes_on, chunk.nbytes
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        # Without the offsets, which nobody needs here and which take a good part of the time.
+        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _tokenised(chunks: Iterator[Chunk], work: _Work, workers: int) -> Iterator[Tokens]:
+    """The tokens of all chunks, in order; a bounded number is under way at a time."""
+    _no_limits(work.tokenizer)
+    if workers == 1:
+        yield from map(work, chunks)
+        return
+    # Forked, a process begins at once; it must not use the Rust tokenizer's threads, which a fork does not copy.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin, (work,))
+    under_way: deque[Any] = deque()
+    try:
+        for chunk in chunks:
+            under_way.append(pool.submit(_do, chunk))
+            if len(under_way) >= AHEAD * workers:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    except BrokenProcessPool:
+        raise DlmBridgeError("a worker process was killed (out of memory?): use fewer --workers") from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_of_this_process: list[_Work] = []
+
+
+def _begin(work: _Work) -> None:
+    """Runs first in each process."""
+    _of_this_process.append(work)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _do(chunk: Chunk) -> Tokens:
+    return _of_this_process[0](chunk)
+
+
+def _text_source(source: Any, item: str) -> Source:
+    if isinstance(source, Path | Table):
+        return source
+    raise DlmBridgeError(f"{item}: not text: it is already tokenised, or mock")
+
+
+def _no_limits(tokenizer: Any) -> None:
+    """A tokenizer.json can come with truncation and padding, which transformers ignores unless asked."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()

@@ -1,0 +1,179 @@
+"""Blends: every source has its share at every moment, each sample a pure function of its index; what --data names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.data import (
+    Blend,
+    Epochs,
+    Fit,
+    IndexedWriter,
+    MockBlocks,
+    Reader,
+    find_data,
+    schedule,
+    token_dtype,
+)
+from dlm_bridge.train.data.blend import LONGEST_PERIOD
+from dlm_bridge.train.data.blocks import Concatenated
+from dlm_bridge.train.rows import Rows
+
+READER = Reader(seq_length=4, seed=0, shares=(0.8, 0.2, 0.0), fit=Fit(1000, None), with_documents=False)
+
+
+def _counts(weights: list[float], samples: int) -> np.ndarray:
+    """[samples + 1, sources]: how many of the first n samples came from each source."""
+    plan = schedule(weights)
+    counts = np.zeros((samples + 1, len(weights)), dtype=int)
+    for sample in range(samples):
+        source, own = plan.at(sample)
+        assert own == counts[sample, source]  # a source's samples come in order, none left out
+        counts[sample + 1] = counts[sample]
+        counts[sample + 1, source] += 1
+    return counts
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [1.0],
+        [1, 1],
+        [0.7, 0.3],
+        [0.5, 0.25, 0.125, 0.125],
+        [0.9, *[0.005] * 20],  # where taking the largest deficit first would leave the small ones behind
+        [3, 2, 2, 1, 1, 1, 0.5, 17],
+        [12.5, 0.37, 8.25, 1e-2],
+    ],
+)
+def test_no_source_is_ever_a_whole_sample_off(weights: list[float]) -> None:
+    counts = _counts(weights, 3000)
+    wanted = np.arange(3001)[:, None] * np.array(weights) / sum(weights)
+    assert np.abs(counts - wanted).max() < 1
+
+
+def test_weights_that_are_no_short_decimals_are_rounded_to_a_millionth() -> None:
+    weights = [1 / 3, 2**0.5, 0.123456789]
+    plan = schedule(weights)
+    assert plan.period == LONGEST_PERIOD
+    exact = np.array(weights) / sum(weights)
+    assert np.abs(np.array(plan.shares) / plan.period - exact).max() < 1 / LONGEST_PERIOD
+    assert schedule([0.3, 0.7]).shares == schedule([3, 7]).shares == (3, 7)
+    with pytest.raises(DlmBridgeError, match="weight 1e-09 is less than a millionth"):
+        schedule([1e-9, 1.0])
+
+
+def test_samples_far_ahead_need_nothing_of_those_before() -> None:
+    plan = schedule([0.3, 0.7])
+    assert [plan.at(10**15 + n) for n in range(10)] == [
+        (source, own + 10**14 * (3, 7)[source]) for source, own in map(plan.at, range(10))
+    ]
+
+
+def test_a_blend_reads_each_sources_own_order() -> None:
+    sources = tuple(Epochs(MockBlocks(6, 50, seed=seed, length=length), 3, seed) for seed, length in enumerate((5, 9)))
+    blend = Blend(sources, schedule([1, 3]))
+    samples = [11, 2, 40, 3, 0, 39]
+    rows = blend.rows(samples)
+    for row, sample in enumerate(samples):
+        source, own = blend.schedule.at(sample)
+        assert torch.equal(rows.input_ids[row], sources[source].rows([own]).input_ids[0])
+    assert {blend.schedule.at(sample)[0] for sample in samples} == {0, 1}
+    assert len(blend) == 14
+
+
+def test_what_only_one_source_knows_is_filled_in() -> None:
+    class Packed:
+        def __len__(self) -> int:
+            return 2
+
+        def rows(self, indices: Any) -> Rows:
+            ids = torch.tensor([[100 + index, 101, 102] for index in indices])
+            return Rows(ids, documents=torch.tensor([[0, 1, 1]] * len(indices)))
+
+    rows = Concatenated((MockBlocks(3, 50, seed=0, length=4), Packed())).rows([5, 0, 4])
+    assert rows.input_ids[:, 0].tolist()[::2] == [101, 100]
+    assert rows.documents is not None
+    assert rows.documents.tolist() == [[0, 1, 1], [0, 0, 0], [0, 1, 1]]
+    assert rows.labels is None
+
+
+def _pair(prefix: Path, ids: range, documents: int) -> str:
+    with IndexedWriter(prefix, token_dtype(1000)) as writer:
+        for _ in range(documents):
+            writer.add(list(ids), [len(ids)])
+    return str(prefix)
+
+
+def test_each_source_of_a_blend_is_split_on_its_own(tmp_path: Path) -> None:
+    low, high = _pair(tmp_path / "low", range(10), 20), _pair(tmp_path / "high", range(500, 510), 100)
+    train, valid = find_data(["0.75", low, "0.25", high]).sections(READER, None)
+    assert (len(train), len(valid)) == (40 + 200, 10 + 50)
+    for samples, size in ((train, 160), (valid, 40)):
+        first = samples.rows(range(size)).input_ids
+        assert int((first < 500).all(dim=1).sum()) == size * 3 // 4
+        assert torch.equal(samples.rows([7, 3]).input_ids, first[[7, 3]])
+    both, _ = find_data([low, high]).sections(READER, None)  # without weights: everything once an epoch
+    ids, counts = both.rows(range(240)).input_ids.unique(return_counts=True)
+    assert len(ids) == 20
+    assert int(counts.sum()) == 960
+    assert int(counts[:10].sum()) == 160
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (["0.5", "{a}", "0.5"], "--data 0.5: no path after this weight"),
+        (["0.5", "0.5", "{a}", "{a}"], "--data 0.5: no path after this weight"),
+        (["0.5", "{a}", "{a}"], "a.txt: no weight before it"),
+        (["0", "{a}"], "--data 0: a weight must be a positive number"),
+        (["nan", "{a}"], "--data nan: a weight must be a positive number"),
+        (["inf", "{a}", "1", "{a}"], "--data inf: a weight must be a positive number"),
+        (["1e-9", "{a}", "1", "{a}"], "weight 1e-09 is less than a millionth"),
+        (["1", "{a}/nowhere.jsonl"], "nowhere.jsonl: no such file or folder"),
+        (["{a}.bin"], "a.txt.bin: no such file or folder"),
+    ],
+)
+def test_bad_blends_are_named(tmp_path: Path, items: list[str], message: str) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
+        find_data([item.format(a=tmp_path / "a.txt") for item in items])
+    assert "\n" not in str(raised.value)
+
+
+def test_datasets_by_folder_name_and_split(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"train": ["x = 1\n" * 30, "y = 2\n" * 30], "held": ["z = 3\n" * 90]}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows}) for name, rows in texts.items()})
+    saved.save_to_disk(tmp_path / "saved")
+    (tmp_path / "hub").mkdir()
+    saved["held"].to_parquet(tmp_path / "hub/test-0.parquet")
+    fit = Fit(len(tokenizer), None)
+    reader = Reader(seq_length=8, seed=0, shares=(1.0, 0.0, 0.0), fit=fit, with_documents=False)
+
+    def text(item: str) -> str:
+        blocks = find_data([item]).sections(reader, tokenizer)[0]
+        assert isinstance(blocks, Epochs)
+        return tokenizer.decode(blocks.blocks.rows(range(len(blocks))).input_ids.flatten())
+
+    assert text(str(tmp_path / "saved")).startswith("x = 1\n")
+    assert text(f"{tmp_path}/saved:held").startswith("z = 3\n")
+    assert text(f"{tmp_path}/hub::test").startswith("z = 3\n")
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, config: saved if (name, config) == ("a/b", "c") else 1 / 0
+    )
+    assert text("a/b:c:held").startswith("z = 3\n")
+    for item, message in {
+        f"{tmp_path}/saved:nope": "no split 'nope' (it has train, held)",
+        "a/b:c:nope": "a/b:c:nope: no split 'nope'",
+        "a/wrong": "a/wrong: no such file or folder, nor a dataset that loads",
+    }.items():
+        with pytest.raises(DlmBridgeError, match=re.escape(message)):
+            find_data([item])
