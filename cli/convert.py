@@ -32,6 +32,9 @@ Dtype = Annotated[str, typer.Option(help="Cast the weights: keep, bf16, fp16 or 
 Vocab = Annotated[int | None, typer.Option(help="Pad the vocabulary with zero rows to a multiple of N.")]
 Workers = Annotated[int | None, typer.Option(help="Threads; one per core, at most 8, by default.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is whole.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from what a killed or interrupted run of the same command has done.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Family = Annotated[str | None, typer.Option(help="The model family, where config.json cannot tell.")]
@@ -40,7 +43,14 @@ Like = Annotated[
     str | None, typer.Option(metavar="HF", help="Hub folder or id to take config, side files and shard map from.")
 ]
 HfConfig = Annotated[str | None, typer.Option(metavar="FILE", help="A config.json that names the model.")]
-Format = Annotated[str, typer.Option(help="The Megatron format to write: torch_dist.")]
+Format = Annotated[str, typer.Option(help="The Megatron format to write: torch_dist, or torch (the legacy one).")]
+KeyStyle = Annotated[
+    str,
+    typer.Option(
+        help="Names in --format torch: te (grouped experts), te-sequential or local (no Transformer Engine)."
+    ),
+]
+RunConfig = Annotated[bool, typer.Option("--run-config", help="Write Megatron Bridge's run_config.yaml as well.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -78,12 +88,15 @@ def import_(
     format: Format = "torch_dist",
     dtype: Dtype = "keep",
     vocab_multiple: Vocab = None,
+    key_style: KeyStyle = "te",
+    run_config: RunConfig = False,
     revision: Revision = None,
     dequantize_fp8: Annotated[
         bool, typer.Option("--dequantize-fp8", help="Read block-scaled FP8 weights (DeepSeek-V3) as bfloat16.")
     ] = False,
     workers: Workers = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -91,7 +104,6 @@ def import_(
 
     Example: dlm-bridge import GSAI-ML/LLaDA-8B-Instruct ckpt --tp 4 --pp 2
     """
-    _check_format(format)
     from dlm_bridge.bridge import Bridge
 
     layout = _layout(tp, pp, vp, ep, etp, pipeline_split)
@@ -102,8 +114,12 @@ def import_(
             layout,
             dtype,
             vocab_multiple=vocab_multiple,
+            format=format,
+            key_style=key_style,
+            run_config=run_config,
             workers=workers,
             overwrite=overwrite,
+            resume=resume,
             dry_run=dry_run,
             progress=progress,
         )
@@ -123,6 +139,7 @@ def export(
     family: Family = None,
     workers: Workers = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -140,6 +157,7 @@ def export(
             shard_size=shard_size,
             workers=workers,
             overwrite=overwrite,
+            resume=resume,
             dry_run=dry_run,
             progress=progress,
         )
@@ -158,11 +176,14 @@ def reshard(
     pipeline_split: Split = None,
     format: Format = "torch_dist",
     vocab_multiple: Vocab = None,
+    key_style: KeyStyle = "te",
+    run_config: RunConfig = False,
     like: Like = None,
     hf_config: HfConfig = None,
     family: Family = None,
     workers: Workers = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -170,7 +191,6 @@ def reshard(
 
     Example: dlm-bridge reshard ckpt ckpt-tp8 --tp 8 --pp 1
     """
-    _check_format(format)
     from dlm_bridge.bridge import Bridge
 
     layout = _layout(tp, pp, vp, ep, etp, pipeline_split)
@@ -180,8 +200,12 @@ def reshard(
             output,
             layout,
             vocab_multiple=vocab_multiple,
+            format=format,
+            key_style=key_style,
+            run_config=run_config,
             workers=workers,
             overwrite=overwrite,
+            resume=resume,
             dry_run=dry_run,
             progress=progress,
         )
@@ -240,13 +264,6 @@ def _layout(tp: int, pp: int, vp: int, ep: int, etp: int | None, pipeline_split:
 
     split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
     return Layout(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, **split)
-
-
-def _check_format(format: str) -> None:
-    from dlm_bridge.errors import DlmBridgeError
-
-    if format != "torch_dist":
-        raise DlmBridgeError(f"--format {format}: only torch_dist is written")
 
 
 def _show_report(report: dict[str, Any], as_json: bool) -> None:

@@ -30,6 +30,7 @@ def show_report(report: dict[str, Any], as_json: bool) -> None:
         rows.append(("time", f"{report['seconds']:.1f} s, {_size(rate)}/s"))
     title = f"{report['action']}: {report['source']} -> {report['output']}"
     _table(f"{title} (dry run, nothing written)" if report["dry_run"] else title, rows)
+    _show_derived(report["derived"])
 
 
 def show_facts(facts: dict[str, Any], as_json: bool) -> None:
@@ -54,8 +55,10 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
         ("left out", ", ".join(facts["left_out"]) or "nothing"),
         ("source", f"{source.get('name', '-')}{revision}"),
         ("written by", facts["tool"] or "-"),
+        *(("note", note) for note in facts["notes"]),
     ]
     _table(facts["path"], rows)
+    _show_derived(facts["derived"])
 
 
 def show_verdict(verdict: dict[str, Any], as_json: bool) -> None:
@@ -88,6 +91,15 @@ def show_verdict(verdict: dict[str, Any], as_json: bool) -> None:
         table.add_row(f"and {more} more", "", "--json lists all")
     Console().print(table)
     return None
+
+
+def _show_derived(rows: list[dict[str, Any]]) -> None:
+    """The config of a checkpoint that names no Hub model: what it says, and what that follows from."""
+    if rows:
+        lines = [
+            (row["key"], f"{row['value']}    {'assumed: ' if row['assumed'] else ''}{row['origin']}") for row in rows
+        ]
+        _table("config.json was derived; --like or --hf-config names another", lines)
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> None:

@@ -70,8 +70,8 @@ class Bridge:
         hf_config: PathLike | None = None,
         family: str | None = None,
     ) -> Bridge:
-        """A Megatron checkpoint of any format. `like` (Hub folder or id) or `hf_config` (a config.json) names the Hub model of
-        one that was not written by dlm-bridge."""
+        """A Megatron checkpoint of any format, or a plain distributed one. `like` (Hub folder or id) or `hf_config` (a
+        config.json) names the Hub model of one that was not written by dlm-bridge."""
         return cls(open_megatron(root, like, hf_config, family))
 
     @property

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.formats.dcp import StoredTensor
-from dlm_bridge.convert.formats.torch_dist import TorchDistReader, is_torch_dist, iteration_folder
+from dlm_bridge.convert.dcp_checkpoint import DcpCheckpoint, dcp_folder
+from dlm_bridge.convert.formats.megatron_store import Store, is_megatron, newest_iteration, open_store
 from dlm_bridge.convert.hub import resolve
 from dlm_bridge.convert.hub_checkpoint import HubCheckpoint, open_hub
 from dlm_bridge.convert.manifest import Manifest, read_manifest
 from dlm_bridge.convert.mapping import Dims
 from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint, is_training_state, megatron_root
 from dlm_bridge.convert.tensors import dtype_name
+from dlm_bridge.errors import DlmBridgeError
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Facts:
     side_files: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     tool: str | None = None  # what wrote the manifest
+    derived: list[dict[str, Any]] = field(default_factory=list)  # key, value, origin, assumed: of a derived config
+    notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -49,19 +52,33 @@ class Facts:
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], revision: str | None = None, family: str | None = None) -> Facts:
-    """The facts of a Hub folder, a Hub id or a Megatron checkpoint. Raises DlmBridgeError."""
+    """The facts of a Hub folder, a Hub id, a Megatron checkpoint or a plain distributed one. Raises DlmBridgeError."""
     folder = resolve(path, revision)
-    if not is_torch_dist(folder):
-        return _hub_facts(open_hub(os.fspath(path), revision, family))
-    iteration = iteration_folder(folder)
+    if is_megatron(folder):
+        return _megatron_facts(folder, family)
+    if dcp_folder(folder) is not None:
+        checkpoint = DcpCheckpoint(folder, family=family)
+        checkpoint.check()
+        facts = _facts(checkpoint, str(folder), None)
+        facts.files = checkpoint.files()
+        return facts
+    return _hub_facts(open_hub(os.fspath(path), revision, family))
+
+
+def _megatron_facts(folder: Path, family: str | None) -> Facts:
+    iteration = newest_iteration(folder)
     manifest = read_manifest(megatron_root(folder, iteration))
-    if manifest is None:
-        return _unknown_megatron(folder, TorchDistReader(iteration))
-    checkpoint = MegatronCheckpoint(folder)
-    checkpoint.check()
+    try:
+        checkpoint = MegatronCheckpoint(folder, family=family)
+        checkpoint.check()
+    except DlmBridgeError as error:
+        if manifest is not None:
+            raise
+        return _unknown_megatron(folder, open_store(iteration), str(error))
     facts = _facts(checkpoint, str(folder), manifest)
-    _add_megatron(facts, checkpoint.reader)
-    facts.layout = manifest.layout if manifest.iteration == checkpoint.iteration else None
+    _add_megatron(facts, checkpoint.store)
+    if manifest is not None and manifest.iteration == checkpoint.iteration:
+        facts.layout = manifest.layout
     return facts
 
 
@@ -90,6 +107,8 @@ def _facts(checkpoint: Checkpoint, path: str, manifest: Manifest | None) -> Fact
         side_files=list(checkpoint.hub.files),
         left_out=list(checkpoint.hub.left_out),
         tool=manifest.tool if manifest else None,
+        derived=[asdict(row) for row in checkpoint.hub.derived],
+        notes=list(checkpoint.notes),
     )
 
 
@@ -100,29 +119,30 @@ def _sizes(dims: Dims) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if value or name == "tied"}
 
 
-def _unknown_megatron(folder: Path, reader: TorchDistReader) -> Facts:
-    tensors: dict[str, StoredTensor] = {
-        key: tensor for key, tensor in reader.contents.tensors.items() if not is_training_state(key)
-    }
+def _unknown_megatron(folder: Path, store: Store, reason: str) -> Facts:
+    """`reason` says why the model is not known."""
+    tensors = {key: tensor for key, tensor in store.tensors().items() if not is_training_state(key)}
     facts = Facts(
         path=str(folder),
-        format="torch_dist",
+        format=store.format,
         family=None,
         architecture=None,
         parameters=sum(prod(tensor.shape) for tensor in tensors.values()),
         tensors=len(tensors),
-        bytes=sum(prod(t.shape) * (t.dtype.itemsize if t.dtype else 0) for t in tensors.values()),
-        dtypes=dict(Counter(tensor.dtype_name for tensor in tensors.values())),
+        bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        dtypes=dict(Counter(tensor.dtype for tensor in tensors.values())),
         files={},
+        notes=[reason],
     )
-    _add_megatron(facts, reader)
+    if store.format == "torch":
+        facts.notes.append("tensors and parameters are counted on every rank that holds them")
+    _add_megatron(facts, store)
     return facts
 
 
-def _add_megatron(facts: Facts, reader: TorchDistReader) -> None:
-    contents = reader.contents
-    names = {chunk.place.file for tensor in contents.tensors.values() for chunk in tensor.chunks}
-    facts.files = {name: (reader.folder / name).stat().st_size for name in sorted(names)}
-    iteration = reader.common.get("iteration")
-    facts.iteration = iteration if isinstance(iteration, int) else reader.folder.name
-    facts.training_state = sum(map(is_training_state, (*contents.tensors, *contents.objects)))
+def _add_megatron(facts: Facts, store: Store) -> None:
+    facts.files = store.files()
+    iteration = store.common.get("iteration")
+    facts.iteration = iteration if isinstance(iteration, int) else store.folder.name
+    facts.training_state = sum(map(is_training_state, (*store.tensors(), *store.objects())))
+    facts.layout = store.layout

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.dcp_checkpoint import DcpCheckpoint, dcp_folder
 from dlm_bridge.convert.formats.megatron_store import is_megatron
 from dlm_bridge.convert.hub_checkpoint import open_hub
 from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint, hub_side_like, hub_side_of_config
@@ -21,41 +22,44 @@ def open_megatron(
     like: str | os.PathLike[str] | None = None,
     hf_config: str | os.PathLike[str] | None = None,
     family: str | None = None,
-) -> MegatronCheckpoint:
-    """Open a Megatron checkpoint; `like` (a Hub folder or id) or `hf_config` (a config.json) names its Hub model
-    in place of its own manifest. Raises DlmBridgeError."""
+) -> MegatronCheckpoint | DcpCheckpoint:
+    """Open a Megatron checkpoint of any format, or a plain distributed one of a Hub model; `like` (a Hub folder or id)
+    or `hf_config` (a config.json) names its Hub model in place of its own manifest or settings.
+
+    Raises DlmBridgeError.
+    """
     root = _folder(path)
-    if not is_megatron(root):
-        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no latest_checkpointed_iteration.txt")
     if like is not None and hf_config is not None:
         raise DlmBridgeError("give --like or --hf-config, not both")
-    if like is not None:
-        twin = open_hub(os.fspath(like), family=family)
-        return MegatronCheckpoint(root, hub_side_like(twin), twin)
+    megatron = is_megatron(root)
+    if not megatron and dcp_folder(root) is None:
+        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no latest_checkpointed_iteration.txt")
+    twin = None if like is None else open_hub(os.fspath(like), family=family)
+    hub = None if twin is None else hub_side_like(twin)
     if hf_config is not None:
-        return MegatronCheckpoint(root, hub_side_of_config(Path(hf_config), family))
-    return MegatronCheckpoint(root, family=family)
+        hub = hub_side_of_config(Path(hf_config), family)
+    return MegatronCheckpoint(root, hub, twin, family) if megatron else DcpCheckpoint(root, hub, family)
 
 
 def open_any(path: str | os.PathLike[str], revision: str | None = None, family: str | None = None) -> Checkpoint:
-    """Open a checkpoint of either format. Raises DlmBridgeError."""
+    """Open a checkpoint of any format. Raises DlmBridgeError."""
     folder = Path(path).expanduser()
-    if folder.is_dir() and is_megatron(folder):
+    if folder.is_dir() and (is_megatron(folder) or dcp_folder(folder) is not None):
         return open_megatron(folder, family=family)
     return open_hub(os.fspath(path), revision, family)
 
 
-def parse_size(text: str | int | None) -> int | None:
+def parse_size(text: str | int | None, option: str = "--shard-size") -> int | None:
     """ "5GB" is 5 * 10**9 bytes and "5GiB" 5 * 2**30, as the Hub writes sizes. Raises DlmBridgeError."""
     if text is None or isinstance(text, int):
         return text
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     if not match or (match[3] and not match[2]):
-        raise DlmBridgeError(f"--shard-size {text}: write a size such as 5GB or 500MB")
+        raise DlmBridgeError(f"{option} {text}: write a size such as 5GB or 500MB")
     unit = match[2].upper()
     size = int(float(match[1]) * (_BINARY_UNITS[unit] if match[3] else _UNITS[unit]))
     if size < 1:
-        raise DlmBridgeError(f"--shard-size {text}: must be at least one byte")
+        raise DlmBridgeError(f"{option} {text}: must be at least one byte")
     return size
 
 

@@ -22,9 +22,11 @@ class Report:
     files: dict[str, int]
     layout: dict[str, Any] | None = None
     vocab_multiple: int | None = None
+    key_style: str | None = None  # of the legacy format
     side_files: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    derived: list[dict[str, Any]] = field(default_factory=list)  # key, value, origin, assumed: of a derived config
     largest_tensor: int = 0  # bytes
     workers: int = 1
     dry_run: bool = False

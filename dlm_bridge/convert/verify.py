@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.checkpoint import HubSide, TensorSpec
+from dlm_bridge.convert.dcp_checkpoint import DcpCheckpoint, dcp_folder
 from dlm_bridge.convert.formats.dcp import read_file_digests
 from dlm_bridge.convert.formats.huggingface import HubReader
-from dlm_bridge.convert.formats.torch_dist import is_torch_dist, iteration_folder
+from dlm_bridge.convert.formats.legacy_reader import LegacyReader
+from dlm_bridge.convert.formats.legacy_writer import legacy_file_digest
+from dlm_bridge.convert.formats.megatron_store import is_megatron, newest_iteration
 from dlm_bridge.convert.hub import resolve
 from dlm_bridge.convert.hub_checkpoint import HubCheckpoint
 from dlm_bridge.convert.manifest import FILE_NAME, Manifest, TensorRecord, read_manifest
@@ -108,6 +111,7 @@ def verify_pair(
     tasks = [(2 * _nbytes(group, left.names), partial(compare, group)) for group in _groups(common, left, right)]
     run_tasks(tasks, worker_count(workers))
     differences += [found[name] for name in common if name in found]
+    differences += [*left.compare_copies(), *right.compare_copies()]
     return Verdict(left.where, right.where, not differences, len(common), total, differences)
 
 
@@ -153,6 +157,7 @@ def verify_manifest(
     run_tasks([(2 * _nbytes(group, side.names), partial(compare, group)) for group in groups], worker_count(workers))
     differences += [found[name] for name in common if name in found]
     differences += _compare_files(side.root, manifest)
+    differences += side.compare_copies()
     differences += [] if found else side.compare_headers(manifest)
     return Verdict(side.where, FILE_NAME, not differences, len(common), total, differences)
 
@@ -179,6 +184,10 @@ class _Side:
 
     def compare_headers(self, manifest: Manifest) -> list[Difference]:
         """Weight files that are not what the manifest says, though all their tensors are."""
+        return []
+
+    def compare_copies(self) -> list[Difference]:
+        """Parameters that several ranks hold and that are not the same on all of them."""
         return []
 
 
@@ -235,41 +244,68 @@ class _MegatronTensors(_Side):
         return link.megatron_name if link is not None else name
 
     def compare_headers(self, manifest: Manifest) -> list[Difference]:
-        reader = self._checkpoint.reader
-        found = read_file_digests(reader.folder, reader.contents)
+        reader, iteration = self._checkpoint.reader, self._checkpoint.iteration
+        if isinstance(reader, LegacyReader):
+            found = {file: legacy_file_digest(reader.folder / file) for file in self._checkpoint.store.files()}
+        else:
+            found = read_file_digests(reader.folder, reader.contents)
         return [
             Difference(file, "file", f"its bytes around the tensors are not what {FILE_NAME} says")
             for file, recorded in manifest.files.items()
-            if found.get(Path(file).name) != recorded
+            if found.get(file.removeprefix(f"{iteration}/")) != recorded
         ]
+
+    def compare_copies(self) -> list[Difference]:
+        reader = self._checkpoint.reader
+        if not isinstance(reader, LegacyReader):
+            return []
+        return [Difference(key, "values", detail) for key, detail in reader.check_copies()]
 
     def oddities(self) -> list[Difference]:
         return [Difference(key, "extra", f"in {self.where}, but it belongs to no Hub tensor") for key in self._odd]
 
 
+class _DcpTensors(_Side):
+    def __init__(self, checkpoint: DcpCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self.where, self.root, self.manifest = checkpoint.where, checkpoint.folder, None
+        self.names = {name: checkpoint.spec(name) for name in checkpoint.stored_names()}
+
+    def read(self, group: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: self._checkpoint.read(name) for name in group}
+
+
 def _open_one(folder: Path) -> _Side:
-    return _MegatronTensors(folder, None, None) if is_torch_dist(folder) else _HubTensors(folder)
+    if is_megatron(folder):
+        return _MegatronTensors(folder, None, None)
+    return _HubTensors(folder) if dcp_folder(folder) is None else _DcpTensors(DcpCheckpoint(folder))
 
 
 def _open_pair(a: Path, b: Path) -> tuple[_Side, _Side]:
-    """Each side by its own manifest, or by the other's configuration where it has none."""
+    """Each side by its own manifest, settings or config.json, or by the other's where it has none."""
 
     def open_by(folder: Path, other: Path) -> _Side:
-        if not is_torch_dist(folder):
+        megatron = is_megatron(folder)
+        if not megatron and dcp_folder(folder) is None:
             return _HubTensors(folder)
-        if _manifest_of(folder) is not None:
+        if megatron and _manifest_of(folder) is not None:
             return _MegatronTensors(folder, None, None)
-        if is_torch_dist(other):
+        twin = None
+        if is_megatron(other):
             hub = MegatronCheckpoint(other).hub
-            return _MegatronTensors(folder, replace(hub, dtypes={}), None)
-        twin = HubCheckpoint(other)
-        return _MegatronTensors(folder, replace(twin.hub, dtypes={}), twin)
+        elif dcp_folder(other) is not None:
+            hub = DcpCheckpoint(other).hub
+        else:
+            twin = HubCheckpoint(other)
+            hub = twin.hub
+        hub = replace(hub, dtypes={})
+        return _MegatronTensors(folder, hub, twin) if megatron else _DcpTensors(DcpCheckpoint(folder, hub))
 
     return open_by(a, b), open_by(b, a)
 
 
 def _manifest_of(folder: Path) -> Manifest | None:
-    return read_manifest(megatron_root(folder, iteration_folder(folder)))
+    return read_manifest(megatron_root(folder, newest_iteration(folder)))
 
 
 def _groups(names: Iterable[str], *sides: _Side) -> list[list[str]]:
