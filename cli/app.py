@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli import convert, convert_to_dlm, families, preprocess, train
+from dlm_bridge.cli import convert, convert_to_dlm, families, plan, preprocess, train
 from dlm_bridge.errors import DlmBridgeError
 
 app = typer.Typer(
@@ -37,7 +37,7 @@ def _root(
     pass
 
 
-for group in (convert, convert_to_dlm, preprocess, train, families):
+for group in (convert, convert_to_dlm, preprocess, train, families, plan):
     group.register(app)
 
 

@@ -30,20 +30,27 @@ class Term:
 
 def layer_activations(model: Model, run: Run, moe: bool, full: bool = False) -> float:
     """Bytes that one layer keeps of one micro-batch on one rank; with `full` recomputation only its input."""
-    gone = set(run.recompute_modules) if run.recompute == "selective" else set()
+    gone = run.recompute_modules if run.recompute == "selective" else ()
+    layout, sharded = run.layout, run.sharded_sequence
+    key = ("activations", moe, full, layout.tp, sharded, layout.expert_tp, run.precision, gone)
+    per_token = model.remembered(key, lambda: _per_token(model, run, moe, full, set(gone)))
+    return per_token * run.tokens
+
+
+def _per_token(model: Model, run: Run, moe: bool, full: bool, gone: set[str]) -> float:
     divisor = {
         "sequence": run.layout.tp if run.sharded_sequence else 1,
         "heads": run.layout.tp,
         "experts": run.layout.expert_tp,
     }
     if full:
-        return 2 * model.dims.hidden * run.tokens / divisor["sequence"]
+        return (4 if run.precision == "fp32" else 2) * model.dims.hidden / divisor["sequence"]
     nbytes = 0.0
     for term in layer_terms(model, moe, run.precision):
         if not gone.intersection(term.modules):
             factor = copies(model, run) if term.split == "experts" else 1.0
             nbytes += term.nbytes * factor / divisor[term.split]
-    return nbytes * run.tokens
+    return nbytes
 
 
 def copies(model: Model, run: Run) -> float:

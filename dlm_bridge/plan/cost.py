@@ -1,14 +1,15 @@
 """An estimate of a step's time: matrix products and attention, collectives that nothing hides, the pipeline's bubble.
 
-Each figure is a product of counted work and a stated rate of `Hardware`; no model is named. Formulas: pipeline bubble
-(pp - 1) / (micro-batches x vp) of the ideal time (Narayanan et al., arXiv 2104.04473, section 2.2), tensor parallel
-volumes (Korthikanti et al., arXiv 2205.05198, section 4.2.2), ZeRO volumes (arXiv 1910.02054, section 7). Estimates rank
-layouts; they are not a promise of throughput.
+Each figure is a product of counted work and a stated rate of `Hardware`; no model is named. Formulas: the bubble is
+(pp - 1) / (micro-batches x vp) of the ideal time (Narayanan et al., arXiv 2104.04473, section 2.2); tensor parallel
+volumes after Korthikanti et al. (arXiv 2205.05198, section 4.2.2), ZeRO's after arXiv 1910.02054, section 7. The
+estimates rank layouts; they promise no throughput.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from dlm_bridge.plan.activations import copies
@@ -35,7 +36,7 @@ class StepTime:
     data_parallel: float
     optimizer: float
 
-    @property
+    @cached_property
     def total(self) -> float:
         return sum(asdict(self).values())
 
@@ -109,7 +110,7 @@ def _layer(model: Model, run: Run, hardware: Hardware, moe: bool) -> _Work:
         share = 1.0 if run.recompute_layers is None else min(1.0, run.recompute_layers * layout.pp / dims.layers)
         work.recompute = share * (forward + work.tensor_parallel / 2 + work.expert_parallel / 2)
     elif run.recompute == "selective":
-        work.recompute = _selective(model, run, hardware, moe, attention, products, experts, work)
+        work.recompute = _selective(model, run, hardware, moe, attention, experts, work.expert_parallel / 2)
     return work
 
 
@@ -184,9 +185,10 @@ def _expert_parallel(model: Model, run: Run, hardware: Hardware) -> float:
 
 
 def _selective(
-    model: Model, run: Run, hardware: Hardware, moe: bool, attention: float, products: float, experts: float, work: _Work
+    model: Model, run: Run, hardware: Hardware, moe: bool, attention: float, experts: float, dispatch: float
 ) -> float:
-    """The forward pass of what is recomputed."""
+    """Seconds of the forward pass of what is recomputed; `attention` and `experts` are theirs, `dispatch` that of one
+    all-to-all there and back."""
     modules = set(run.recompute_modules)
     rate = _rate(run, hardware)
     seconds = attention if "core_attn" in modules else 0.0
@@ -199,7 +201,7 @@ def _selective(
     if {"shared_experts", "moe"} & modules:
         seconds += 2 * held.get("shared experts", 0) * run.tokens / rate
     if "moe" in modules and moe:
-        seconds += experts + work.expert_parallel / 2
+        seconds += experts + dispatch
     if {"layernorm", "moe_act"} & modules and moe:
         width = 4 * model.dims.hidden + 6 * model.dims.moe_ffn * copies(model, run)
         seconds += width * run.tokens / hardware.memory_bandwidth

@@ -33,8 +33,9 @@ class Hardware:
     """One kind of GPU and its network; rates in FLOP/s and bytes/s and direction, per GPU.
 
     The defaults are an H100 SXM of 80 GB with NVLink 4 and one 400 Gb/s port a GPU: data sheet rates. The efficiencies
-    are what large kernels reach of them (a matrix product of `small_rows` rows half of it); `layer_latency` is the time in seconds that launching one layer's forward
-    kernels takes however small they are, `message_latency` that of one pipeline hand-over or collective.
+    are what large kernels reach of them (a matrix product of `small_rows` rows reaches half of it); `layer_latency` is
+    the time in seconds that launching one layer's forward kernels takes however small they are, `message_latency` that
+    of one pipeline hand-over or collective.
     """
 
     memory: int = 80 * 10**9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -41,8 +42,7 @@ class Model:
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """The rows of the table that this model has, those of left out layers excepted."""
-        kinds = [next((n for n in range(self.dims.layers) if self.dims.is_moe(n) is moe), None) for moe in (True, False)]
-        layers = [layer for layer in kinds if layer is not None]
+        layers = {self.dims.is_moe(n): n for n in range(self.dims.layers)}.values()  # one of each kind
         return tuple(
             rule
             for rule in self.mapping.rules
@@ -69,7 +69,7 @@ class Model:
 
     def size(self, word: str) -> int:
         """One of `Dims`' words, the family's own ones too."""
-        return self.dims.shape(word)[0]
+        return int(self.remembered(("size", word), lambda: self.dims.shape(word)[0]))
 
     @cached_property
     def parameters(self) -> int:
@@ -87,43 +87,51 @@ class Model:
 
     def layer(self, moe: bool, tp: int, ep: int, etp: int) -> dict[str, int]:
         """Parameters of one layer on one rank, by role."""
-        key = (moe, tp, ep, etp)
-        if key not in self._cache:
-            layer = next((n for n in range(self.dims.layers) if self.dims.is_moe(n) is moe), None)
-            counts: dict[str, int] = {}
-            for rule in self.rules:
-                if layer is None or "{layer}" not in rule.megatron or not rule.holds(self.dims, layer):
-                    continue
-                expert = "{expert}" in rule.megatron
-                held = _held(rule, self.dims, etp if expert else tp) * (self.dims.experts // ep if expert else 1)
-                counts[_role(rule)] = counts.get(_role(rule), 0) + held
-            self._cache[key] = counts
-        return self._cache[key]
+        return self.remembered(("layer", moe, tp, ep, etp), lambda: self._layer(moe, tp, ep, etp))
 
     def stages(self, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """`Layout.stages`: the layers of each virtual chunk of each pipeline rank."""
-        if ("stages", layout) not in self._cache:
-            stages = layout.stages(self.dims.layers)
-            self._cache["stages", layout] = tuple(tuple(map(tuple, chunks)) for chunks in stages)
-        return self._cache["stages", layout]
+        return self.remembered(
+            ("stages", layout),
+            lambda: tuple(tuple(map(tuple, chunks)) for chunks in layout.stages(self.dims.layers)),
+        )
 
     def kinds(self, layout: Layout) -> tuple[dict[bool, int], ...]:
         """For each pipeline rank how many of its layers have experts (True) and how many have none (False)."""
-        if ("kinds", layout) not in self._cache:
-            self._cache["kinds", layout] = tuple(
+        return self.remembered(
+            ("kinds", layout),
+            lambda: tuple(
                 dict(Counter(self.dims.is_moe(n) for chunk in chunks for n in chunk)) for chunks in self.stages(layout)
-            )
-        return self._cache["kinds", layout]
+            ),
+        )
 
     def outer(self, tp: int) -> dict[str, int]:
         """Parameters outside the layers on the rank that holds them, by role: embedding, norms, head."""
-        if ("outer", tp) not in self._cache:
-            counts: dict[str, int] = {}
-            for rule in self.rules:
-                if "{layer}" not in rule.megatron:
-                    counts[_role(rule)] = counts.get(_role(rule), 0) + _held(rule, self.dims, tp)
-            self._cache["outer", tp] = counts
-        return self._cache["outer", tp]
+        return self.remembered(("outer", tp), lambda: self._outer(tp))
+
+    def remembered(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, computed once for `key`: a search over layouts asks the same again and again."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        return self._cache[key]
+
+    def _layer(self, moe: bool, tp: int, ep: int, etp: int) -> dict[str, int]:
+        layer = next((n for n in range(self.dims.layers) if self.dims.is_moe(n) is moe), None)
+        counts: dict[str, int] = {}
+        for rule in self.rules:
+            if layer is None or "{layer}" not in rule.megatron or not rule.holds(self.dims, layer):
+                continue
+            expert = "{expert}" in rule.megatron
+            held = _held(rule, self.dims, etp if expert else tp) * (self.dims.experts // ep if expert else 1)
+            counts[_role(rule)] = counts.get(_role(rule), 0) + held
+        return counts
+
+    def _outer(self, tp: int) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for rule in self.rules:
+            if "{layer}" not in rule.megatron:
+                counts[_role(rule)] = counts.get(_role(rule), 0) + _held(rule, self.dims, tp)
+        return counts
 
 
 def open_model(path: str | Path, revision: str | None = None, family: str | None = None) -> Model:

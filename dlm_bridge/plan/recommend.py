@@ -97,7 +97,7 @@ def recommend(model: Model, wanted: Run, hardware: Hardware, given: Run | None =
     `given` is compared with it. Raises DlmBridgeError where no layout fits, and for a `given` that is refused.
     """
     if wanted.global_batch_size is None:
-        raise DlmBridgeError("--recommend needs --global-batch-size: it decides how much parallelism the data can take")
+        raise DlmBridgeError("--recommend needs --global-batch-size: it decides how far the data can be split")
     named = None
     if given is not None:
         named = Candidate(given, memory_plan(model, given), step_time(model, given, hardware))
@@ -209,7 +209,7 @@ def _virtual(layers: int, pp: int) -> list[int]:
     exact = [vp for vp in range(1, most + 1) if layers % (pp * vp) == 0 or (layers + 2) % (pp * vp) == 0]
     rounded = [vp for vp in (1, 2, 4, most) if pp * vp <= layers + 1]
     found = sorted({*exact, *rounded})
-    return found if len(found) <= 6 else sorted({*found[:5], found[-1]})
+    return found if len(found) <= 5 else sorted({*found[:2], found[len(found) // 2], *found[-2:]})
 
 
 def _pipeline(layers: int, pp: int, vp: int) -> dict[str, Any]:
@@ -237,17 +237,27 @@ def _letters(layers: int) -> str:
 def _fit(model: Model, run: Run, hardware: Hardware) -> tuple[Candidate | None, int]:
     """The run with the least recomputation that fits, and the least bytes that any needs."""
     need = 0
-    tried: set[int] = set()
-    for recompute, modules in RECOMPUTATION:
+    for recompute, all_modules in RECOMPUTATION:
+        modules = tuple(module for module in all_modules if _has(model, module))
+        if recompute == "selective" and not modules:
+            continue
         trial = replace(run, recompute=recompute, recompute_modules=modules)
         memory = checked_memory_plan(model, trial)
         need = min(need or memory.peak.total, memory.peak.total)
-        if memory.peak.total in tried:  # modules that this model has not
-            continue
-        tried.add(memory.peak.total)
         if memory.peak.total <= hardware.memory:
             return Candidate(trial, memory, step_time(model, trial, hardware)), need
     return None, need
+
+
+def _has(model: Model, module: str) -> bool:
+    """Whether the model has what this module recomputes."""
+    if module == "mla_up_proj":
+        return model.latent_attention
+    if module == "shared_experts":
+        return model.dims.shared_ffn > 0
+    if module == "mlp":
+        return not model.dims.experts or bool(model.dims.dense_layers)
+    return model.dims.experts > 0  # a norm that is not fused with the linear layer behind it, too
 
 
 def _reasons(

@@ -88,12 +88,8 @@ class Run:
     def check(self, model: Model) -> None:
         """Raise DlmBridgeError, naming number and remedy, where megatron-core would refuse this run of this model."""
         self._check_values()
-        layout, dims = self.layout, model.dims
-        layout.check(dims)
-        for rule in model.rules:
-            rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, dims)
-        if dims.heads % layout.tp:
-            raise DlmBridgeError(f"--tp {layout.tp} does not divide the {dims.heads} attention heads: lower it")
+        layout = self.layout
+        model.remembered(("takes", layout), lambda: _check_layout(model, layout))
         for ranks, what in (
             (self.model_ranks, f"--tp {layout.tp} x --pp {layout.pp} x --cp {self.cp}"),
             (layout.pp * layout.ep * layout.expert_tp, f"--pp {layout.pp} x --ep {layout.ep} x --etp"),
@@ -157,3 +153,11 @@ class Run:
         if self.recompute != "selective":
             values["recompute_modules"] = ()
         return {**self.layout.as_dict(), "etp": self.layout.expert_tp, **values}
+
+
+def _check_layout(model: Model, layout: Layout) -> None:
+    layout.check(model.dims)
+    for rule in model.rules:
+        rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, model.dims)
+    if model.dims.heads % layout.tp:
+        raise DlmBridgeError(f"--tp {layout.tp} does not divide the {model.dims.heads} attention heads: lower it")

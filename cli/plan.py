@@ -1,0 +1,143 @@
+"""`dlm-bridge plan`: who holds what and how much memory it takes, for any layout, from a config alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dlm_bridge.cli import convert
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("plan")(plan)
+
+
+def plan(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A folder with a config.json, a Hub id, or a Megatron checkpoint.")
+    ],
+    gpus: Annotated[int, typer.Option(help="GPUs of the run.")],
+    seq_length: Annotated[int, typer.Option(help="Tokens of a sequence.")],
+    tp: convert.Tp = 1,
+    pp: convert.Pp = 1,
+    vp: convert.Vp = 1,
+    cp: Annotated[int, typer.Option(help="Context parallel size.")] = 1,
+    ep: convert.Ep = 1,
+    etp: convert.Etp = None,
+    pipeline_split: convert.Split = None,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences at once on a rank.")] = 1,
+    global_batch_size: Annotated[int | None, typer.Option(help="Sequences of a step, over all ranks.")] = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    distributed_optimizer: Annotated[
+        bool, typer.Option(help="Shard the optimizer's state over data parallel ranks (ZeRO-1).")
+    ] = True,
+    fsdp: Annotated[
+        str | None, typer.Option(help="Megatron FSDP instead: optim, optim_grads or optim_grads_params.")
+    ] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option(help="Shard activations over tp; on by itself where tp is above 1.")
+    ] = None,
+    recompute: Annotated[str, typer.Option(help="Activations to recompute: none, selective or full.")] = "none",
+    recompute_modules: Annotated[
+        str, typer.Option(help="For selective: core_attn,layernorm,mla_up_proj,mlp,moe,moe_act,shared_experts.")
+    ] = "core_attn",
+    recompute_layers: Annotated[
+        int | None, typer.Option(help="For full: layers of each chunk; all by default.")
+    ] = None,
+    moe_dispatcher: Annotated[str, typer.Option(help="alltoall, allgather or flex.")] = "alltoall",
+    gradients: Annotated[str, typer.Option(help="Dtype of the gradient buffer: fp32 or bf16.")] = "fp32",
+    objective: Annotated[
+        str | None, typer.Option(help="block doubles the tokens (two streams); the family's own by default.")
+    ] = None,
+    all_logits: Annotated[
+        bool, typer.Option("--all-logits", help="Logits of every position at once, as other trainers hold them.")
+    ] = False,
+    recommend: Annotated[
+        bool, typer.Option("--recommend", help="Propose a layout and say why; sizes given are compared with it.")
+    ] = False,
+    gpu_memory: Annotated[str, typer.Option(help="Of one GPU, such as 80GB or 141GB.")] = "80GB",
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink joins.")] = 8,
+    gpu_tflops: Annotated[float, typer.Option(help="Dense bf16 rate of one GPU, in TFLOP/s.")] = 989,
+    nvlink: Annotated[float, typer.Option(help="GB/s a GPU sends inside a node.")] = 450,
+    network: Annotated[float, typer.Option(help="GB/s a GPU sends to other nodes.")] = 50,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a heat map.")] = None,
+    family: convert.Family = None,
+    revision: convert.Revision = None,
+    as_json: convert.Json = False,
+) -> None:
+    """Show what each rank of a training run holds: parameters, gradients, optimizer, activations.
+
+    Exit code 1 where it does not fit --gpu-memory.
+
+    Example: dlm-bridge plan meta-llama/Llama-3.1-70B --gpus 64 --seq-length 8192 --tp 4 --pp 4 --cp 2
+
+    Example: dlm-bridge plan deepseek-ai/DeepSeek-V3 --gpus 1024 --seq-length 4096 --global-batch-size 8192 --recommend
+    """
+    from dlm_bridge.cli import plan_views
+    from dlm_bridge.convert.layout import Layout, parse_pipeline_split
+    from dlm_bridge.convert.opening import parse_size
+    from dlm_bridge.errors import DlmBridgeError
+    from dlm_bridge.plan import Run, memory_plan, open_model
+    from dlm_bridge.plan.hardware import Hardware
+    from dlm_bridge.plan.recommend import recommend as run_search
+
+    if gradients not in ("fp32", "bf16"):
+        raise DlmBridgeError(f"--gradients {gradients}: choose fp32 or bf16")
+    for name, value in (
+        ("gpus-per-node", gpus_per_node),
+        ("gpu-tflops", gpu_tflops),
+        ("nvlink", nvlink),
+        ("network", network),
+    ):
+        if value <= 0:
+            raise DlmBridgeError(f"--{name} must be above 0, not {value}")
+    model = open_model(path, revision, family)
+    split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
+    run = Run(
+        layout=Layout(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, **split),
+        gpus=gpus,
+        seq_length=seq_length,
+        cp=cp,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        precision=precision,
+        optimizer=optimizer,
+        distributed_optimizer=distributed_optimizer,
+        fsdp=fsdp,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        recompute_modules=tuple(name.strip() for name in recompute_modules.split(",") if name.strip()),
+        recompute_layers=recompute_layers,
+        moe_dispatcher=moe_dispatcher,
+        gradient_bytes=4 if gradients == "fp32" else 2,
+        all_logits=all_logits,
+        **_objective(objective or model.family.objective),
+    )
+    memory = parse_size(gpu_memory, "--gpu-memory")
+    assert memory is not None
+    hardware = Hardware(
+        memory=memory, flops=gpu_tflops * 1e12, nvlink=nvlink * 1e9, network=network * 1e9, per_node=gpus_per_node
+    )
+    found = None
+    if recommend:
+        named = any((tp > 1, pp > 1, vp > 1, cp > 1, ep > 1, etp, pipeline_split))
+        found = run_search(model, run, hardware, given=run if named else None)
+    shown = memory_plan(model, run) if found is None else found.best.memory
+    if png is not None:
+        from dlm_bridge.plan.figure import draw
+
+        draw(shown, png, memory)
+    plan_views.show_plan(shown, found, memory, as_json)
+    if shown.peak.total > memory:
+        raise typer.Exit(1)
+
+
+def _objective(name: str) -> dict[str, Any]:
+    """How often a sequence stands in the input, and the mean share of its positions that have a loss."""
+    if name in ("causal", "hybrid"):
+        return {"loss_share": 1.0}
+    return {"streams": 2 if name == "block" else 1, "loss_share": 0.5}

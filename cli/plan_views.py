@@ -1,0 +1,141 @@
+"""How `dlm-bridge plan` shows a plan and a recommendation: a JSON object for machines, rich tables for people."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from dlm_bridge.plan import MemoryPlan, StageMemory
+    from dlm_bridge.plan.recommend import Recommendation
+
+SHORT = ("weights", "grads", "optim", "activ", "transient", "overhead")  # of memory.COMPONENTS
+
+
+def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, as_json: bool) -> None:
+    """The plan of a layout, with the reasons where it was recommended. `gpu_memory` in bytes."""
+    from dlm_bridge.plan.hardware import GIB
+    from dlm_bridge.plan.memory import COMPONENTS, notes
+
+    if as_json:
+        value = plan.as_dict() | {"gpu_memory_bytes": gpu_memory, "fits": plan.peak.total <= gpu_memory}
+        if found is not None:
+            value["recommendation"] = found.as_dict()
+        typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    run, model = plan.run, plan.model
+    sizes = f"{model.parameters:,} parameters"
+    if model.dims.experts:
+        sizes += f", {model.active_parameters:,} active"
+    console.print(Text(f"{model.name} ({model.family.name}): {sizes}"))
+    console.print(Text(f"{run.gpus} GPUs: {_layout(plan)}"))
+    table = Table(
+        title=f"each of {plan.ranks} ranks a stage, GiB", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+    )
+    for column in ("stage", "layers", "params", *SHORT, "total"):
+        table.add_column(column, justify="right" if column != "stage" else "left", no_wrap=True)
+    for alike in _folded(plan.stages):
+        stage = alike[0]
+        name = f"{stage.pp_rank}" if len(alike) == 1 else f"{stage.pp_rank}-{alike[-1].pp_rank}"
+        figures = [f"{getattr(stage, part) / GIB:.2f}" for part in (*COMPONENTS, "total")]
+        table.add_row(name, str(stage.layers), f"{stage.held / 1e9:.3f} B", *figures)
+    console.print(table)
+    console.print(Text("parameters by role: " + _roles(plan)))
+    peak = plan.peak
+    verdict = "fits" if peak.total <= gpu_memory else "does not fit"
+    console.print(
+        Text(
+            f"{verdict} {gpu_memory / GIB:.1f} GiB: stage {peak.pp_rank} needs {peak.total / GIB:.1f} GiB "
+            f"({peak.allocated / GIB:.1f} allocated)"
+        )
+    )
+    for note in notes(model, run):
+        console.print(Text(f"note: {note}"))
+    if found is not None:
+        _show_reasons(console, found)
+
+
+def _show_reasons(console: object, found: Recommendation) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    assert isinstance(console, Console)
+    best, hardware = found.best, found.hardware
+    speed = best.run.batch * best.run.seq_length / best.time.total / best.run.gpus
+    console.print(Text(f"recommended of {found.considered:,} layouts: " + _flags(found)))
+    console.print(Text(f"estimated {best.time.total:.2f} s a step, {speed:,.0f} tokens/s/GPU, at:"))
+    console.print(
+        Text(
+            f"  {hardware.flops / 1e12:.0f} TFLOP/s, NVLink {hardware.nvlink / 1e9:.0f} GB/s among "
+            f"{hardware.per_node} GPUs, network {hardware.network / 1e9:.0f} GB/s a GPU"
+        )
+    )
+    for reason in found.reasons:
+        console.print(Text(f"- {reason}"))
+    for line in found.comparison:
+        console.print(Text(f"* {line}"))
+
+
+def _flags(found: Recommendation) -> str:
+    """The command line's flags of the recommended layout."""
+    run = found.best.run
+    layout = run.layout
+    flags = [f"--tp {layout.tp} --pp {layout.pp} --cp {run.cp}"]
+    if layout.pipeline is not None:
+        flags.append(f"--pipeline-split '{layout.pipeline}'")
+    elif layout.vp > 1:
+        flags.append(f"--vp {layout.vp}")
+    if layout.etp is not None:
+        flags.append(f"--ep {layout.ep} --etp {layout.etp}")
+    flags.append(f"--micro-batch-size {run.micro_batch_size}")
+    if run.recompute == "selective":
+        flags.append(f"--recompute selective --recompute-modules {','.join(run.recompute_modules)}")
+    elif run.recompute == "full":
+        flags.append("--recompute full")
+    return " ".join(flags)
+
+
+def _layout(plan: MemoryPlan) -> str:
+    run = plan.run
+    parts = [f"TP {run.layout.tp}", f"PP {run.layout.pp}", f"VP {run.layout.vp}", f"CP {run.cp}", f"DP {run.dp}"]
+    if plan.model.dims.experts:
+        parts += [f"EP {run.layout.ep}", f"ETP {run.layout.expert_tp}", f"expert DP {run.expert_dp}"]
+    sharding = f"FSDP {run.fsdp}" if run.fsdp else "distributed optimizer" if run.distributed_optimizer else "plain"
+    parts += [
+        f"{run.micro_batches} micro-batches of {run.micro_batch_size} x {run.seq_length} tokens",
+        f"{run.precision}, {run.optimizer}, {sharding}, recompute {run.recompute}",
+    ]
+    return ", ".join(parts)
+
+
+def _roles(plan: MemoryPlan) -> str:
+    """On the first stage's ranks, and on the last's where there are several."""
+    chosen = [plan.stages[0], *plan.stages[-1:]] if len(plan.stages) > 1 else [plan.stages[0]]
+    texts = []
+    for stage in chosen:
+        roles = ", ".join(f"{role} {count:,}" for role, count in stage.parameters.items())
+        texts.append(f"stage {stage.pp_rank}: {roles}")
+    return "; ".join(texts)
+
+
+def _folded(stages: tuple[StageMemory, ...]) -> list[list[StageMemory]]:
+    """Neighbouring stages that hold the same, together."""
+    groups: list[list[StageMemory]] = []
+    for stage in stages:
+        if groups and _figures(groups[-1][0]) == _figures(stage):
+            groups[-1].append(stage)
+        else:
+            groups.append([stage])
+    return groups
+
+
+def _figures(stage: StageMemory) -> tuple[object, ...]:
+    return (stage.layers, stage.parameters, stage.allocated, stage.total)

@@ -1,0 +1,138 @@
+"""The memory model: measured peaks, the sharding strategies, pipelines in flight, recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dlm_bridge import DlmBridgeError, Layout
+from dlm_bridge.plan import MemoryPlan, Run, memory_plan
+from dlm_bridge.plan.memory import in_flight
+from dlm_bridge.plan.model import model_of
+from tests.plan import configs
+from tests.plan.recipes import GIB, MEASURED, RECIPES, Recipe
+
+LLAMA = model_of(configs.LLAMA_3_8B, "llama")
+MOE = model_of(configs.LLADA_MOE, "moe")
+RUN = Run(layout=Layout(), gpus=8, seq_length=4096)
+
+
+def plan(**changes: Any) -> MemoryPlan:
+    return memory_plan(LLAMA, replace(RUN, **changes))
+
+
+@pytest.mark.parametrize("recipe", MEASURED, ids=lambda recipe: recipe.name)
+def test_peaks_are_within_ten_percent_of_measured_ones(recipe: Recipe) -> None:
+    found = memory_plan(model_of(recipe.config, recipe.name), recipe.settings()).peak.allocated / GIB
+    assert abs(found / recipe.measured - 1) < 0.1, found
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_published_recipes_fit_the_gpus_that_they_are_for(recipe: Recipe) -> None:
+    peak = memory_plan(model_of(recipe.config, recipe.name), recipe.settings()).peak
+    assert 30 * GIB < peak.total < 80e9, peak.total / GIB
+
+
+def test_states_follow_the_sharding_strategy() -> None:
+    n = LLAMA.parameters
+    plain = plan(distributed_optimizer=False).peak
+    assert (plain.weights, plain.gradients, plain.optimizer) == (2 * n, 4 * n, 12 * n)
+    assert plan().peak.optimizer == round(12 * n / 8)
+    assert plan(fsdp="optim").peak.gradients == 4 * n
+    grads = plan(fsdp="optim_grads").peak
+    assert grads.weights == 2 * n
+    assert n / 2 < grads.gradients < n  # an eighth, and the layer at work whole
+    everything = plan(fsdp="optim_grads_params").peak
+    assert everything.weights < 0.5 * n * 2
+    assert plan(precision="fp32", distributed_optimizer=False).peak.optimizer == 8 * n
+    assert plan(optimizer="sgd", distributed_optimizer=False).peak.optimizer == 8 * n
+
+
+def test_experts_are_sharded_over_their_own_replicas() -> None:
+    run = Run(layout=Layout(ep=4), gpus=8, seq_length=1024)
+    stage = memory_plan(MOE, run).stages[0]
+    experts = stage.parameters["experts"]
+    assert run.expert_dp == 2
+    assert stage.optimizer == round(12 * ((stage.held - experts) / 8 + experts / 2))
+
+
+def test_activations_divide_over_sequence_and_context_parallel_ranks() -> None:
+    whole = plan().peak.activations
+    assert plan(cp=2).peak.activations == pytest.approx(whole / 2)
+    assert plan(layout=Layout(tp=2)).peak.activations == pytest.approx(whole / 2)
+    assert plan(layout=Layout(tp=2), sequence_parallel=False).peak.activations > 0.55 * whole
+    assert plan(micro_batch_size=2).peak.activations == 2 * whole
+    assert plan(streams=2).peak.activations == pytest.approx(2 * whole)
+
+
+def test_one_forward_one_backward_keeps_a_micro_batch_for_each_stage_to_come() -> None:
+    assert [in_flight(stage, 4, 1, 16) for stage in range(4)] == [(4,), (3,), (2,), (1,)]
+    assert in_flight(0, 4, 1, 2) == (2,)
+    # Interleaved: 2 (4 - 1) + (2 - 1) 4 + 1 = 11 passes, four through each chunk in turn.
+    assert in_flight(0, 4, 2, 16) == (7, 4)
+    assert in_flight(3, 4, 2, 16) == (4, 1)
+    assert sum(in_flight(0, 4, 2, 4)) == 8  # no more than there are
+
+
+def test_an_interleaved_first_stage_keeps_what_the_paper_says() -> None:
+    """Korthikanti et al.: 1 + (p - 1) / (p m) times all layers' activations, m chunks a stage."""
+    layers = plan().peak.activations - 4 * 4096 * 4096  # without the final norm
+    for chunks in (2, 4):
+        run = {"layout": Layout(pp=4, vp=chunks), "global_batch_size": 32}
+        first = plan(**run).stages[0].activations
+        assert first == pytest.approx(layers * (1 + 3 / (4 * chunks)))
+
+
+def test_recomputation_keeps_less_the_more_of_it_there_is() -> None:
+    none = plan().peak
+    mlp = plan(recompute="selective", recompute_modules=("mlp",)).peak
+    half = plan(recompute="full", recompute_layers=16).peak
+    full = plan(recompute="full").peak
+    assert none.activations > mlp.activations > full.activations
+    assert none.activations > half.activations > full.activations
+    inputs = 32 * 2 * 4096 * 4096
+    assert full.activations == inputs + 4 * 4096 * 4096
+    first = plan(layout=Layout(pp=2), recompute="full").stages[0]
+    assert plan(layout=Layout(pp=2)).stages[0].transient == 0
+    assert first.transient == pytest.approx(
+        (none.activations - 4 * 4096 * 4096) / 32
+    )  # one layer at a time comes back
+    moe = Run(layout=Layout(ep=2), gpus=2, seq_length=1024)
+    acts = [
+        memory_plan(MOE, replace(moe, recompute="selective", recompute_modules=modules)).peak.activations
+        for modules in ((), ("moe_act",), ("moe",))
+    ]
+    assert acts[0] > acts[1] > acts[2]
+
+
+def test_logits_in_chunks_cost_less_than_all_of_them() -> None:
+    assert plan(all_logits=True, micro_batch_size=4).peak.transient > 3 * plan(micro_batch_size=4).peak.transient
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpus": 12, "layout": Layout(tp=8)}, "--gpus 12 is no multiple"),
+        ({"layout": Layout(tp=3)}, "--tp 3 does not divide the 8 query groups"),
+        ({"layout": Layout(pp=5), "gpus": 10}, "32 layers do not divide"),
+        ({"layout": Layout(ep=2)}, "the model is dense"),
+        ({"seq_length": 4098, "cp": 4}, "--seq-length 4098 is no multiple of 8"),
+        ({"global_batch_size": 12}, "--global-batch-size 12 is no multiple"),
+        ({"layout": Layout(pp=4, vp=2), "global_batch_size": 10}, "micro-batches of a step are no multiple of --pp 4"),
+        ({"layout": Layout(pp=2), "fsdp": "optim"}, "FSDP has no pipeline"),
+        ({"recompute": "some"}, "--recompute some: choose one of none, selective, full"),
+        ({"recompute_modules": ("mlps",)}, "--recompute-modules mlps"),
+        ({"micro_batch_size": 0}, "--micro-batch-size must be at least 1"),
+    ],
+)
+def test_what_megatron_refuses_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(DlmBridgeError, match=said):
+        plan(**changes)
+
+
+def test_experts_under_tensor_parallelism_need_sequence_parallelism() -> None:
+    run = Run(layout=Layout(tp=2, ep=2), gpus=4, seq_length=1024, sequence_parallel=False)
+    with pytest.raises(DlmBridgeError, match="needs sequence parallelism"):
+        memory_plan(MOE, run)

@@ -1,0 +1,122 @@
+"""Parameter counts: those that the model cards state, and those that a torch_dist checkpoint's ranks really hold."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.convert.formats.torch_dist import TorchDistReader
+from dlm_bridge.plan import Run, memory_plan, open_model
+from dlm_bridge.plan.model import model_of
+from tests.checkpoints import standard_tensors, write_hub_folder, write_llada
+from tests.plan import configs
+
+PUBLISHED = {
+    "LLADA_8B": 8_015_581_184,
+    "LLAMA_3_8B": 8_030_261_248,
+    "LLAMA_3_70B": 70_553_706_496,
+    "LLAMA_31_405B": 405_853_388_800,
+    "MIXTRAL_8X7B": 46_702_792_704,
+    "MIXTRAL_8X22B": 140_630_071_296,
+    "DEEPSEEK_V3": 671_026_419_200,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_counts_are_the_published_ones(name: str) -> None:
+    assert model_of(getattr(configs, name), name).parameters == PUBLISHED[name]
+
+
+def test_active_parameters_of_an_expert_model() -> None:
+    model = model_of(configs.MIXTRAL_8X7B, "mixtral")
+    experts = 32 * 3 * 4096 * 14336
+    assert model.active_parameters == PUBLISHED["MIXTRAL_8X7B"] - 6 * experts
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2, pp=2), Layout(pp=2, vp=2), Layout(tp=4), Layout(pp=3, pipeline="Ett|t|tL")],
+    ids=["tp2-pp2", "pp2-vp2", "tp4", "uneven"],
+)
+def test_ranks_of_a_dense_checkpoint_hold_what_the_plan_says(tmp_path: Path, layout: Layout) -> None:
+    folder = write_llada(tmp_path / "hub", n_kv_heads=4)
+    _check_ranks(folder, layout, tmp_path / "out")
+
+
+@pytest.mark.parametrize("layout", [Layout(ep=4), Layout(tp=2, pp=2, ep=2, etp=1)], ids=["ep4", "tp2-pp2-ep2"])
+def test_ranks_of_an_expert_checkpoint_hold_what_the_plan_says(tmp_path: Path, layout: Layout) -> None:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "vocab_size": 64,
+        "tie_word_embeddings": False,
+    }
+    folder = write_hub_folder(tmp_path / "hub", config, standard_tensors(config, qk_norm=True))
+    _check_ranks(folder, layout, tmp_path / "out")
+
+
+def _check_ranks(folder: Path, layout: Layout, output: Path) -> None:
+    """Sum the elements in every rank's file, what is replicated over tensor parallel ranks for each of them."""
+    Bridge.from_hf(folder).to_megatron(output, layout)
+    reader = TorchDistReader(output / "iter_0000000")
+    inner = layout.world_size // layout.pp
+    held = [0] * layout.pp
+    for key, tensor in reader.contents.tensors.items():
+        whole = len({chunk.place.file for chunk in tensor.chunks}) > 1  # cut over ranks, or over stages
+        for chunk in tensor.chunks:
+            rank = int(chunk.place.file.split("_")[2])
+            expert = ".experts." in key
+            cut = whole and chunk.sizes != (*(1 for _ in tensor.shape[: -len(chunk.sizes)]), *tensor.shape)
+            ranks = 1
+            if not expert:  # dense tensors stand once for the tensor parallel group, which is `tp` ranks
+                own = [c for c in tensor.chunks if c.offsets[:1] == chunk.offsets[:1]]
+                split = sum(prod(c.sizes) for c in own) != prod(chunk.sizes) and cut
+                ranks = 1 if split or _is_split(key) else layout.tp
+            held[rank // inner] += ranks * prod(chunk.sizes)
+    model = open_model(folder)
+    plan = memory_plan(model, Run(layout=layout, gpus=layout.world_size, seq_length=64))
+    for stage, found in zip(plan.stages, held, strict=True):
+        experts = stage.parameters.get("experts", 0) * layout.ep * layout.expert_tp
+        dense = (stage.held - stage.parameters.get("experts", 0)) * layout.tp
+        assert dense + experts == found
+
+
+def _is_split(key: str) -> bool:
+    """Whether tensor parallel ranks each hold a part."""
+    norms = ("layernorm", "layer_norm", "router")
+    return not any(word in key for word in norms)
+
+
+def test_multi_token_prediction_is_left_out_and_said() -> None:
+    model = model_of(configs.DEEPSEEK_V3, "v3")
+    plan = memory_plan(model, Run(layout=Layout(tp=8, pp=61), gpus=488, seq_length=4096))
+    assert any("multi-token prediction" in note for note in plan.as_dict()["notes"])
+
+
+def test_a_tied_output_layer_stands_twice_in_a_pipeline() -> None:
+    config = {**configs.LLAMA_3_8B, "tie_word_embeddings": True}
+    model = model_of(config, "tied")
+    plan = memory_plan(model, Run(layout=Layout(pp=2), gpus=2, seq_length=128))
+    assert plan.stages[1].parameters["head"] == plan.stages[0].parameters["embedding"] == 128256 * 4096
+    alone = memory_plan(model, Run(layout=Layout(), gpus=1, seq_length=128))
+    assert alone.stages[0].held == model.parameters
+
+
+def test_a_megatron_checkpoint_is_planned_from_its_manifest(tmp_path: Path) -> None:
+    folder = write_llada(tmp_path / "hub", dtype=torch.bfloat16)
+    Bridge.from_hf(folder).to_megatron(tmp_path / "out", Layout())
+    assert open_model(tmp_path / "out").parameters == open_model(folder).parameters
