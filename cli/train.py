@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.train.config import TrainConfig, load_config
+from dlm_bridge.train.config import TASKS, TrainConfig, load_config
 from dlm_bridge.train.megatron_options import MegatronOptions
 
 PRETRAIN_HELP = """Train a model on text: from its weights, or from nothing with --from-scratch.
@@ -25,16 +25,31 @@ Example:
 
 On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli pretrain ...
 """
+SFT_HELP = """Fine-tune a model on conversations: it learns to give the answers, whose prompts it sees.
+
+--data are rows of JSONL, parquet or a dataset: {"messages": [{"role": ..., "content": ...}, ...]}, or "prompt" and
+"completion", two texts or two lists of messages. The tokenizer's chat template writes them. Masks, padding and what a
+loss is divided by are as the model's family was tuned; every option can stand in a YAML file, as for pretrain.
+
+Example:
+
+  dlm-bridge sft --model GSAI-ML/LLaDA-8B-Base --data chats.jsonl --output run --steps 500 --precision bf16
+
+On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli sft ...
+"""
+SFT_DATA = "Conversations: JSONL, parquet, a folder or glob of them, or a dataset. May be repeated."
 PRETRAIN_DATA = "Text, JSONL, parquet, a folder, a glob, or mock. May be repeated."
 
 
 def register(app: typer.Typer) -> None:
     """Add the training commands to the app."""
-    app.command("pretrain", help=PRETRAIN_HELP)(_command(data=PRETRAIN_DATA))
+    app.command("pretrain", help=PRETRAIN_HELP)(_command("pretrain", data=PRETRAIN_DATA))
+    app.command("sft", help=SFT_HELP)(_command("sft", data=SFT_DATA))
 
 
-def _command(**helps: str) -> Callable[..., None]:
-    """A command that trains, with an option for each field of `TrainConfig`; `helps` replace fields' own texts."""
+def _command(task: str, **helps: str) -> Callable[..., None]:
+    """A command that trains, with an option for each field of `TrainConfig` that `task` has; `helps` replace fields'
+    own texts."""
 
     def command(context: typer.Context, **_: Any) -> None:
         # What was not given on the command line must not override the YAML file.
@@ -45,7 +60,7 @@ def _command(**helps: str) -> Callable[..., None]:
         if more:  # --data a b c, as an unquoted glob gives it, leaves b and c as arguments
             given["data"] = [*given["data"], *more]
         given = {name: value for name, value in given.items() if value not in ([], ())}
-        _train(load_config(given, file, resume), resume)
+        _train(load_config(given, file, resume, task), resume)
 
     types = typing.get_type_hints(TrainConfig)
     megatron = {known.name for known in dataclasses.fields(MegatronOptions)}
@@ -56,8 +71,10 @@ def _command(**helps: str) -> Callable[..., None]:
         "config": Annotated[Path | None, typer.Option(help="YAML file of options.")],
     }
     for known in fields:
+        if known.name == "task" or known.metadata.get("task") not in (None, task):
+            continue
         panel = "Megatron engine" if known.name in megatron else None
-        annotations[known.name] = _option(known, types[known.name], helps.get(known.name), panel)
+        annotations[known.name] = _option(known, types[known.name], helps.get(known.name), panel, task)
     annotations["more_data"] = Annotated[list[str] | None, typer.Argument(hidden=True)]
     annotations["resume"] = Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")
@@ -74,12 +91,12 @@ def _command(**helps: str) -> Callable[..., None]:
     return command
 
 
-def _option(known: dataclasses.Field[Any], kind: Any, help: str | None, panel: str | None) -> Any:
+def _option(known: dataclasses.Field[Any], kind: Any, help: str | None, panel: str | None, task: str) -> Any:
     text = help or known.metadata["help"]
     flag = known.name.replace("_", "-")
     otherwise = known.metadata.get("otherwise") or f"no-{flag}"
     names = [f"--{flag}/--{otherwise}"] if bool in (kind, *typing.get_args(kind)) else [f"--{flag}"]
-    default = known.default
+    default = TASKS[task].get(known.name, known.default)
     shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
     return Annotated[kind | None, typer.Option(*names, help=text, show_default=shown, rich_help_panel=panel)]
 

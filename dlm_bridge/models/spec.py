@@ -31,13 +31,15 @@ class FamilySpec:
     shift: bool = False  # True: logits[i - 1] predicts token i
     mask_token_id: int | None = None  # used where the config has none
     objective: str = "masked"  # the family's own training objective
+    sft: MappingABC[str, Any] = field(default_factory=dict)  # options of `dlm-bridge sft` that differ, as published
     sampler: MappingABC[str, Any] = field(default_factory=dict)  # its `algorithm`, and defaults that differ from that
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     training: tuple[str, ...] = ("accelerate",)
     checked_against: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sampler", MappingProxyType(dict(self.sampler)))
+        for name in ("sft", "sampler"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def load(
         self, attribute: Literal["config_class", "model_class", "mapping", "initialisation", "tokenizer_class"]

@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.models.masks import for_kernel
 from dlm_bridge.train.adaptation import annealed, block_size, with_block_size
 from dlm_bridge.train.checkpoints import clean, find_checkpoints, load_state, save_checkpoint
 from dlm_bridge.train.config import TrainConfig
@@ -242,7 +243,13 @@ class Trainer(Engine):
     def _loss_sums(self, model: Any, batch: NoisyBatch) -> torch.Tensor:
         batch = batch.to(self.accelerator.device)
         if not self.objective.masks:  # transformers' own classes, whose logits_to_keep is not a mask
-            outputs = model(input_ids=batch.input_ids, attention_mask=batch.model_mask(), use_cache=False)
+            mask = batch.model_mask()
+            if mask is not None and mask.dim() == 4:
+                plain = self.plain_model
+                mask = for_kernel(mask, plain.config._attn_implementation, plain.dtype)
+            outputs = model(
+                input_ids=batch.input_ids, attention_mask=mask, position_ids=batch.position_ids, use_cache=False
+            )
             return self.objective.loss_sum(outputs.logits[batch.mask], batch)
         logits_MV = model(
             input_ids=batch.input_ids,

@@ -20,6 +20,11 @@ from dlm_bridge.train.megatron_options import MegatronOptions, check_megatron_op
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 ENGINES = ("accelerate", "megatron")
+LOSS_WEIGHTINGS = ("level", "fraction", "uniform", "cart")
+LOSS_NORMALISATIONS = ("tokens", "sequences", "predicted")
+EOS_PADDINGS = ("none", "block", "row")
+# What a command trains, and where its defaults differ.
+TASKS: dict[str, dict[str, Any]] = {"pretrain": {}, "sft": {"length_variation": 0.0, "lr": 2.5e-5}}
 
 # A resumed run must agree with its start on what decides the data's order and the noise.
 FIXED_FOR_A_RUN = (
@@ -34,6 +39,12 @@ FIXED_FOR_A_RUN = (
     "length_variation",
     "mask_annealing_steps",
     "block_schedule",
+    "loss_weighting",
+    "loss_normalisation",
+    "packing",
+    "truncate",
+    "eos_padding",
+    "train_on_prompt",
 )
 
 
@@ -41,6 +52,7 @@ FIXED_FOR_A_RUN = (
 class TrainConfig(MegatronOptions):
     """Names are the command line's flags with underscores. Checked when it is made: DlmBridgeError names the flag."""
 
+    task: str = field(default="pretrain", metadata={"help": None})  # the command, not an option of it
     model: str = option("", "Hub folder or id, Megatron checkpoint, or a config.json's folder.")
     data: list[str] = field(default_factory=list, metadata={"help": "What to train on. May be repeated."})
     output: str = option("", "The run's folder.")
@@ -54,9 +66,26 @@ class TrainConfig(MegatronOptions):
     micro_batch_size: int | None = option(None, "Sequences at once on a process.")  # None: no gradient accumulation
     seq_length: int = option(1024, "Tokens of a sequence.")
     seed: int = option(0, "Of data order, noise and initial weights.")
-    document_attention: bool = option(False, "Documents that share a block do not look at each other.")
+    document_attention: bool = option(
+        False, "Documents that share a block do not look at each other.", task="pretrain"
+    )
+    packing: bool = option(False, "Several conversations in a row, which do not see each other.", task="sft")
+    truncate: bool = option(False, "Cut conversations that are longer than --seq-length.", task="sft")
+    eos_padding: str | None = option(
+        None,
+        "EOS tokens that count as answer: none, to the end of a block, or of the row; the family's.",
+        task="sft",
+    )
+    train_on_prompt: bool | None = option(None, "Mask and count prompts as well; the family's way.", task="sft")
     objective: str | None = option(None, "masked, shifted, block, causal, ...; the family's own by default.")
     length_variation: float = option(0.01, "Share of sequences cut to a random length.")
+    loss_weighting: str | None = option(
+        None,
+        "What a masked token weighs: level (1/t), fraction (1/masked share), uniform, cart; the objective's own.",
+    )
+    loss_normalisation: str | None = option(
+        None, "What a loss is divided by: tokens, sequences (a mean over them) or predicted (tokens); the objective's."
+    )
     mask_annealing_steps: int = option(0, "Steps over which causal attention opens to bidirectional.")
     block_schedule: str | None = option(None, "step:block size pairs, growing, such as 0:4,1000:8,2000:32.")
     precision: str = option("fp32", "fp32, bf16, fp16, or fp8 with --engine megatron.")
@@ -114,16 +143,23 @@ class TrainConfig(MegatronOptions):
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
 
 
-def load_config(flags: dict[str, Any], file: Path | None = None, resume: bool = False) -> TrainConfig:
-    """The configuration of a run: `flags` over the YAML `file` over, on a resume, the run's own config.yaml.
+def load_config(
+    flags: dict[str, Any], file: Path | None = None, resume: bool = False, task: str = "pretrain"
+) -> TrainConfig:
+    """The configuration of a run: `flags` over the YAML `file` over, on a resume, the run's own config.yaml, over the
+    defaults of the `task`.
 
     Raises DlmBridgeError for bad values, and on a resume for a value that would change the data's order or the noise.
     """
     values = ({} if file is None else read_yaml(file)) | flags
+    if values.setdefault("task", task) != task:
+        raise DlmBridgeError(f"--config {file}: it is for dlm-bridge {values['task']}, this is dlm-bridge {task}")
     own = Path(values.get("output", "")) / "config.yaml"
     if not (resume and "output" in values and own.is_file()):
-        return TrainConfig(**values)
+        return TrainConfig(**(TASKS[task] | values))
     began = read_yaml(own)
+    if began.get("task", "pretrain") != task:
+        raise DlmBridgeError(f"--output {values['output']}: the run there is of dlm-bridge {began['task']}")
     for name in FIXED_FOR_A_RUN:
         if values.get(name) is not None and values[name] != began.get(name):
             raise DlmBridgeError(
@@ -200,6 +236,19 @@ def _check(config: TrainConfig) -> None:
     for name, known in (("lr_schedule", SCHEDULES), ("precision", PRECISIONS), ("engine", ENGINES)):
         if getattr(config, name) not in known:
             raise DlmBridgeError(f"{flag(name)} {getattr(config, name)!r} is unknown: known are {', '.join(known)}")
+    choices: dict[str, tuple[str, ...]] = {
+        "loss_weighting": LOSS_WEIGHTINGS,
+        "loss_normalisation": LOSS_NORMALISATIONS,
+        "eos_padding": EOS_PADDINGS,
+        "task": tuple(TASKS),
+    }
+    for name, names in choices.items():
+        if getattr(config, name) not in (None, *names):
+            raise DlmBridgeError(f"{flag(name)} {getattr(config, name)!r} is unknown: known are {', '.join(names)}")
+    for chosen in dataclasses.fields(config):
+        task = chosen.metadata.get("task")
+        if task not in (None, config.task) and getattr(config, chosen.name) not in (None, chosen.default):
+            raise DlmBridgeError(f"{flag(chosen.name)} is an option of dlm-bridge {task}, not {config.task}")
     if config.min_lr > config.lr:
         raise DlmBridgeError(f"--min-lr {config.min_lr} is more than --lr {config.lr}")
     _split_numbers(config.split)

@@ -21,9 +21,10 @@ AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
 
 
-def option(default: Any, help: str, otherwise: str | None = None) -> Any:
-    """A field with the text that `--help` shows. A truth value's other flag is --no-NAME, or --`otherwise`."""
-    return field(default=default, metadata={"help": help, "otherwise": otherwise})
+def option(default: Any, help: str, otherwise: str | None = None, task: str | None = None) -> Any:
+    """A field with the text that `--help` shows. A truth value's other flag is --no-NAME, or --`otherwise`; with
+    `task` only that command has it."""
+    return field(default=default, metadata={"help": help, "otherwise": otherwise, "task": task})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.adaptation import check_adaptation
 from dlm_bridge.train.checkpoints import clean
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data import Fit, Reader, Samples, find_data
+from dlm_bridge.train.data import Fit, Reader, Samples, check_sources, find_data
+from dlm_bridge.train.finetuning import load_conversations, tuned_as
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.objectives import OBJECTIVES, Objective, build_objective, check_objective, mask_token_id
 from dlm_bridge.train.trackers import check_trackers
@@ -43,7 +44,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     if family is None:
         raise DlmBridgeError(
             f"--model {config.model}: {type(model).__name__} is of no known family: see dlm-bridge families for what "
-            "pretrain takes"
+            f"{config.task} takes"
         )
     objective = config.objective or family.objective
     check_objective(objective, family, f"--objective {objective}" if config.objective else f"--model {config.model}")
@@ -51,6 +52,8 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     if limit is not None and config.seq_length > limit:
         raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
     config = dataclasses.replace(config, objective=objective)
+    if config.task == "sft":
+        config = tuned_as(config, family)
     check_adaptation(config, family)
     check_trackers(config)
     return config
@@ -61,19 +64,27 @@ def make_objective(config: TrainConfig, model: Any) -> Objective:
     lacks what it needs."""
     name = str(config.objective)
     token = mask_token_id(model) if OBJECTIVES[name].kind.masks else -1
-    return build_objective(name, token, config.length_variation, model.config)
+    return build_objective(
+        name, token, config.length_variation, model.config, config.loss_weighting, config.loss_normalisation
+    )
 
 
 def check_data(config: TrainConfig) -> None:
     """Raise DlmBridgeError where `--data` names nothing, a blend is not W PATH W PATH ..., or a Megatron pair is
     damaged or shorter than a block: what can be told before a model is loaded."""
-    find_data(config.data).check(config.seq_length)
+    found = find_data(config.data)
+    found.check(config.seq_length)
+    if config.task == "sft":
+        for part in found.parts:
+            check_sources(part)
 
 
 def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Samples, Samples, Any]:
     """The training and validation samples and the tokenizer (None where no data need one and the model has none);
     `mask_token` is None where the objective masks nothing. Raises DlmBridgeError."""
     found = find_data(config.data)
+    if config.task == "sft":
+        return load_conversations(config, model, found, mask_token)
     reader = Reader(
         seq_length=config.seq_length,
         seed=config.seed,

@@ -11,6 +11,7 @@ FOLDER = "dlm_bridge.models.a2d"
 COMMON: dict[str, Any] = {
     "initialisation": "dlm_bridge.models.initialisation:normal",
     "auto_classes": ("AutoModel", "AutoModelForMaskedLM", "AutoModelForCausalLM"),
+    "sft": {"eos_padding": "row"},
     "sampler": {"algorithm": "mdlm"},  # the bd3lm checkpoints: algorithm="bd3lm"
     "checked_against": "the public modeling files of dLLM's A2D pipeline",
 }

@@ -27,6 +27,7 @@ SPEC = FamilySpec(
     shift=True,
     mask_token_id=151666,
     objective="shifted",
+    sft={"eos_padding": "row"},  # dLLM
     sampler={"algorithm": "dream"},
     checked_against="two public copies of modeling_dream.py, and of tokenization_dream.py",
 )

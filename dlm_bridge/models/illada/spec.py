@@ -15,6 +15,7 @@ SPEC = FamilySpec(
     mapping="dlm_bridge.models.illada.mapping:MAPPING",
     initialisation="dlm_bridge.models.illada.initialisation:rule",
     mask_token_id=5,
+    sft={"train_on_prompt": True},
     sampler={"algorithm": "illada"},
     checked_against="a public copy of modeling_illada.py",
 )

@@ -15,6 +15,8 @@ SPEC = FamilySpec(
     mapping="dlm_bridge.models.llada.mapping:MAPPING",
     initialisation="dlm_bridge.models.llada.initialisation:rule",
     mask_token_id=126336,
+    # The mean over answers, each of which reaches to the end of its row.
+    sft={"eos_padding": "row", "loss_normalisation": "sequences"},
     sampler={"algorithm": "llada"},
     checked_against="the public modeling_llada.py and generate.py",
 )

@@ -26,6 +26,7 @@ SPEC = FamilySpec(
     topology="block_causal",
     mask_token_id=156895,
     objective="block",
+    sft={"eos_padding": "row"},  # dFactory
     sampler={"algorithm": "llada2"},  # 2.1 has the same architecture and config: algorithm="llada2.1" samples it
     lora_targets=("query_key_value", "o_proj"),
     checked_against="the public modeling of LLaDA2.0 and LLaDA2.1",

@@ -20,6 +20,7 @@ SPEC = FamilySpec(
     mapping="dlm_bridge.models.llada_moe.mapping:MAPPING",
     initialisation="dlm_bridge.models.initialisation:normal",
     mask_token_id=156895,
+    sft=LLADA.sft,
     sampler=LLADA.sampler,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
     checked_against="the public modeling_lladamoe.py",

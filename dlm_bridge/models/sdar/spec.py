@@ -24,6 +24,7 @@ SPEC = FamilySpec(
     topology="block_causal",
     mask_token_id=151669,
     objective="block",
+    sft={"eos_padding": "block"},
     sampler={"algorithm": "sdar"},
     checked_against="the public modeling_sdar.py of SDAR-4B-Chat and of dLLM-RL",
 )

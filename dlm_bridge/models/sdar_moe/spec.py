@@ -18,6 +18,7 @@ SPEC = FamilySpec(
     topology="block_causal",
     mask_token_id=SDAR.mask_token_id,
     objective=SDAR.objective,
+    sft=SDAR.sft,
     sampler=SDAR.sampler,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
     checked_against="the public modeling_rnd.py (the same body) under a block-causal mask",

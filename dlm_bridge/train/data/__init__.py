@@ -1,9 +1,11 @@
 """Training data: what `--data` names becomes blocks of `seq_length` token ids, split, shuffled and blended.
 
 `sources` finds and opens what is named; `documents` reads text, which `packing` tokenises, and `indexed` Megatron's
-pairs, which `stream` cuts; `blocks` splits and shuffles, `blend` mixes, `loader` makes batches ahead of time.
+pairs, which `stream` cuts; `chat` reads conversations, which `answers` makes rows of; `blocks` splits and shuffles,
+`blend` mixes, `loader` makes batches ahead of time.
 """
 
+from dlm_bridge.train.data.answers import AnswerBlocks, Answers, check_sources, load_answers
 from dlm_bridge.train.data.blend import Blend, schedule
 from dlm_bridge.train.data.blocks import MOCK, Blocks, Epochs, MockBlocks, Samples, Section, split
 from dlm_bridge.train.data.documents import find_files
@@ -15,6 +17,8 @@ from dlm_bridge.train.data.stream import Fit, StreamBlocks, split_stream
 
 __all__ = [
     "MOCK",
+    "AnswerBlocks",
+    "Answers",
     "Blend",
     "Blocks",
     "Data",
@@ -28,9 +32,11 @@ __all__ = [
     "Samples",
     "Section",
     "StreamBlocks",
+    "check_sources",
     "check_tokenizer",
     "find_data",
     "find_files",
+    "load_answers",
     "open_indexed",
     "pack",
     "schedule",

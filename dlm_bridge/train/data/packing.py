@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,18 +68,46 @@ def pack(
         "seq_length": seq_length,
         "mask_token_id": mask_token_id,
     }
+    table = cached(
+        _packed,
+        datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=seq_length)}),
+        arguments,
+        fingerprint(sources, tokenizer, PACKING, mask_token_id, seq_length),
+    )
+    return PackedBlocks(table, tokenizer.eos_token_id if with_documents else None)
+
+
+def cached(
+    generate: Callable[..., Iterator[dict[str, Any]]],
+    features: datasets.Features,
+    arguments: dict[str, Any],
+    fingerprint: str,
+) -> Any:
+    """The table, as numpy arrays, of the rows that `generate` gives, or the one that was made of the same
+    `fingerprint` before. Raises the DlmBridgeError of `generate`."""
     try:
         table = datasets.Dataset.from_generator(
-            _packed,
-            features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=seq_length)}),
-            gen_kwargs=arguments,
-            fingerprint=_fingerprint(sources, tokenizer, seq_length, mask_token_id),
+            generate, features=features, gen_kwargs=arguments, fingerprint=fingerprint
         )
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, DlmBridgeError):
             raise error.__cause__ from None
         raise
-    return PackedBlocks(table.with_format("numpy"), tokenizer.eos_token_id if with_documents else None)
+    return table.with_format("numpy")
+
+
+def fingerprint(sources: Sequence[Source], tokenizer: Any, *settings: Any) -> str:
+    """What a cached table is made of: the sources' paths, sizes and times, the vocabulary, and settings."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    states = [
+        source.rows._fingerprint
+        if isinstance(source, Table)
+        else (str(source.resolve()), source.stat().st_size, source.stat().st_mtime_ns)
+        for source in sources
+    ]
+    key = [states, vocabulary, type(tokenizer).__name__, tokenizer.eos_token_id, *settings]
+    return hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int, mask_token_id: int | None) -> None:
@@ -95,19 +123,6 @@ def check_tokenizer(tokenizer: Any, vocab_size: int, mask_token_id: int | None) 
             f"tokenizer {tokenizer.name_or_path} has mask token id {own}, the model's config has {mask_token_id}: "
             "make them agree"
         )
-
-
-def _fingerprint(sources: Sequence[Source], tokenizer: Any, seq_length: int, mask_token_id: int | None) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    states = [
-        source.rows._fingerprint
-        if isinstance(source, Table)
-        else (str(source.resolve()), source.stat().st_size, source.stat().st_mtime_ns)
-        for source in sources
-    ]
-    key = [PACKING, states, vocabulary, type(tokenizer).__name__, tokenizer.eos_token_id, mask_token_id, seq_length]
-    return hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
 
 
 def _packed(
