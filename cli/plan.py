@@ -79,7 +79,7 @@ def plan(
     """
     from dlm_bridge.cli import plan_views
     from dlm_bridge.convert.layout import Layout, parse_pipeline_split
-    from dlm_bridge.convert.opening import parse_size
+    from dlm_bridge.convert.sizes import parse_size
     from dlm_bridge.errors import DlmBridgeError
     from dlm_bridge.plan import Run, memory_plan, open_model
     from dlm_bridge.plan.hardware import Hardware

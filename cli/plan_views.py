@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dlm_bridge.plan import MemoryPlan, StageMemory
     from dlm_bridge.plan.recommend import Recommendation
 
-SHORT = ("weights", "grads", "optim", "activ", "transient", "overhead")  # of memory.COMPONENTS
+SHORT = ("weights", "grads", "optim", "activ", "passing", "other")  # of memory.COMPONENTS
 
 
 def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, as_json: bool) -> None:

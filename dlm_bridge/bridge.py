@@ -16,10 +16,11 @@ from dlm_bridge.convert.hub_checkpoint import LiveCheckpoint, open_hub
 from dlm_bridge.convert.initial_checkpoint import InitialCheckpoint
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Dims, Mapping
-from dlm_bridge.convert.opening import open_megatron, parse_size
+from dlm_bridge.convert.opening import open_megatron
 from dlm_bridge.convert.pool import Progress
 from dlm_bridge.convert.report import Report
 from dlm_bridge.convert.target import MegatronFormat
+from dlm_bridge.convert.sizes import parse_size
 from dlm_bridge.convert.tensors import parse_dtype, promote
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.spec import FamilySpec

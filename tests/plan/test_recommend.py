@@ -76,11 +76,10 @@ def test_slow_links_between_gpus_mean_less_tensor_parallelism() -> None:
 def test_says_what_is_missing_where_nothing_fits() -> None:
     model = model_of(configs.LLAMA_31_405B, "405B")
     wanted = Run(layout=Layout(), gpus=8, seq_length=4096, global_batch_size=8)
-    with pytest.raises(
-        DlmBridgeError, match=r"does not fit 8 GPUs of 75 GiB in any of \d+ layouts: the smallest needs"
-    ):
+    said = r"does not fit 8 GPUs of 75 GiB in any of \d+ layouts: the smallest needs"
+    with pytest.raises(DlmBridgeError, match=said):
         recommend(model, wanted, H100)
     with pytest.raises(DlmBridgeError, match="--recommend needs --global-batch-size"):
         recommend(model, replace(wanted, global_batch_size=None), H100)
-    with pytest.raises(DlmBridgeError, match="no layout of 405B takes 8 GPUs with --global-batch-size 7"):
-        recommend(model, replace(wanted, seq_length=4095, global_batch_size=7), replace(H100, per_node=1))
+    with pytest.raises(DlmBridgeError, match="no layout of 405B takes 131 GPUs with --global-batch-size 7"):
+        recommend(model, replace(wanted, gpus=131, global_batch_size=7), H100)
