@@ -19,8 +19,8 @@ from dlm_bridge.convert.mapping import Dims, Mapping
 from dlm_bridge.convert.opening import open_megatron
 from dlm_bridge.convert.pool import Progress
 from dlm_bridge.convert.report import Report
-from dlm_bridge.convert.target import MegatronFormat
 from dlm_bridge.convert.sizes import parse_size
+from dlm_bridge.convert.target import MegatronFormat
 from dlm_bridge.convert.tensors import parse_dtype, promote
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.spec import FamilySpec
