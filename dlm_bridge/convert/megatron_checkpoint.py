@@ -15,7 +15,6 @@ from dlm_bridge.convert.derive import RUN_CONFIG, derive_config, read_settings
 from dlm_bridge.convert.formats.dcp import StoredTensor
 from dlm_bridge.convert.formats.megatron_store import Store, newest_iteration, open_store
 from dlm_bridge.convert.formats.safetensors_file import read_header
-from dlm_bridge.convert.formats.torch_items import object_item
 from dlm_bridge.convert.hub import read_config
 from dlm_bridge.convert.hub_checkpoint import CONFIG, HubCheckpoint
 from dlm_bridge.convert.manifest import FILE_NAME, Manifest, read_manifest
@@ -128,13 +127,10 @@ class MegatronCheckpoint(Checkpoint):
 
     def _notes(self) -> list[str]:
         notes = list(self.notes)
-        contents = self.reader.contents
-        state = [key for key in (*contents.tensors, *contents.objects) if is_training_state(key)]
+        state = [key for key in (*self.store.tensors(), *self.store.objects()) if is_training_state(key)]
         if any("optimizer." in key for key in state):
             notes.append(f"weights only: {len(state)} tensors and objects of training state are not carried over")
-        empty = len(object_item([None]))
-        full = [key for key, place in contents.objects.items() if "_extra_state" in key and place.length > 2 * empty]
-        if full:
+        if full := self.store.histories():
             notes.append(f"extra states with content (an FP8 scaling history) are reset: {first_of(full)}")
         return notes
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Rank:
     ep: int
     chunks: tuple[dict[str, FileTensor], ...]
     rest: dict[str, Any]
+    histories: tuple[str, ...] = ()
 
     @property
     def file(self) -> str:
@@ -58,6 +59,17 @@ class LegacyFiles:
             rest["args"] = rest["args"].fields
         return rest
 
+    def training_state(self) -> list[str]:
+        """What the first rank's folder holds of the run's state, the optimizer's under "optimizer."."""
+        rank = self.first
+        found = [f"optimizer.{key}" for key in ("optimizer", "opt_param_scheduler") if rank.rest.get(key)]
+        found += [f"optimizer.{path.name}" for path in (self.folder / rank.name).glob("distrib_optim*.pt")]
+        return [*found, *(["rng_state"] if rank.rest.get("rng_state") else [])]
+
+    def histories(self) -> list[str]:
+        """The modules of the first rank whose extra state (an FP8 scaling history) is not empty."""
+        return list(self.first.histories)
+
     def tensors(self) -> Iterable[tuple[str, FileTensor]]:
         """(folder and name, tensor) of every parameter of every rank."""
         for rank in self.ranks.values():
@@ -83,7 +95,7 @@ def open_legacy(folder: Path) -> LegacyFiles:
         raise DlmBridgeError(f"{folder}: folders of two layouts lie side by side, {found[0][0]} and {found[-1][0]}")
     numbered = [rank for rank, _ in ranks]
     if len(found[0][1]) == 2 and _is_whole_stage(numbered):  # the second number counts experts, not stages
-        numbered = [Rank(r.name, r.tp, 0, r.pp, r.chunks, r.rest) for r in numbered]
+        numbered = [replace(r, pp=0, ep=r.pp) for r in numbered]
     by_place = {(rank.tp, rank.pp, rank.ep): rank for rank in numbered}
     first = by_place[min(by_place)]
     for rank in numbered:
@@ -127,7 +139,14 @@ def _read_rank(folder: Path, name: str, numbers: list[int]) -> tuple[Rank, int]:
     chunks = tuple(_parameters(path, content[key]) for _, key in models)
     rest = {key: value for key, value in content.items() if not _MODEL.fullmatch(str(key))}
     tp, pp, ep = (*numbers, 0, 0)[:3]
-    return Rank(name, tp, pp, ep, chunks, rest), len(numbers)
+    histories = tuple(
+        part
+        for _, key in models
+        if isinstance(content[key], dict)
+        for part, state in content[key].items()
+        if str(part).endswith("_extra_state") and (isinstance(state, Inert) or getattr(state, "nbytes", 0) > 0)
+    )
+    return Rank(name, tp, pp, ep, chunks, rest, histories), len(numbers)
 
 
 def _parameters(path: Path, model: Any) -> dict[str, FileTensor]:

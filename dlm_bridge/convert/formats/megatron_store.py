@@ -15,6 +15,7 @@ from dlm_bridge.convert.formats.legacy import LegacyFiles, is_legacy, open_legac
 from dlm_bridge.convert.formats.legacy_reader import LegacyReader
 from dlm_bridge.convert.formats.per_layer import PerLayerReader, fsdp_names, read_fsdp, singleton_names
 from dlm_bridge.convert.formats.torch_dist import TRACKER, ChunkedReader, TorchDistReader, iteration_folder
+from dlm_bridge.convert.formats.torch_items import object_item
 from dlm_bridge.convert.mapping import Link
 from dlm_bridge.convert.tensors import dtype_name
 from dlm_bridge.errors import DlmBridgeError
@@ -59,6 +60,10 @@ class Store(ABC):
         """The names of what is stored beside the tensors."""
 
     @abstractmethod
+    def histories(self) -> list[str]:
+        """The modules with an extra state that has content, such as an FP8 scaling history."""
+
+    @abstractmethod
     def files(self) -> dict[str, int]:
         """The files that hold tensors, and their bytes."""
 
@@ -92,6 +97,12 @@ class _Distributed(Store):
 
     def objects(self) -> Iterable[str]:
         return self.contents.objects
+
+    def histories(self) -> list[str]:
+        empty = len(object_item([None]))
+        return [
+            key for key, place in self.contents.objects.items() if "_extra_state" in key and place.length > 2 * empty
+        ]
 
     def files(self) -> dict[str, int]:
         names = {chunk.place.file for tensor in self.contents.tensors.values() for chunk in tensor.chunks}
@@ -155,7 +166,10 @@ class LegacyStore(Store):
         return {name: RawTensor(dtype_name(t.dtype), t.shape, t.nbytes) for name, t in self._files.tensors()}
 
     def objects(self) -> Iterable[str]:
-        return [key for key in self.common if key in ("optimizer", "opt_param_scheduler", "rng_state")]
+        return self._files.training_state()
+
+    def histories(self) -> list[str]:
+        return self._files.histories()
 
     def files(self) -> dict[str, int]:
         names = sorted(rank.file for rank in self._files.ranks.values())

@@ -186,6 +186,7 @@ class _Unpickler(pickle.Unpickler):
         self._inert: dict[str, type[Inert]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "builtins" if module == "__builtin__" else module  # its name in torch's pickle protocol
         full = f"{module}.{name}"
         if full == "torch._utils._rebuild_tensor_v2":
             return self._tensor
