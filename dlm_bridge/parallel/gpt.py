@@ -21,6 +21,13 @@ from dlm_bridge.parallel.core import (
 from dlm_bridge.parallel.output import Chosen, Shard, chosen_loss
 from dlm_bridge.parallel.rotary import rotary_angles
 
+# Settings of megatron-core that a forward pass of our own would not follow.
+IGNORED = {
+    "defer_embedding_wgrad_compute": "the output layer keeps no logits for later",
+    "mtp_num_layers": "the engine builds no multi-token prediction layers",
+    "overlap_moe_expert_parallel_comm": "that schedule has an output layer and a loss of its own",
+}
+
 
 def arguments(batch: MicroBatch, num_terms: int = 1) -> dict[str, Any]:
     """What a call takes of a micro-batch: `model(**arguments(batch))`, through any wrapper, on every pipeline stage.
@@ -38,6 +45,7 @@ def arguments(batch: MicroBatch, num_terms: int = 1) -> dict[str, Any]:
 
 class LiveModel(GPTModel):
     """One pipeline stage of a model; `vocab` is its true vocabulary, without padding. Arguments else as GPTModel's.
+    Raises DlmBridgeError for a setting that it would not follow.
 
     It has the dtype of its parameters and is not to be wrapped in megatron-core's Float16Module, which would also cast
     what is fp32 on purpose: what the last stage returns is fp32 by itself.
@@ -46,6 +54,9 @@ class LiveModel(GPTModel):
     def __init__(self, *args: Any, vocab: int, **kwargs: Any) -> None:
         with _without_apex():
             super().__init__(*args, **kwargs)
+        for setting, reason in IGNORED.items():
+            if getattr(self.config, setting):
+                raise DlmBridgeError(f"{setting} would be ignored ({reason}): leave it off")
         if self.post_process:
             OutputLayer.take_over(self.output_layer, vocab)
 
@@ -103,12 +114,8 @@ class OutputLayer(ColumnParallelLinear):
     def take_over(cls, layer: ColumnParallelLinear, vocab: int) -> None:
         """Make an OutputLayer of the layer that GPTModel has built, for a true vocabulary of `vocab` tokens.
 
-        Raises DlmBridgeError where this rank would hold padding only, and for a setting that it would ignore.
+        Raises DlmBridgeError where this rank would hold padding only.
         """
-        if layer.config.defer_embedding_wgrad_compute:
-            raise DlmBridgeError(
-                "defer_embedding_wgrad_compute needs the logits of every position, which are not made: switch it off"
-            )
         rows, group = layer.output_size_per_partition, layer.tp_group
         first = group.rank() * rows
         if first >= vocab:

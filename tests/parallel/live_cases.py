@@ -16,6 +16,7 @@ from tests.interop.cases import models
 WORLD, SAMPLES, ROWS, TERMS = 4, 8, 2, 2  # processes; samples a global batch; rows a micro-batch; sums of the loss
 
 TP2_SP = {"sequence_parallel": True}
+DEALLOCATE = {"deallocate_pipeline_outputs": True}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
@@ -35,11 +36,11 @@ CASES = {
     "tp2": Case("odd_vocabulary", Layout(tp=2)),
     "tp2-sp": Case("odd_vocabulary", Layout(tp=2), TP2_SP),
     "pp2": Case("odd_vocabulary", Layout(pp=2)),
-    "pp2-vp2": Case("odd_vocabulary", Layout(pp=2, vp=2)),
+    "pp2-vp2": Case("odd_vocabulary", Layout(pp=2, vp=2), DEALLOCATE),
     "tp2-sp-pp2": Case("odd_vocabulary", Layout(tp=2, pp=2), TP2_SP, accumulates=True),
     "tied-tp2": Case("tied", Layout(tp=2), accumulates=True),
     "tied-tp2-sp": Case("tied", Layout(tp=2), TP2_SP),
-    "tied-pp2": Case("tied", Layout(pp=2), accumulates=True),
+    "tied-pp2": Case("tied", Layout(pp=2), DEALLOCATE, accumulates=True),
     "tied-pp2-vp2": Case("tied", Layout(pp=2, vp=2)),
     "moe-ep2": Case("llada_moe", Layout(ep=2)),
     "moe-ep2-alltoall": Case("llada_moe", Layout(ep=2), ALL_TO_ALL, accumulates=True),

@@ -12,10 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from dlm_bridge import Bridge, Layout
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.attention import block_size
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
@@ -26,7 +28,7 @@ from dlm_bridge.parallel.core import (
     get_forward_backward_func,
     parallel_state,
 )
-from dlm_bridge.parallel.gpt import arguments
+from dlm_bridge.parallel.gpt import OutputLayer, arguments
 from dlm_bridge.parallel.model import build_megatron_model
 from dlm_bridge.parallel.weights import live_tensors
 from tests.interop.cases import models
@@ -183,6 +185,20 @@ def parameters_are_ready_for_the_optimizer(files: Files) -> None:
                 assert getattr(parameter, "shared_embedding", False) is (head and name == "tied-pp2"), place
 
 
+def what_would_be_ignored_is_refused(files: Files) -> None:
+    groups.destroy()
+    bridge = Bridge.from_hf(files.hub("odd_vocabulary"))
+    with pytest.raises(DlmBridgeError, match="gradient_accumulation_fusion needs Transformer Engine: leave it off"):
+        build_megatron_model(bridge, Layout(tp=2), gradient_accumulation_fusion=True)
+    with pytest.raises(DlmBridgeError, match=r"mtp_num_layers would be ignored \(the engine builds no multi-token"):
+        build_megatron_model(bridge, Layout(tp=2), mtp_num_layers=1)
+    (chunk,) = build_megatron_model(bridge, Layout(tp=2))
+    with pytest.raises(
+        DlmBridgeError, match=r"a vocabulary of 0 leaves tensor parallel rank [01] of 2 without a token"
+    ):
+        OutputLayer.take_over(chunk.output_layer, 0)
+
+
 def _assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -199,6 +215,7 @@ def checks(files: Files) -> dict[str, Callable[[], None]]:
             half_precision_gives_an_fp32_loss,
             parameters_are_ready_for_the_optimizer,
             every_layout_starts_from_the_same_values,
+            what_would_be_ignored_is_refused,
         )
     }
     for model in ("odd_vocabulary", "tied", "llada2_moe"):

@@ -22,6 +22,7 @@ NAMES = [
     "half_precision_gives_an_fp32_loss",
     "parameters_are_ready_for_the_optimizer",
     "every_layout_starts_from_the_same_values",
+    "what_would_be_ignored_is_refused",
     *(f"hand_over_is_bitwise[{model}]" for model in ("odd_vocabulary", "tied", "llada2_moe")),
     *(f"loss_and_gradients_match[{name}]" for name in CASES),
 ]
