@@ -38,7 +38,7 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
     console.print(Text(f"{model.name} ({model.family.name}): {sizes}"))
     console.print(Text(f"{run.gpus} GPUs: {_layout(plan)}"))
     table = Table(
-        title=f"each of {plan.ranks} ranks a stage, GiB", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+        title=f"each of {plan.ranks} ranks a stage, GiB", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     for column in ("stage", "layers", "params", *SHORT, "total"):
         table.add_column(column, justify="right" if column != "stage" else "left", no_wrap=True)
