@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +98,11 @@ def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def _without_warnings(original: Any) -> types.SimpleNamespace:
+    silent = logging.Logger("silent", logging.CRITICAL)
+    return types.SimpleNamespace(getLogger=lambda name: silent)
+
+
 def _sizes_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
@@ -166,6 +172,8 @@ OVERRIDES = Overrides(
         "torch.cuda.get_rng_state": _instead(_rng_state),
         "torch.cuda.random.get_rng_state": _instead(_rng_state),
         "megatron.core.tensor_parallel.random._set_cuda_rng_state": _instead(_set_rng_state),
+        # ... and warns that the CPU's generator, which here is the same, has moved meanwhile.
+        "megatron.core.tensor_parallel.random.logging": _without_warnings,
         # Plain numbers are made of split sizes only where they come from a GPU.
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _instead(_sizes_on_cpu),
         # Ranks that share the reading of a checkpoint make room for each other's tensors.

@@ -12,6 +12,7 @@ import torch
 from dlm_bridge.parallel.overrides import Overrides
 
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+_MIXED = "megatron.core.optimizer.optimizer.MixedPrecisionOptimizer"  # the base of the distributed one
 _PLAIN = (
     "megatron.core.optimizer.optimizer.FP32Optimizer",
     "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params",
@@ -23,12 +24,34 @@ def in_use() -> bool:
     return all(importlib.util.find_spec(name) is None for name in ("transformer_engine", "apex"))
 
 
+def _step_with_ready_grads(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Adam counts steps parameter by parameter, so not at all on a rank without any, such as the experts' optimizer on
+    a pipeline stage without experts. But what one rank saves of an optimizer, all ranks load."""
+
+    def step_with_ready_grads(self: Any) -> bool:
+        done = original(self)
+        if done and self.optimizer is not None and not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                group["step"] = group.get("step", 0.0) + 1.0
+        return done
+
+    return step_with_ready_grads
+
+
+def _counted(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """The steps of an optimizer without parameters."""
+    return torch.tensor(float(optimizer.param_groups[0].get("step", 0.0)))
+
+
 def _sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """What is saved before the first step (fp16 may skip some) has no state of Adam, and cannot be loaded."""
 
     def sharded_state_dict(self: Any, *arguments: Any, **options: Any) -> Any:
         _allocate(self.optimizer)
-        return original(self, *arguments, **options)
+        result = original(self, *arguments, **options)
+        if not self.optimizer.state:
+            result.get("optimizer", result)["state"]["common_step"] = _counted(self.optimizer)
+        return result
 
     return sharded_state_dict
 
@@ -37,9 +60,11 @@ def _load_plain(original: Callable[..., Any]) -> Callable[..., Any]:
     """A step count of zero is not saved, and Adam wants one all the same."""
 
     def load_state_dict(self: Any, state_dict: Any) -> None:
+        step = state_dict.get("optimizer", state_dict)["state"].setdefault("common_step", torch.tensor(0.0))
         original(self, state_dict)
-        for state in self.optimizer.state.values():
-            state.setdefault("step", torch.tensor(0.0))
+        if not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                group["step"] = float(step)
 
     return load_state_dict
 
@@ -49,7 +74,15 @@ def _state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def state_dict(self: Any) -> Any:
         _allocate(self.optimizer)
-        return original(self)
+        if self.optimizer.state:
+            return original(self)
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            | {"step": _counted(self.optimizer).item()}
+            for group in self.optimizer.param_groups
+        ]
+        scaler = {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
+        return {"optimizer": {"param_groups": groups}, **scaler}
 
     return state_dict
 
@@ -101,6 +134,8 @@ OVERRIDES = Overrides(
         f"{_DISTRIBUTED}.state_dict": _state_dict,
         f"{_DISTRIBUTED}.load_state_dict": _load_state_dict,
         f"{_DISTRIBUTED}._set_main_param_and_optimizer_states": _set_main_param_and_optimizer_states,
+        f"{_MIXED}.step_with_ready_grads": _step_with_ready_grads,
+        f"{_PLAIN[0]}.step_with_ready_grads": _step_with_ready_grads,
         **{f"{name}.sharded_state_dict": _sharded_state_dict for name in _PLAIN},
         **{f"{name}.load_state_dict": _load_plain for name in _PLAIN},
     },
