@@ -1,0 +1,179 @@
+"""preprocess: the same tokens as packing gives, from every kind of source, on any number of processes; killed runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dlm_bridge.cli.app import app
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.data import documents, find_files, open_indexed, pack
+from dlm_bridge.train.data import preprocess as module
+from dlm_bridge.train.data.preprocess import preprocess
+from tests.train.conftest import Run
+
+DOCUMENTS = ["def f(x):\n    return x\n", "x + 1\r\n", "", "é = 3\n" * 30, "x"]
+
+
+def _encode(tokenizer: Any, eod: bool) -> list[list[int]]:
+    end = [tokenizer.eos_token_id] if eod else []
+    return [[*tokenizer(text, add_special_tokens=False)["input_ids"], *end] for text in DOCUMENTS if text]
+
+
+def _read(prefix: Path) -> list[list[int]]:
+    opened = open_indexed(prefix)
+    bounds = opened.starts().tolist()
+    return [opened.tokens[start:stop].tolist() for start, stop in itertools.pairwise(bounds)]
+
+
+def _jsonl(path: Path, key: str = "text", copies: int = 1) -> str:
+    path.write_text("".join(json.dumps({key: text}) + "\n" for text in DOCUMENTS * copies))
+    return str(path)
+
+
+@pytest.mark.parametrize("eod", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset", "text"])
+def test_every_kind_of_source_gives_its_documents(tmp_path: Path, tokenizer: Any, kind: str, eod: bool) -> None:
+    source = str(tmp_path / f"a.{kind}")
+    if kind == "jsonl":
+        _jsonl(Path(source), "body")
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"body": DOCUMENTS}), source)
+    elif kind == "dataset":
+        datasets.Dataset.from_dict({"body": DOCUMENTS}).save_to_disk(source)
+    else:
+        Path(source).mkdir()
+        for number, text in enumerate(DOCUMENTS):
+            (Path(source) / f"{number}.txt").write_bytes(text.encode())
+    done: list[tuple[int, int]] = []
+    report = preprocess([source], tmp_path / "out", tokenizer, eod, "body", progress=lambda *step: done.append(step))
+    wanted = _encode(tokenizer, eod)
+    assert _read(tmp_path / "out") == wanted
+    assert (report.documents, report.tokens) == (4, sum(map(len, wanted)))
+    assert report.dtype == "uint16"
+    assert sum(step for step, _ in done) <= done[0][1] == report.bytes
+
+
+def test_processes_and_pieces_change_nothing(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes, with documents cut into pieces that go to different ones, write what one writes."""
+    (tmp_path / "long.txt").write_text("x = 1\n" * 500)
+    inputs = [_jsonl(tmp_path / "a.jsonl", copies=40), str(tmp_path / "long.txt")]
+    preprocess(inputs, tmp_path / "one", tokenizer, append_eod=True)
+    monkeypatch.setattr(module, "CHUNK", 200)
+    monkeypatch.setattr(documents, "PIECE", 90)
+    preprocess(inputs, tmp_path / "three", tokenizer, append_eod=True, workers=3)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"three{suffix}").read_bytes()
+    assert len(_read(tmp_path / "three")) == 161
+
+
+def test_training_on_the_pair_needs_no_tokenizer(tmp_path: Path, tokenizer: Any, corpus: Path, run: Run) -> None:
+    """The loss of the first step is that of the text, whose only document is cut into the same blocks."""
+    preprocess([str(corpus)], tmp_path / "pair", tokenizer, append_eod=True)
+    packed = pack(find_files([str(corpus)]), tokenizer, 16, with_documents=True).rows([0, 1])
+    assert open_indexed(tmp_path / "pair").tokens[:32].tolist() == packed.input_ids.flatten().tolist()
+    bare = tmp_path / "bare"  # a config.json alone
+    bare.mkdir()
+    options = {"steps": 2, "save_interval": 0, "eval_interval": 2, "document_attention": True}
+    text = run(tmp_path / "text", data=[str(corpus)], **options)
+    (bare / "config.json").write_bytes((Path(tmp_path / "text/checkpoints/step-0000002/config.json")).read_bytes())
+    pair = run(tmp_path / "paired", data=[str(tmp_path / "pair")], model=str(bare), **options)
+    assert [row["loss"] for row in pair] == [row["loss"] for row in text]
+    assert pair[-1]["eval_loss"] == text[-1]["eval_loss"]
+
+
+def test_documents_of_packed_text_end_with_eos(tmp_path: Path, tokenizer: Any) -> None:
+    path = Path(_jsonl(tmp_path / "a.jsonl"))
+    rows = pack([path], tokenizer, 7, with_documents=True).rows(range(5))
+    assert rows.documents is not None
+    numbers, ids = rows.documents, rows.input_ids
+    assert torch.equal(numbers[:, 1:] - numbers[:, :-1], (ids[:, :-1] == tokenizer.eos_token_id).long())
+    assert numbers.max() > 0
+    assert pack([path], tokenizer, 7).rows([0]).documents is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "ok"}\n\n{"body": 1}\n',
+            {},
+            "a.jsonl, line 3: no 'text' field with text (it has 'body')",
+        ),
+        ("a.jsonl", b'{"text": "ok"}\n{"text": \n', {"workers": 2}, "a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": "ok"}\n', {"key": "body"}, "a.jsonl, line 1: no 'body' field"),
+        ("a.jsonl", b'{"text": ""}\n\n', {}, "a.jsonl: no text there"),
+        ("a.txt", b"", {"workers": 2}, "a.txt: no text there"),
+        ("a.txt", b"x", {"workers": 0}, "--workers must be at least 1, not 0"),
+        ("a.parquet", b"PAR1", {}, "a.parquet: not a parquet file"),
+    ],
+)
+def test_bad_input_is_named_and_leaves_nothing(
+    tmp_path: Path, tokenizer: Any, name: str, content: bytes, options: dict[str, Any], message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
+        preprocess([str(tmp_path / name)], tmp_path / "out", tokenizer, **options)
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_is_already_tokenised_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    preprocess([_jsonl(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
+    with pytest.raises(DlmBridgeError, match="not text: it is already tokenised"):
+        preprocess([str(tmp_path / "out")], tmp_path / "again", tokenizer)
+    with pytest.raises(DlmBridgeError, match=re.escape("out.bin exists: add --overwrite")):
+        preprocess([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
+
+
+def _processes_with(word: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if word.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_killed_run_leaves_nothing_that_looks_whole(tmp_path: Path, seed_folder: Path) -> None:
+    """SIGKILL while it writes: the old pair is as it was, no process lives on, and the next run goes through."""
+    corpus, prefix = _jsonl(tmp_path / "a.jsonl", copies=200_000), tmp_path / "out"
+    small = _jsonl(tmp_path / "small.jsonl")
+    options = ["--output", str(prefix), "--tokenizer", str(seed_folder), "--workers", "2", "--overwrite", "--json"]
+    first = CliRunner().invoke(app, ["preprocess", small, *options], catch_exceptions=False)
+    assert json.loads(first.stdout)["documents"] == 4
+    before = [prefix.with_suffix(suffix).read_bytes() for suffix in (".bin", ".idx")]
+    command = [sys.executable, "-m", "dlm_bridge.cli", "preprocess", corpus, *options]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    growing = tmp_path / ".out.bin.tmp"
+    while running.poll() is None and not (growing.exists() and growing.stat().st_size):
+        time.sleep(0.02)
+    assert running.poll() is None
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait()
+    assert [prefix.with_suffix(suffix).read_bytes() for suffix in (".bin", ".idx")] == before
+    deadline = time.monotonic() + 20
+    while _processes_with(str(corpus)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _processes_with(str(corpus)) == []
+    again = CliRunner().invoke(app, ["preprocess", small, "--append-eod", *options], catch_exceptions=False)
+    assert json.loads(again.stdout)["tokens"] == json.loads(first.stdout)["tokens"] + 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.bin", "out.idx", "small.jsonl"]
