@@ -16,6 +16,7 @@ from dlm_bridge.parallel.core import (
     MegatronModule,
     TransformerConfig,
     gather_from_sequence_parallel_region,
+    is_layer_window_attention,
 )
 
 MASKS = MaskCache()
@@ -44,6 +45,7 @@ class LocalAttention(MegatronModule):
             raise DlmBridgeError(f"{reason} needs Transformer Engine: leave it out, or install it on a GPU")
         self.attn_mask_type = attn_mask_type
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+        self.window = _window(config, layer_number)
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -63,15 +65,13 @@ class LocalAttention(MegatronModule):
             raise DlmBridgeError("the engine's attention would ignore an attention_bias: leave it out")
         check_mask(attention_mask, self.attn_mask_type, query, self.cp_group.size())
         if attention_mask is not None:
-            check_settings(self.config)
+            check_settings(self.config, self.window)
             return masked_attention(query, key, value, attention_mask, self.scale, self.cp_group)
         key, value = gathered(key, value, self.cp_group)
         mask = None
         causal = self.attn_mask_type == AttnMaskType.causal
-        if causal and (self.cp_group.size() > 1 or self.config.window_size is not None):
-            mask = plain_mask(
-                len(query), self.cp_group.rank(), self.cp_group.size(), self.config.window_size, query.device
-            )
+        if causal and (self.cp_group.size() > 1 or self.window is not None):
+            mask = plain_mask(len(query), self.cp_group.rank(), self.cp_group.size(), self.window, query.device)
         return _torch_attention(query, key, value, mask, causal and mask is None, self.scale)
 
 
@@ -82,8 +82,9 @@ def transformer_engine_attention() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class MaskedTEDotProductAttention(TEDotProductAttention):  # type: ignore[misc, unused-ignore]
-        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-            super().__init__(config, *args, **kwargs)
+        def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
+            super().__init__(config, layer_number, **kwargs)
+            self._window = _window(config, layer_number)
             self._mask_type = kwargs["attn_mask_type"]
             self._scale = kwargs.get("softmax_scale") or 1 / math.sqrt(config.kv_channels)
             self._gather_group = kwargs["pg_collection"].cp
@@ -104,7 +105,7 @@ def transformer_engine_attention() -> type:
                 check_mask(None, self._mask_type, query, self._gather_group.size())
                 return super().forward(query, key, value, None, *args, packed_seq_params=packed_seq_params, **kwargs)
             check_mask(attention_mask, self._mask_type, query, self._gather_group.size())
-            check_settings(self.config)
+            check_settings(self.config, self._window)
             return masked_attention(query, key, value, attention_mask, self._scale, self._gather_group)
 
     return MaskedTEDotProductAttention
@@ -127,7 +128,10 @@ def masked_attention(
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         grouped = q.shape[1] != k.shape[1]
         return _rows(_compiled_flex_attention()(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped))
-    dense = MASKS.get(mask, ("dense", rank, queries), lambda given: dense_mask(given, rank, queries))
+    if mask.dim() == 4:
+        dense = dense_mask(mask, rank, queries)
+    else:
+        dense = MASKS.get(mask, ("dense", rank, queries), lambda codes: dense_mask(codes, rank, queries))
     return _torch_attention(query, key, value, dense, False, scale)
 
 
@@ -162,9 +166,9 @@ def check_mask(mask: torch.Tensor | None, mask_type: AttnMaskType, query: torch.
         )
 
 
-def check_settings(config: TransformerConfig) -> None:
-    """Raise DlmBridgeError where attention under a mask would ignore a setting."""
-    if config.window_size is not None:
+def check_settings(config: TransformerConfig, window: tuple[int, int] | None) -> None:
+    """Raise DlmBridgeError where a layer's attention under a mask would ignore a setting."""
+    if window is not None:
         raise DlmBridgeError("attention under an attention_mask would ignore the sliding window: pass None")
     if reason := unsupported(config):
         raise DlmBridgeError(f"attention under an attention_mask would ignore {reason}: leave it out")
@@ -180,6 +184,12 @@ def unsupported(config: TransformerConfig) -> str | None:
         "log_max_attention_logit": config.log_max_attention_logit,
     }
     return next((name for name, there in settings.items() if there), None)
+
+
+def _window(config: TransformerConfig, layer_number: int) -> tuple[int, int] | None:
+    """How far back and ahead the layer looks; None for all the way."""
+    slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+    return tuple(config.window_size) if slides else None
 
 
 def _torch_attention(

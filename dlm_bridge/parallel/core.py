@@ -49,6 +49,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.transformer.utils import is_layer_window_attention
     from megatron.core.utils import unwrap_model
 
 __all__ = [
@@ -86,6 +87,7 @@ __all__ = [
     "get_standard_config_overrides",
     "get_transformer_layer_offset",
     "is_float8tensor",
+    "is_layer_window_attention",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
     "tensor_parallel_layers",
