@@ -25,6 +25,10 @@ def show_report(report: dict[str, Any], as_json: bool) -> None:
         ("left out", ", ".join(report["left_out"]) or "nothing"),
         *(("note", note) for note in report["notes"]),
     ]
+    if report["dry_run"]:
+        speed = _size(report["bytes"] / report["estimated_seconds"]) if report["estimated_seconds"] else "-"
+        rows.append(("peak memory", f"{_size(report['peak_memory'])} with {report['workers']} workers"))
+        rows.append(("time", f"about {report['estimated_seconds']:.0f} s where the disk copies {speed}/s (assumed)"))
     if report["seconds"] is not None:
         rate = report["bytes"] / max(report["seconds"], 1e-9)
         rows.append(("time", f"{report['seconds']:.1f} s, {_size(rate)}/s"))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint, HubSide, TensorSpec, first_of, open_family
+from dlm_bridge.convert.collector import collector_paused
 from dlm_bridge.convert.formats.fp8 import DequantisedReader
 from dlm_bridge.convert.formats.huggingface import HubReader
 from dlm_bridge.convert.hub import read_config, resolve
@@ -174,6 +175,7 @@ class LiveCheckpoint(ByNameCheckpoint):
         return []
 
 
+@collector_paused()
 def open_hub(
     name: str | Path, revision: str | None = None, family: str | None = None, dequantize_fp8: bool = False
 ) -> HubCheckpoint:

@@ -11,11 +11,12 @@ from typing import Any
 
 import xxhash
 
-from dlm_bridge.convert.tensors import WEIGHT_DTYPES
+from dlm_bridge.convert.tensors import WEIGHT_DTYPES, bytes_digest
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 FILE_NAME = "dlm_bridge.json"
 FORMAT_VERSION = 1
+_DIGEST, _END = b',\n "digest": "', b'"\n}\n'  # the file's last entry is the xxh3_128 of all bytes before it
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Manifest:
     vocab_multiple: int | None = None
     shards: list[ShardRecord] = field(default_factory=list)
     side_files: dict[str, str] = field(default_factory=dict)  # path below the folder -> digest
-    files: dict[str, str] = field(default_factory=dict)  # files of torch_dist -> digest of their items' digests
+    files: dict[str, str] = field(default_factory=dict)  # weight file -> digest of its items' digests, or its header's
     left_out: list[str] = field(default_factory=list)
     carried: list[str] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
@@ -60,7 +61,9 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write it as `folder`/dlm_bridge.json."""
         self.tool = self.tool or tool_version()
-        (folder / FILE_NAME).write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", "utf-8")
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False).removesuffix("\n}").encode()
+        tail = _DIGEST + bytes_digest(text).encode() + _END
+        (folder / FILE_NAME).write_bytes(text + tail)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -87,6 +90,12 @@ def tool_version() -> str:
         return f"dlm-bridge {version('dlm-bridge')}"
     except PackageNotFoundError:
         return "dlm-bridge unknown"
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether every byte of `folder`/dlm_bridge.json is as it was written."""
+    text, found, tail = (folder / FILE_NAME).read_bytes().rpartition(_DIGEST)
+    return bool(found) and tail == bytes_digest(text).encode() + _END
 
 
 def combined_digest(tensors: dict[str, TensorRecord]) -> str:

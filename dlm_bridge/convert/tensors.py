@@ -62,6 +62,11 @@ def digest(tensor: torch.Tensor) -> str:
     return state.hexdigest()
 
 
+def bytes_digest(data: bytes) -> str:
+    """xxh3_128 of some bytes."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
 def file_digest(path: Path) -> str:
     """xxh3_128 of a file."""
     state = xxhash.xxh3_128()

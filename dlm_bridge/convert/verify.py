@@ -21,7 +21,7 @@ from dlm_bridge.convert.formats.legacy_writer import legacy_file_digest
 from dlm_bridge.convert.formats.megatron_store import is_megatron, newest_iteration
 from dlm_bridge.convert.hub import resolve
 from dlm_bridge.convert.hub_checkpoint import HubCheckpoint
-from dlm_bridge.convert.manifest import FILE_NAME, Manifest, TensorRecord, read_manifest
+from dlm_bridge.convert.manifest import FILE_NAME, Manifest, TensorRecord, is_intact, read_manifest
 from dlm_bridge.convert.megatron_checkpoint import (
     MegatronCheckpoint,
     is_extra_state,
@@ -29,7 +29,7 @@ from dlm_bridge.convert.megatron_checkpoint import (
     megatron_root,
 )
 from dlm_bridge.convert.pool import Progress, run_tasks, worker_count
-from dlm_bridge.convert.tensors import bit_view, digest, dtype_name, file_digest, same_bits
+from dlm_bridge.convert.tensors import bit_view, digest, dtype_name, file_digest, range_digest, same_bits
 from dlm_bridge.errors import DlmBridgeError
 
 
@@ -203,12 +203,16 @@ class _HubTensors(_Side):
         return {name: self._reader.read(name) for name in group}
 
     def compare_headers(self, manifest: Manifest) -> list[Difference]:
+        if manifest.format != "huggingface":
+            return []
         found = {shard.file: shard for shard in self._reader.shards()}
-        return [
-            Difference(shard.file, "file", f"its header is not what {FILE_NAME} says")
-            for shard in manifest.shards
-            if manifest.format == "huggingface" and found.get(shard.file) != shard
-        ]
+        wrong = {shard.file for shard in manifest.shards if found.get(shard.file) != shard}
+        wrong |= {file for file, recorded in manifest.files.items() if self._header_digest(file) != recorded}
+        return [Difference(file, "file", f"its header is not what {FILE_NAME} says") for file in sorted(wrong)]
+
+    def _header_digest(self, file: str) -> str | None:
+        content = self._reader.files.get(file)
+        return None if content is None else range_digest(content.path, 0, content.start)
 
 
 class _MegatronTensors(_Side):
@@ -341,7 +345,7 @@ def _compare_record(name: str, spec: TensorSpec, record: TensorRecord, tensor: t
 
 
 def _compare_files(root: Path, manifest: Manifest) -> list[Difference]:
-    differences = []
+    differences = [] if is_intact(root) else [Difference(FILE_NAME, "file", "is not as it was written")]
     for name, recorded in manifest.side_files.items():
         path = root / name
         if not path.is_file():

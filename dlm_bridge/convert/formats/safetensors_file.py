@@ -37,6 +37,7 @@ class SafetensorsFile:
     path: Path
     metadata: dict[str, str] | None
     entries: tuple[TensorEntry, ...]
+    start: int  # bytes before the tensors
 
 
 FP8 = torch.float8_e4m3fn
@@ -59,7 +60,7 @@ def read_header(path: Path, fp8: bool = False) -> SafetensorsFile:
     metadata = header.pop("__metadata__", None)
     entries = [_entry(path, name, item, 8 + length, fp8) for name, item in header.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
-    return SafetensorsFile(path, metadata, tuple(entries))
+    return SafetensorsFile(path, metadata, tuple(entries), 8 + length)
 
 
 def build_header(
