@@ -38,7 +38,10 @@ Example:
 On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli sft ...
 """
 SFT_DATA = "Conversations: JSONL, parquet, a folder or glob of them, or a dataset. May be repeated."
-PRETRAIN_DATA = "Text, JSONL, parquet, a folder, a glob, or mock. May be repeated."
+PRETRAIN_DATA = (
+    "Text, JSONL, parquet, a folder, a glob, a dataset NAME:CONFIG:SPLIT, the prefix of a Megatron .bin/.idx pair, or "
+    "mock. Several are read as one; W PATH W PATH ... blends them by weight."
+)
 
 
 def register(app: typer.Typer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -166,6 +167,10 @@ def load_config(
                 f"{flag(name)} {values[name]} differs from the {began.get(name)} that the run in "
                 f"{values['output']} began with: resume with that, or choose another --output"
             )
+    if _weights(values.get("data") or began["data"]) != _weights(began["data"]):
+        raise DlmBridgeError(
+            f"--data: other weights than those that the run in {values['output']} began with: resume with those"
+        )
     return TrainConfig(**(began | values))
 
 
@@ -211,6 +216,15 @@ def _typed(path: Path, key: str, value: Any) -> Any:
             return value
     wanted = " or ".join("list of paths" if option == list[str] else option.__name__ for option in options)
     raise DlmBridgeError(f"--config {path}: {key} must be {wanted.replace('NoneType', 'null')}, not {value!r}")
+
+
+def _weights(data: list[str]) -> list[float]:
+    """The numbers of a blend."""
+    numbers = []
+    for item in data:
+        with contextlib.suppress(ValueError):
+            numbers.append(float(item))
+    return numbers
 
 
 def _check(config: TrainConfig) -> None:

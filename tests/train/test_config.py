@@ -44,6 +44,18 @@ def test_resume_takes_the_runs_own_options_and_keeps_its_data_order(tmp_path: Pa
             load_config({**output, **change}, resume=True)
 
 
+def test_a_blend_in_yaml_keeps_its_weights_on_a_resume(tmp_path: Path) -> None:
+    file = _yaml(tmp_path, "data: [0.3, a, 7e-1, b]\n")
+    output = {"output": str(tmp_path)}
+    config = load_config({**GIVEN, **output, "data": read_yaml(file)["data"]})
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert load_config(output, resume=True).data == ["0.3", "a", "7e-1", "b"]
+    assert load_config({**output, "data": ["0.3", "c", "0.7", "d"]}, resume=True).data[1] == "c"  # moved
+    for other in (["0.4", "a", "0.6", "b"], ["a", "b"]):
+        with pytest.raises(DlmBridgeError, match="--data: other weights than those that the run"):
+            load_config({**output, "data": other}, resume=True)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -97,6 +97,19 @@ def test_training_on_the_pair_needs_no_tokenizer(tmp_path: Path, tokenizer: Any,
     assert pair[-1]["eval_loss"] == text[-1]["eval_loss"]
 
 
+def test_a_resumed_blend_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path, tokenizer: Any, corpus: Path, run: Run
+) -> None:
+    """A pair and text, each begun anew several times, with a stop in the middle."""
+    preprocess([_jsonl(tmp_path / "a.jsonl", copies=3)], tmp_path / "pair", tokenizer)
+    blend = {"data": ["0.7", str(tmp_path / "pair"), "0.3", str(corpus)], "eval_interval": 3, "split": "80,20,0"}
+    whole = run(tmp_path / "whole", steps=6, lr_schedule="constant", **blend)
+    run(tmp_path / "halves", steps=3, lr_schedule="constant", **blend)
+    halves = run(tmp_path / "halves", resume=True, steps=6, lr_schedule="constant", **blend)
+    assert [row["loss"] for row in halves] == [row["loss"] for row in whole]
+    assert [row.get("eval_loss") for row in halves] == [row.get("eval_loss") for row in whole]
+
+
 def test_documents_of_packed_text_end_with_eos(tmp_path: Path, tokenizer: Any) -> None:
     path = Path(_jsonl(tmp_path / "a.jsonl"))
     rows = pack([path], tokenizer, 7, with_documents=True).rows(range(5))
