@@ -1,0 +1,48 @@
+"""A tokenizer with a chat template, and conversations."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ m.role }}:\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
+# As Qwen3's: only the last turn says what it thinks.
+THINKING = (
+    "{% for m in messages %}{{ m.role }}:\n{% if loop.last and m.role == 'assistant' %}think return\n{% endif %}"
+    "{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
+
+
+def chatty(tokenizer: Any, template: str | None = TEMPLATE) -> Any:
+    """A copy of a tokenizer with a chat template."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def conversation(number: int) -> dict[str, Any]:
+    """Conversation `number`, of one or two turns, of some length or other."""
+    messages = [said("user", f"def f{number}"), said("assistant", f"(x): return x + {number}" * (1 + number % 3))]
+    if number % 4 == 3:
+        messages += [said("user", "def"), said("assistant", f"x + {number}")]
+    return {"messages": messages}
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
