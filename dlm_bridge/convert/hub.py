@@ -12,6 +12,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
+_PICKLED = ["pytorch_model*.bin"]  # for repositories that have no safetensors
 
 
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -29,7 +30,10 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(text, revision=revision, ignore_patterns=_NOT_NEEDED))
+        folder = Path(snapshot_download(text, revision=revision, ignore_patterns=_NOT_NEEDED))
+        if not any(folder.glob("*.safetensors")) and (folder / "config.json").exists():
+            snapshot_download(text, revision=revision, allow_patterns=_PICKLED)
+        return folder
     except Exception as error:  # whatever the network or the Hub says: it is the user's input that cannot be had
         cause = one_line(error)[:300]
         raise DlmBridgeError(f"{text}: no such folder, and the Hub did not give it: {cause}") from None

@@ -1,4 +1,7 @@
-"""The Hub's layout: config.json, safetensors in one file or in shards with an index, and side files."""
+"""The Hub's layout: config.json, weights in one file or in shards with an index, and side files.
+
+Weights are safetensors. torch's pickled files (`pytorch_model*.bin`) are read where there are no others, never written.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dlm_bridge.convert.formats import bin_file
 from dlm_bridge.convert.formats.safetensors_file import (
     SafetensorsFile,
     TensorEntry,
@@ -38,11 +42,15 @@ class HubReader:
 
     def __init__(self, folder: Path, fp8: bool = False) -> None:
         self.folder = folder
-        index = _read_index(folder)
-        names = [SINGLE] if index is None else list(dict.fromkeys(index.values()))
-        self.files: dict[str, SafetensorsFile] = {
-            name: read_header(inside(folder, name), fp8) for name in sorted(names)
-        }
+        self.pickled = not any(os.path.lexists(folder / name) for name in (SINGLE, INDEX))
+        self.pickled &= any(os.path.lexists(folder / name) for name in (bin_file.SINGLE, bin_file.INDEX))
+        self._single, self._index = (bin_file.SINGLE, bin_file.INDEX) if self.pickled else (SINGLE, INDEX)
+        index = _read_index(folder, self._single, self._index)
+        names = [self._single] if index is None else list(dict.fromkeys(index.values()))
+        self.files: dict[str, SafetensorsFile] = {}
+        for name in sorted(names):
+            path = inside(folder, name)
+            self.files[name] = bin_file.read_bin(path) if self.pickled else read_header(path, fp8)
         self._where: dict[str, tuple[Path, TensorEntry]] = {}
         for file, content in self.files.items():
             for entry in content.entries:
@@ -78,7 +86,9 @@ class HubReader:
         read_window(path, entry.offset, window)
 
     def shards(self) -> list[ShardRecord]:
-        """The folder's own shard map."""
+        """The folder's own shard map; none for pickled files, since these are not written."""
+        if self.pickled:
+            return []
         return [
             ShardRecord(file, content.metadata, tuple(entry.name for entry in content.entries))
             for file, content in self.files.items()
@@ -89,7 +99,7 @@ class HubReader:
         return set(self.files)
 
     def _check_index(self, index: dict[str, str]) -> None:
-        path = self.folder / INDEX
+        path = self.folder / self._index
         for name, file in index.items():
             if name not in self._where or self._where[name][0] != self.files[file].path:
                 raise DlmBridgeError(f"{path}: tensor {name} is not in {file}, where the index has it")
@@ -195,13 +205,13 @@ def index_text(plans: Sequence[ShardPlan], like: dict[str, Any] | None = None) -
     return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
+def _read_index(folder: Path, single: str, index_file: str) -> dict[str, str] | None:
     """Tensor name -> file, None for a folder with one file."""
-    if not os.path.lexists(folder / INDEX):
-        if not os.path.lexists(folder / SINGLE):
-            raise DlmBridgeError(f"{folder} is not a checkpoint: it has neither {SINGLE} nor {INDEX}")
+    if not os.path.lexists(folder / index_file):
+        if not os.path.lexists(folder / single):
+            raise DlmBridgeError(f"{folder} is not a checkpoint: it has neither {single} nor {index_file}")
         return None
-    path = inside(folder, INDEX)
+    path = inside(folder, index_file)
     try:
         index = json.loads(path.read_text("utf-8"))
         weight_map = index["weight_map"]
@@ -209,12 +219,15 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         raise DlmBridgeError(f"{path}: is not a safetensors index: {one_line(error)}") from None
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise DlmBridgeError(f"{path}: 'weight_map' must map tensor names to files")
-    if os.path.lexists(folder / SINGLE) and SINGLE not in weight_map.values():
-        raise DlmBridgeError(f"{folder}: has both {SINGLE} and {INDEX}, which does not name it: remove one of them")
+    if os.path.lexists(folder / single) and single not in weight_map.values():
+        raise DlmBridgeError(
+            f"{folder}: has both {single} and {index_file}, which does not name it: remove one of them"
+        )
     first = {file: name for name, file in reversed(weight_map.items())}
     for file, name in first.items():
-        if not file.endswith(".safetensors"):
-            raise DlmBridgeError(f"{path}: tensor {name} is in '{file}', which is not a safetensors file")
+        kind = single.rpartition(".")[2]
+        if not file.endswith(f".{kind}"):
+            raise DlmBridgeError(f"{path}: tensor {name} is in '{file}', which is not a {kind} file")
         try:
             inside(folder, file)
         except DlmBridgeError as error:
