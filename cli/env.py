@@ -1,0 +1,146 @@
+"""`dlm-bridge env`: what this machine has for training, and what is overridden there."""
+
+from __future__ import annotations
+
+import os
+import platform as machine
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+
+# Distributions, in the order in which they are shown.
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "safetensors",
+    "megatron-core",
+    "transformer-engine",
+    "flash-attn",
+    "apex",
+    "triton",
+    "psutil",
+)
+# What changes where or how a run computes; tokens and passwords are never among them.
+VARIABLES = (
+    "DLM_BRIDGE_PLATFORM",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE",
+    "NCCL_NVLS_ENABLE",
+    "GLOO_SOCKET_IFNAME",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "OMP_NUM_THREADS",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+)
+GIB = 2**30
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(env)
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Platform, devices, versions, and what of megatron-core is overridden here.
+
+    Example: dlm-bridge env --json
+    """
+    found = environment()
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        _show(found)
+
+
+def environment() -> dict[str, Any]:
+    """What `--json` prints. Raises DlmBridgeError where DLM_BRIDGE_PLATFORM names what is not there."""
+    from dlm_bridge.parallel import platform
+
+    chosen = platform.current()
+    overrides = chosen.overrides()
+    megatron = _version("megatron-core")
+    return {
+        "platform": {
+            "chosen": chosen.name,
+            "backend": chosen.backend,
+            "available": {
+                name: {"class": f"{kind.__module__}.{kind.__qualname__}", "available": kind.available()}
+                for name, kind in platform.known().items()
+            },
+            "transformer_engine": chosen.uses_transformer_engine(),
+        },
+        "devices": {
+            "count": chosen.device_count(),
+            "name": chosen.device_name(),
+            "memory_bytes": chosen.total_memory(),
+        },
+        "versions": {
+            "dlm-bridge": _version("dlm-bridge"),
+            "python": sys.version.split()[0],
+            **{name: _version(name) for name in PACKAGES},
+            "os": machine.platform(),
+        },
+        "overrides": {
+            "made_for": overrides.made_for if overrides else None,
+            "fits": overrides is None or megatron in (None, overrides.made_for),
+            "names": sorted(overrides.table) if overrides else [],
+        },
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    platform, devices, overrides = found["platform"], found["devices"], found["overrides"]
+    console = Console()
+    available = [name for name, kind in platform["available"].items() if kind["available"]]
+    missing = [name for name, kind in platform["available"].items() if not kind["available"]]
+    rows = {
+        "platform": f"{platform['chosen']} ({platform['backend']})",
+        "available": ", ".join(available) + (f" (not here: {', '.join(missing)})" if missing else ""),
+        "layers of": "Transformer Engine"
+        if platform["transformer_engine"]
+        else "megatron-core, without fused kernels",
+        "devices": f"{devices['count']} x {devices['name']}, {devices['memory_bytes'] / GIB:,.0f} GiB",
+    }
+    for title, cells in (("This machine", rows), ("Versions", found["versions"]), ("Variables", found["variables"])):
+        if cells:
+            table = Table(title=title, show_header=False, title_justify="left")
+            for name, value in cells.items():
+                table.add_row(name, "-" if value is None else value)
+            console.print(table)
+    if not overrides["names"]:
+        return console.print("Nothing of megatron-core is overridden here.")
+    fits = "" if overrides["fits"] else ", which is not the one installed: training refuses"
+    console.print(f"Overrides, for megatron-core {overrides['made_for']}{fits}")
+    for name in overrides["names"]:
+        console.print(f"  {name}", highlight=False, soft_wrap=True)

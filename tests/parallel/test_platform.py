@@ -1,0 +1,347 @@
+"""Platforms: one contract for all, which is chosen, what packages add, and overrides that say when they do not fit."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlm_bridge import parallel
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import overrides, platform
+from dlm_bridge.parallel.devices import CPU, CUDA
+from dlm_bridge.parallel.overrides import Overrides
+
+MIB = 2**20
+AVAILABLE = [name for name, kind in platform.known().items() if kind.available()]
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="megatron-core is not installed: pip install 'dlm-bridge[megatron]'",
+)
+
+
+@pytest.fixture(params=AVAILABLE)
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> platform.Platform:
+    """Every platform of this machine in turn."""
+    monkeypatch.setenv(platform.VARIABLE, request.param)
+    return platform.current()
+
+
+def test_a_platform_computes_on_its_device(chosen: platform.Platform) -> None:
+    chosen.set_device()
+    assert chosen.device().type == chosen.name
+    assert chosen.device_count() >= 1
+    assert chosen.device_name()
+    assert torch.distributed.is_backend_available(chosen.backend)
+    assert chosen.group_device() in (None, chosen.device())
+    assert float(torch.ones(3, device=chosen.device()).sum()) == 3
+
+
+def test_random_numbers_can_be_seeded_and_put_back(chosen: platform.Platform) -> None:
+    def draw() -> torch.Tensor:
+        return torch.rand(5, device=chosen.device())
+
+    before = chosen.rng_state()
+    try:
+        chosen.manual_seed(7)
+        first, state = draw(), chosen.rng_state()
+        second = draw()
+        chosen.set_rng_state(state)
+        assert torch.equal(draw(), second)
+        chosen.manual_seed(7)
+        assert torch.equal(draw(), first)
+        assert not torch.equal(first, second)
+        assert state.dtype == torch.uint8
+        assert state.device.type == "cpu"
+    finally:
+        chosen.set_rng_state(before)
+
+
+def test_streams_wait_for_each_other(chosen: platform.Platform) -> None:
+    beside, main = chosen.new_stream(), chosen.current_stream()
+    total = torch.zeros((), device=chosen.device())
+    beside.wait_stream(main)
+    with chosen.use_stream(beside):
+        assert chosen.current_stream() == beside
+        for _ in range(100):
+            total += 1
+    main.wait_stream(beside)
+    total *= 2
+    chosen.synchronize()
+    assert chosen.current_stream() == main
+    assert float(total) == 200
+
+
+def test_memory_is_measured_in_bytes(chosen: platform.Platform) -> None:
+    chosen.reset_peak_memory()
+    before = chosen.memory_allocated()
+    tensor = torch.ones(64 * MIB, dtype=torch.uint8, device=chosen.device())
+    held = chosen.memory_allocated()
+    assert 60 * MIB <= held - before <= 128 * MIB
+    del tensor
+    assert chosen.memory_allocated() <= held - 60 * MIB
+    assert chosen.peak_memory() >= held - MIB
+    assert chosen.total_memory() > held
+
+
+def test_copies_from_pinned_memory_arrive(chosen: platform.Platform) -> None:
+    tensor = torch.arange(1000)
+    if chosen.pinned_memory:
+        tensor = tensor.pin_memory()
+    copy = tensor.to(chosen.device(), non_blocking=True)
+    chosen.synchronize()
+    assert torch.equal(copy.cpu(), torch.arange(1000))
+
+
+@needs_megatron
+def test_preparing_twice_changes_nothing_more(chosen: platform.Platform) -> None:
+    try:
+        chosen.prepare()
+        assert overrides.in_force() == chosen.overrides()
+        installed = torch.cuda.current_device
+        chosen.prepare()
+        assert torch.cuda.current_device is installed
+    finally:
+        overrides.uninstall()
+    assert overrides.in_force() is None
+
+
+@needs_megatron
+def test_every_override_of_this_package_exists_in_megatron_core() -> None:
+    from dlm_bridge.parallel import cpu, torch_adam
+
+    for declared in (cpu.OVERRIDES, torch_adam.OVERRIDES):
+        overrides.install(declared)
+        overrides.uninstall()
+
+
+def test_the_variable_chooses_and_a_wrong_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(platform.VARIABLE, "cpu")
+    chosen = platform.current()
+    assert (chosen.name, chosen.backend, chosen.device()) == ("cpu", "gloo", torch.device("cpu"))
+    monkeypatch.setenv(platform.VARIABLE, "tpu")
+    with pytest.raises(DlmBridgeError, match="DLM_BRIDGE_PLATFORM=tpu: unknown platform, known are cuda, cpu"):
+        platform.current()
+
+
+def test_cuda_is_the_default_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(platform.VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert platform.current().name == "cpu"
+    monkeypatch.setenv(platform.VARIABLE, "cuda")
+    with pytest.raises(DlmBridgeError, match="torch sees no cuda device"):
+        platform.current()
+    monkeypatch.delenv(platform.VARIABLE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert platform.current().name == "cuda"
+
+
+@pytest.mark.parametrize("rank", ["2", "first"])
+def test_a_process_without_a_device_is_told(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(
+        DlmBridgeError, match=f"^LOCAL_RANK={rank}, but this process sees 2 cuda devices: start at most"
+    ):
+        CUDA().set_device()
+
+
+def test_without_megatron_core_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("dlm_bridge.parallel.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(DlmBridgeError, match=r"^this needs megatron-core.*pip install 'dlm-bridge\[megatron\]'$"):
+        importlib.import_module("dlm_bridge.parallel.model")
+
+
+class Vendor:
+    """An installed package that offers a platform."""
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self.root, self.patch = root, patch
+
+    def install(self, entry: str, code: str = "") -> None:
+        """`entry`: "name = module:class"; `code`: the class's body."""
+        module = f"vendor_{self.root.name}"
+        (self.root / f"{module}.py").write_text(
+            "from dlm_bridge.parallel.devices import CPU\n\n\n"
+            f"class Chip(CPU):\n    name = 'chip'\n{code}\nclass Other: ...\n"
+        )
+        info = self.root / "vendor-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vendor\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{platform.GROUP}]\n{entry.replace('MODULE', module)}\n")
+        self.patch.syspath_prepend(str(self.root))
+        platform.known.cache_clear()
+
+
+@pytest.fixture
+def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vendor]:
+    monkeypatch.delenv(platform.VARIABLE, raising=False)
+    with monkeypatch.context() as patch:
+        yield Vendor(tmp_path, patch)
+    platform.known.cache_clear()
+
+
+def test_a_package_adds_a_platform(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor.install("chip = MODULE:Chip")
+    assert list(platform.known()) == ["chip", "cuda", "cpu"]
+    chosen = platform.current()
+    assert chosen.name == "chip"
+    assert isinstance(chosen, CPU)
+    monkeypatch.setenv(platform.VARIABLE, "cpu")
+    assert platform.current().name == "cpu"
+    monkeypatch.setenv(platform.VARIABLE, "chip")
+    assert platform.current() is chosen
+
+
+def test_a_packages_platform_counts_only_where_its_device_is(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor.install("chip = MODULE:Chip", "\n    @classmethod\n    def available(cls):\n        return False\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert platform.current().name == "cpu"
+    monkeypatch.setenv(platform.VARIABLE, "chip")
+    with pytest.raises(DlmBridgeError, match="DLM_BRIDGE_PLATFORM=chip, but torch sees no chip device"):
+        platform.current()
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("chip = MODULE:Absent", "the platform chip of vendor cannot be loaded, uninstall it: .*Absent"),
+        ("chip = absent_module:Chip", "the platform chip of vendor cannot be loaded, uninstall it: .*absent_module"),
+        ("chip = MODULE:Other", "chip = .*:Other of vendor is no Platform of that name"),
+        ("slip = MODULE:Chip", "slip = .*:Chip of vendor is no Platform of that name"),
+        ("cpu = MODULE:Chip", "two platforms are named cpu: uninstall vendor, which has one"),
+    ],
+)
+def test_a_packages_wrong_platform_is_named(entry: str, message: str, vendor: Vendor) -> None:
+    vendor.install(entry)
+    with pytest.raises(DlmBridgeError, match=message):
+        platform.current()
+
+
+class Parent:
+    def inherited(self) -> str:
+        return "original"
+
+
+class Child(Parent):
+    @staticmethod
+    def own() -> str:
+        return "original"
+
+
+HERE = f"{__name__}.Child"
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """In place of megatron-core, which takes long to import."""
+    fake = types.SimpleNamespace(version="9.9")
+    monkeypatch.setattr(parallel, "core", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "dlm_bridge.parallel.core", fake)
+    return fake
+
+
+def _louder(original: Any) -> Any:
+    return lambda *arguments: original(*arguments).upper()
+
+
+def test_overrides_are_installed_once_and_undone(core: types.SimpleNamespace) -> None:
+    declared = Overrides("a test", "9.9", {f"{HERE}.own": _louder, f"{HERE}.inherited": _louder})
+    own = vars(Child)["own"]
+    overrides.install(declared)
+    overrides.install(declared)
+    assert overrides.in_force() == declared
+    assert Child().inherited() == "ORIGINAL"
+    assert Child.own() == "ORIGINAL"
+    assert Parent().inherited() == "original"
+    overrides.uninstall()
+    assert vars(Child)["own"] is own
+    assert "inherited" not in vars(Child)
+    overrides.uninstall()
+    assert overrides.in_force() is None
+
+
+def _breaks(original: Any) -> Any:
+    raise KeyError("a size\nthat is gone")
+
+
+@pytest.mark.parametrize(
+    ("made_for", "name", "make", "message"),
+    [
+        ("9.8", f"{HERE}.own", _louder, r"megatron-core 9\.9 is installed, but a test is made for 9\.8: pip install"),
+        ("9.9", f"{HERE}.absent", _louder, r"a test overrides .*Child\.absent, which does not exist"),
+        ("9.9", f"{HERE}.absent.own", _louder, r"a test overrides .*Child\.absent\.own, which does not exist"),
+        ("9.9", "absent_module.name", _louder, r"a test overrides absent_module\.name, which does not exist"),
+        ("9.9", f"{HERE}.own", _breaks, r"a test cannot override .*Child\.own: 'a size\\nthat is gone'$"),
+    ],
+)
+def test_an_override_that_does_not_fit_is_named_and_nothing_is_changed(
+    made_for: str, name: str, make: Any, message: str, core: types.SimpleNamespace
+) -> None:
+    with pytest.raises(DlmBridgeError, match=message) as raised:
+        overrides.install(Overrides("a test", made_for, {f"{HERE}.inherited": _louder, name: make}))
+    assert "\n" not in str(raised.value)
+    assert Child().inherited() == "original"
+    assert overrides.in_force() is None
+
+
+def test_two_platforms_do_not_override_in_one_process(core: types.SimpleNamespace) -> None:
+    overrides.install(Overrides("a test", "9.9", {f"{HERE}.own": _louder}))
+    try:
+        with pytest.raises(DlmBridgeError, match="another cannot override megatron-core while a test does"):
+            overrides.install(Overrides("another", "9.9", {f"{HERE}.inherited": _louder}))
+        assert Child().inherited() == "original"
+    finally:
+        overrides.uninstall()
+
+
+def test_env_says_it_all_without_importing_megatron_core() -> None:
+    code = (
+        "import sys\n"
+        "from dlm_bridge.cli.app import main\n"
+        "sys.argv = ['dlm-bridge', 'env', '--json']\n"
+        "try:\n    main()\n"
+        "except SystemExit as stop:\n    assert not stop.code\n"
+        "heavy = {'megatron', 'transformers', 'accelerate', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    environment = {"DLM_BRIDGE_PLATFORM": "cpu", "NCCL_DEBUG": "INFO", "HF_TOKEN": "secret"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found["platform"]["chosen"] == "cpu"
+    assert found["platform"]["available"]["cuda"]["class"] == "dlm_bridge.parallel.devices.CUDA"
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["overrides"]["made_for"] == "0.16.1"
+    assert "torch.cuda.current_device" in found["overrides"]["names"]
+    assert found["variables"] == {"DLM_BRIDGE_PLATFORM": "cpu", "NCCL_DEBUG": "INFO"}
+    assert "secret" not in done.stdout
+
+
+def test_env_shows_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from dlm_bridge.cli import env
+
+    monkeypatch.setenv(platform.VARIABLE, "cpu")
+    monkeypatch.setattr(env, "version", lambda name: {"megatron-core": "0.17.0"}.get(name, "1.0"))
+    env.env(as_json=False)
+    said = capsys.readouterr().out
+    assert "cpu (gloo)" in said
+    assert "torch.Tensor.cuda" in said
+    assert "which is not the one installed: training refuses" in " ".join(said.split())
