@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.mapping import Link, Vocabulary
+from dlm_bridge.convert.pool import run_tasks, worker_count
 from dlm_bridge.convert.tensors import dtype_name
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import dequantize_fp8_tensor, is_float8tensor, parallel_state
@@ -95,9 +98,8 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return next(iter(first))
 
 
-@torch.no_grad()
 def load(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
-    """Fill this rank's chunks, one link at a time, reading only what its pipeline stages and experts are, each once.
+    """Fill this rank's chunks, a few links at a time, reading only what its stages and experts are, each once.
 
     The values take the parameters' dtype, but a tensor with a dtype of its own (a router in fp32) is never narrowed;
     padded vocabulary rows become zero. Raises DlmBridgeError where a tensor of the model is not set exactly once or
@@ -105,23 +107,36 @@ def load(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
     """
     live = live_tensors(chunks)
     unset = set(live)
+    tasks = []
     for link in checkpoint.links:
-        names = [name for name in _places(link) if name in live]
-        if not names:
-            continue
-        whole = link.to_megatron(checkpoint.read_link(link))
-        rank, size = tensor_parallel(link)
-        for name in names:
+        targets = {name: live[name] for name in _places(link) if name in live}
+        for name in targets:
             if name not in unset:
                 raise DlmBridgeError(f"{name}: the mapping sets this parameter twice")
-            if is_vocabulary(link):
-                shard = whole.narrow(0, *vocabulary_range(link, rank, live[name].shape[0]))
-            else:
-                shard = link.shard(whole, rank, size)
-            _fill(name, live[name], shard, link)
             unset.remove(name)
+        if targets:
+            tasks.append((_bytes(checkpoint, link), partial(_load_link, checkpoint, link, targets)))
     if unset:
         raise DlmBridgeError(f"{min(unset)}: the mapping does not set this parameter of the Megatron model")
+    run_tasks(tasks, worker_count(None))
+
+
+@torch.no_grad()
+def _load_link(checkpoint: Checkpoint, link: Link, targets: dict[str, torch.Tensor]) -> None:
+    whole = link.to_megatron(checkpoint.read_link(link))
+    rank, size = tensor_parallel(link)
+    for name, target in targets.items():
+        if is_vocabulary(link):
+            shard = whole.narrow(0, *vocabulary_range(link, rank, target.shape[0]))
+        else:
+            shard = link.shard(whole, rank, size)
+        with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
+            _fill(name, target, shard, link)
+
+
+def _bytes(checkpoint: Checkpoint, link: Link) -> int:
+    specs = [checkpoint.spec(name) for name in link.hub_names]
+    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in specs)
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from dlm_bridge.parallel.core import (
 )
 from dlm_bridge.parallel.gpt import OutputLayer, arguments
 from dlm_bridge.parallel.model import build_megatron_model
-from dlm_bridge.parallel.weights import live_tensors
+from dlm_bridge.parallel.weights import live_tensors, load
 from tests.interop.cases import models
 from tests.parallel.live_cases import CASES, ROWS, SAMPLES, TERMS, Case, Files, noisy_batch
 from tests.processes import work
@@ -120,9 +120,16 @@ def padded_logits_are_never_sampled(files: Files) -> None:
 
 
 def half_precision_gives_an_fp32_loss(files: Files) -> None:
+    """And what the optimizer's fp32 masters start from is not rounded."""
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("odd_vocabulary"))
     (chunk,) = build_megatron_model(bridge, Layout(tp=2), "bf16")
+    weight = chunk.decoder.layers[0].self_attention.linear_qkv.weight
+    exact = torch.zeros_like(weight, dtype=torch.float32)
+    weight.get_high_precision_init_val = lambda: exact  # as Transformer Engine's FP8 weights have it
+    load([chunk], bridge.checkpoint)
+    assert torch.equal(exact.bfloat16(), weight)
+    assert not torch.equal(exact, weight.float())
     sums = _run(bridge, [chunk.eval()], "odd_vocabulary", forward_only=True)
     wanted = torch.load(files.reference("odd_vocabulary"), weights_only=True)["sums"]
     assert sums.dtype == chunk(noisy_batch("odd_vocabulary", range(2)).input_ids).dtype == torch.float32
