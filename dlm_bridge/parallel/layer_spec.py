@@ -84,6 +84,10 @@ class LocalRouter(TopKRouter):
 
 def _check(config: TransformerConfig, topology: str) -> None:
     check_topology(topology)
+    if topology == "block_causal" and config.cp_comm_type in ("a2a", "a2a+p2p"):
+        raise DlmBridgeError(
+            f"--cp-comm-type {config.cp_comm_type}: block-causal attention gathers keys and values: leave it out"
+        )
     if config.normalization != "RMSNorm":
         raise DlmBridgeError(f"the Megatron engine has no {config.normalization}, only RMSNorm")
     if config.window_size is not None and topology != "causal":

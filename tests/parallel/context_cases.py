@@ -80,6 +80,11 @@ class Case:
         model = context_models()[self.model]
         return find_family(model.config, model.family)
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether its batches say who looks at whom, and not the layers."""
+        return self.rows is not plain or self.noisy().visibility is not None or self.family.topology == "block_causal"
+
     def noisy(self) -> NoisyBatch:
         return self.rows(self.objective)
 

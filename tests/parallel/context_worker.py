@@ -58,7 +58,7 @@ def _checks(root: Path, said: dict[str, str], ranks: int, engine: bool) -> Itera
     for name in of_kind:
         default = "allgather" if name.startswith("window") else "p2p"
         yield f"cp[{name}]", partial(cut_equals_whole, name, default)
-        if engine and name.endswith("-plain"):
+        if engine and not of_kind[name].has_codes:
             if ranks == 2:
                 yield f"a2a[{name}]", partial(cut_equals_whole, name, "a2a")
             if default == "p2p":
@@ -69,7 +69,7 @@ def _checks(root: Path, said: dict[str, str], ranks: int, engine: bool) -> Itera
         flight = ("wedlm-WeDLMDiffusion-packed", "wedlm-WeDLMDiffusion-plain")
         yield "micro_batches_in_flight", partial(other, "micro_batches_in_flight", *flight)
     if not engine:
-        refused = ("gqa-MaskedDiffusion-plain", "window-NextToken-plain")
+        refused = ("gqa-MaskedDiffusion-plain", "window-NextToken-plain", "sdar-BlockDiffusion-plain")
         yield "refusals", partial(other, "what_cannot_be_is_refused", *refused)
         yield "ignored", partial(other, "what_would_be_ignored_is_refused", "gqa-MaskedDiffusion-packed")
 
