@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.data import (
@@ -166,6 +167,7 @@ def test_datasets_by_folder_name_and_split(tmp_path: Path, tokenizer: Any, monke
     assert text(str(tmp_path / "saved")).startswith("x = 1\n")
     assert text(f"{tmp_path}/saved:held").startswith("z = 3\n")
     assert text(f"{tmp_path}/hub::test").startswith("z = 3\n")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(
         datasets, "load_dataset", lambda name, config: saved if (name, config) == ("a/b", "c") else 1 / 0
     )

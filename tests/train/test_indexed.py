@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -171,6 +173,20 @@ def test_a_pair_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     with pytest.raises(DlmBridgeError, match="cannot be written"):
         IndexedWriter("/proc/nowhere/a", token_dtype(9)).__enter__()
+
+
+def test_a_full_disk_leaves_the_old_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path / "a")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    writer = IndexedWriter(tmp_path / "a", token_dtype(9), overwrite=True)
+    with pytest.raises(DlmBridgeError, match="a: cannot be written: No space left on device"), writer:
+        writer.add([1], [1])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def _rows(blocks: StreamBlocks) -> torch.Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from huggingface_hub import HfApi, constants
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.train.data.blend import Blend, schedule
@@ -97,8 +98,8 @@ def find_data(items: Sequence[str]) -> Data:
 
 
 def find_sources(item: str) -> list[Source | IndexedTokens | str]:
-    """The sources that one path means: `mock`, a Megatron pair by its prefix or either file, a saved
-    dataset, the files of a folder or a glob, or a dataset of the Hub. Raises DlmBridgeError where it means nothing."""
+    """The sources that one path means: `mock`, a Megatron pair by its prefix or either file, a saved dataset, the
+    files of a folder or a glob, or a dataset of the Hub. Raises DlmBridgeError where it means nothing."""
     path = Path(item)
     if item == MOCK:
         return [MOCK]
@@ -168,7 +169,13 @@ def _saved(folder: str, part: str) -> Table:
 def _loaded(name: str, config: str, part: str) -> Table:
     """NAME[:CONFIG][:SPLIT]: a dataset of the Hub, or of a folder laid out like one."""
     shown = f"{name}:{config}:{part}".rstrip(":")
-    return _one_split(shown, _told(shown, lambda: datasets.load_dataset(name, config or None)), part)
+
+    def load() -> Any:
+        if not Path(name).is_dir() and not constants.HF_HUB_OFFLINE:
+            HfApi().dataset_info(name, timeout=10)  # answers at once, where load_dataset tries again and again
+        return datasets.load_dataset(name, config or None)
+
+    return _one_split(shown, _told(shown, load), part)
 
 
 def _one_split(name: str, found: Any, part: str) -> Table:
