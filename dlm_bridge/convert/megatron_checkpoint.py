@@ -138,7 +138,8 @@ class MegatronCheckpoint(Checkpoint):
         """The stored key of a link's slice, and (index, size) on the axes that are stacked before it."""
         key = self.stored_key(link)
         if key is None:
-            raise DlmBridgeError(f"{self.where}: tensor {link.megatron_key} is missing")
+            name = link.megatron_key if self.format == "torch_dist" else link.megatron_name
+            raise DlmBridgeError(f"{self.where}: tensor {name} is missing")
         return key, dict(_keys(link))[key]
 
     def _check_shape(self, link: Link, key: str, stack: tuple[int, ...]) -> None:
