@@ -29,7 +29,7 @@ _WITH_EXTRA_STATE = {
     "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2",
     "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
-    "input_layernorm", "eh_proj", "enorm", "hnorm",
+    "input_layernorm", "eh_proj", "enorm", "hnorm", "linear_in", "linear_out",
 }  # fmt: skip
 _NO_STATE = [None]
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}

@@ -1,0 +1,113 @@
+"""`dlm-bridge adapter`: LoRA adapters between PEFT's folders and Megatron's layout, and merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dlm_bridge.cli import convert, convert_views
+
+Base = Annotated[
+    str, typer.Option(metavar="MODEL", help="The adapter's base: Hub folder, Hub id or Megatron checkpoint.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group to the app."""
+    group = typer.Typer(help="LoRA adapters between PEFT's folders and Megatron's layout.", no_args_is_help=True)
+    group.command("import")(import_)
+    group.command("export")(export)
+    app.add_typer(group, name="adapter")
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="PEFT", help="Folder with adapter_config.json.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The Megatron adapter checkpoint to write.")],
+    base: Base,
+    tp: convert.Tp = 1,
+    pp: convert.Pp = 1,
+    vp: convert.Vp = 1,
+    pipeline_split: convert.Split = None,
+    style: Annotated[
+        str,
+        typer.Option(
+            help="canonical (q, k, v, gate and up each have their own), fused (they share A), or auto: fused where "
+            "it holds the same."
+        ),
+    ] = "auto",
+    family: convert.Family = None,
+    overwrite: convert.Overwrite = False,
+    as_json: convert.Json = False,
+) -> None:
+    """Turn a PEFT LoRA adapter into Megatron adapter weights, in the keys of Megatron Bridge.
+
+    Example: dlm-bridge adapter import my-lora lora-megatron --base Qwen/Qwen3-8B --tp 2
+    """
+    from dlm_bridge.convert.layout import Layout, parse_pipeline_split
+    from dlm_bridge.convert.lora.megatron_adapter import write_megatron_adapter
+    from dlm_bridge.convert.lora.peft_folder import PeftAdapter
+    from dlm_bridge.convert.opening import open_any
+
+    split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
+    opened = open_any(base, family=family)
+    report = write_megatron_adapter(
+        PeftAdapter(source, opened),
+        opened,
+        output,
+        Layout(tp=tp, pp=pp, vp=vp, **split),
+        style,
+        overwrite,
+    )
+    _show(report.as_dict(), as_json)
+
+
+def export(
+    source: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Megatron adapter checkpoint, or PEFT folder.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The PEFT folder, or the merged model, to write.")],
+    base: Base,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write the base's Hub weights with the adapter in them.")
+    ] = False,
+    dtype: convert.Dtype = "keep",
+    family: convert.Family = None,
+    workers: convert.Workers = None,
+    overwrite: convert.Overwrite = False,
+    as_json: convert.Json = False,
+) -> None:
+    """Turn Megatron adapter weights into a PEFT folder, or merge an adapter into its base.
+
+    Example: dlm-bridge adapter export lora-megatron my-lora --base Qwen/Qwen3-8B
+
+    Example: dlm-bridge adapter export my-lora merged --base Qwen/Qwen3-8B --merge
+    """
+    from dlm_bridge.convert.engine import Options, write_hub
+    from dlm_bridge.convert.lora.convert import export_adapter, open_adapter
+    from dlm_bridge.convert.lora.merge import MergedCheckpoint
+    from dlm_bridge.convert.opening import open_any
+    from dlm_bridge.convert.tensors import parse_dtype
+    from dlm_bridge.errors import DlmBridgeError
+
+    if not merge and dtype != "keep":
+        raise DlmBridgeError("--dtype casts merged weights: it needs --merge")
+    opened = open_any(base, family=family)
+    adapter = open_adapter(source, opened)
+    if not merge:
+        _show(export_adapter(adapter, opened, output, overwrite).as_dict(), as_json)
+        return
+    with convert.progress_bar("merging") as progress:
+        options = Options(parse_dtype(dtype), workers, overwrite, progress=progress)
+        report = write_hub(MergedCheckpoint(opened, adapter), output, options)
+    convert_views.show_report(report.as_dict(), as_json)
+
+
+def _show(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        return
+    typer.echo(
+        f"{report['source']} -> {report['output']}: {report['style']} LoRA of {report['base']}, "
+        f"rank {report['rank']}, alpha {report['alpha']:g}, {report['parameters']:,} parameters ({report['dtype']})"
+    )

@@ -1,0 +1,458 @@
+"""LoRA adapters: PEFT's folder, Megatron's layout and merged weights are the same change of the same model."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert.engine import Options, write_hub
+from dlm_bridge.convert.lora.convert import export_adapter, open_adapter
+from dlm_bridge.convert.lora.megatron_adapter import FILE_NAME, write_megatron_adapter
+from dlm_bridge.convert.lora.merge import MergedCheckpoint
+from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS, PeftAdapter
+from dlm_bridge.convert.opening import open_any
+from tests.checkpoints import standard_tensors, write_hub_folder, write_llada
+from tests.convert.helpers import dcp_tensors, hub_tensors, no_leftovers, run_cli, same, tree
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK, ALPHA = 4, 8
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_hub_folder(tmp_path / "llama", LLAMA, standard_tensors(LLAMA))
+
+
+def live(folder: Path) -> Any:
+    return Bridge.from_hf(folder).build_hf_model(torch.float32)
+
+
+def peft_folder(base: Path, output: Path, targets: tuple[str, ...] = LINEAR, seed: int = 1, **config: Any) -> Path:
+    """An adapter that PEFT itself made and saved, with random factors."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets), task_type="CAUSAL_LM", **config)
+    model = get_peft_model(live(base), settings)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(output)
+    return output
+
+
+def share_a(folder: Path) -> None:
+    """Give query, key and value one A, and gate and up."""
+    tensors = load_file(folder / WEIGHTS)
+    for name in tensors:
+        for first, others in (("q_proj", ("k_proj", "v_proj")), ("gate_proj", ("up_proj",))):
+            if f"{first}.lora_A" in name:
+                for other in others:
+                    tensors[name.replace(first, other)] = tensors[name].clone()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def logits(model: Any) -> torch.Tensor:
+    tokens = torch.arange(24).view(2, 12) % 60
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def to_megatron(base: Path, adapter: Path, output: Path, layout: Layout | None = None, style: str = "auto") -> Path:
+    opened = open_any(base)
+    write_megatron_adapter(PeftAdapter(adapter, opened), opened, output, layout or Layout(), style)
+    return output
+
+
+def back(base: Path, megatron: Path, output: Path) -> Path:
+    opened = open_any(base)
+    export_adapter(open_adapter(megatron, opened), opened, output)
+    return output
+
+
+def test_peft_merged_and_megatron_are_one_change(llama: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    adapter = peft_folder(llama, tmp_path / "lora")
+    tuned = PeftModel.from_pretrained(live(llama), adapter)
+    expected = logits(tuned)
+    assert (expected - logits(live(llama))).abs().max() > 0.1  # the adapter does something
+    base = open_any(llama)
+    write_hub(MergedCheckpoint(base, open_adapter(adapter, base)), tmp_path / "merged", Options())
+    torch.testing.assert_close(logits(live(tmp_path / "merged")), expected, rtol=1e-4, atol=1e-4)
+    by_peft = {f"{name}": value for name, value in tuned.merge_and_unload().state_dict().items()}
+    for name, tensor in hub_tensors(tmp_path / "merged").items():
+        torch.testing.assert_close(tensor, by_peft[name], rtol=1e-6, atol=1e-6)
+    # From the Megatron layout, and into a base in the Megatron layout.
+    megatron = to_megatron(llama, adapter, tmp_path / "megatron", Layout(tp=2, pp=2))
+    Bridge.from_hf(llama).to_megatron(tmp_path / "base", Layout(tp=2))
+    other = open_any(tmp_path / "base")
+    write_hub(MergedCheckpoint(other, open_adapter(megatron, other)), tmp_path / "merged2", Options())
+    ours, again = hub_tensors(tmp_path / "merged"), hub_tensors(tmp_path / "merged2")
+    assert ours.keys() == again.keys()
+    assert all(same(ours[name], again[name]) for name in ours)
+
+
+@pytest.mark.parametrize("style", ["canonical", "fused"])
+def test_megatron_factors_multiply_to_the_change_of_the_fused_weight(llama: Path, tmp_path: Path, style: str) -> None:
+    adapter = peft_folder(llama, tmp_path / "lora")
+    if style == "fused":
+        share_a(adapter)
+    out = to_megatron(llama, adapter, tmp_path / "out", Layout(tp=2), style)
+    stored = dcp_tensors(out / "iter_0000000")
+    base = open_any(llama)
+    opened = open_adapter(adapter, base)
+    qkv = "decoder.layers.self_attention.linear_qkv.adapter."
+    fc1 = "decoder.layers.mlp.linear_fc1.adapter."
+
+    def product(prefix: str, layer: int) -> torch.Tensor:
+        return (
+            stored[f"{prefix}linear_out.weight"][layer] @ stored[f"{prefix}linear_in.weight"][layer] * (ALPHA / RANK)
+        )
+
+    for link in base.links:
+        if link.layer is None or len(link.hub_shapes[0]) != 2:
+            continue
+        wanted = link.to_megatron([opened.delta(name) for name in link.hub_names])
+        module = link.rule.megatron.removesuffix(".weight").replace("{layer}.", "")
+        prefixes = [f"{module}.adapter."]
+        if style == "canonical" and module.endswith("linear_qkv"):
+            prefixes = [f"{qkv}adapter_{letter}." for letter in "qkv"]
+        elif style == "canonical" and module.endswith("linear_fc1"):
+            prefixes = [f"{fc1}adapter_{which}." for which in ("gate", "up")]
+        parts = [product(prefix, link.layer) for prefix in prefixes]
+        found = parts[0] if len(parts) == 1 else link.to_megatron(parts)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_hold_the_rows_and_columns_of_their_weight(llama: Path, tmp_path: Path) -> None:
+    """B is cut by rows as the weight is; A by its rank, but behind a row parallel layer by columns."""
+    from dlm_bridge.convert.formats.torch_dist import TorchDistReader
+
+    out = to_megatron(llama, peft_folder(llama, tmp_path / "lora"), tmp_path / "out", Layout(tp=2))
+    tensors = TorchDistReader(out / "iter_0000000").contents.tensors
+    sizes = {
+        key.removeprefix("decoder.layers.").replace(".adapter.", " "): {chunk.sizes[1:] for chunk in tensor.chunks}
+        for key, tensor in tensors.items()
+    }
+    assert sizes["self_attention.linear_qkv adapter_q.linear_in.weight"] == {(RANK // 2, 32)}
+    assert sizes["self_attention.linear_qkv adapter_q.linear_out.weight"] == {(16, RANK)}
+    assert sizes["self_attention.linear_proj linear_in.weight"] == {(RANK, 16)}
+    assert sizes["self_attention.linear_proj linear_out.weight"] == {(16, RANK)}
+    assert sizes["mlp.linear_fc2 linear_in.weight"] == {(RANK, 24)}
+    assert sizes["mlp.linear_fc1 adapter_up.linear_out.weight"] == {(24, RANK)}
+    files = {chunk.place.file for tensor in tensors.values() for chunk in tensor.chunks}
+    assert files == {"__0_0.distcp", "__1_0.distcp"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "layout", "shared"),
+    [
+        (LINEAR, Layout(tp=2, pp=2), False),
+        (LINEAR, Layout(pp=2), True),
+        (("q_proj", "v_proj"), Layout(), False),
+        (("o_proj", "down_proj"), Layout(tp=2), False),
+    ],
+    ids=["all", "shared", "q-and-v", "row-parallel"],
+)
+def test_round_trip_is_exact(
+    llama: Path, tmp_path: Path, targets: tuple[str, ...], layout: Layout, shared: bool
+) -> None:
+    adapter = peft_folder(llama, tmp_path / "lora", targets, use_rslora=shared)
+    if shared:
+        share_a(adapter)
+    out = to_megatron(llama, adapter, tmp_path / "out", layout)
+    assert json.loads((out / FILE_NAME).read_text())["style"] == (
+        "canonical" if not shared and "q_proj" in targets else "fused"
+    )
+    again = back(llama, out, tmp_path / "again")
+    before, after = load_file(adapter / WEIGHTS), load_file(again / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert all(same(before[name], after[name]) for name in before)
+    assert {k: v for k, v in tree(adapter).items() if k != WEIGHTS} == {
+        k: v for k, v in tree(again).items() if k != WEIGHTS
+    }
+    scale = ALPHA / (math.sqrt(RANK) if shared else RANK)
+    assert (
+        open_adapter(out, open_any(llama)).facts.scale == open_adapter(adapter, open_any(llama)).facts.scale == scale
+    )
+
+
+def test_a_family_of_other_module_names(tmp_path: Path) -> None:
+    """LLaDA's tensors on the Hub are named otherwise than its modules, which PEFT sees; both names are taken."""
+    base = write_llada(tmp_path / "llada", n_kv_heads=2)
+    adapter = peft_folder(base, tmp_path / "lora")
+    assert any(".self_attn.q_proj." in name for name in load_file(adapter / WEIGHTS))
+    out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2))
+    before, after = load_file(adapter / WEIGHTS), load_file(back(base, out, tmp_path / "again") / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert all(same(before[name], after[name]) for name in before)
+    # The same adapter as the Hub's own code would have saved it.
+    hub = tmp_path / "hub-names"
+    shutil.copytree(adapter, hub)
+    opened = open_adapter(adapter, open_any(base))
+    renamed = {
+        f"base_model.model.{weight.removesuffix('.weight')}.lora_{part}.weight": opened.tensor(weight, part)  # type: ignore[arg-type]
+        for weight in opened.facts.modules
+        for part in "AB"
+    }
+    save_file(renamed, hub / WEIGHTS, metadata={"format": "pt"})
+    other = dcp_tensors(to_megatron(base, hub, tmp_path / "out2", Layout(tp=2)) / "iter_0000000")
+    first = dcp_tensors(out / "iter_0000000")
+    assert first.keys() == other.keys()
+    assert all(same(first[key], other[key]) for key in first)
+
+
+def test_bridges_own_checkpoint_is_read_with_its_run_config(llama: Path, tmp_path: Path) -> None:
+    adapter = peft_folder(llama, tmp_path / "lora")
+    out = to_megatron(llama, adapter, tmp_path / "out")
+    (out / FILE_NAME).unlink()
+    shutil.rmtree(out / "hf")
+    with pytest.raises(DlmBridgeError, match=r"neither a dlm_bridge_adapter.json nor a run_config.yaml"):
+        open_adapter(out, open_any(llama))
+    target = "megatron.bridge.peft.canonical_lora.CanonicalLoRA"
+    (out / "iter_0000000" / "run_config.yaml").write_text(f"peft:\n  _target_: {target}\n  dim: 4\n  alpha: 16\n")
+    again = back(llama, out, tmp_path / "again")
+    config = json.loads((again / CONFIG).read_text())
+    assert (config["lora_alpha"], config["r"]) == (16, RANK)
+    assert config["target_modules"] == sorted(LINEAR)
+    before, after = load_file(adapter / WEIGHTS), load_file(again / WEIGHTS)
+    assert all(same(before[name], after[name]) for name in before)
+    from peft import PeftModel
+
+    PeftModel.from_pretrained(live(llama), again)  # PEFT takes what was written
+
+
+def _config(folder: Path, **changes: Any) -> None:
+    path = folder / CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _weights(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+REFUSALS: list[tuple[str, Any, str]] = [
+    ("dora", lambda f: _config(f, use_dora=True), "use_dora = true cannot be converted"),
+    ("modules", lambda f: _config(f, modules_to_save=["lm_head"]), "modules_to_save"),
+    ("ranks", lambda f: _config(f, rank_pattern={"q_proj": 2}), "rank_pattern"),
+    ("alphas", lambda f: _config(f, alpha_pattern={"q_proj": 2}), "alpha_pattern"),
+    ("bias", lambda f: _config(f, bias="all"), "bias = 'all'"),
+    ("kind", lambda f: _config(f, peft_type="IA3"), "peft_type 'IA3'"),
+    ("pissa", lambda f: _config(f, init_lora_weights="pissa_niter_4"), "changes the base's weights too"),
+    ("rank", lambda f: _config(f, r=0), "r 0 and lora_alpha 8"),
+    ("other rank", lambda f: _config(f, r=2), "a rank 2 change of"),
+    ("lost", lambda f: _weights(f, lambda t: t.pop(Q + "B.weight")), "lora_B of model.layers.0.self_attn.q_proj is"),
+    ("extra", lambda f: _weights(f, lambda t: t.update(x=torch.ones(1))), "tensor x is not a LoRA factor"),
+    (
+        "unknown",
+        lambda f: _weights(f, lambda t: t.update({Q.replace("q_proj", "z_proj") + "A.weight": torch.ones(4, 32)})),
+        "no linear layer model.layers.0.self_attn.z_proj",
+    ),
+    (
+        "shape",
+        lambda f: _weights(f, lambda t: t.update({Q + "A.weight": torch.ones(4, 64)})),
+        "it is another model's adapter",
+    ),
+    (
+        "dtypes",
+        lambda f: _weights(f, lambda t: t.update({Q + "A.weight": torch.ones(4, 32).half()})),
+        "its tensors are of float16 and float32",
+    ),
+    (
+        "embedding",
+        lambda f: _weights(
+            f,
+            lambda t: t.update(
+                {
+                    f"base_model.model.lm_head.lora_{p}.weight": torch.ones(s)
+                    for p, s in (("A", (4, 32)), ("B", (64, 4)))
+                }
+            ),
+        ),
+        "changes lm_head.weight, of the embedding and the output layer",
+    ),
+    ("no weights", lambda f: (f / WEIGHTS).unlink(), "has no adapter_model.safetensors"),
+    ("not json", lambda f: (f / CONFIG).write_text("{"), "is not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
+def test_what_is_no_plain_lora_of_the_base_is_refused(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, said: str
+) -> None:
+    adapter = _ready(llama, tmp_path)
+    change(adapter)
+    code, _, err = run_cli(capsys, "adapter", "import", adapter, tmp_path / "out", "--base", llama)
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def _ready(base: Path, folder: Path) -> Path:
+    """An adapter written by hand, which is quicker than PEFT."""
+    output = folder / "lora"
+    output.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, (rows, columns) in _shapes(base).items():
+        module = name.removesuffix(".weight")
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator)
+    save_file(tensors, output / WEIGHTS, metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(LINEAR), "bias": "none"}
+    (output / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": "owner/base"}))
+    return output
+
+
+def _shapes(base: Path) -> dict[str, tuple[int, int]]:
+    return {
+        name: (tensor.shape[0], tensor.shape[1])
+        for name, tensor in hub_tensors(base).items()
+        if name.split(".")[-2] in LINEAR and "experts" not in name
+    }
+
+
+def test_layouts_and_styles_that_cannot_be_are_refused(llama: Path, tmp_path: Path) -> None:
+    adapter = _ready(llama, tmp_path)
+    with pytest.raises(DlmBridgeError, match="different A, and one fused LoRA has one: use --style canonical"):
+        to_megatron(llama, adapter, tmp_path / "out", style="fused")
+    with pytest.raises(DlmBridgeError, match="--style mixed: choose one of"):
+        to_megatron(llama, adapter, tmp_path / "out", style="mixed")
+    with pytest.raises(DlmBridgeError, match="--tp 4 does not divide the 2 query groups"):
+        to_megatron(llama, adapter, tmp_path / "out", Layout(tp=4))
+    _weights(adapter, lambda t: [t.pop(name) for name in list(t) if "layers.1." in name and "o_proj" in name])
+    with pytest.raises(DlmBridgeError, match=r"some layers only, not model.layers.1.self_attn.o_proj.weight"):
+        to_megatron(llama, adapter, tmp_path / "out")
+    assert no_leftovers(tmp_path)
+
+
+def test_a_rank_that_tensor_parallelism_cannot_split_is_refused(llama: Path, tmp_path: Path) -> None:
+    adapter = _ready(llama, tmp_path)
+    _config(adapter, r=3)
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = (tensor[:3] if "lora_A" in name else tensor[:, :3]).contiguous()
+
+    _weights(adapter, cut)
+    with pytest.raises(DlmBridgeError, match="--tp 2 does not divide 3"):
+        to_megatron(llama, adapter, tmp_path / "out", Layout(tp=2))
+
+
+def test_experts_are_refused_and_attention_beside_them_converts(tmp_path: Path) -> None:
+    config = {
+        **LLAMA,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    }
+    base = write_hub_folder(tmp_path / "moe", config, standard_tensors(config, qk_norm=True))
+    adapter = _ready(base, tmp_path)
+    out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2, ep=2))
+    before, after = load_file(adapter / WEIGHTS), load_file(back(base, out, tmp_path / "again") / WEIGHTS)
+    assert all(same(before[name], after[name]) for name in before)
+    expert = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_"
+    _weights(
+        adapter, lambda t: t.update({expert + "A.weight": torch.ones(4, 32), expert + "B.weight": torch.ones(16, 4)})
+    )
+    with pytest.raises(DlmBridgeError, match="routed experts"):
+        to_megatron(base, adapter, tmp_path / "out2")
+    gate = "base_model.model.model.layers.0.mlp.gate.lora_"
+    _weights(adapter, lambda t: (t.pop(expert + "A.weight"), t.pop(expert + "B.weight")))
+    _weights(adapter, lambda t: t.update({gate + "A.weight": torch.ones(4, 32), gate + "B.weight": torch.ones(4, 4)}))
+    with pytest.raises(DlmBridgeError, match="of a router"):
+        to_megatron(base, adapter, tmp_path / "out2")
+
+
+def test_another_models_adapter_is_refused_by_name(llama: Path, tmp_path: Path) -> None:
+    adapter = _ready(llama, tmp_path)
+    base = open_any(llama)
+    base.hub.source = {"name": "owner/other", "revision": None}
+    with pytest.raises(DlmBridgeError, match="is an adapter of owner/base, not of owner/other"):
+        open_adapter(adapter, base)
+    base.hub.source = {"name": "owner/base", "revision": None}
+    assert open_adapter(adapter, base).facts.rank == RANK
+
+
+def test_a_megatron_adapter_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    out = to_megatron(llama, _ready(llama, tmp_path), tmp_path / "out")
+    wider = {**LLAMA, "intermediate_size": 64}
+    other = write_hub_folder(tmp_path / "other", wider, standard_tensors(wider))
+    with pytest.raises(DlmBridgeError, match=r"linear_fc1.adapter.adapter_gate.linear_out.weight has shape"):
+        open_adapter(out, open_any(other))
+    whole = tmp_path / "whole"
+    Bridge.from_hf(llama).to_megatron(whole, Layout())
+    with pytest.raises(DlmBridgeError, match="holds no adapter weight"):
+        open_adapter(whole, open_any(llama))
+    with pytest.raises(DlmBridgeError, match="is no adapter"):
+        open_adapter(llama, open_any(llama))
+
+
+def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
+    config = {**LLAMA, "torch_dtype": "bfloat16"}
+    base = write_hub_folder(tmp_path / "llama", config, standard_tensors(config, dtype=torch.bfloat16))
+    adapter = _ready(base, tmp_path)
+    opened = open_any(base)
+    write_hub(MergedCheckpoint(opened, open_adapter(adapter, opened)), tmp_path / "merged", Options())
+    before, merged, factors = hub_tensors(base), hub_tensors(tmp_path / "merged"), load_file(adapter / WEIGHTS)
+    name = "model.layers.1.mlp.down_proj"
+    a, b = (factors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    exact = before[f"{name}.weight"].double() + ALPHA / RANK * (b.double() @ a.double())
+    error = (merged[f"{name}.weight"].double() - exact).abs()
+    assert (error <= exact.abs() * 2**-8).all()  # half a unit in the last place of bfloat16
+    assert same(merged["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_command_line(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = _ready(llama, tmp_path)
+    code, out, _ = run_cli(capsys, "adapter", "import", adapter, tmp_path / "m", "--base", llama, "--tp", 2, "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert (report["style"], report["rank"], report["layout"]["tp"]) == ("canonical", RANK, 2)
+    code, out, _ = run_cli(capsys, "adapter", "export", tmp_path / "m", tmp_path / "p", "--base", llama)
+    assert code == 0
+    assert "rank 4, alpha 8" in out
+    for source, output in ((tmp_path / "m", "a"), (adapter, "b")):
+        merge = ("--base", llama, "--merge", "--json")
+        code, out, _ = run_cli(capsys, "adapter", "export", source, tmp_path / output, *merge)
+        assert code == 0
+        assert f"the adapter {source} is merged into 14 weights" in json.loads(out)["notes"]
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    code, _, err = run_cli(capsys, "adapter", "export", adapter, tmp_path / "c", "--base", llama, "--dtype", "bf16")
+    assert code == 2
+    assert "--dtype casts merged weights" in err
+    code, _, err = run_cli(capsys, "adapter", "import", adapter, tmp_path / "m", "--base", llama)
+    assert code == 2
+    assert "exists" in err
