@@ -32,7 +32,8 @@ class DiffusionCollator:
     `completion_mask` or `assistant_masks` (zero there) and `attention_mask`. The batch has `labels` and `loss_weights`
     as DiffusionLM.forward describes them, so that Trainer's own count of labels over a step's micro-batches normalises
     the loss: gradient accumulation and the number of processes do not change it. (WeDLM's loss is a sum of two means,
-    which Trainer cannot count: each micro-batch is normalised alone there, as in the original trainer.)
+    and loss_normalisation "sequences" a mean over rows, which Trainer cannot count: each micro-batch is normalised
+    alone there.)
 
     The noise of a sample with a `sample_index` is keyed by (seed, that index) alone: give every visit of a sample its
     own. Otherwise it is keyed by the seed, the process, the loader's worker and how many batches that has collated, so

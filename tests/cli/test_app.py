@@ -56,7 +56,9 @@ def test_no_words_is_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "Commands" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["import", "export", "reshard", "inspect", "verify", "pretrain", "convert-to-dlm"])
+@pytest.mark.parametrize(
+    "command", ["import", "export", "reshard", "inspect", "verify", "pretrain", "sft", "convert-to-dlm"]
+)
 def test_every_command_has_an_example(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.adaptation import annealed, open_share, with_block_size
 from dlm_bridge.train.config import TrainConfig, load_config
-from dlm_bridge.train.objectives import NoisyBatch, Uniforms, family_objective, mean_loss
+from dlm_bridge.train.objectives import NoisyBatch, ShiftedDiffusion, Uniforms, family_objective, mean_loss
 from tests.families import a2d, dream, sdar, wedlm
 from tests.families.case import FamilyCase
 from tests.train.conftest import Run, without_speed
@@ -87,6 +87,22 @@ def test_the_share_of_open_pairs_grows_linearly() -> None:
     alone = annealed(dataclasses.replace(noisy, input_ids=ids[:1]), config, 26, [7]).pairs
     assert alone is not None
     assert torch.equal(alone[0], masks[26][2])
+
+
+def test_packed_documents_stay_apart_while_attention_opens() -> None:
+    config = TrainConfig(**GIVEN, mask_annealing_steps=10)
+    ids = torch.zeros(2, 12, dtype=torch.long)
+    documents = (torch.arange(12) >= 5).long().expand(2, -1)
+    uniforms = Uniforms.keyed(0, 1, range(2), 12)
+    noisy = ShiftedDiffusion(7).noise(ids, uniforms, documents=documents)
+    same = documents[0, :, None] == documents[0]
+    causal = torch.ones(12, 12, dtype=torch.bool).tril()
+    for step in (1, 5, 11):
+        mask = annealed(noisy, config, step, [0, 1]).model_mask()
+        assert mask is not None
+        assert not (mask[:, 0] & ~same).any()
+        assert (mask[:, 0] | ~(same & causal)).all()
+        assert bool((mask[:, 0] & ~causal).any()) == (step > 1)
 
 
 def test_a_run_anneals_whatever_its_cut(tmp_path: Path, run: Run) -> None:
