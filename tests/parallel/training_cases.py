@@ -58,7 +58,7 @@ BALANCED = {
     "moe_z_loss_coeff": 1e-2,
     "moe_router_bias_update_rate": 1e-3,
 }
-SHARDINGS = ("fully_reshardable", "dp_reshardable")  # of the distributed optimizer's state
+DISPATCHERS = ("allgather", "alltoall")
 LOSS_SCALE = {"initial_loss_scale": 2.0**12}  # of fp16; bf16 has none
 GLOBALLY_BALANCED = {"moe_router_load_balancing_type": ["global_aux_loss"], "moe_aux_loss_coeff": [1e-1]}
 
@@ -87,53 +87,51 @@ def plan() -> Checks:
 
 
 def _as_torch() -> list[tuple[str, str, dict[str, Any]]]:
-    """Compared with transformers' model under torch's AdamW on one process."""
+    """Compared with transformers' model under torch's AdamW on one process; layout by layout, as groups take time."""
     found = []
 
-    def add(label: str, model: str, layout: str, **more: Any) -> None:
-        found.append(("trains_as_torch_does", label, {"model": model, "layout": layout, **more}))
+    def add(model: str, layout: str, optimizer: str, *labels: str, **more: Any) -> None:
+        case = {"model": model, "layout": layout, "distributed": optimizer == "distributed", **more}
+        found.append(("trains_as_torch_does", "-".join([model, layout, optimizer, *labels]), case))
 
-    for distributed in (False, True):
-        kind = "distributed" if distributed else "plain"
-        add(f"dense-dp2-{kind}", "dense", "dp2", distributed=distributed)
-        add(f"dense-dp2-{kind}-overlap", "dense", "dp2", distributed=distributed, ddp=OVERLAP | SMALL_BUCKETS)
-        add(f"dense-pp2-{kind}", "dense", "pp2", distributed=distributed)
-        add(f"tied-pp2-{kind}", "tied", "pp2", distributed=distributed)
-        add(f"dense-pp2_vp2-{kind}", "dense", "pp2_vp2", distributed=distributed)
-        add(f"dense-pp2_vp2-{kind}-overlap", "dense", "pp2_vp2", distributed=distributed, ddp=OVERLAP)
-        add(f"tied-tp2-{kind}", "tied", "tp2", distributed=distributed)
-        for model in ("dense", "softmax"):
-            layout = "tp2_ep2" if model == "softmax" else "tp2"
-            add(f"{model}-{layout}-sp-{kind}", model, layout, distributed=distributed, options=SEQUENCE_PARALLEL)
-        for model in ("grouped", "softmax"):
-            for dispatcher in ("allgather", "alltoall"):
-                options = {"moe_token_dispatcher_type": dispatcher}
-                add(f"{model}-ep2-{dispatcher}-{kind}", model, "ep2", distributed=distributed, options=options)
-    both = OVERLAP_BOTH | SMALL_BUCKETS
-    add("dense-dp2-distributed-overlap-both", "dense", "dp2", distributed=True, ddp=both)
-    add("softmax-ep2-distributed-overlap-both", "softmax", "ep2", distributed=True, ddp=both)
-    add("dense-pp2_vp2-distributed-overlap-both", "dense", "pp2_vp2", distributed=True, ddp=OVERLAP_BOTH)
+    add("dense", "dp2", "plain")
+    add("dense", "dp2", "plain", "overlap", ddp=OVERLAP | SMALL_BUCKETS)
+    add("dense", "dp2", "distributed")
+    add("dense", "dp2", "distributed", "overlap", ddp=OVERLAP_BOTH | SMALL_BUCKETS)
+    add("dense", "pp2", "distributed")
+    add("tied", "pp2", "plain")
+    add("grouped", "pp2", "distributed")
+    add("dense", "pp2_vp2", "plain")
+    add("dense", "pp2_vp2", "distributed", "overlap", ddp=OVERLAP_BOTH)
+    add("tied", "tp2", "distributed")
+    add("dense", "tp2", "plain", "sp", options=SEQUENCE_PARALLEL)
+    for name, recompute in (("full", FULL), ("selective", SELECTIVE)):
+        add("dense", "tp2", "distributed", "sp", name, options=SEQUENCE_PARALLEL | recompute)
+    add("softmax", "tp2_ep2", "distributed", "sp", options=SEQUENCE_PARALLEL)
+    for dispatcher in DISPATCHERS:
+        options = {"moe_token_dispatcher_type": dispatcher}
+        add("grouped", "ep2", "plain", dispatcher, options=options)
+        add("softmax", "ep2", "distributed", dispatcher, "overlap", options=options | FULL, ddp=OVERLAP_BOTH)
+    add("grouped", "ep2", "distributed", "shared", options=SHARED_OVERLAP)
     if importlib.util.find_spec("einops") is not None:  # which megatron-core makes the groups of instances with
         instances = OVERLAP | {"num_distributed_optimizer_instances": 2}
-        add("dense-dp2-two-instances", "dense", "dp2", distributed=True, ddp=instances)
-    add("grouped-pp2", "grouped", "pp2", distributed=True)
-    add("grouped-ep2-shared-overlap", "grouped", "ep2", options=SHARED_OVERLAP)
-    for name, recompute in (("full", FULL), ("selective", SELECTIVE)):
-        add(f"dense-tp2-sp-recompute-{name}", "dense", "tp2", options=SEQUENCE_PARALLEL | recompute)
-        add(f"softmax-ep2-recompute-{name}", "softmax", "ep2", options=recompute)
+        add("dense", "dp2", "distributed", "instances", ddp=instances)
     return found
 
 
 def _alike() -> list[tuple[str, str, dict[str, Any]]]:
     """Compared with megatron-core itself, in another layout or another setting."""
     found: list[tuple[str, str, dict[str, Any]]] = []
-    for layout, options in (("ep2", {}), ("tp2_ep2", SEQUENCE_PARALLEL), ("pp2", {})):
-        for dispatcher in ("allgather", "alltoall"):
-            options = {**options, "moe_token_dispatcher_type": dispatcher}
-            found.append(("balances_alike", f"{layout}-{dispatcher}", {"layout": layout, "options": options}))
-    for dispatcher in ("allgather", "alltoall"):
-        found.append(("balances_globally_alike", dispatcher, {"dispatcher": dispatcher}))
-    found.append(("recomputes_the_same_dropout", "full", {}))
+    for layout, dispatcher in (
+        ("ep2", "allgather"),
+        ("ep2", "alltoall"),
+        ("tp2_ep2", "alltoall"),
+        ("pp2", "allgather"),
+    ):
+        options = {"moe_token_dispatcher_type": dispatcher, "sequence_parallel": layout == "tp2_ep2"}
+        found.append(("balances_alike", f"{layout}-{dispatcher}", {"layout": layout, "options": options}))
+    found.append(("balances_globally_alike", "ep2", {}))
+    found.append(("recomputes_the_same_dropout", "tp2", {}))
     for dtype in ("bf16", "fp16"):
         found.append(("half_precision_trains_alike", dtype, {"dtype": dtype}))
     found.append(("an_overflow_is_skipped", "fp16", {}))
@@ -147,28 +145,19 @@ def _saved() -> list[tuple[str, str, dict[str, Any]]]:
     def add(name: str, **case: Any) -> None:
         found.append(("continues", name, {"name": name, **case}))
 
-    for dtype in ("fp32", "bf16", "fp16"):
-        add(f"plain-{dtype}", dtype=dtype, distributed=False)
-        for sharding in SHARDINGS:
-            add(f"{sharding}-{dtype}", dtype=dtype, sharding=sharding)
-    for sharding in SHARDINGS:
-        add(f"{sharding}-experts", model="softmax", layout="ep2", sharding=sharding)
-        add(f"{sharding}-first", sharding=sharding, before=0)
-        add(f"{sharding}-in-parallel", sharding=sharding, parallel=True)
-        add(f"{sharding}-asynchronous", sharding=sharding, asynchronous=True)
-    add("plain-first", distributed=False, before=0)
-    for distributed in (False, True):
-        add(
-            f"no-experts-{distributed}",
-            model="softmax",
-            layout="embedding_first",
-            distributed=distributed,
-            sharding=SHARDINGS[0],
-        )
-    for source, target in (("dp2", "tp2"), ("dp2", "pp2"), ("tp2", "dp2"), ("pp2_vp2", "tp2")):
+    add("plain")
+    add("plain-fp16-first", dtype="fp16", before=0)
+    add("fully_reshardable", sharding="fully_reshardable", parallel=True)
+    add("fully_reshardable-bf16", dtype="bf16", sharding="fully_reshardable", asynchronous=True)
+    add("fully_reshardable-first", sharding="fully_reshardable", before=0)
+    add("dp_reshardable", sharding="dp_reshardable", parallel=True)
+    add("dp_reshardable-experts-fp16", model="softmax", layout="ep2", dtype="fp16", sharding="dp_reshardable")
+    add("plain-experts-on-one-stage", model="softmax", layout="embedding_first")
+    add("experts-on-one-stage", model="softmax", layout="embedding_first", sharding="fully_reshardable")
+    for source, target in (("dp2", "tp2"), ("pp2_vp2", "dp2")):
         found.append(("continues_elsewhere", f"{source}-{target}", {"source": source, "target": target}))
-    for sharding in SHARDINGS:
-        found.append(("continues_alone", sharding, {"name": f"{sharding}-fp32", "sharding": sharding}))
+    for sharding in ("fully_reshardable", "dp_reshardable"):
+        found.append(("continues_alone", sharding, {"sharding": sharding}))
     return found
 
 

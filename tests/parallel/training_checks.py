@@ -80,12 +80,11 @@ def balances_alike(files: Files, layout: str, options: dict[str, Any]) -> None:
     assert not torch.allclose(found[router], unbalanced[router], rtol=0, atol=1e-4)
 
 
-def balances_globally_alike(files: Files, dispatcher: str) -> None:
+def balances_globally_alike(files: Files) -> None:
     """The balance over a batch depends on which samples run together, but not on expert parallelism."""
-    options = {**GLOBALLY_BALANCED, "moe_token_dispatcher_type": dispatcher}
     found = {}
     for layout in ("dp2", "ep2"):
-        trainer = _trainer(files, "softmax", Setup(LAYOUTS[layout], distributed=True, model=options))
+        trainer = _trainer(files, "softmax", Setup(LAYOUTS[layout], distributed=True, model=GLOBALLY_BALANCED))
         losses = trainer.train(STEPS)
         found[layout] = {"losses": losses, "auxiliary": trainer.auxiliary_losses(), "weights": trainer.weights()}
     _assert_near(found["ep2"]["losses"], found["dp2"]["losses"])
@@ -143,18 +142,18 @@ def continues(
     model: str = "dense",
     layout: str = "dp2",
     dtype: str = "fp32",
-    distributed: bool = True,
     before: int = 2,
-    **how: Any,
+    sharding: str = "",
+    **how: bool,
 ) -> None:
     """A run that is loaded again goes on exactly as the one that was saved."""
-    setup = Setup(LAYOUTS[layout], dtype=dtype, distributed=distributed, optimizer=LOSS_SCALE)
+    setup = Setup(LAYOUTS[layout], dtype=dtype, distributed=bool(sharding), optimizer=LOSS_SCALE)
     trainer = _trainer(files, model, setup)
     trainer.train(before)
-    trainer.save(files.saved(name), **how)
+    trainer.save(files.saved(name), sharding, **how)
     losses, weights = trainer.train(2), trainer.weights()
     again = _trainer(files, model, setup)
-    again.load(files.saved(name), **{key: value for key, value in how.items() if key != "asynchronous"})
+    again.load(files.saved(name), sharding, parallel=how.get("parallel", False))
     assert again.train(2) == losses
     found = again.weights()
     assert found.keys() == weights.keys()
@@ -177,12 +176,12 @@ def continues_elsewhere(files: Files, source: str, target: str) -> None:
     _assert_close(again.weights(), weights)
 
 
-def continues_alone(files: Files, name: str, sharding: str) -> None:
+def continues_alone(files: Files, sharding: str) -> None:
     """What two replicas saved, one process goes on with."""
-    wanted = torch.load(files.saved(name) / "continued.pt")
+    wanted = torch.load(files.saved(sharding) / "continued.pt")
     with _alone():
         again = _trainer(files, "dense", Setup(distributed=True))
-        again.load(files.saved(name), sharding)
+        again.load(files.saved(sharding), sharding)
         _assert_near(again.train(2), wanted["losses"])
         _assert_close(again.weights(), wanted["weights"])
 
