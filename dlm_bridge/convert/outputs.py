@@ -91,7 +91,7 @@ def index_bytes(source: Checkpoint, plans: Sequence[ShardPlan], specs: Specs, li
     if not like_source:
         return index_text(plans, _parsed(old)).encode() if len(plans) > 1 else None
     if old is None:
-        return None
+        return index_text(plans, {}).encode() if len(plans) > 1 else None
     same = all(source.hub.dtypes.get(name) == dtype for name, (dtype, _) in specs.items())
     text = index_text(plans, _parsed(old)).encode()
     same = same or _parsed(old).get("metadata") == _parsed(text)["metadata"]

@@ -49,20 +49,21 @@ class Batcher:
         return self._finished(noisy)
 
     def evaluation(self, objective: Objective, blocks: Samples, count: int) -> Iterator[StepBatches]:
-        """The first `count` blocks, a micro-batch of every replica at a time. All replicas take as many turns, for
-        experts are shared between them: what is beyond the last block counts nothing."""
-        together = self.micro_batch_size * self.replicas
-        for start in range(0, count, together):
-            first = start + self.replica * self.micro_batch_size
-            samples = list(range(first, first + self.micro_batch_size))
-            there = torch.tensor([sample < count for sample in samples])
-            rows = blocks.rows([sample if sample < count else 0 for sample in samples])
-            labels = rows.input_ids if rows.labels is None else rows.labels
-            rows = replace(rows, labels=torch.where(there[:, None], labels, IGNORE))
-            uniforms = Uniforms.keyed(
-                self.config.seed, EVALUATION_STEP, samples, self.config.seq_length, Purpose.EVAL_NOISE
-            )
-            yield self._finished([objective.noise(uniforms=uniforms, **vars(rows))])
+        """The first `count` blocks, a global batch at a time, in as many micro-batches as a training step has: experts
+        and pipelines want all ranks to take as many turns. What is beyond the last block counts nothing."""
+        sampler = Sampler(self.config.global_batch_size)
+        for turn in range(1, -(-count // self.config.global_batch_size) + 1):
+            noisy = []
+            for samples in sampler.samples(turn, self.replica, self.replicas, self.micro_batch_size):
+                there = torch.tensor([sample < count for sample in samples])
+                rows = blocks.rows([sample if sample < count else 0 for sample in samples])
+                labels = rows.input_ids if rows.labels is None else rows.labels
+                rows = replace(rows, labels=torch.where(there[:, None], labels, IGNORE))
+                uniforms = Uniforms.keyed(
+                    self.config.seed, EVALUATION_STEP, samples, self.config.seq_length, Purpose.EVAL_NOISE
+                )
+                noisy.append(objective.noise(uniforms=uniforms, **vars(rows)))
+            yield self._finished(noisy)
 
     def _finished(self, noisy: list[NoisyBatch]) -> StepBatches:
         return StepBatches(self.cut(noisy), torch.stack([batch.normaliser for batch in noisy]).sum(dim=0))

@@ -6,6 +6,7 @@ iteration is written under a hidden name and renamed when it is whole; the track
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dlm_bridge.convert.formats.torch_dist import TRACKER
+from dlm_bridge.convert.hub_checkpoint import CONFIG
 from dlm_bridge.convert.manifest import Manifest
 from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE, HUB_FOLDER
 from dlm_bridge.convert.outputs import write_carried, write_side_files
@@ -46,30 +48,39 @@ def newest(output: Path) -> tuple[int, Path | None]:
 
 def prepare(output: Path, source: Source, tokenizer: Any) -> None:
     """Write what every iteration shares, the Hub side of the model: config, tokenizer, side files, the manifest. One
-    process calls it."""
-    root = root_of(output)
-    folder = root / HUB_FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
+    process calls it, for a run that begins."""
+    folder = root_of(output) / HUB_FOLDER
     folder.mkdir(parents=True)
-    for leftover in root.glob(".iter_*"):
-        shutil.rmtree(leftover, ignore_errors=True)
     checkpoint = source.bridge.checkpoint
     write_side_files(checkpoint, folder, None, None)
-    source.model.config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     own = [name for name, carried in checkpoint.carried.items() if not carried.copy_of]
     write_carried(folder / CARRIED_FILE, {name: checkpoint.read_carried(name) for name in own})
+    write_hub_config(output, source)
+
+
+def write_hub_config(output: Path, source: Source) -> None:
+    """Write the model's config.json as it is now, and the manifest that repeats it."""
+    root = root_of(output)
+    source.model.config.save_pretrained(root / HUB_FOLDER)
+    checkpoint = source.bridge.checkpoint
     Manifest(
         format="torch_dist",
         family=source.bridge.family.name,
-        config=source.config(folder),
+        config=json.loads((root / HUB_FOLDER / CONFIG).read_text()),
         dtype="keep",
         tensors={},
         source=checkpoint.hub.source,
         shards=list(checkpoint.hub.shards),
         carried=list(checkpoint.carried),
     ).write(root)
+
+
+def clear(output: Path) -> None:
+    """Remove what a killed writer left."""
+    for leftover in root_of(output).glob(".iter_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 class Saver:

@@ -29,7 +29,7 @@ from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.keyed import torch_seed
 from dlm_bridge.train.loop import EVAL_BATCHES, Engine
 from dlm_bridge.train.megatron.batches import Batcher, StepBatches
-from dlm_bridge.train.megatron.checkpoints import Saver, newest, prepare
+from dlm_bridge.train.megatron.checkpoints import Saver, clear, newest, prepare, write_hub_config
 from dlm_bridge.train.megatron.setup import DTYPES, build_optimizer, layout_of, transformer_overrides, wrap
 from dlm_bridge.train.megatron.source import Source, open_source
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
@@ -63,7 +63,6 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         return checkpoint
 
     check_data(config)
-    check_data(config)
     source = open_source(config, checkpoint)
     config = with_objective(config, source.model)
     if (size := block_size(config, step + 1)) is not None:
@@ -94,7 +93,9 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     if checkpoint is not None:
         trainer.load(checkpoint)
     if main:
-        prepare(output, source, tokenizer)
+        if checkpoint is None:
+            prepare(output, source, tokenizer)
+        clear(output)
         write_config(config, output)
         console.print(
             f"{'training' if step == 0 else f'resuming at step {step}:'} {len(blocks):,} blocks of "
@@ -193,7 +194,8 @@ class MegatronTrainer(Engine):
         normaliser, stop = divisors(summed[:-1]), bool(summed[-1] > 0)
         rate = learning_rate(config, step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_mult", 1.0)
+            group["lr"] = rate
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -239,6 +241,8 @@ class MegatronTrainer(Engine):
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         if metrics is not None:
             metrics.sync()
+            if self.config.block_sizes:
+                write_hub_config(self.output, self.source)
         with self._without_gather():
             folder = self.saver.save(step, {"train_blocks": len(self.train)})
         if metrics is not None:

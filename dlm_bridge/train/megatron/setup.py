@@ -41,19 +41,23 @@ def transformer_overrides(config: TrainConfig, experts: int, tokens: int) -> dic
     of the whole run. Raises DlmBridgeError for what needs Transformer Engine where it is not there.
     """
     engine = uses_transformer_engine()
+    on_cpu = platform.current().name == "cpu"
+    # Between two stages the batched form of an interleaved schedule's messages would mix up their directions.
+    overlapped = config.vp > 1 and (config.overlap_communication or config.pp == 2)
     fields: dict[str, Any] = {
         "sequence_parallel": config.sharded_sequence,
         # Gradients are sums; the objective's weights carry the global normaliser.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": engine and config.fsdp is None,
-        "overlap_p2p_comm": config.vp > 1 and config.overlap_communication,
-        "batch_p2p_comm": not (config.vp > 1 and config.overlap_communication),
-        "deallocate_pipeline_outputs": config.pp > 1,
+        "overlap_p2p_comm": overlapped,
+        "batch_p2p_comm": not overlapped,
+        # gloo sends after the call has returned, from memory that megatron-core frees in the belief that streams wait.
+        "deallocate_pipeline_outputs": config.pp > 1 and not on_cpu,
         "tp_comm_overlap": config.tp_comm_overlap,
         "masked_softmax_fusion": False,
         # Fused by torch.compile, which takes longer on a CPU than it ever saves.
-        "bias_activation_fusion": platform.current().name != "cpu",
-        "bias_dropout_fusion": platform.current().name != "cpu",
+        "bias_activation_fusion": not on_cpu,
+        "bias_dropout_fusion": not on_cpu,
         **_recompute(config),
     }
     if config.attention_backend is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,6 @@ class Source:
 
     bridge: Bridge
     model: Any
-
-    def config(self, folder: Path) -> dict[str, Any]:
-        """The config.json that was written to `folder`."""
-        values: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        return values
 
 
 def open_source(config: TrainConfig, checkpoint: Path | None) -> Source:
