@@ -3,6 +3,7 @@ installed: their checkpoints do not save and load until a few places are put rig
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -24,13 +25,32 @@ def in_use() -> bool:
     return all(importlib.util.find_spec(name) is None for name in ("transformer_engine", "apex"))
 
 
+def _for_adam(override: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[Any], Callable[..., Any]]:
+    """An override of a method only where the wrapped optimizer is torch's Adam, and not under Megatron FSDP, which has
+    its own way of saving."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        replacement = override(original)
+
+        @functools.wraps(original)
+        def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            fsdp = getattr(getattr(self, "ddp_config", None), "use_megatron_fsdp", False)
+            ours = isinstance(self.optimizer, torch.optim.Adam) and not fsdp  # AdamW is one
+            return (replacement if ours else original)(self, *arguments, **options)
+
+        return method
+
+    return make
+
+
+@_for_adam
 def _step_with_ready_grads(original: Callable[..., Any]) -> Callable[..., Any]:
     """Adam counts steps parameter by parameter, so not at all on a rank without any, such as the experts' optimizer on
     a pipeline stage without experts. But what one rank saves of an optimizer, all ranks load."""
 
     def step_with_ready_grads(self: Any) -> bool:
         done = original(self)
-        if done and self.optimizer is not None and not self.optimizer.state:
+        if done and not self.optimizer.state:
             for group in self.optimizer.param_groups:
                 group["step"] = group.get("step", 0.0) + 1.0
         return done
@@ -43,6 +63,7 @@ def _counted(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     return torch.tensor(float(optimizer.param_groups[0].get("step", 0.0)))
 
 
+@_for_adam
 def _sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """What is saved before the first step (fp16 may skip some) has no state of Adam, and cannot be loaded."""
 
@@ -56,6 +77,7 @@ def _sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     return sharded_state_dict
 
 
+@_for_adam
 def _load_plain(original: Callable[..., Any]) -> Callable[..., Any]:
     """A step count of zero is not saved, and Adam wants one all the same."""
 
@@ -69,6 +91,7 @@ def _load_plain(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
+@_for_adam
 def _state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """Saving asserts that there is exactly one step count, but before the first step there is none."""
 
@@ -87,6 +110,7 @@ def _state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     return state_dict
 
 
+@_for_adam
 def _load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """Loading makes one tensor the step count of every parameter, which Adam then advances once for each of them."""
 
@@ -99,6 +123,7 @@ def _load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
+@_for_adam
 def _set_main_param_and_optimizer_states(original: Callable[..., Any]) -> Callable[..., Any]:
     """Loading looks for a step count among the tensors that are stored, where it is not, and copies into parameters
     while autograd watches."""
