@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 FIELDS = "'messages', or 'prompt' and 'completion'"
@@ -151,7 +153,10 @@ def _end(text: str, before: str, until: str, content: Any) -> int | None:
 
 def _labelled(item: _Text, ids: list[int], offsets: list[tuple[int, int]], tokenizer: Any) -> Example:
     """A token belongs to an answer if any of its characters does: a prompt shows nothing of what follows it."""
-    answer = [any(start < end and stop > begin for begin, end in item.answers) for start, stop in offsets]
+    starts, stops = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    answer = np.zeros(len(ids), dtype=bool)
+    for begin, end in item.answers:
+        answer |= (starts < end) & (stops > begin)
     if item.ends:
-        return Example([*ids, tokenizer.eos_token_id], [*answer, True], item.where)
-    return Example(list(ids), answer, item.where)
+        return Example([*ids, tokenizer.eos_token_id], [*answer.tolist(), True], item.where)
+    return Example(ids, answer.tolist(), item.where)
