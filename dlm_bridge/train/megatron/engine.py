@@ -45,13 +45,8 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     the layout that `config` asks for now. Every process of the launcher calls it. Raises DlmBridgeError.
     """
     console = console or Console(stderr=True)
-    layout = layout_of(config)
-    parallel = ParallelConfig(
-        config.cp, config.cp_comm_type, None if not config.hierarchy else tuple(config.hierarchy)
-    )
-    groups.initialize(layout, config.seed, parallel)
+    join(config)
     main = dist.get_rank() == 0
-    config.accumulation(parallel_state.get_data_parallel_world_size())
     output = Path(config.output)
     if main:
         open_output(output, resume)
@@ -61,23 +56,51 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         if main:
             console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
         return checkpoint
+    trainer = assemble(config, console, checkpoint, step)
+    if main:
+        if checkpoint is None:
+            prepare(output, trainer.source, trainer.tokenizer)
+        clear(output)
+        write_config(trainer.config, output)
+        console.print(
+            f"{'training' if step == 0 else f'resuming at step {step}:'} {len(trainer.train):,} blocks of "
+            f"{config.seq_length} tokens, {len(trainer.valid):,} for validation; {describe(config)}",
+            highlight=False,
+        )
+    try:
+        return trainer.run(step)
+    finally:
+        trainer.close()
 
+
+def join(config: TrainConfig) -> ParallelConfig:
+    """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
+    parallel = ParallelConfig(config.cp, config.cp_comm_type, config.hierarchy)
+    groups.initialize(layout_of(config), config.seed, parallel)
+    config.accumulation(parallel_state.get_data_parallel_world_size())
+    return parallel
+
+
+def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = None, step: int = 0) -> MegatronTrainer:
+    """Model, optimizer, objective and data of a run, as they are after `step`, which `checkpoint` holds (None: as
+    `--model` has them). Nothing is written. Every process calls it. Raises DlmBridgeError."""
     check_data(config)
+    parallel = join(config)
     source = open_source(config, checkpoint)
     config = with_objective(config, source.model)
     if (size := block_size(config, step + 1)) is not None:
         source.model.config.block_size = size  # which a model that begins with a schedule need not have
     objective = make_objective(config, source.model)
     mask_token = objective.mask_token_id if objective.masks else None
-    if main:  # reads and packs; the others find it in the cache
+    first = dist.get_rank() == 0
+    if first:  # reads and packs; the others find it in the cache
         blocks, valid, tokenizer = load_data(config, source.model, mask_token)
     dist.barrier()
-    if not main:
+    if not first:
         blocks, valid, tokenizer = load_data(config, source.model, mask_token)
-    tokens = config.global_batch_size * config.seq_length * objective.tokens_read
-    overrides = transformer_overrides(config, source.bridge.dims.experts, tokens)
-    model = build_megatron_model(source.bridge, layout, DTYPES[config.precision], parallel, **overrides)
-    chunks = wrap(model, config)
+    overrides = transformer_overrides(config, source.bridge, objective)
+    dtype = DTYPES[config.precision]
+    chunks = wrap(build_megatron_model(source.bridge, layout_of(config), dtype, parallel, **overrides), config)
     trainer = MegatronTrainer(
         config=config,
         source=source,
@@ -87,25 +110,12 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         objective=objective,
         train=blocks,
         valid=valid,
-        output=output,
+        output=Path(config.output),
         console=console,
     )
     if checkpoint is not None:
         trainer.load(checkpoint)
-    if main:
-        if checkpoint is None:
-            prepare(output, source, tokenizer)
-        clear(output)
-        write_config(config, output)
-        console.print(
-            f"{'training' if step == 0 else f'resuming at step {step}:'} {len(blocks):,} blocks of "
-            f"{config.seq_length} tokens, {len(valid):,} for validation; {describe(config)}",
-            highlight=False,
-        )
-    try:
-        return trainer.run(step)
-    finally:
-        trainer.close()
+    return trainer
 
 
 def describe(config: TrainConfig) -> str:

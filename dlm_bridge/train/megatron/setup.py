@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.layout import Layout, parse_pipeline_split
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel import platform
@@ -23,6 +24,7 @@ from dlm_bridge.parallel.core import (
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.megatron_options import names
+from dlm_bridge.train.objectives import Objective, WeDLMDiffusion
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 ATTENTION = ("auto", "flash", "fused", "unfused")
@@ -34,11 +36,10 @@ def layout_of(config: TrainConfig) -> Layout:
     return Layout(tp=config.tp, pp=config.pp, vp=config.vp, ep=config.ep, etp=config.etp, **split)
 
 
-def transformer_overrides(config: TrainConfig, experts: int, tokens: int) -> dict[str, Any]:
+def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Objective) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that a run's options set.
 
-    `experts` is their number in a layer, 0 in a dense model; `tokens` is how many tokens the model reads in one step
-    of the whole run. Raises DlmBridgeError for what needs Transformer Engine where it is not there.
+    Raises DlmBridgeError for what needs Transformer Engine where it is not there.
     """
     engine = uses_transformer_engine()
     on_cpu = platform.current().name == "cpu"
@@ -58,6 +59,7 @@ def transformer_overrides(config: TrainConfig, experts: int, tokens: int) -> dic
         # Fused by torch.compile, which takes longer on a CPU than it ever saves.
         "bias_activation_fusion": not on_cpu,
         "bias_dropout_fusion": not on_cpu,
+        "apply_rope_fusion": engine and _plain_rotary(bridge, objective),
         **_recompute(config),
     }
     if config.attention_backend is not None:
@@ -75,9 +77,18 @@ def transformer_overrides(config: TrainConfig, experts: int, tokens: int) -> dic
             fields |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
     if config.tp_comm_overlap and not engine:
         raise DlmBridgeError("--tp-comm-overlap needs Transformer Engine and a GPU: leave it out")
-    if experts:
+    if bridge.dims.experts:
+        tokens = config.global_batch_size * config.seq_length * objective.tokens_read
         fields |= _experts(config, engine, tokens)
     return fields | config.passed_through("transformer")
+
+
+def _plain_rotary(bridge: Bridge, objective: Objective) -> bool:
+    """Whether the fused rotary kernel is right: it takes one row of positions, and leaves YaRN's scale out."""
+    own_positions = isinstance(objective, WeDLMDiffusion)
+    return not own_positions and not any(
+        name.startswith("yarn_") for name in bridge.mapping.transformer(bridge.config)
+    )
 
 
 def _recompute(config: TrainConfig) -> dict[str, Any]:
