@@ -1,0 +1,68 @@
+"""`dlm-bridge push`: a checkpoint to the Hub, with a model card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dlm_bridge.cli import convert
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("push")(push)
+
+
+@convert.says_when_interrupted
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hub checkpoint or PEFT adapter.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="owner/name; created where it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to; created where it does not exist.")] = None,
+    message: Annotated[str | None, typer.Option(help="The commit's message.")] = None,
+    overwrite_card: Annotated[
+        bool, typer.Option("--overwrite-card", help="Generate a card though the folder has a README.md.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, show files and card; upload nothing.")
+    ] = False,
+    as_json: convert.Json = False,
+) -> None:
+    """Upload a checkpoint to the Hub in one commit, with a generated model card where it has none.
+
+    The token is the one of `hf auth login` or HF_TOKEN.
+
+    Example: dlm-bridge push LLaDA-tuned my-name/LLaDA-tuned --private
+    """
+    from dlm_bridge.convert.push import push as run
+
+    report = run(
+        folder,
+        repo_id,
+        private=private,
+        revision=revision,
+        message=message,
+        overwrite_card=overwrite_card,
+        dry_run=dry_run,
+    )
+    _show(report.as_dict(), as_json)
+
+
+def _show(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        return
+    what = "would upload" if report["dry_run"] else "uploaded"
+    typer.echo(f"{what} {len(report['files'])} files, {report['bytes']:,} bytes, to {report['repo_id']}")
+    for name, size in report["files"].items():
+        note = " (generated)" if name == "README.md" and report["card"] == "generated" else ""
+        typer.echo(f"  {name}  {size:,}{note}")
+    if report["left_out"]:
+        typer.echo(f"left out: {', '.join(report['left_out'])}")
+    if report["card_text"]:
+        typer.echo(report["card_text"])
+    if report["commit"]:
+        typer.echo(report["commit"])

@@ -1,0 +1,180 @@
+"""The model card of a checkpoint that has none: what it is, where it comes from, how it was trained, how to use it."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlm_bridge.convert.hub import HUB_ID
+from dlm_bridge.convert.manifest import Manifest
+from dlm_bridge.models.spec import FamilySpec
+
+_TRAINING = (
+    "objective", "engine", "steps", "global_batch_size", "seq_length", "lr", "lr_schedule", "warmup_steps",
+    "weight_decay", "precision", "seed",
+)  # fmt: skip
+_FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*(?:\r?\n|\Z)", re.DOTALL)
+
+
+def model_card(
+    folder: Path,
+    repo_id: str,
+    family: FamilySpec | None,
+    manifest: Manifest | None,
+    adapter: dict[str, Any] | None = None,
+) -> str:
+    """README.md's text. `adapter` is an adapter_config.json, whose folder this then is."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    run = training_run(folder)
+    base = _base_model(manifest, run, adapter)
+    old = front_matter(folder / "README.md")
+    tags = ["dlm-bridge"]
+    if family is not None:
+        tags.append(family.name)
+        if family.kind == "diffusion":
+            tags.append("diffusion-language-model")
+    data = ModelCardData(
+        license=_license(old, base, family),
+        language=old.get("language"),
+        library_name="peft" if adapter is not None else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base,
+        tags=tags + (["lora"] if adapter is not None else []),
+    )
+    parts = [f"# {repo_id.rpartition('/')[2]}", _what(family, base, adapter)]
+    if manifest is not None:
+        parts.append(_converted(manifest))
+    if run is not None:
+        parts.append(_trained(run))
+    parts.append(_usage(repo_id, family, base, adapter))
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
+
+
+def training_run(folder: Path) -> dict[str, Any] | None:
+    """`config` and the last row of `metrics` of the run that a checkpoint folder belongs to."""
+    for place in (folder, folder.parent.parent if folder.parent.name == "checkpoints" else folder):
+        config = _yaml(place / "config.yaml")
+        if config:
+            return {"config": config, "metrics": _last_row(place / "metrics.jsonl", _step(folder))}
+    return None
+
+
+def front_matter(path: Path) -> dict[str, Any]:
+    """A README's metadata, empty where there is none that can be read."""
+    try:
+        match = _FRONT_MATTER.match(path.read_text("utf-8"))
+        value = yaml.safe_load(match[1]) if match else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _base_model(manifest: Manifest | None, run: dict[str, Any] | None, adapter: dict[str, Any] | None) -> str | None:
+    """The Hub id that it was made of; a local path means nothing to a reader."""
+    candidates = [
+        (adapter or {}).get("base_model_name_or_path"),
+        (run or {}).get("config", {}).get("model"),
+        manifest.source.get("name") if manifest else None,
+    ]
+    found = (name for name in candidates if isinstance(name, str) and HUB_ID.fullmatch(name))
+    return next(found, None)
+
+
+def _license(old: dict[str, Any], base: str | None, family: FamilySpec | None) -> str | None:
+    """That of the README that is replaced, or of the family's public checkpoint that this one was made of."""
+    if isinstance(old.get("license"), str):
+        return old["license"]
+    if base is None or family is None or base not in family.hub_ids:
+        return None
+    card = resources.files("dlm_bridge.model_cards") / f"{family.name}.md"
+    if not card.is_file():
+        return None
+    with resources.as_file(card) as path:
+        found = front_matter(path).get("license")
+    return found if isinstance(found, str) else None
+
+
+def _what(family: FamilySpec | None, base: str | None, adapter: dict[str, Any] | None) -> str:
+    kind = {None: "model", "diffusion": "diffusion language model", "autoregressive": "autoregressive language model"}
+    what = kind[family.kind if family else None]
+    title = f" of the {family.title} family" if family else ""
+    origin = f", made from [{base}](https://huggingface.co/{base})" if base else ""
+    if adapter is not None:
+        sizes = f"rank {adapter.get('r')}, alpha {adapter.get('lora_alpha')}"
+        return f"A LoRA adapter ({sizes}){origin.replace('made from', 'for')}."
+    article = "An" if what.startswith("auto") else "A"
+    return f"{article} {what}{title}{origin}."
+
+
+def _converted(manifest: Manifest) -> str:
+    source = manifest.source
+    name = source.get("name")
+    origin = f" from {name}" if isinstance(name, str) and HUB_ID.fullmatch(name) else ""
+    revision = f" at revision {source['revision']}" if origin and source.get("revision") else ""
+    dtype = "" if manifest.dtype == "keep" else f", cast to {manifest.dtype}"
+    return (
+        f"## Conversion\n\nWritten by {manifest.tool}{origin}{revision}{dtype}. `dlm_bridge.json` has the digest of "
+        "every tensor: `dlm-bridge verify` compares."
+    )
+
+
+def _trained(run: dict[str, Any]) -> str:
+    rows = [(name.replace("_", " "), run["config"][name]) for name in _TRAINING if run["config"].get(name) is not None]
+    metrics = run["metrics"]
+    rows += [(f"last {name}", metrics[name]) for name in ("step", "loss", "tokens") if name in metrics]
+    lines = [f"| {name} | {value:,} |" if isinstance(value, int) else f"| {name} | {value} |" for name, value in rows]
+    return "\n".join(["## Training", "", "| setting | value |", "|---|---|", *lines])
+
+
+def _usage(repo_id: str, family: FamilySpec | None, base: str | None, adapter: dict[str, Any] | None) -> str:
+    own = family is not None and family.kind == "diffusion"
+    lines = ["import dlm_bridge  # registers the model with transformers"] if own else []
+    if adapter is not None:
+        lines += [
+            "from peft import AutoPeftModelForCausalLM",
+            "",
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{repo_id}")',
+        ]
+    else:
+        lines += [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f'model = AutoModelForCausalLM.from_pretrained("{repo_id}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")',
+        ]
+    code = "\n".join(lines)
+    install = "`pip install dlm-bridge`, then:\n\n" if own else ""
+    return f"## Use\n\n{install}```python\n{code}\n```"
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _step(folder: Path) -> int | None:
+    match = re.fullmatch(r"step-(\d+)", folder.name)
+    return int(match[1]) if match else None
+
+
+def _last_row(path: Path, step: int | None) -> dict[str, Any]:
+    """The row of `step`, or the last one."""
+    found: dict[str, Any] = {}
+    try:
+        with path.open(encoding="utf-8") as stream:
+            for line in stream:
+                row = json.loads(line)
+                if isinstance(row, dict) and "loss" in row and (step is None or row.get("step", 0) <= step):
+                    found = row
+    except (OSError, ValueError):
+        return found
+    return found

@@ -1,0 +1,165 @@
+"""Upload of a checkpoint folder to the Hub in one commit, with a model card where it has none. Tokens stay unsaid."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlm_bridge.convert.formats.safetensors_file import read_header
+from dlm_bridge.convert.hub import HUB_ID, read_config
+from dlm_bridge.convert.hub_checkpoint import HubCheckpoint
+from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS, is_peft_folder
+from dlm_bridge.convert.manifest import FILE_NAME, read_manifest
+from dlm_bridge.convert.model_card import model_card
+from dlm_bridge.convert.side_files import inside, list_side_files
+from dlm_bridge.errors import DlmBridgeError, one_line
+
+CARD = "README.md"
+_TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{6,}|(?i:bearer)\s+\S+|(?<=://)[^/@\s]+(?=@)")
+
+
+@dataclass
+class PushReport:
+    """What was uploaded, or would be. `card`: "kept" the folder's own, or "generated"."""
+
+    folder: str
+    repo_id: str
+    revision: str
+    private: bool
+    files: dict[str, int]
+    bytes: int
+    card: str
+    left_out: list[str] = field(default_factory=list)
+    dry_run: bool = False
+    card_text: str | None = None  # of a dry run that would generate one
+    commit: str | None = None  # its address
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def push(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    overwrite_card: bool = False,
+    dry_run: bool = False,
+) -> PushReport:
+    """Upload a Hub folder or a PEFT adapter folder to `repo_id`, which is created where it does not exist.
+
+    Everything that belongs to the checkpoint goes up in one commit: all of it is there then, or nothing. Raises
+    DlmBridgeError, in one line without the token, for a folder that is no whole checkpoint and for what the Hub
+    refuses.
+    """
+    if not HUB_ID.fullmatch(repo_id):
+        raise DlmBridgeError(f"{repo_id}: is not a Hub id (owner/name)")
+    if not folder.is_dir():
+        raise DlmBridgeError(f"{folder}: no such folder")
+    files, left_out, card = _contents(folder, repo_id, overwrite_card)
+    sizes = {name: inside(folder, name).stat().st_size for name in files}
+    if card is not None:
+        sizes[CARD] = len(card.encode())
+    report = PushReport(
+        folder=str(folder),
+        repo_id=repo_id,
+        revision=revision or "main",
+        private=private,
+        files=dict(sorted(sizes.items())),
+        bytes=sum(sizes.values()),
+        card="kept" if card is None else "generated",
+        left_out=left_out,
+        dry_run=dry_run,
+        card_text=card if dry_run else None,
+    )
+    if not dry_run:
+        report.commit = _upload(
+            folder, files, card, report, message or f"Upload {folder.resolve().name} with dlm-bridge"
+        )
+    return report
+
+
+def without_tokens(text: str) -> str:
+    """`text` with everything that is or looks like a Hub token replaced by "***"."""
+    for secret in _known_tokens():
+        text = text.replace(secret, "***")
+    return _TOKEN.sub("***", text)
+
+
+def _contents(folder: Path, repo_id: str, overwrite_card: bool) -> tuple[list[str], list[str], str | None]:
+    """The files to upload, those left out, and the card's text where one is generated. Raises DlmBridgeError."""
+    manifest = read_manifest(folder)
+    if is_peft_folder(folder):
+        adapter = read_config(folder / CONFIG)
+        read_header(inside(folder, WEIGHTS))
+        side = list_side_files(folder, {WEIGHTS})
+        files, left_out, family = [WEIGHTS, *side.carried], list(side.left_out), None
+    else:
+        if not (folder / "config.json").is_file():
+            raise DlmBridgeError(
+                f"{folder}: is neither a Hub checkpoint (config.json) nor a PEFT adapter (adapter_config.json): "
+                "export a Megatron checkpoint first"
+            )
+        checkpoint = HubCheckpoint(folder, manifest.family if manifest else None)
+        checkpoint.check()
+        adapter = None
+        family = checkpoint.family
+        files = sorted({*checkpoint.reader.weight_files(), *checkpoint.hub.files})
+        left_out = list(checkpoint.hub.left_out)
+    files = [name for name in files if not Path(name).name.startswith(".")]
+    if (folder / FILE_NAME).is_file():
+        files.append(FILE_NAME)
+    if CARD in files and not overwrite_card:
+        return files, left_out, None
+    return [name for name in files if name != CARD], left_out, model_card(folder, repo_id, family, manifest, adapter)
+
+
+def _upload(folder: Path, files: list[str], card: str | None, report: PushReport, message: str) -> str:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    operations = [CommitOperationAdd(name, str(inside(folder, name).resolve())) for name in files]
+    if card is not None:
+        operations.append(CommitOperationAdd(CARD, card.encode()))
+    try:
+        api = HfApi(library_name="dlm-bridge")
+        api.create_repo(report.repo_id, private=report.private, exist_ok=True)
+        if report.revision != "main":
+            api.create_branch(report.repo_id, branch=report.revision, exist_ok=True)
+        info = api.create_commit(report.repo_id, operations, commit_message=message, revision=report.revision)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted: nothing was committed to {report.repo_id}") from None
+    except Exception as error:  # whatever the network or the Hub says, it is one line for the user, and no traceback
+        raise DlmBridgeError(_said(report.repo_id, error)) from None
+    return without_tokens(str(info.commit_url))
+
+
+def _said(repo_id: str, error: Exception) -> str:
+    """What went wrong and the remedy, without a token."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    detail = without_tokens(one_line(error))[:300]
+    if status == 401 or type(error).__name__ == "LocalTokenNotFoundError":
+        return f"{repo_id}: the Hub knows no valid token of yours (401): run `hf auth login` or set HF_TOKEN"
+    if status == 403:
+        return f"{repo_id}: your token may not write there (403): use one with write access to it ({detail})"
+    if status == 404:
+        return f"{repo_id}: does not exist on the Hub, or your token may not see it (404): check owner and name"
+    if status is not None:
+        return f"{repo_id}: the Hub refused the upload ({status}): {detail}"
+    # huggingface_hub's HTTP client, whichever it is, has its network errors under this name.
+    network = isinstance(error, OSError) or any(base.__name__ == "TransportError" for base in type(error).__mro__)
+    failed = "the Hub was not reached" if network else "the upload failed"
+    return f"{repo_id}: {failed}: {type(error).__name__}: {detail}"
+
+
+def _known_tokens() -> list[str]:
+    from huggingface_hub import get_token
+
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")
+    found = [get_token(), *(os.environ.get(name) for name in names)]
+    return [token for token in found if token]

@@ -1,0 +1,269 @@
+"""`dlm-bridge push` against a Hub of our own on localhost: what goes up, the card, and tokens that are never said."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert.model_card import front_matter
+from dlm_bridge.convert.push import push, without_tokens
+from tests.checkpoints import write_llada
+from tests.convert.helpers import run_cli
+
+TOKEN = "hf_SecretSecretSecretSecret0123"
+
+
+@dataclass
+class Hub:
+    """Remembers what was asked, and answers as the Hub does, or with `status` and a body that repeats the token."""
+
+    status: int = 200
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+    header: dict[str, Any] = field(default_factory=dict)
+    created: dict[str, Any] = field(default_factory=dict)
+    branches: list[str] = field(default_factory=list)
+
+    def answer(self, path: str, body: bytes) -> Any:
+        if path == "/api/repos/create":
+            self.created = json.loads(body)
+            return {"url": "https://huggingface.co/me/model", "id": "me/model"}
+        if "/branch/" in path:
+            self.branches.append(path.rpartition("/")[2])
+            return {}
+        if "/preupload/" in path:
+            wanted = json.loads(body)["files"]
+            return {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in wanted]}
+        if "/commit/" in path:
+            for line in body.splitlines():
+                item = json.loads(line)
+                if item["key"] == "header":
+                    self.header = item["value"]
+                elif item["key"] == "file":
+                    self.files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+            return {"commitUrl": "https://huggingface.co/me/model/commit/abc", "commitOid": "abc"}
+        return {}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    import huggingface_hub.constants
+
+    state = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            token = self.headers.get("Authorization")
+            state.requests.append((self.command, self.path, token))
+            answer = state.answer(self.path, body) if state.status == 200 else {"error": f"no good: {token}"}
+            data = json.dumps(answer).encode()
+            self.send_response(state.status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            if state.status != 200:
+                self.send_header("X-Error-Message", f"no good: {token}")
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST  # noqa: N815
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # localhost is no network
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    huggingface_hub.close_session()
+    yield state
+    huggingface_hub.close_session()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint without README that went through Megatron, with things beside it that must not go up."""
+    source = write_llada(tmp_path / "source", dtype=torch.bfloat16)
+    (source / "README.md").unlink()
+    Bridge.from_hf(source).to_megatron(tmp_path / "ckpt", Layout())
+    Bridge.from_megatron(tmp_path / "ckpt").to_hf(tmp_path / "model")
+    (tmp_path / "model" / "optimizer.pt").write_bytes(b"state")
+    (tmp_path / "model" / ".netrc").write_text(f"password {TOKEN}")
+    return tmp_path / "model"
+
+
+def test_uploads_the_checkpoint_in_one_commit_with_a_card(
+    hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run_cli(
+        capsys, "push", folder, "me/model", "--private", "--revision", "try", "--message", "First"
+    )
+    assert code == 0, err
+    assert [path for _, path, _ in hub.requests if "/commit/" in path] == ["/api/models/me/model/commit/try"]
+    assert (hub.created["name"], hub.created["organization"]) == ("model", "me")
+    assert hub.created.get("visibility") == "private" or hub.created.get("private") is True
+    assert hub.branches == ["try"]
+    assert hub.header["summary"] == "First"
+    assert any(token == f"Bearer {TOKEN}" for _, _, token in hub.requests)
+    expected = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} - {
+        "optimizer.pt",
+        ".netrc",
+    }
+    assert hub.files.keys() == expected | {"README.md"}
+    assert all(hub.files[name] == (folder / name).read_bytes() for name in expected)
+    card = hub.files["README.md"].decode()
+    assert "library_name: transformers" in card
+    assert "- diffusion-language-model" in card
+    assert "import dlm_bridge" in card
+    assert 'from_pretrained("me/model")' in card
+    assert "Written by dlm-bridge" in card
+    assert "left out: optimizer.pt" in out
+    assert not (folder / "README.md").exists()  # the source is never touched
+    assert TOKEN not in out + err + card
+
+
+def test_own_readme_is_kept_unless_told_otherwise(hub: Hub, folder: Path) -> None:
+    own = "---\nlicense: cc-by-4.0\nlanguage: zh\n---\n# Mine\n"
+    (folder / "README.md").write_text(own)
+    assert push(folder, "me/model").card == "kept"
+    assert hub.files["README.md"].decode() == own
+    assert push(folder, "me/model", overwrite_card=True).card == "generated"
+    card = hub.files["README.md"].decode()
+    assert "# Mine" not in card
+    assert "license: cc-by-4.0" in card
+    assert "language: zh" in card
+
+
+def test_card_of_a_training_run(hub: Hub, folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step-0000020"
+    shutil.copytree(folder, checkpoint)
+    settings = {
+        "model": "GSAI-ML/LLaDA-8B-Base",
+        "objective": "masked",
+        "steps": 30,
+        "lr": 1e-4,
+        "data": ["/secret/path"],
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    rows = [{"step": step, "loss": 5 - step / 10, "tokens": 100 * step} for step in (10, 20, 30)]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    report = push(checkpoint, "me/model", dry_run=True)
+    assert hub.requests == []
+    card = report.card_text or ""
+    assert "base_model: GSAI-ML/LLaDA-8B-Base" in card
+    assert "license: mit" in card  # the family's card knows its checkpoint's
+    assert "| last loss | 3.0 |" in card
+    assert "| last step | 20 |" in card
+    assert "| objective | masked |" in card
+    assert "/secret/path" not in card
+    assert report.files["README.md"] == len(card.encode())
+
+
+def test_an_adapter_folder(hub: Hub, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    adapter = tmp_path / "lora"
+    adapter.mkdir()
+    save_file({"base_model.model.x.lora_A.weight": torch.ones(2, 2)}, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "Qwen/Qwen3-8B"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    push(adapter, "me/lora")
+    assert hub.files.keys() == {"adapter_model.safetensors", "adapter_config.json", "README.md"}
+    card = hub.files["README.md"].decode()
+    assert "library_name: peft" in card
+    assert "base_model: Qwen/Qwen3-8B" in card
+    assert "rank 2, alpha 4" in card
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(401, "hf auth login"), (403, "may not write there"), (404, "does not exist"), (400, "refused the upload (400)")],
+)
+def test_what_the_hub_refuses_is_one_line_without_the_token(
+    hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str], status: int, said: str
+) -> None:
+    hub.status = status
+    code, out, err = run_cli(capsys, "push", folder, "me/model")
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+    assert TOKEN not in out + err
+    assert any(token == f"Bearer {TOKEN}" for _, _, token in hub.requests)  # it was there to be said
+
+
+def test_no_network_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://user:{TOKEN}@127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.close_session()
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    code, out, err = run_cli(capsys, "push", folder, "me/model")
+    assert code == 2
+    assert "the Hub was not reached" in err
+    assert err.count("\n") == 1
+    assert TOKEN not in out + err
+
+
+def test_an_exception_with_a_token_inside_keeps_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the library raises: neither message nor chain has the token."""
+    from huggingface_hub import HfApi
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError(f"Authorization: Bearer {TOKEN} and hf_AnotherTokenOfSomeone99")
+
+    monkeypatch.setattr(HfApi, "create_repo", fail)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(DlmBridgeError) as caught:
+        push(folder, "me/model")
+    assert TOKEN not in str(caught.value)
+    assert "hf_Another" not in str(caught.value)
+    assert caught.value.__suppress_context__
+    assert without_tokens(f"https://me:{TOKEN}@host/x") == "https://***@host/x"
+
+
+def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        ((folder, "no-owner"), "is not a Hub id"),
+        ((tmp_path / "nothing", "me/model"), "no such folder"),
+        ((tmp_path / "ckpt", "me/model"), "export a Megatron checkpoint first"),
+    ):
+        code, _, err = run_cli(capsys, "push", *arguments)
+        assert code == 2
+        assert said in err
+    weights = next(folder.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-8])
+    code, _, err = run_cli(capsys, "push", folder, "me/model")
+    assert code == 2
+    assert "not a whole safetensors file" in err
+
+
+def test_front_matter_of_anything(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    for text, wanted in (
+        ("# no\n", {}),
+        ("---\na: [\n---\n", {}),
+        ("---\na: 1\n---\nx", {"a": 1}),
+        ("---\n- x\n---\n", {}),
+    ):
+        readme.write_text(text)
+        assert front_matter(readme) == wanted
+    assert front_matter(tmp_path / "none") == {}
