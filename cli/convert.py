@@ -50,6 +50,7 @@ KeyStyle = Annotated[
         help="Names in --format torch: te (grouped experts), te-sequential or local (no Transformer Engine)."
     ),
 ]
+WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave an optimizer's state out.")]
 RunConfig = Annotated[bool, typer.Option("--run-config", help="Write Megatron Bridge's run_config.yaml as well.")]
 
 
@@ -178,6 +179,7 @@ def reshard(
     vocab_multiple: Vocab = None,
     key_style: KeyStyle = "te",
     run_config: RunConfig = False,
+    weights_only: WeightsOnly = False,
     like: Like = None,
     hf_config: HfConfig = None,
     family: Family = None,
@@ -203,6 +205,7 @@ def reshard(
             format=format,
             key_style=key_style,
             run_config=run_config,
+            weights_only=weights_only,
             workers=workers,
             overwrite=overwrite,
             resume=resume,

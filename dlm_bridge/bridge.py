@@ -110,6 +110,7 @@ class Bridge:
         format: str = "torch_dist",
         key_style: str = "te",
         run_config: bool = False,
+        weights_only: bool = False,
         workers: int | None = None,
         overwrite: bool = False,
         dry_run: bool = False,
@@ -118,8 +119,9 @@ class Bridge:
     ) -> Report:
         """Write a Megatron checkpoint for the layout. `dtype` is keep, bf16, fp16, fp32 or a torch dtype;
         `vocab_multiple` pads the vocabulary's rows with zeros. `format` "torch" is the legacy one, whose parameters
-        are named by `key_style` te, te-sequential or local; `run_config` adds Megatron Bridge's run_config.yaml."""
-        megatron = MegatronFormat(format, parse_key_style(key_style), run_config)
+        are named by `key_style` te, te-sequential or local; `run_config` adds Megatron Bridge's run_config.yaml.
+        An optimizer's state in the source goes with the weights, or is refused, unless `weights_only`."""
+        megatron = MegatronFormat(format, parse_key_style(key_style), run_config, weights_only)
         options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress, resume, megatron)
         return write_megatron(self.checkpoint, Path(output), layout or Layout(), options, vocab_multiple)
 

@@ -22,6 +22,7 @@ from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.manifest import ShardRecord
 from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE, HUB_FOLDER, MegatronCheckpoint
 from dlm_bridge.convert.moving import Job, move_to_hub, move_to_megatron
+from dlm_bridge.convert.optimizer_state import move_state
 from dlm_bridge.convert.outputs import index_bytes, side_file_digests, write_carried, write_side_files
 from dlm_bridge.convert.planning import HubPlan, MegatronPlan, Options, plan_hub, plan_megatron
 from dlm_bridge.convert.records import Records
@@ -48,6 +49,8 @@ def write_megatron(
     with _unfinished(source, output, plan, options) as (folder, job):
         writer = plan.target.writer(folder / iteration)
         carried = move_to_megatron(job, writer, plan.links, plan.dtypes)
+        if plan.state is not None:
+            move_state(source, plan.state, writer, options.workers)
         hub_folder = folder / HUB_FOLDER
         hub_folder.mkdir(exist_ok=True)
         write_carried(hub_folder / CARRIED_FILE, carried)
@@ -55,6 +58,8 @@ def write_megatron(
         index = index_bytes(source, plan_like(shards, specs), specs, like_source=True) if shards else None
         write_side_files(source, hub_folder, options.dtype, index)
         file_digests = writer.finish(plan.number)
+        if plan.state is not None:
+            (folder / iteration / "common.pt").write_bytes(plan.state.common)
         if options.megatron.run_config:
             write_run_config(folder / iteration, source, plan.links, layout, plan.dtypes)
         manifest = job.records.manifest(options.megatron.name, options.dtype)

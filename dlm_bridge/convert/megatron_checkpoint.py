@@ -120,16 +120,13 @@ class MegatronCheckpoint(Checkpoint):
     def stored_key(self, link: Link) -> str | None:
         """The key that the link's slice is stored under, None where it is missing."""
         tensors = self.reader.contents.tensors
-        return next((key for key, _ in _keys(link) if key in tensors), None)
+        return next((key for key, _ in stored_keys(link) if key in tensors), None)
 
     def folders(self) -> list[Path]:
         return [self.root, self.folder, *([self.hub.folder] if self.hub.folder else [])]
 
     def _notes(self) -> list[str]:
         notes = list(self.notes)
-        state = [key for key in (*self.store.tensors(), *self.store.objects()) if is_training_state(key)]
-        if any("optimizer." in key for key in state):
-            notes.append(f"weights only: {len(state)} tensors and objects of training state are not carried over")
         if full := self.store.histories():
             notes.append(f"extra states with content (an FP8 scaling history) are reset: {first_of(full)}")
         return notes
@@ -140,7 +137,7 @@ class MegatronCheckpoint(Checkpoint):
         if key is None:
             name = link.megatron_key if self.format == "torch_dist" else link.megatron_name
             raise DlmBridgeError(f"{self.where}: tensor {name} is missing")
-        return key, dict(_keys(link))[key]
+        return key, dict(stored_keys(link))[key]
 
     def _check_shape(self, link: Link, key: str, stack: tuple[int, ...]) -> None:
         found = self.reader.tensor(key).shape
@@ -173,7 +170,7 @@ class MegatronCheckpoint(Checkpoint):
         return tuple(self.hub.dtypes.get(name, stored.dtype) for name in link.hub_names)
 
 
-def _keys(link: Link) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
+def stored_keys(link: Link) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
     """The keys that a link's slice may be stored under, each with what is then stacked before it: all layers in one
     tensor, each layer by itself, or each layer and expert by itself."""
     of_layer = link.rule.megatron.replace("{expert}.", "").replace("{layer}", str(link.layer))

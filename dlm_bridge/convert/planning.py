@@ -18,6 +18,7 @@ from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Link
 from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint
 from dlm_bridge.convert.moving import bytes_of, held
+from dlm_bridge.convert.optimizer_state import OptimizerState, carried_note, left_out_note, optimizer_state
 from dlm_bridge.convert.outputs import check_shard_map, shard_plans
 from dlm_bridge.convert.pool import Progress, in_flight, worker_count
 from dlm_bridge.convert.report import Report
@@ -54,6 +55,7 @@ class MegatronPlan:
     target: Target
     iteration: str
     number: int
+    state: OptimizerState | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def plan_megatron(
     for rule in dict.fromkeys(link.rule for link in source.links):
         rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, source.dims)
     if vocab_multiple is None and isinstance(source, MegatronCheckpoint) and source.manifest is not None:
-        vocab_multiple = source.manifest.vocab_multiple
+        asked_for = source.format == options.megatron.name == "torch_dist"  # the legacy format pads by itself
+        vocab_multiple = source.manifest.vocab_multiple if asked_for else None
     vocab_multiple = options.megatron.vocab_multiple(vocab_multiple, layout)
     links = _padded_links(source, vocab_multiple)
     specs = _target_specs(source, options.dtype)
@@ -89,18 +92,20 @@ def plan_megatron(
     if iteration != "release" and not re.fullmatch(r"iter_\d{7,}", iteration):
         iteration = FIRST_ITERATION  # the folder of an iteration that was saved under a name of its own
     number = 0 if iteration == "release" else int(iteration.removeprefix("iter_"))
-    target = plan_target(options.megatron, source, links, layout, dtypes, number)
+    state = None if options.megatron.weights_only else optimizer_state(source, links, options.megatron.name)
+    target = plan_target(options.megatron, source, links, layout, dtypes, number, state)
     report = _report("reshard" if from_megatron else "import", source, output, specs, options)
     report.format, report.layout, report.vocab_multiple = options.megatron.name, layout.as_dict(), vocab_multiple
     report.key_style = options.megatron.key_style if options.megatron.name == "torch" else None
     report.files = {f"{iteration}/{file}": size for file, size in sorted(target.files.items())}
     report.bytes = sum(target.files.values())
     report.notes += notes + _widened(source.links, specs, dtypes)
+    report.notes += left_out_note(source) if state is None else [carried_note(state)]
     shards = source.hub.shards
     if shards:
         check_shard_map(source.where, shards, source.hub_names())
     _tell_cost(report, [held(link, source, dtypes[link.megatron_key]) for link in links])
-    return MegatronPlan(report, specs, links, dtypes, target, iteration, number)
+    return MegatronPlan(report, specs, links, dtypes, target, iteration, number, state)
 
 
 @collector_paused()
@@ -113,7 +118,7 @@ def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int
     report = _report("export", source, output, specs, options)
     report.files = {plan.file: plan.nbytes for plan in plans}
     report.bytes = sum(report.files.values())
-    report.notes += notes
+    report.notes += notes + left_out_note(source)
     _tell_cost(report, [held(link, source, specs[link.hub_names[0]][0]) for link in source.links])
     return HubPlan(report, specs, plans)
 

@@ -37,13 +37,26 @@ class Writer(Protocol):
         """Complete the checkpoint; digests of its files."""
 
 
+class OptimizerTensors(Protocol):
+    """The optimizer's tensors that are written with the weights."""
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """Their slices."""
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """By their keys."""
+
+
 @dataclass(frozen=True)
 class MegatronFormat:
-    """What `--format`, `--key-style` and `--run-config` ask for."""
+    """What `--format`, `--key-style`, `--run-config` and `--weights-only` ask for."""
 
     name: str = "torch_dist"
     key_style: KeyStyle = "te"  # the legacy format's
     run_config: bool = False  # write Megatron Bridge's run_config.yaml as well
+    weights_only: bool = False  # leave an optimizer's state out
 
     def __post_init__(self) -> None:
         if self.name not in FORMATS:
@@ -79,13 +92,18 @@ def plan_target(
     layout: Layout,
     dtypes: dict[str, torch.dtype],
     iteration: int,
+    state: OptimizerTensors | None = None,
 ) -> Target:
-    """Lay the checkpoint out; `links` have their vocabulary padded. Raises DlmBridgeError."""
+    """Lay the checkpoint out; `links` have their vocabulary padded, `state` goes with them into torch_dist.
+
+    Raises DlmBridgeError.
+    """
     if asked.name == "torch":
         args = megatron_args(source, links, layout, promote(list(dtypes.values())), asked.key_style)
         legacy = plan_legacy(links, layout, dtypes, args, asked.key_style, iteration)
         return Target(legacy.files, lambda folder: LegacyWriter(folder, legacy))
-    plan = plan_torch_dist(links, layout, dtypes)
+    more = ([], {}) if state is None else (state.links, state.dtypes)
+    plan = plan_torch_dist([*links, *more[0]], layout, {**dtypes, **more[1]})
     return Target(plan.files, lambda folder: TorchDistWriter(folder, plan))
 
 

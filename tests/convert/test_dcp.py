@@ -103,7 +103,10 @@ def test_megatron_fsdp_becomes_torch_dist(saved: Path, tmp_path: Path, capsys: C
     shutil.copytree(saved / "llada-megatron", root / "iter_0000030")
     (root / "latest_checkpointed_iteration.txt").write_text("30")
     config = ("--hf-config", saved / "llada" / "config.json")
-    assert run_cli(capsys, "reshard", root, tmp_path / "m", "--tp", 2, *config)[0] == 0
+    code, _, err = run_cli(capsys, "reshard", root, tmp_path / "m", "--tp", 2, *config)
+    assert code == 2
+    assert "goes from torch_dist to torch_dist only: give --weights-only" in err
+    assert run_cli(capsys, "reshard", root, tmp_path / "m", "--tp", 2, "--weights-only", *config)[0] == 0
     assert (tmp_path / "m" / "iter_0000030" / ".metadata").is_file()
     assert verify_pair(saved / "llada", tmp_path / "m").equal
 

@@ -87,7 +87,8 @@ def plan_torch_dist(links: Iterable[Link], layout: Layout, dtypes: dict[str, tor
         ep_rank = None if link.expert is None else link.expert // (link.dims.experts // layout.ep)
         shapes[key] = (*(size for _, size in link.stack), *link.megatron_shape)
         module, _, last = key.rpartition(".")
-        if last == "weight" and module.rpartition(".")[2] in _WITH_EXTRA_STATE:
+        of_model = key.startswith(("decoder.", "mtp."))  # and not an optimizer's
+        if of_model and last == "weight" and module.rpartition(".")[2] in _WITH_EXTRA_STATE:
             place = planner.place(layout.rank(pp_rank, 0, ep_rank), empty)
             planner.objects[f"{module}._extra_state/shard_{_shard(link)}"] = place
         pieces = planner.pieces.setdefault(link.megatron_name, [])
@@ -170,7 +171,7 @@ def _stage(link: Link, layout: Layout, stage_of: dict[int, int]) -> int:
     and multi-token prediction are on the last."""
     if link.layer is not None and not link.is_mtp:
         return stage_of[link.layer]
-    return 0 if link.megatron_key.startswith("embedding.") else layout.pp - 1
+    return 0 if link.rule.megatron.startswith("embedding.") else layout.pp - 1
 
 
 def _runs(link: Link, tp: int) -> list[tuple[int, int | None, int, int]]:

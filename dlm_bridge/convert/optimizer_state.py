@@ -1,0 +1,144 @@
+"""The optimizer's state of a `torch_dist` checkpoint, cut anew with the weights.
+
+In the `fully_reshardable` form (and where the optimizer is not distributed) every state is a tensor of its parameter's
+shape, `optimizer.state.exp_avg.decoder.layers...`: it is cut as the parameter is. What is not sharded lies in
+`common.pt`, which is copied byte for byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+
+import torch
+
+from dlm_bridge.convert.checkpoint import Checkpoint, first_of
+from dlm_bridge.convert.mapping import Link, Vocabulary
+from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint, is_training_state, stored_keys
+from dlm_bridge.convert.pool import run_tasks, worker_count
+from dlm_bridge.convert.target import Writer
+from dlm_bridge.errors import DlmBridgeError
+
+_STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.\w+\.)(.+)")
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+
+
+@dataclass(frozen=True)
+class StateLink(Link):
+    """A parameter's slice of one of the optimizer's tensors; `prefix` is what stands before the parameter's key."""
+
+    prefix: str = ""
+
+    @cached_property
+    def parameter(self) -> Link:
+        return Link(self.rule, self.dims, self.layer, self.expert)
+
+    @cached_property
+    def megatron_key(self) -> str:
+        return self.prefix + self.parameter.megatron_key
+
+    @cached_property
+    def megatron_name(self) -> str:
+        return self.prefix + self.parameter.megatron_name
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What is carried: each slice as it is stored (key, index on the stacked axes) and as it will be."""
+
+    slices: list[tuple[str, tuple[int, ...], StateLink]]
+    dtypes: dict[str, torch.dtype]  # by StateLink.megatron_key
+    common: bytes  # common.pt
+
+    @property
+    def links(self) -> list[StateLink]:
+        return [link for _, _, link in self.slices]
+
+
+def left_out_note(source: Checkpoint) -> list[str]:
+    """What a report says of a training state that does not go with the weights."""
+    if not isinstance(source, MegatronCheckpoint):
+        return []
+    state = [key for key in (*source.store.tensors(), *source.store.objects()) if is_training_state(key)]
+    if not any(map(_OPTIMIZER.match, state)):
+        return []
+    return [f"weights only: {len(state)} tensors and objects of training state are not carried over"]
+
+
+def carried_note(state: OptimizerState) -> str:
+    """What a report says of a state that is carried."""
+    kinds = dict.fromkeys(link.prefix.rstrip(".").rpartition(".")[2] for link in state.links)
+    return f"the optimizer's state ({', '.join(kinds)}) is carried over; random number generators' states are not"
+
+
+def optimizer_state(source: Checkpoint, padded: Sequence[Link], format_: str) -> OptimizerState | None:
+    """The state that goes into a checkpoint of `padded` links, None where the source has none.
+
+    Raises DlmBridgeError for a state that cannot be cut anew; --weights-only is the way without it.
+    """
+    if not isinstance(source, MegatronCheckpoint):
+        return None
+    store = source.store
+    found = [key for key in (*store.tensors(), *store.objects()) if _OPTIMIZER.match(key)]
+    if not found:
+        return None
+    remedy = "give --weights-only to leave the optimizer's state out"
+    if (store.format, format_) != ("torch_dist", "torch_dist"):
+        raise DlmBridgeError(f"{source.where}: an optimizer's state goes from torch_dist to torch_dist only: {remedy}")
+    keys = {key for key in found if key in store.tensors()}
+    prefixes = list(dict.fromkeys(match[1] for key in keys if (match := _STATE.fullmatch(key))))
+    slices, used, dtypes = [], set(), {}
+    for prefix in prefixes:
+        for link, wide in zip(source.links, padded, strict=True):
+            for key, stack in stored_keys(link):
+                if prefix + key in keys:
+                    target = StateLink(wide.rule, wide.dims, wide.layer, wide.expert, prefix)
+                    dtypes[target.megatron_key] = _check(source, prefix + key, link, stack)
+                    slices.append((prefix + key, tuple(index for index, _ in stack), target))
+                    used.add(prefix + key)
+                    break
+    odd = [key for key in found if key not in used]
+    if odd:
+        raise DlmBridgeError(
+            f"{source.where}: {first_of(odd)} is not in a parameter's shape, so it cannot be cut anew: save with "
+            f"--dist-ckpt-optim-fully-reshardable, or {remedy}"
+        )
+    common = store.folder / "common.pt"
+    if not common.is_file():
+        raise DlmBridgeError(f"{source.where}: the optimizer's settings are in no common.pt: {remedy}")
+    return OptimizerState(slices, dtypes, common.read_bytes())
+
+
+def move_state(source: Checkpoint, state: OptimizerState, writer: Writer, workers: int | None) -> None:
+    """Write every slice; the rows of a padded vocabulary are zeros."""
+    assert isinstance(source, MegatronCheckpoint)
+    rows = source.dims.vocab
+
+    def move(key: str, stack: tuple[int, ...], link: StateLink) -> None:
+        slice_ = torch.zeros(link.megatron_shape, dtype=state.dtypes[link.megatron_key])
+        own = slice_[:rows] if isinstance(link.rule, Vocabulary) else slice_
+        source.reader.read_into(key, stack, own)
+        writer.write(link, slice_)
+
+    tasks = [
+        (prod(link.megatron_shape) * state.dtypes[link.megatron_key].itemsize, partial(move, key, stack, link))
+        for key, stack, link in state.slices
+    ]
+    run_tasks(tasks, worker_count(workers))
+
+
+def _check(source: MegatronCheckpoint, key: str, link: Link, stack: tuple[tuple[int, int], ...]) -> torch.dtype:
+    """The dtype of a stored state, which must be whole and in its parameter's shape."""
+    stored = source.reader.tensor(key)
+    parameter = source.reader.tensor(source.stored_key(link) or link.megatron_key)
+    if stored.shape != parameter.shape:
+        raise DlmBridgeError(
+            f"{source.where}: {key} has shape {list(stored.shape)}, its parameter {list(parameter.shape)}: give "
+            "--weights-only to leave the optimizer's state out"
+        )
+    source.reader.check_tiled(key)
+    assert stored.dtype is not None
+    return stored.dtype

@@ -1,0 +1,138 @@
+"""An optimizer's state goes through reshard with the weights, or is refused; it is never dropped unasked."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.convert.verify import verify_manifest, verify_pair
+from tests.checkpoints import write_llada
+from tests.convert.helpers import dcp_tensors, run_cli, save_dcp
+from tests.families.case import all_cases
+
+ITERATION = "iter_0000000"
+MIXED = next(case for case in all_cases() if case.name == "llada2_moe")  # a key for each layer
+STATES = ("param", "exp_avg", "exp_avg_sq")
+Capture = pytest.CaptureFixture[str]
+
+
+def train(root: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Give a checkpoint what a training run adds in the fully_reshardable form. Returns the states."""
+    folder = root / ITERATION
+    weights = dcp_tensors(folder)
+    generator = torch.Generator().manual_seed(1)
+    states = {
+        f"optimizer.state.{state}.{key}": torch.randn(tensor.shape, generator=generator).to(dtype)
+        for key, tensor in weights.items()
+        for state in STATES
+        if not key.endswith("expert_bias")
+    }
+    objects = {path.name: path.read_bytes() for path in folder.glob("common.pt")}
+    shutil.rmtree(folder)
+    save_dcp({**weights, **states, "rng_state": torch.zeros(3)}, folder)
+    common = torch.load(folder / "common.pt", weights_only=False)
+    common["optimizer"] = {"optimizer": {"param_groups": [{"lr": 0.1, "step": 7}]}, "param_state_sharding_type": "x"}
+    common["iteration"] = 0
+    torch.save(common, folder / "common.pt")
+    (root / "dlm_bridge.json").unlink()
+    shutil.rmtree(root / "hf")
+    assert objects
+    return states
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+    """(Hub twin, training checkpoint, its states), with a vocabulary that nothing divides."""
+    root = tmp_path_factory.mktemp("trained")
+    sizes = {"vocab_size": 125, "embedding_size": 125, "mask_token_id": 124}
+    hub = write_llada(root / "hub", n_kv_heads=2, dtype=torch.bfloat16, **sizes)
+    Bridge.from_hf(hub).to_megatron(root / "run", Layout(tp=2))
+    return hub, root / "run", train(root / "run")
+
+
+def assert_states(root: Path, states: dict[str, torch.Tensor], vocab: int = 125) -> None:
+    found = dcp_tensors(root / ITERATION)
+    for key, tensor in states.items():
+        if "word_embeddings" in key or "output_layer" in key:
+            assert found[key].shape[0] >= vocab
+            assert not found[key][vocab:].any()
+            assert torch.equal(found[key][:vocab], tensor[:vocab]), key
+        else:
+            assert torch.equal(found[key], tensor), key
+            assert found[key].dtype == tensor.dtype
+    assert {key for key in found if key.startswith("optimizer.")} == states.keys()
+
+
+@pytest.mark.parametrize(
+    "options", [("--tp", 1, "--pp", 2), ("--tp", 2, "--vocab-multiple", 64)], ids=["pp2", "padded"]
+)
+def test_states_are_cut_as_the_weights_are(
+    trained: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: Capture, options: tuple[Any, ...]
+) -> None:
+    hub, run, states = trained
+    code, out, _ = run_cli(capsys, "reshard", run, tmp_path / "m", *options, "--like", hub)
+    assert code == 0
+    assert "optimizer's state (param, exp_avg, exp_avg_sq) is carried over" in " ".join(out.split()).replace("│ ", "")
+    assert_states(tmp_path / "m", states)
+    assert (tmp_path / "m" / ITERATION / "common.pt").read_bytes() == (run / ITERATION / "common.pt").read_bytes()
+    assert verify_manifest(tmp_path / "m").equal
+    assert verify_pair(tmp_path / "m", hub).equal
+    # And once more, back to one rank.
+    Bridge.from_megatron(tmp_path / "m").to_megatron(tmp_path / "again", Layout())
+    assert_states(tmp_path / "again", states)
+
+
+def test_states_of_experts_and_unlike_layers(tmp_path: Path) -> None:
+    MIXED.write(tmp_path / "hub")
+    Bridge.from_hf(tmp_path / "hub").to_megatron(tmp_path / "run", Layout(ep=2))
+    states = train(tmp_path / "run")
+    vocab = Bridge.from_hf(tmp_path / "hub").dims.vocab
+    Bridge.from_megatron(tmp_path / "run", like=tmp_path / "hub").to_megatron(
+        tmp_path / "m", Layout(tp=2, ep=2, etp=1)
+    )
+    assert_states(tmp_path / "m", states, vocab)
+
+
+def test_weights_only(trained: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: Capture) -> None:
+    hub, run, _ = trained
+    code, out, _ = run_cli(capsys, "reshard", run, tmp_path / "m", "--weights-only", "--like", hub)
+    assert code == 0
+    assert "weights only" in out
+    assert not [key for key in dcp_tensors(tmp_path / "m" / ITERATION) if "optimizer" in key]
+    assert (
+        run_cli(capsys, "reshard", run, tmp_path / "l", "--format", "torch", "--weights-only", "--like", hub)[0] == 0
+    )
+    assert verify_pair(tmp_path / "l", hub).equal
+    code, _, err = run_cli(capsys, "reshard", run, tmp_path / "x", "--format", "torch", "--like", hub)
+    assert code == 2
+    assert "from torch_dist to torch_dist only: give --weights-only" in err
+
+
+def test_states_that_cannot_be_cut(
+    trained: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: Capture
+) -> None:
+    hub, run, states = trained
+    weights = {key: tensor for key, tensor in dcp_tensors(run / ITERATION).items() if "optimizer" not in key}
+    key = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
+    for number, (extra, message) in enumerate(
+        (
+            (
+                {"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg": torch.zeros(9)},
+                "cannot be cut anew: save with --dist-ckpt-optim-fully-reshardable",
+            ),
+            ({key: states[key][:8]}, "has shape [8], its parameter [64]: give --weights-only"),
+            ({"optimizer.state.exp_avg.decoder.surprise": torch.zeros(9)}, "decoder.surprise is not in a parameter's"),
+        )
+    ):
+        root = tmp_path / str(number)
+        save_dcp({**weights, **extra}, root / ITERATION)
+        (root / "latest_checkpointed_iteration.txt").write_text("0")
+        code, _, err = run_cli(capsys, "reshard", root, tmp_path / "m", "--like", hub)
+        assert code == 2
+        assert message in err
+        assert err.count("\n") == 1
