@@ -117,15 +117,29 @@ def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
 
 def flops_per_token(model: nn.Module, seq_length: int) -> float:
     """Model FLOPs of training on one token: 6 N + 12 L h s (arXiv 2204.02311, appendix B), where N leaves out an
-    input embedding that is only looked up. Recomputation does not count."""
+    input embedding that is only looked up, and of the experts counts those that a token goes to. Recomputation does not
+    count."""
     config: Any = model.config
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(
+        parameter.numel() * (_expert_share(config) if ".experts." in name else 1.0)
+        for name, parameter in model.named_parameters()
+    )
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     if not config.tie_word_embeddings:
         parameters -= embedding.weight.numel()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_length
     return 6 * parameters + attention
+
+
+def _expert_share(config: Any) -> float:
+    """The part of a layer's experts that a token goes to."""
+    experts = next(
+        getattr(config, name)
+        for name in ("num_experts", "n_routed_experts", "num_local_experts")
+        if getattr(config, name, None)
+    )
+    return config.num_experts_per_tok / experts
 
 
 def peak_flops(device_name: str | None, precision: str) -> float | None:

@@ -1,0 +1,433 @@
+"""Training speed on GPUs: our Megatron engine against megatron-core's own GPTModel, side by side in one run.
+
+    python benchmarks/train.py --model 1.7b --precision bf16 --micro-batch-size 8
+    torchrun --nproc-per-node 4 benchmarks/train.py --model 8b --micro-batch-size 2 --tp 2
+
+A masked diffusion step (forward, backward, optimizer) on made-up tokens, sequence 4096, bidirectional attention. The
+peer is megatron-core's GPTModel with Transformer Engine's layers, as its users run it: logits of every position,
+Transformer Engine's cross entropy, the same layout, data parallelism and optimizer. Medians over the steps after
+warm-up, one side after the other in one process. Prints a result line, and with --json FILE appends it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+import dlm_bridge.convert.initial_checkpoint as initial_checkpoint
+from dlm_bridge.models.initialisation import Constant
+from dlm_bridge.train.config import TrainConfig
+
+SEQUENCE = 4096
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.7b": {
+        "architectures": ["A2DQwen3LMHeadModel"],
+        "model_type": "a2d-qwen3",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "mask_token_id": 151669,
+    },
+    "8b": {
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        "activation_type": "silu",
+        "block_type": "llama",
+        "d_model": 4096,
+        "mlp_hidden_size": 12288,
+        "n_layers": 32,
+        "n_heads": 32,
+        "n_kv_heads": 32,
+        "vocab_size": 126464,
+        "embedding_size": 126464,
+        "mask_token_id": 126336,
+        "eos_token_id": 126081,
+        "pad_token_id": 126081,
+        "max_sequence_length": 32768,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "weight_tying": False,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "layer_norm_type": "rms",
+        "rope": True,
+        "alibi": False,
+    },
+    "moe": {
+        "architectures": ["LLaDAMoEModelLM"],
+        "model_type": "llada",
+        "hidden_size": 2048,
+        "dense_intermediate_size": 8192,
+        "expert_intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_layer_freq": [1] * 16,
+        "norm_topk_prob": None,
+        "qk_layernorm": True,
+        "vocab_size": 157184,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 8192,
+        "rope_theta": 50000,
+        "partial_rotary_factor": 1,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "mask_token_id": 156895,
+        "eos_token_id": 156892,
+        "pad_token_id": 156892,
+    },
+}
+
+
+def main() -> None:
+    arguments = parse()
+    # Values do not matter for speed: drawn on the GPU, which takes seconds where a CPU takes minutes.
+    initial_checkpoint.initialise = draw
+    with tempfile.TemporaryDirectory() as folder:
+        config = run_config(arguments, Path(folder))
+        row: dict[str, Any] = {"model": arguments.model, "precision": arguments.precision, "layout": layout(arguments)}
+        for side, make in (("ours", ours), ("peer", peer)):
+            if arguments.only not in (None, side):
+                continue
+            try:
+                row[side] = measure(*make(config), arguments)
+            except Exception as error:
+                row[side] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+                if arguments.debug:
+                    raise
+            free()
+    if dist.get_rank() == 0:
+        if all("tokens_per_s" in row.get(side, {}) for side in ("ours", "peer")):
+            row["ratio"] = row["ours"]["tokens_per_s"] / row["peer"]["tokens_per_s"]
+        print("RESULT " + json.dumps(row), flush=True)
+        if arguments.json:
+            with open(arguments.json, "a") as file:
+                file.write(json.dumps(row) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="1.7b")
+    parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
+    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--micro-batch-size", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--seq-length", type=int, default=SEQUENCE)
+    for name in ("tp", "pp", "vp", "cp", "ep"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--fsdp")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--set", action="append", default=[], help="of ours: a field of the run's configuration, K=V")
+    parser.add_argument("--megatron", action="append", default=[], help="of ours: GROUP.KEY=VALUE")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--only", choices=("ours", "peer"))
+    parser.add_argument("--profile", action="store_true", help="print where the time of one of our steps goes")
+    parser.add_argument("--json")
+    parser.add_argument("--debug", action="store_true")
+    return parser.parse_args()
+
+
+def layout(arguments: argparse.Namespace) -> str:
+    sizes = [
+        f"{name}{getattr(arguments, name)}" for name in ("tp", "pp", "vp", "cp", "ep") if getattr(arguments, name) > 1
+    ]
+    return " ".join([f"gpus{world()}", *sizes, *([arguments.fsdp] if arguments.fsdp else [])]) + (
+        f" batch {arguments.micro_batches} x {arguments.micro_batch_size} x {arguments.seq_length}"
+    )
+
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def run_config(arguments: argparse.Namespace, folder: Path) -> TrainConfig:
+    import yaml
+
+    shape = dict(SHAPES[arguments.model])
+    if arguments.layers:
+        key = "n_layers" if "n_layers" in shape else "num_hidden_layers"
+        shape[key] = arguments.layers
+        if "moe_layer_freq" in shape:
+            shape["moe_layer_freq"] = [1] * arguments.layers
+    (folder / "config.json").write_text(json.dumps(shape))
+    replicas = world() // (arguments.tp * arguments.pp * arguments.cp)
+    sgd = ["optimizer.sgd_momentum=0.0"] if arguments.optimizer == "sgd" else []
+    settings = dict(pair.split("=", 1) for pair in arguments.set)
+    return TrainConfig(
+        engine="megatron",
+        model=str(folder),
+        from_scratch=True,
+        data=["mock"],
+        output=str(folder / "run"),
+        steps=1000,
+        seq_length=arguments.seq_length,
+        micro_batch_size=arguments.micro_batch_size,
+        global_batch_size=arguments.micro_batch_size * arguments.micro_batches * replicas,
+        precision=arguments.precision,
+        tp=arguments.tp,
+        pp=arguments.pp,
+        vp=arguments.vp,
+        cp=arguments.cp,
+        ep=arguments.ep,
+        fsdp=arguments.fsdp,
+        optimizer=arguments.optimizer,
+        recompute=arguments.recompute,
+        length_variation=0.0,
+        lr=1e-5,
+        distributed_optimizer=world() > 1,
+        megatron=[*arguments.megatron, *sgd],
+        **{name: yaml.safe_load(value) for name, value in settings.items()},
+    )
+
+
+def draw(name: str, shape: tuple[int, ...], distribution: Any, seed: int) -> torch.Tensor:
+    if isinstance(distribution, Constant):
+        return torch.full(shape, distribution.value, device="cuda")
+    return torch.randn(shape, device="cuda") * distribution.std
+
+
+def ours(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None], Any]:
+    """A step of the engine as `pretrain` takes it."""
+    from dlm_bridge.train.data.loader import Prefetcher
+    from dlm_bridge.train.megatron.engine import assemble
+
+    trainer = assemble(config, Console(quiet=True))
+    trainer.prefetcher = Prefetcher(trainer._produce, 1)
+
+    def step(number: int) -> float:
+        return trainer.step(number, False)[0].loss
+
+    return step, trainer.close, trainer
+
+
+def peer(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None], Any]:
+    """megatron-core's GPTModel with its own data parallelism, optimizer and schedule."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from dlm_bridge.bridge import Bridge
+    from dlm_bridge.parallel.config import model_config
+    from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
+    from dlm_bridge.train.megatron.engine import join
+    from dlm_bridge.train.megatron.setup import DTYPES, build_optimizer, layout_of, wrap
+
+    parallel = join(config)
+    bridge = Bridge.from_scratch(config.model, 0)
+    fp8 = (
+        {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+        if config.precision == "fp8"
+        else {}
+    )
+    moe = (
+        {
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": True,
+            "moe_permute_fusion": True,
+            "moe_router_load_balancing_type": "none",
+        }
+        if bridge.dims.experts
+        else {}
+    )
+    recompute = (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        if config.recompute == "full"
+        else {}
+    )
+    described = model_config(
+        bridge.mapping,
+        bridge.config,
+        bridge.dims,
+        layout_of(config),
+        DTYPES[config.precision],
+        parallel,
+        sequence_parallel=config.tp > 1,
+        apply_rope_fusion=True,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=True,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,  # its output layer needs apex for it
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te",
+        overlap_p2p_comm=config.vp > 1,
+        batch_p2p_comm=config.vp == 1,
+        deallocate_pipeline_outputs=config.pp > 1,
+        init_method=torch.nn.init.normal_,
+        output_layer_init_method=torch.nn.init.normal_,
+        embedding_init_method=torch.nn.init.normal_,
+        **fp8,
+        **moe,
+        **recompute,
+    )
+    arguments = {name: value for name, value in described.arguments.items() if name != "vocab"}
+    chunks = []
+    for number in range(config.vp):
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=bridge.dims.experts or None,
+            moe_grouped_gemm=bool(bridge.dims.experts),
+            qk_layernorm=described.transformer.qk_layernorm,
+        )
+        spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        model = GPTModel(
+            described.transformer,
+            spec,
+            pre_process=stage == 0 and number == 0,
+            post_process=stage == config.pp - 1 and number == config.vp - 1,
+            vp_stage=number if config.vp > 1 else None,
+            **arguments,
+        )
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter.data, std=0.02)
+        chunks.append(model.cuda())
+    wrapped = wrap(chunks, config)
+    optimizer = build_optimizer(wrapped, config)
+    wrapped[0].config.finalize_model_grads_func = finalize
+    schedule = get_forward_backward_func()
+    local = config.seq_length // config.cp
+    shape = (config.micro_batch_size, local)
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    # Half of the positions masked, on average, each step anew: what the objective asks of both sides.
+    mask_token = bridge.config["mask_token_id"]
+    positions = torch.arange(local, device="cuda")[None].expand(shape).contiguous()
+    count = config.global_batch_size // config.micro_batch_size // parallel_state.get_data_parallel_world_size()
+
+    def data() -> Iterator[tuple[torch.Tensor, ...]]:
+        while True:
+            labels = torch.randint(0, mask_token, shape, device="cuda", generator=generator)
+            level = torch.rand(shape[0], 1, device="cuda", generator=generator)
+            masked = torch.rand(shape, device="cuda", generator=generator) < level
+            yield torch.where(masked, mask_token, labels), labels, masked / level
+
+    def forward(batches: Iterator[tuple[torch.Tensor, ...]], model: Any) -> tuple[torch.Tensor, Any]:
+        tokens, labels, weights = next(batches)
+
+        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            total = (losses.float() * weights).sum() / (config.global_batch_size * config.seq_length)
+            return total, torch.zeros((), dtype=torch.int, device="cuda"), total.detach()
+
+        return model(tokens, positions, None, labels=labels), loss
+
+    iterators = [data() for _ in wrapped]
+
+    def step(number: int) -> float:
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        results = schedule(
+            forward_step_func=forward,
+            data_iterator=iterators if len(wrapped) > 1 else iterators[0],
+            model=wrapped if len(wrapped) > 1 else wrapped[0],
+            num_microbatches=count,
+            seq_length=config.seq_length,
+            micro_batch_size=config.micro_batch_size,
+            forward_only=False,
+        )
+        optimizer.step()
+        total = torch.stack(results).sum() if results else torch.zeros((), device="cuda")
+        dist.all_reduce(total)
+        return float(total)
+
+    return step, lambda: None, None
+
+
+def finalize(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+    """Gradients stay sums, as on our side."""
+    from dlm_bridge.parallel.core import finalize_model_grads
+
+    finalize_model_grads(model, None, **kwargs)
+
+
+def measure(
+    step: Callable[[int], float], close: Callable[[], None], trainer: Any, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    torch.cuda.reset_peak_memory_stats()
+    seconds, started = [], time.perf_counter()
+    for number in range(1, arguments.warmup + arguments.steps + 1):
+        torch.cuda.synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        loss = step(number)
+        torch.cuda.synchronize()
+        if number > arguments.warmup:
+            seconds.append(time.perf_counter() - began)
+        elif number == 1:
+            first = time.perf_counter() - started
+    if arguments.profile and trainer is not None:
+        profile(step, arguments.warmup + arguments.steps + 1)
+    close()
+    tokens = arguments.micro_batch_size * arguments.micro_batches * arguments.seq_length
+    tokens /= arguments.tp * arguments.pp * arguments.cp
+    median = statistics.median(seconds)
+    found = {
+        "tokens_per_s": tokens / median,  # per GPU
+        "step_s": median,
+        "spread": (max(seconds) - min(seconds)) / median,
+        "first_step_s": first,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "loss": loss,
+    }
+    if trainer is not None and trainer.peak_flops:
+        found["mfu"] = found["tokens_per_s"] * trainer.flops_per_token / trainer.peak_flops
+    return found
+
+
+def profile(step: Callable[[int], float], number: int) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        step(number)
+        torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        table = profiled.key_averages().table(sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=70)
+        rows = [line for line in table.splitlines() if line.strip()]
+        for line in rows:
+            cells = line.split("  ")
+            print("PROFILE", " ".join(cell.strip() for cell in (cells[0], *cells[-6:]) if cell.strip())[:160])
+
+
+def free() -> None:
+    from dlm_bridge.parallel import groups
+
+    groups.destroy()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
