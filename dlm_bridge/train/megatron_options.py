@@ -42,7 +42,7 @@ class MegatronOptions:
     ep: int = option(1, "Expert parallel size.")
     etp: int | None = option(None, "Expert tensor parallel size; tp by default.")
     sequence_parallel: bool | None = option(None, "Shard activations over tp; on by itself where tp is above 1.")
-    distributed_optimizer: bool = option(True, "Shard the optimizer's state over data parallel ranks (ZeRO-1).")
+    distributed_optimizer: bool = option(True, "Shard AdamW's state over data parallel ranks (ZeRO-1).")
     fsdp: str | None = option(None, "Megatron FSDP instead: " + ", ".join(FSDP_STRATEGIES) + ".")
     overlap_communication: bool = option(True, "Overlap gradient and parameter communication with computation.")
     tp_comm_overlap: bool = option(False, "Overlap tensor parallel communication with matrix products (needs te).")
@@ -106,7 +106,7 @@ def check_megatron_options(options: MegatronOptions, engine: str, precision: str
     if engine != "megatron":
         if precision == "fp8":
             raise DlmBridgeError("--precision fp8 needs --engine megatron")
-        shared = ("optimizer", "save_steps", "trackers")
+        shared = ("save_steps", "trackers")
         for known in dataclasses.fields(MegatronOptions):
             default = known.default if known.default is not dataclasses.MISSING else []
             if known.name not in shared and getattr(options, known.name) != default:
@@ -142,6 +142,8 @@ def check_megatron_options(options: MegatronOptions, engine: str, precision: str
         raise DlmBridgeError(
             f"--fsdp {options.fsdp} with --pp {options.pp}: megatron-core's FSDP has no pipeline: choose one of them"
         )
+    if options.fsdp and options.optimizer != "adamw":
+        raise DlmBridgeError(f"--fsdp with --optimizer {options.optimizer}: megatron-core's FSDP has AdamW only")
     if options.fsdp and options.optimizer_cpu_offload:
         raise DlmBridgeError("--fsdp with --optimizer-cpu-offload: megatron-core offloads without FSDP only")
     if options.sequence_parallel is False and options.tp > 1 and options.ep > 1:

@@ -127,7 +127,8 @@ def _experts(config: TrainConfig, engine: bool, tokens: int) -> dict[str, Any]:
 
 def wrap(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
     """The model's chunks in megatron-core's data parallelism, DDP or FSDP, in training mode."""
-    sharded = config.distributed_optimizer or config.fsdp is not None
+    # megatron-core shards the state of Adam only; plain gradient descent has next to none.
+    sharded = (config.distributed_optimizer and config.optimizer == "adamw") or config.fsdp is not None
     settings: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "overlap_grad_reduce": config.overlap_communication,
