@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -51,7 +51,8 @@ def plan(
     moe_dispatcher: Annotated[str, typer.Option(help="alltoall, allgather or flex.")] = "alltoall",
     gradients: Annotated[str, typer.Option(help="Dtype of the gradient buffer: fp32 or bf16.")] = "fp32",
     objective: Annotated[
-        str | None, typer.Option(help="block doubles the tokens (two streams); the family's own by default.")
+        str | None,
+        typer.Option(help="As of pretrain, the family's own by default; block reads two streams."),
     ] = None,
     all_logits: Annotated[
         bool, typer.Option("--all-logits", help="Logits of every position at once, as other trainers hold them.")
@@ -84,6 +85,7 @@ def plan(
     from dlm_bridge.plan import Run, memory_plan, open_model
     from dlm_bridge.plan.hardware import Hardware
     from dlm_bridge.plan.recommend import recommend as run_search
+    from dlm_bridge.plan.training import objective_settings
 
     if gradients not in ("fp32", "bf16"):
         raise DlmBridgeError(f"--gradients {gradients}: choose fp32 or bf16")
@@ -115,7 +117,7 @@ def plan(
         moe_dispatcher=moe_dispatcher,
         gradient_bytes=4 if gradients == "fp32" else 2,
         all_logits=all_logits,
-        **_objective(objective or model.family.objective),
+        **objective_settings(objective or model.family.objective),
     )
     memory = parse_size(gpu_memory, "--gpu-memory")
     assert memory is not None
@@ -134,10 +136,3 @@ def plan(
     plan_views.show_plan(shown, found, memory, as_json)
     if shown.peak.total > memory:
         raise typer.Exit(1)
-
-
-def _objective(name: str) -> dict[str, Any]:
-    """How often a sequence stands in the input, and the mean share of its positions that have a loss."""
-    if name in ("causal", "hybrid"):
-        return {"loss_share": 1.0}
-    return {"streams": 2 if name == "block" else 1, "loss_share": 0.5}

@@ -70,35 +70,21 @@ def test_ranks_of_an_expert_checkpoint_hold_what_the_plan_says(tmp_path: Path, l
 
 
 def _check_ranks(folder: Path, layout: Layout, output: Path) -> None:
-    """Sum the elements in every rank's file, what is replicated over tensor parallel ranks for each of them."""
+    """Sum the elements in the files of each stage's ranks. A tensor that tensor parallel ranks hold each whole is in
+    one file only, and counts for all of them."""
     Bridge.from_hf(folder).to_megatron(output, layout)
     reader = TorchDistReader(output / "iter_0000000")
     inner = layout.world_size // layout.pp
     held = [0] * layout.pp
     for key, tensor in reader.contents.tensors.items():
-        whole = len({chunk.place.file for chunk in tensor.chunks}) > 1  # cut over ranks, or over stages
+        replicated = any(word in key for word in ("layernorm", "layer_norm", "router"))
         for chunk in tensor.chunks:
             rank = int(chunk.place.file.split("_")[2])
-            expert = ".experts." in key
-            cut = whole and chunk.sizes != (*(1 for _ in tensor.shape[: -len(chunk.sizes)]), *tensor.shape)
-            ranks = 1
-            if not expert:  # dense tensors stand once for the tensor parallel group, which is `tp` ranks
-                own = [c for c in tensor.chunks if c.offsets[:1] == chunk.offsets[:1]]
-                split = sum(prod(c.sizes) for c in own) != prod(chunk.sizes) and cut
-                ranks = 1 if split or _is_split(key) else layout.tp
-            held[rank // inner] += ranks * prod(chunk.sizes)
-    model = open_model(folder)
-    plan = memory_plan(model, Run(layout=layout, gpus=layout.world_size, seq_length=64))
+            held[rank // inner] += prod(chunk.sizes) * (layout.tp if replicated else 1)
+    plan = memory_plan(open_model(folder), Run(layout=layout, gpus=layout.world_size, seq_length=64))
     for stage, found in zip(plan.stages, held, strict=True):
-        experts = stage.parameters.get("experts", 0) * layout.ep * layout.expert_tp
-        dense = (stage.held - stage.parameters.get("experts", 0)) * layout.tp
-        assert dense + experts == found
-
-
-def _is_split(key: str) -> bool:
-    """Whether tensor parallel ranks each hold a part."""
-    norms = ("layernorm", "layer_norm", "router")
-    return not any(word in key for word in norms)
+        experts = stage.parameters.get("experts", 0)
+        assert (stage.held - experts) * layout.tp + experts * layout.ep * layout.expert_tp == found
 
 
 def test_multi_token_prediction_is_left_out_and_said() -> None:

@@ -1,0 +1,66 @@
+"""The plan of a training configuration is the plan of the same settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dlm_bridge import DlmBridgeError, Layout
+from dlm_bridge.plan import Run, memory_plan
+from dlm_bridge.plan.model import model_of
+from dlm_bridge.plan.training import objective_settings, training_plan
+from dlm_bridge.train.config import TrainConfig
+from tests.plan import configs
+
+
+def settings(**changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {
+        "model": "llada",
+        "data": ["mock"],
+        "output": "run",
+        "engine": "megatron",
+        "precision": "bf16",
+        "tp": 2,
+        "pp": 2,
+        "global_batch_size": 16,
+        "micro_batch_size": 2,
+        "seq_length": 4096,
+    }
+    return TrainConfig(**{**values, **changes})
+
+
+def test_is_the_plan_of_the_same_settings() -> None:
+    config = settings(recompute="selective", recompute_modules="mlp,layernorm", pipeline_split="15,17")
+    plan = training_plan(config, configs.LLADA_8B, 8)
+    run = Run(
+        layout=Layout(tp=2, pp=2, first_stage=15, last_stage=17),
+        gpus=8,
+        seq_length=4096,
+        micro_batch_size=2,
+        global_batch_size=16,
+        recompute="selective",
+        recompute_modules=("mlp", "layernorm"),
+        loss_share=0.5,
+    )
+    assert plan.stages == memory_plan(model_of(configs.LLADA_8B, "llada"), run).stages
+    assert [stage.layers for stage in plan.stages] == [15, 17]
+
+
+def test_without_a_micro_batch_size_a_rank_takes_its_share_at_once() -> None:
+    plan = training_plan(settings(pp=1, micro_batch_size=None), configs.LLADA_8B, 8)
+    assert (plan.run.micro_batch_size, plan.run.micro_batches) == (4, 1)
+
+
+def test_objectives_read_one_stream_or_two() -> None:
+    assert objective_settings("masked") == {"streams": 1, "loss_share": 0.5}
+    assert objective_settings("causal") == {"streams": 1, "loss_share": 1.0}
+    assert objective_settings("block")["streams"] == 2
+    assert objective_settings("nemotron") == {"streams": 2, "loss_share": 1.5}
+    with pytest.raises(DlmBridgeError, match="--objective guess: choose one of masked"):
+        objective_settings("guess")
+
+
+def test_a_layout_that_the_gpus_cannot_have_is_refused() -> None:
+    with pytest.raises(DlmBridgeError, match="--gpus 6 is no multiple"):
+        training_plan(settings(), configs.LLADA_8B, 6)
