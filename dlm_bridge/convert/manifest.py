@@ -41,7 +41,7 @@ class ShardRecord:
 class Manifest:
     """The content of dlm_bridge.json. `config` is the Hub's config.json; `layout` is None for a Hub folder."""
 
-    format: str  # "torch_dist" or "huggingface"
+    format: str  # "torch_dist", "torch" (Megatron's legacy one) or "huggingface"
     family: str
     config: dict[str, Any]
     dtype: str  # "keep", or what the weights were cast to

@@ -9,6 +9,7 @@ import sys
 import types
 import zipfile
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert.formats.torch_file import read_torch_file
 from dlm_bridge.convert.inspect import inspect_checkpoint
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
-from tests.checkpoints import write_llada
+from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
+from tests.checkpoints import write_hub_folder, write_llada
 from tests.convert.helpers import hub_tensors, run_cli, same, tree
 from tests.families.case import all_cases
 
@@ -106,6 +109,19 @@ def test_experts_cut_finer_than_the_ranks_of_a_layer(tmp_path: Path) -> None:
     assert list(ranks(tmp_path / "m")) == ["mp_rank_00_000", "mp_rank_01_000", "mp_rank_02_001", "mp_rank_03_001"]
     Bridge.from_megatron(tmp_path / "m").to_hf(tmp_path / "out")
     assert tree(tmp_path / "out") == tree(tmp_path / "hub")
+
+
+@pytest.mark.parametrize("label", ["deepseek-v3", "glm4-moe"])
+def test_latent_attention_and_prediction_layers(label: str, tmp_path: Path) -> None:
+    """The last stage has multi-token prediction layers, and the embedding that they need."""
+    case = next(case for case in AUTOREGRESSIVE if case.label == label)
+    write_hub_folder(tmp_path / "hub", case.config, case.tensors())
+    Bridge.from_hf(tmp_path / "hub").to_megatron(tmp_path / "m", Layout(pp=2, ep=2), format="torch")
+    last = ranks(tmp_path / "m")["mp_rank_00_001_000"]["model"]
+    assert "mtp.layers.0.eh_proj.weight" in last
+    assert "embedding.word_embeddings.weight" in last
+    assert verify_manifest(tmp_path / "m").equal
+    assert verify_pair(tmp_path / "m", tmp_path / "hub").equal
 
 
 def test_reshard_between_the_formats(llada: Path, legacy: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -315,3 +331,22 @@ def test_casts_and_widened_norms(tmp_path: Path) -> None:
 
 def test_namespace_is_argparse(legacy: Path) -> None:
     assert all(type(content["args"]) is argparse.Namespace for content in ranks(legacy).values())
+
+
+def test_damaged_files_never_crash(legacy: Path, tmp_path: Path) -> None:
+    """Random bytes in the pickle, the headers and the directory: refused in one line, or read as what they now say."""
+    source = legacy / ITERATION / "mp_rank_00_000" / "model_optim_rng.pt"
+    data, path, random = source.read_bytes(), tmp_path / "x.pt", Random(7)
+    messages = []
+    for _ in range(400):
+        changed = bytearray(data)
+        for _ in range(random.randrange(1, 4)):
+            place = random.randrange(6000) if random.random() < 0.6 else len(data) - 1 - random.randrange(6000)
+            changed[place] = random.randrange(256)
+        path.write_bytes(changed)
+        try:
+            read_torch_file(path)
+        except DlmBridgeError as error:
+            messages.append(str(error))
+    assert len(messages) > 50
+    assert all("x.pt" in message and "\n" not in message for message in messages)
