@@ -456,3 +456,94 @@ def test_command_line(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     code, _, err = run_cli(capsys, "adapter", "import", adapter, tmp_path / "m", "--base", llama)
     assert code == 2
     assert "exists" in err
+
+
+def test_latent_attention_and_leading_dense_layers(tmp_path: Path) -> None:
+    """DeepSeek-V3: its down-projections are whole on every rank, and its layers stand under keys of their own, so that
+    an adapter of the dense ones alone converts too."""
+    config = {
+        **LLAMA,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+    }
+    from dlm_bridge.models.autoregressive.deepseek_v3 import MAPPING
+
+    dims = MAPPING.dims(config)
+    links = list(MAPPING.links(dims))
+    shapes = {name: shape for link in links for name, shape in zip(link.hub_names, link.hub_shapes, strict=True)}
+    base = write_hub_folder(tmp_path / "v3", config, {name: torch.randn(shape) for name, shape in shapes.items()})
+    adapter = tmp_path / "lora"
+    adapter.mkdir()
+    targets = (
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    factors = {}
+    for name, shape in shapes.items():
+        if name.split(".")[-2] in targets and ".experts." not in name:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            factors[f"{module}.lora_A.weight"] = torch.randn(RANK, shape[1])
+            factors[f"{module}.lora_B.weight"] = torch.randn(shape[0], RANK)
+    save_file(factors, adapter / WEIGHTS, metadata={"format": "pt"})
+    (adapter / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}))
+    out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2, pp=2, ep=2, etp=1))
+    stored = dcp_tensors(out / "iter_0000000")
+    assert "decoder.layers.0.self_attention.linear_q_down_proj.adapter.linear_in.weight" in stored
+    assert "decoder.layers.1.mlp.shared_experts.linear_fc1.adapter.adapter_up.linear_out.weight" in stored
+    again = load_file(back(base, out, tmp_path / "again") / WEIGHTS)
+    assert factors.keys() == again.keys()
+    assert all(same(factors[name], again[name]) for name in factors)
+
+
+def test_one_fused_tensor_on_the_hub(tmp_path: Path) -> None:
+    """LLaDA2 has query, key and value in one tensor, whose rows Megatron orders by query groups."""
+    from tests.families.llada2_moe import CONFIG as LLADA2
+    from tests.families.llada2_moe import tensors
+
+    base = write_hub_folder(tmp_path / "llada2", LLADA2, tensors(LLADA2, dtype=torch.bfloat16))
+    fused = [name for name in hub_tensors(base) if name.endswith("query_key_value.weight")]
+    adapter = tmp_path / "lora"
+    adapter.mkdir()
+    factors = {}
+    for name in fused:
+        rows, columns = hub_tensors(base)[name].shape
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        factors[f"{module}.lora_A.weight"] = torch.randn(RANK, columns)
+        factors[f"{module}.lora_B.weight"] = torch.randn(rows, RANK)
+    save_file(factors, adapter / WEIGHTS, metadata={"format": "pt"})
+    (adapter / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}))
+    out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2))
+    again = load_file(back(base, out, tmp_path / "again") / WEIGHTS)
+    assert factors.keys() == again.keys()
+    assert all(same(factors[name], again[name]) for name in factors)
+    opened = open_any(base)
+    delta = open_adapter(adapter, opened).delta(fused[0])
+    link = opened.link_of[fused[0]]
+    stored = dcp_tensors(out / "iter_0000000")
+    key = link.megatron_key.removesuffix("weight") + "adapter."
+    product = stored[f"{key}linear_out.weight"] @ stored[f"{key}linear_in.weight"] * (ALPHA / RANK)
+    torch.testing.assert_close(product, link.to_megatron([delta]), rtol=1e-5, atol=1e-5)
+    with pytest.raises(DlmBridgeError, match="one fused tensor on the Hub: use --style fused"):
+        to_megatron(base, adapter, tmp_path / "out2", style="canonical")
