@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.collector import collector_paused
 from dlm_bridge.convert.dcp_checkpoint import DcpCheckpoint, dcp_folder
 from dlm_bridge.convert.formats.megatron_store import is_megatron
 from dlm_bridge.convert.hub_checkpoint import open_hub
 from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint, hub_side_like, hub_side_of_config
 from dlm_bridge.errors import DlmBridgeError
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
-
+@collector_paused()
 def open_megatron(
     path: str | os.PathLike[str],
     like: str | os.PathLike[str] | None = None,
@@ -47,20 +45,6 @@ def open_any(path: str | os.PathLike[str], revision: str | None = None, family: 
     if folder.is_dir() and (is_megatron(folder) or dcp_folder(folder) is not None):
         return open_megatron(folder, family=family)
     return open_hub(os.fspath(path), revision, family)
-
-
-def parse_size(text: str | int | None, option: str = "--shard-size") -> int | None:
-    """ "5GB" is 5 * 10**9 bytes and "5GiB" 5 * 2**30, as the Hub writes sizes. Raises DlmBridgeError."""
-    if text is None or isinstance(text, int):
-        return text
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if not match or (match[3] and not match[2]):
-        raise DlmBridgeError(f"{option} {text}: write a size such as 5GB or 500MB")
-    unit = match[2].upper()
-    size = int(float(match[1]) * (_BINARY_UNITS[unit] if match[3] else _UNITS[unit]))
-    if size < 1:
-        raise DlmBridgeError(f"{option} {text}: must be at least one byte")
-    return size
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:

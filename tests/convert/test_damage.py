@@ -31,7 +31,6 @@ def told(root: Path, file: str) -> str:
     try:
         verdict = verify_manifest(root, workers=1)
     except DlmBridgeError as error:
-        assert len(str(error).splitlines()) == 1
         return str(error)
     assert not verdict.equal, f"a change in {file} is not seen"
     return "\n".join(f"{item.name} {item.kind} {item.detail}" for item in verdict.differences)
@@ -43,9 +42,13 @@ def test_a_changed_bit_anywhere_is_seen(written: dict[str, Path], kind: str) -> 
     assert verify_manifest(root).equal
     chance = random.Random(kind)
     files = sorted(path for path in root.rglob("*") if path.is_file())
-    assert {".metadata", "common.pt", "tokenizer.json", "dlm_bridge.json"} <= {
-        file.name for file in files
-    } or kind != "m"
+    expected = {
+        "config.json",
+        "tokenizer.json",
+        "dlm_bridge.json",
+        *((".metadata", "common.pt") if kind == "m" else ()),
+    }
+    assert expected <= {file.name for file in files}
     tensors = set(Bridge.from_megatron(root).hub_names() if kind == "m" else Bridge.from_hf(root).hub_names())
     for file in files:
         data = file.read_bytes()

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dlm_bridge.convert.formats.pickle_guard import check_pickle
 from dlm_bridge.convert.tensors import WEIGHT_DTYPES
 from dlm_bridge.errors import DlmBridgeError, one_line
 
@@ -81,14 +82,16 @@ def read_metadata(folder: Path) -> Contents:
     """
     path = folder / FILE_NAME
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes()), path).load()
+        data = path.read_bytes()
+        check_pickle(data)
+        metadata = _MetadataUnpickler(io.BytesIO(data), path).load()
         contents = _contents(metadata)
     except FileNotFoundError:
         raise DlmBridgeError(f"{folder} is not a torch_dist checkpoint: it has no {FILE_NAME}") from None
     except DlmBridgeError:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise DlmBridgeError(f"{path}: is not a checkpoint's metadata: {one_line(error)}") from None
+        raise DlmBridgeError(f"{path}: is not a checkpoint's metadata: {one_line(error)[:300]}") from None
     sizes: dict[str, int] = {}
     for name, tensor in contents.tensors.items():
         for chunk in tensor.chunks:
@@ -150,7 +153,7 @@ def _contents(metadata: Any) -> Contents:
     places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
     for index, info in fields["storage_data"].items():
         if info.fields.get("transform_descriptors"):
-            raise ValueError(f"{index.fields['fqn']} is stored with transforms {info.fields['transform_descriptors']}")
+            raise ValueError("it is stored with transforms (compressed), which is not supported")
         place = Place(str(info.fields["relative_path"]), _whole(info.fields["offset"]), _whole(info.fields["length"]))
         offset = index.fields.get("offset")
         places[index.fields["fqn"], None if offset is None else tuple(offset)] = place
@@ -167,6 +170,8 @@ def _contents(metadata: Any) -> Contents:
                 raise ValueError(f"{name}: the chunk at {offsets} has no place in any file")
             chunks.append(Chunk(offsets, sizes, places[name, offsets]))
         word = stored.fields["properties"].state[0]
+        if type(word) is not str or len(word) > 40:
+            raise ValueError(f"{name}: its dtype is not one of torch's")
         shape = tuple(map(_whole, stored.fields["size"]))
         tensors[name] = StoredTensor(WEIGHT_DTYPES.get(word), word, shape, tuple(chunks))
     return Contents(tensors, objects)
@@ -174,7 +179,8 @@ def _contents(metadata: Any) -> Contents:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} is not a size")
+        # Not repr: a few bytes of pickle make an object whose text fills the memory.
+        raise ValueError(f"{value if type(value) is int else type(value).__name__} is not a size")
     return value
 
 
@@ -192,10 +198,11 @@ def _check_chunk(path: Path, name: str, tensor: StoredTensor, chunk: Chunk) -> N
 def _check_place(folder: Path, name: str, place: Place, sizes: dict[str, int]) -> None:
     if place.file not in sizes:
         path = folder / place.file
-        if os.path.basename(place.file) != place.file or path.is_symlink():
-            raise DlmBridgeError(f"{folder / FILE_NAME}: {name} is in '{place.file}', outside the folder")
-        if not path.is_file():
-            raise DlmBridgeError(f"{path} does not exist, but {FILE_NAME} has {name} in it")
+        if os.path.basename(place.file) != place.file or os.path.islink(path):
+            raise DlmBridgeError(f"{folder / FILE_NAME}: {name} is in '{place.file[:300]}', outside the folder")
+        if not os.path.isfile(path):  # also for a name that no file can have
+            shown = folder / ascii(place.file[:300])[1:-1]
+            raise DlmBridgeError(f"{shown} does not exist, but {FILE_NAME} has {name} in it")
         sizes[place.file] = path.stat().st_size
     if place.offset + place.length > sizes[place.file]:
         raise DlmBridgeError(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import xxhash
 
+from dlm_bridge.convert.formats.pickle_guard import check_pickle
 from dlm_bridge.convert.tensors import byte_runs, read_into, write_at
 from dlm_bridge.errors import DlmBridgeError, one_line
 
@@ -137,7 +138,9 @@ def _open_archive(path: Path, offset: int, length: int, archive: zipfile.ZipFile
         raise DlmBridgeError("its pickle is larger than that of any plain tensor")
     if "byteorder" in entries and _record(window, entries["byteorder"]) != b"little":
         raise DlmBridgeError("it was saved big-endian, which is not supported")
-    tensor = _TensorUnpickler(io.BytesIO(_record(window, entries["data.pkl"]))).load()
+    pickled = _record(window, entries["data.pkl"])
+    check_pickle(pickled)
+    tensor = _TensorUnpickler(io.BytesIO(pickled)).load()
     if not isinstance(tensor, _Tensor):
         raise DlmBridgeError("the item is not a plain tensor")
     if not _is_row_major(tensor.shape, tensor.stride):
