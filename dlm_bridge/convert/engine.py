@@ -22,7 +22,7 @@ from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.manifest import ShardRecord
 from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE, HUB_FOLDER, MegatronCheckpoint
 from dlm_bridge.convert.moving import Job, move_to_hub, move_to_megatron
-from dlm_bridge.convert.optimizer_state import move_state
+from dlm_bridge.convert.optimizer_state import move_state, write_common
 from dlm_bridge.convert.outputs import index_bytes, side_file_digests, write_carried, write_side_files
 from dlm_bridge.convert.planning import HubPlan, MegatronPlan, Options, plan_hub, plan_megatron
 from dlm_bridge.convert.records import Records
@@ -59,7 +59,7 @@ def write_megatron(
         write_side_files(source, hub_folder, options.dtype, index)
         file_digests = writer.finish(plan.number)
         if plan.state is not None:
-            (folder / iteration / "common.pt").write_bytes(plan.state.common)
+            file_digests |= write_common(plan.state, folder / iteration)
         if options.megatron.run_config:
             write_run_config(folder / iteration, source, plan.links, layout, plan.dtypes)
         manifest = job.records.manifest(options.megatron.name, options.dtype)

@@ -2,7 +2,7 @@
 
 In the `fully_reshardable` form (and where the optimizer is not distributed) every state is a tensor of its parameter's
 shape, `optimizer.state.exp_avg.decoder.layers...`: it is cut as the parameter is. What is not sharded lies in
-`common.pt`, which is copied byte for byte.
+`common.pt`, or in newer Megatron-LM's checkpoints in the object `common_state`, which is copied byte for byte.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
+from pathlib import Path
 
 import torch
+import xxhash
 
 from dlm_bridge.convert.checkpoint import Checkpoint, first_of
+from dlm_bridge.convert.formats.dcp import Contents, Place, combined_file_digests, read_metadata, write_metadata
+from dlm_bridge.convert.formats.torch_dist import COMMON_STATE
 from dlm_bridge.convert.mapping import Link, Vocabulary
 from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint, is_training_state, stored_keys
 from dlm_bridge.convert.pool import run_tasks, worker_count
@@ -23,6 +27,7 @@ from dlm_bridge.convert.target import Writer
 from dlm_bridge.errors import DlmBridgeError
 
 _STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.\w+\.)(.+)")
+_COMMON_FILE = "__common_0.distcp"
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
@@ -51,7 +56,8 @@ class OptimizerState:
 
     slices: list[tuple[str, tuple[int, ...], StateLink]]
     dtypes: dict[str, torch.dtype]  # by StateLink.megatron_key
-    common: bytes  # common.pt
+    common: bytes
+    common_is_object: bool  # of the distributed checkpoint; else it is common.pt
 
     @property
     def links(self) -> list[StateLink]:
@@ -89,7 +95,7 @@ def optimizer_state(source: Checkpoint, padded: Sequence[Link], format_: str) ->
     if (store.format, format_) != ("torch_dist", "torch_dist"):
         raise DlmBridgeError(f"{source.where}: an optimizer's state goes from torch_dist to torch_dist only: {remedy}")
     keys = {key for key in found if key in store.tensors()}
-    prefixes = list(dict.fromkeys(match[1] for key in keys if (match := _STATE.fullmatch(key))))
+    prefixes = sorted({match[1] for key in keys if (match := _STATE.fullmatch(key))})
     slices, used, dtypes = [], set(), {}
     for prefix in prefixes:
         for link, wide in zip(source.links, padded, strict=True):
@@ -107,9 +113,12 @@ def optimizer_state(source: Checkpoint, padded: Sequence[Link], format_: str) ->
             f"--dist-ckpt-optim-fully-reshardable, or {remedy}"
         )
     common = store.folder / "common.pt"
-    if not common.is_file():
-        raise DlmBridgeError(f"{source.where}: the optimizer's settings are in no common.pt: {remedy}")
-    return OptimizerState(slices, dtypes, common.read_bytes())
+    if common.is_file():
+        return OptimizerState(slices, dtypes, common.read_bytes(), common_is_object=False)
+    place = source.reader.contents.objects[COMMON_STATE]
+    with (store.folder / place.file).open("rb") as stream:
+        stream.seek(place.offset)
+        return OptimizerState(slices, dtypes, stream.read(place.length), common_is_object=True)
 
 
 def move_state(source: Checkpoint, state: OptimizerState, writer: Writer, workers: int | None) -> None:
@@ -128,6 +137,19 @@ def move_state(source: Checkpoint, state: OptimizerState, writer: Writer, worker
         for key, stack, link in state.slices
     ]
     run_tasks(tasks, worker_count(workers))
+
+
+def write_common(state: OptimizerState, folder: Path) -> dict[str, str]:
+    """Put what is not sharded in place of the common.pt of a finished iteration. Returns digests of added files."""
+    if not state.common_is_object:
+        (folder / "common.pt").write_bytes(state.common)
+        return {}
+    (folder / "common.pt").unlink()
+    (folder / _COMMON_FILE).write_bytes(state.common)
+    place = Place(_COMMON_FILE, 0, len(state.common))
+    contents = read_metadata(folder)
+    write_metadata(folder, Contents(contents.tensors, {**contents.objects, COMMON_STATE: place}))
+    return combined_file_digests({place: xxhash.xxh3_128_digest(state.common)})
 
 
 def _check(source: MegatronCheckpoint, key: str, link: Link, stack: tuple[tuple[int, int], ...]) -> torch.dtype:

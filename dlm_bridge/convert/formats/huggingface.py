@@ -1,6 +1,6 @@
 """The Hub's layout: config.json, weights in one file or in shards with an index, and side files.
 
-Weights are safetensors. torch's pickled files (`pytorch_model*.bin`) are read where a folder has no others, not written.
+Weights are safetensors. torch's pickled files (`pytorch_model*.bin`) are read where a folder has no others.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from dlm_bridge.convert.tensors import raw_bytes
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
+COMMON_STATE = "common_state/shard_0_1"  # the object that newer Megatron-LM saves in place of common.pt
 BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -230,7 +231,7 @@ def _read_common(folder: Path, contents: Contents) -> dict[str, Any]:
     path = folder / "common.pt"
     if path.is_file():
         return _load_plain(path, path)
-    place = contents.objects.get("common_state/shard_0_1")
+    place = contents.objects.get(COMMON_STATE)
     if place is None:
         raise DlmBridgeError(f"{folder} is not a torch_dist checkpoint: it has no common.pt")
     item = folder / place.file
