@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from dlm_bridge.convert.formats.pickle_guard import check_pickle
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 _PICKLE_LIMIT = 1 << 28  # bytes; a rank with 10,000 tensors and an optimizer has a few MB
@@ -167,7 +168,9 @@ def _read(stream: BinaryIO, path: Path) -> Any:
             raise DlmBridgeError(f"{path}: it was saved big-endian, which is not supported")
         if records["data.pkl"].length > _PICKLE_LIMIT:
             raise DlmBridgeError(f"{path}: its pickle has {records['data.pkl'].length} bytes, too many")
-        return _Unpickler(_bytes_of(stream, records["data.pkl"]), path, records).load()
+        data = _bytes_of(stream, records["data.pkl"])
+        check_pickle(data)
+        return _Unpickler(data, path, records).load()
     except DlmBridgeError:
         raise
     except Exception as error:  # a damaged archive or pickle raises nearly anything
@@ -203,7 +206,8 @@ class _Unpickler(pickle.Unpickler):
         if full == "collections.defaultdict":
             return _default_dict
         if not _KNOWN.fullmatch(full):
-            raise DlmBridgeError(f"{self._path}: its pickle asks for {full}, which no checkpoint needs: refused")
+            asked = " ".join(full.split())[:100]
+            raise DlmBridgeError(f"{self._path}: its pickle asks for {asked}, which no checkpoint needs: refused")
         if full not in self._inert:
             self._inert[full] = type("Inert", (Inert,), {"name": full})
         return self._inert[full]
