@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
+import mmap
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import pytest
+import torch
+import xxhash
+
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.convert import memory, tensors
+from dlm_bridge.convert.formats.torch_items import tensor_item_length, write_tensor_item
+from dlm_bridge.convert.verify import verify_manifest
 from tests.checkpoints import llada_config
+from tests.convert.helpers import tree
 
 LAYERS, HIDDEN, FFN, VOCAB = 6, 1024, 4096, 4096
 MODEL = 4 * LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN)  # bytes: 0.4 GB of fp32
@@ -71,3 +83,69 @@ def test_peak_memory_stays_far_below_the_model(tmp_path: Path) -> None:
     for name in ("m", "out"):
         shutil.rmtree(tmp_path / name)
     assert after - before < 150e6 < MODEL / 2
+
+
+@pytest.mark.parametrize("band", [32, 256, 4096])
+def test_bands_and_reused_memory_change_nothing(
+    tmp_path: Path, llada: Path, monkeypatch: pytest.MonkeyPatch, band: int
+) -> None:
+    """What only large tensors meet, on small ones: rows moved one by one, or gathered, in blocks used before."""
+    Bridge.from_hf(llada).to_megatron(tmp_path / "plain", Layout(tp=2, pp=2))
+    taken: list[int] = []
+    real = memory.mmap.mmap
+
+    def block(fd: int, size: int) -> mmap.mmap:
+        taken.append(size)
+        return real(fd, size)
+
+    monkeypatch.setattr(tensors, "_BAND", band)
+    monkeypatch.setattr(memory, "_SMALL", 0)
+    monkeypatch.setattr(memory, "_HUGE_PAGE", 4096)
+    monkeypatch.setattr(memory.mmap, "mmap", block)
+    Bridge.from_hf(llada).to_megatron(tmp_path / "m", Layout(tp=2, pp=2), workers=2)
+    assert tree(tmp_path / "m") == tree(tmp_path / "plain")
+    links = len(Bridge.from_hf(llada).checkpoint.links)
+    assert 0 < len(taken) < links  # blocks were used again
+    Bridge.from_megatron(tmp_path / "m").to_megatron(tmp_path / "r", Layout(tp=1, pp=4), workers=2)
+    Bridge.from_megatron(tmp_path / "r").to_hf(tmp_path / "out", workers=2)
+    assert tree(tmp_path / "out") == tree(llada)
+    assert verify_manifest(tmp_path / "out").equal
+
+
+def test_blocks_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_SMALL", 0)
+    pool = memory.Memory(limit=16 << 20)
+    for _ in range(3):
+        for megabytes in (2, 6, 10, 4):
+            with pool.task():
+                a, b = (memory.new_tensor((megabytes << 19,), torch.int16) for _ in range(2))
+                a.fill_(1)
+                b.fill_(2)
+                assert bool((a == 1).all())
+            assert pool._total <= max(16, 2 * megabytes) << 20
+    outside = memory.new_tensor((3, 5), torch.float32)
+    assert outside.shape == (3, 5)
+
+
+def test_an_item_is_what_torch_saves(tmp_path: Path) -> None:
+    """Byte for byte but for the archive's id, and whole for Python's zipfile, checksums and all."""
+    for shape in ((3, 5), (0, 4), (), (1, 1, 7, 4096)):
+        for tensor in (torch.randn(shape), torch.randn((*shape, 2)).bfloat16()[..., 0]):
+            dtype, size = tensor.dtype, tuple(tensor.shape)
+            length = tensor_item_length(dtype, size)
+            path = tmp_path / "item"
+            path.write_bytes(bytes(length + 20))
+            digest = write_tensor_item(path, 10, length, tensor)
+            data = path.read_bytes()
+            assert (data[:10], data[-10:]) == (bytes(10), bytes(10))
+            data = data[10:-10]
+            assert digest == xxhash.xxh3_128_digest(data)
+            assert torch.equal(torch.load(io.BytesIO(data), weights_only=True), tensor)
+            expected = io.BytesIO()
+            torch.save(torch.empty(size, dtype=dtype).copy_(tensor), expected)
+            ours, torchs = (zipfile.ZipFile(stream) for stream in (io.BytesIO(data), expected))
+            assert ours.testzip() is None
+            for mine, other in zip(ours.infolist(), torchs.infolist(), strict=True):
+                assert (mine.filename, mine.header_offset) == (other.filename, other.header_offset)
+                if not mine.filename.endswith("serialization_id"):
+                    assert ours.read(mine) == torchs.read(other)
