@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from dlm_bridge.plan import MemoryPlan, StageMemory
     from dlm_bridge.plan.recommend import Recommendation
 
@@ -17,7 +19,7 @@ SHORT = ("weights", "grads", "optim", "activ", "passing", "other")  # of memory.
 def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, as_json: bool) -> None:
     """The plan of a layout, with the reasons where it was recommended. `gpu_memory` in bytes."""
     from dlm_bridge.plan.hardware import GIB
-    from dlm_bridge.plan.memory import COMPONENTS, notes
+    from dlm_bridge.plan.memory import notes
 
     if as_json:
         value = plan.as_dict() | {"gpu_memory_bytes": gpu_memory, "fits": plan.peak.total <= gpu_memory}
@@ -25,9 +27,7 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
             value["recommendation"] = found.as_dict()
         typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
         return
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console()
@@ -37,17 +37,7 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
         sizes += f", {model.active_parameters:,} active"
     console.print(Text(f"{model.name} ({model.family.name}): {sizes}"))
     console.print(Text(f"{run.gpus} GPUs: {_layout(plan)}"))
-    table = Table(
-        title=f"each of {plan.ranks} ranks a stage, GiB", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    for column in ("stage", "layers", "params", *SHORT, "total"):
-        table.add_column(column, justify="right" if column != "stage" else "left", no_wrap=True)
-    for alike in _folded(plan.stages):
-        stage = alike[0]
-        name = f"{stage.pp_rank}" if len(alike) == 1 else f"{stage.pp_rank}-{alike[-1].pp_rank}"
-        figures = [f"{getattr(stage, part) / GIB:.2f}" for part in (*COMPONENTS, "total")]
-        table.add_row(name, str(stage.layers), f"{stage.held / 1e9:.3f} B", *figures)
-    console.print(table)
+    console.print(memory_table(plan))
     console.print(Text("parameters by role: " + _roles(plan)))
     peak = plan.peak
     verdict = "fits" if peak.total <= gpu_memory else "does not fit"
@@ -61,6 +51,27 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
         console.print(Text(f"note: {note}"))
     if found is not None:
         _show_reasons(console, found)
+
+
+def memory_table(plan: MemoryPlan) -> Table:
+    """What each rank holds, a line for each pipeline stage."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from dlm_bridge.plan.hardware import GIB
+    from dlm_bridge.plan.memory import COMPONENTS
+
+    table = Table(
+        title=f"each of {plan.ranks} ranks a stage, GiB", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for column in ("stage", "layers", "params", *SHORT, "total"):
+        table.add_column(column, justify="right" if column != "stage" else "left", no_wrap=True)
+    for alike in _folded(plan.stages):
+        stage = alike[0]
+        name = f"{stage.pp_rank}" if len(alike) == 1 else f"{stage.pp_rank}-{alike[-1].pp_rank}"
+        figures = [f"{getattr(stage, part) / GIB:.2f}" for part in (*COMPONENTS, "total")]
+        table.add_row(name, str(stage.layers), f"{stage.held / 1e9:.3f} B", *figures)
+    return table
 
 
 def _show_reasons(console: object, found: Recommendation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -58,12 +59,19 @@ def _command(task: str, **helps: str) -> Callable[..., None]:
         # What was not given on the command line must not override the YAML file.
         given = {name: value for name, value in context.params.items() if value is not None}
         file, resume, more = given.pop("config", None), given.pop("resume"), given.pop("more_data", None)
+        planned, gpus, as_json = given.pop("dry_run"), given.pop("gpus", None), given.pop("json")
         if more and not given.get("data"):
             raise typer.BadParameter(f"unexpected argument '{more[0]}'")
         if more:  # --data a b c, as an unquoted glob gives it, leaves b and c as arguments
             given["data"] = [*given["data"], *more]
         given = {name: value for name, value in given.items() if value not in ([], ())}
-        _train(load_config(given, file, resume, task), resume)
+        config = load_config(given, file, resume, task)
+        if planned:
+            _show(config, gpus, resume, as_json)
+        elif as_json or gpus is not None:
+            raise typer.BadParameter(f"{'--json' if as_json else '--gpus'} needs --dry-run")
+        else:
+            _train(config, resume)
 
     types = typing.get_type_hints(TrainConfig)
     megatron = {known.name for known in dataclasses.fields(MegatronOptions)}
@@ -82,7 +90,19 @@ def _command(task: str, **helps: str) -> Callable[..., None]:
     annotations["resume"] = Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")
     ]
-    defaults: dict[str, Any] = {"context": inspect.Parameter.empty, "resume": False}
+    annotations["dry_run"] = Annotated[
+        bool, typer.Option("--dry-run", help="Show settings, layout, data and memory, and train nothing.")
+    ]
+    annotations["gpus"] = Annotated[
+        int | None, typer.Option(help="Of --dry-run: devices of the run; the launcher's processes, or 1.")
+    ]
+    annotations["json"] = Annotated[bool, typer.Option("--json", help="Of --dry-run: as one JSON object.")]
+    defaults: dict[str, Any] = {
+        "context": inspect.Parameter.empty,
+        "resume": False,
+        "dry_run": False,
+        "json": False,
+    }
     parameters = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotations[name]
@@ -102,6 +122,15 @@ def _option(known: dataclasses.Field[Any], kind: Any, help: str | None, panel: s
     default = TASKS[task].get(known.name, known.default)
     shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
     return Annotated[kind | None, typer.Option(*names, help=text, show_default=shown, rich_help_panel=panel)]
+
+
+def _show(config: TrainConfig, gpus: int | None, resume: bool, as_json: bool) -> None:
+    """The dry run, on the first of a launcher's processes."""
+    from dlm_bridge.cli.dry_run_views import show_dry_run
+    from dlm_bridge.train.dry_run import dry_run
+
+    if os.environ.get("RANK", "0") == "0":
+        show_dry_run(dry_run(config, gpus, resume), as_json)
 
 
 def _train(config: TrainConfig, resume: bool) -> None:

@@ -33,9 +33,42 @@ def _load(config: TrainConfig) -> Any:
         from dlm_bridge.bridge import Bridge
 
         return Bridge.from_megatron(config.model, family=config.family).build_hf_model().float()
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise DlmBridgeError(f"--model {folder}: no weights there (*.safetensors): add --from-scratch to start anew")
+    check_weights(config.model)
     return load_hub_model(config.model, config.family)
+
+
+def check_weights(model: str) -> None:
+    """Raise DlmBridgeError where `--model` is no Hub folder with weights, nor a Hub id."""
+    _check_exists("--model", model)
+    if Path(model).is_dir() and not any(Path(model).glob("*.safetensors")):
+        raise DlmBridgeError(f"--model {model}: no weights there (*.safetensors): add --from-scratch to start anew")
+
+
+def empty_model(config: TrainConfig) -> Any:
+    """The PreTrainedModel that `--model` means, without weights: on the meta device, from config.json alone. Raises
+    DlmBridgeError."""
+    from transformers import AutoModelForCausalLM
+
+    import dlm_bridge  # noqa: F401  registers the families
+
+    folder = Path(config.model)
+    spec = None if config.family is None else family_by_name(config.family)
+    if (folder / TRACKER).is_file():
+        from dlm_bridge.bridge import Bridge
+
+        bridge = Bridge.from_megatron(config.model, family=config.family)
+        spec, hub_config = bridge.family, bridge.family.load("config_class").from_dict(bridge.config)
+    else:
+        if config.from_scratch:
+            spec = find_family(_read_config(folder), config.family, where=str(folder / "config.json"))
+        else:
+            check_weights(config.model)
+        hub_config = _hub_config(config.model, spec)
+        spec = spec or getattr(type(hub_config), "family", None)
+    if config.mask_token_id is not None:
+        hub_config.mask_token_id = config.mask_token_id
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(hub_config) if spec is None else spec.load("model_class")(hub_config)
 
 
 def load_hub_model(model: str, family: str | None = None) -> Any:
@@ -88,6 +121,17 @@ def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
 def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
     import dlm_bridge  # noqa: F401  registers the families
 
+    raw = _read_config(folder)
+    spec = find_family(raw, family, where=str(folder / "config.json"))
+    config = _hub_config(str(folder), spec)
+    weights = dict(initial_weights(spec, raw, seed))
+    model_class = spec.load("model_class")
+    # Through transformers' own loading, so that names are converted as for a checkpoint and coverage is checked.
+    return model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The config.json that --from-scratch goes by."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -97,12 +141,7 @@ def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
         raise DlmBridgeError(f"{path}: not readable as JSON ({one_line(error)})") from None
     if not isinstance(raw, dict):
         raise DlmBridgeError(f"{path}: not a JSON object")
-    spec = find_family(raw, family, where=str(path))
-    config = _hub_config(str(folder), spec)
-    weights = dict(initial_weights(spec, raw, seed))
-    model_class = spec.load("model_class")
-    # Through transformers' own loading, so that names are converted as for a checkpoint and coverage is checked.
-    return model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+    return raw
 
 
 def _hub_config(model: str, family: FamilySpec | None) -> Any:

@@ -11,7 +11,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.adaptation import check_adaptation
 from dlm_bridge.train.checkpoints import clean
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data import Fit, Reader, Samples, check_sources, find_data
+from dlm_bridge.train.data import Data, Fit, Reader, Samples, check_sources, find_data
 from dlm_bridge.train.finetuning import load_conversations, tuned_as
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.objectives import OBJECTIVES, Objective, build_objective, check_objective, mask_token_id
@@ -20,14 +20,19 @@ from dlm_bridge.train.trackers import check_trackers
 
 def open_output(output: Path, resume: bool) -> None:
     """Make the folder; without `resume`, refuse one that holds a run. Clears what a killed writer left."""
-    traces = [name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()]
-    if traces and not resume:
-        raise DlmBridgeError(f"--output {output} already holds a run ({traces[0]}): add --resume or choose another")
+    check_output(output, resume)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DlmBridgeError(f"--output {output}: cannot be made: {error.strerror}") from None
     clean(output)
+
+
+def check_output(output: Path, resume: bool) -> None:
+    """Raise DlmBridgeError for a folder that holds a run, unless it is to `resume`."""
+    traces = [name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()]
+    if traces and not resume:
+        raise DlmBridgeError(f"--output {output} already holds a run ({traces[0]}): add --resume or choose another")
 
 
 def write_config(config: TrainConfig, output: Path) -> None:
@@ -69,14 +74,15 @@ def make_objective(config: TrainConfig, model: Any) -> Objective:
     )
 
 
-def check_data(config: TrainConfig) -> None:
-    """Raise DlmBridgeError where `--data` names nothing, a blend is not W PATH W PATH ..., or a Megatron pair is
-    damaged or shorter than a block: what can be told before a model is loaded."""
-    found = find_data(config.data)
+def check_data(config: TrainConfig, load: bool = True) -> Data:
+    """What `--data` names; `load` as for `find_data`. Raises DlmBridgeError where it names nothing, a blend is not
+    W PATH W PATH ..., or a Megatron pair is damaged or shorter than a block: what can be told without a model."""
+    found = find_data(config.data, load)
     found.check(config.seq_length)
     if config.task == "sft":
         for part in found.parts:
             check_sources(part)
+    return found
 
 
 def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Samples, Samples, Any]:

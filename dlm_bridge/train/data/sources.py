@@ -77,11 +77,12 @@ class Data:
         return Blend(shuffled, schedule(self.weights)), Blend(ordered, schedule(weights)) if kept else Epochs(valid[0])
 
 
-def find_data(items: Sequence[str]) -> Data:
+def find_data(items: Sequence[str], load: bool = True) -> Data:
     """What `--data` names: PATH... (one after the other), or W PATH W PATH ... for a blend. Raises DlmBridgeError for
-    a path that names nothing, a weight without a path, a path without a weight and a weight that is not positive."""
+    a path that names nothing, a weight without a path, a path without a weight and a weight that is not positive.
+    Without `load` datasets that would be fetched and prepared are `Table`s without rows."""
     if _weight(items[0]) is None:
-        return Data((tuple(source for item in items for source in find_sources(item)),), ())
+        return Data((tuple(source for item in items for source in find_sources(item, load)),), ())
     weights, parts = [], []
     for place in range(0, len(items), 2):
         weight = _weight(items[place])
@@ -92,12 +93,12 @@ def find_data(items: Sequence[str]) -> Data:
         if place + 1 == len(items) or _weight(items[place + 1]) is not None:
             raise DlmBridgeError(f"--data {items[place]}: no path after this weight: a blend is W PATH W PATH ...")
         weights.append(weight)
-        parts.append(tuple(find_sources(items[place + 1])))
+        parts.append(tuple(find_sources(items[place + 1], load)))
     schedule(weights)
     return Data(tuple(parts), tuple(weights))
 
 
-def find_sources(item: str) -> list[Source | IndexedTokens | str]:
+def find_sources(item: str, load: bool = True) -> list[Source | IndexedTokens | str]:
     """The sources that one path means: `mock`, a Megatron pair by its prefix or either file, a saved dataset, the
     files of a folder or a glob, or a dataset of the Hub. Raises DlmBridgeError where it means nothing."""
     path = Path(item)
@@ -112,9 +113,9 @@ def find_sources(item: str) -> list[Source | IndexedTokens | str]:
         name, _, rest = item.partition(":")
         config, _, part = rest.partition(":")
         if rest and Path(name).is_dir():
-            return [_saved(name, part or config) if _is_saved(Path(name)) else _loaded(name, config, part)]
+            return [_saved(name, part or config) if _is_saved(Path(name)) else _loaded(name, config, part, load)]
         if HUB_ID.fullmatch(name) and path.suffix not in FILE_SUFFIXES and not _in_a_folder(name):
-            return [_loaded(name, config, part)]
+            return [_loaded(name, config, part, load)]
     files = find_files([item])
     prefixes = dict.fromkeys(str(file.with_suffix("")) for file in files if file.suffix in PAIR_SUFFIXES)
     text = [file for file in files if file.suffix not in PAIR_SUFFIXES]
@@ -166,16 +167,17 @@ def _saved(folder: str, part: str) -> Table:
     return _one_split(name, _told(name, lambda: datasets.load_from_disk(folder)), part)
 
 
-def _loaded(name: str, config: str, part: str) -> Table:
+def _loaded(name: str, config: str, part: str, wanted: bool) -> Table:
     """NAME[:CONFIG][:SPLIT]: a dataset of the Hub, or of a folder laid out like one."""
     shown = f"{name}:{config}:{part}".rstrip(":")
 
     def load() -> Any:
         if not Path(name).is_dir() and not constants.HF_HUB_OFFLINE:
             HfApi().dataset_info(name, timeout=10)  # answers at once, where load_dataset tries again and again
-        return datasets.load_dataset(name, config or None)
+        return datasets.load_dataset(name, config or None) if wanted else None
 
-    return _one_split(shown, _told(shown, load), part)
+    found = _told(shown, load)
+    return _one_split(shown, found, part) if wanted else Table(shown, None)
 
 
 def _one_split(name: str, found: Any, part: str) -> Table:

@@ -1,0 +1,80 @@
+"""How `--dry-run` shows a run: a JSON object for machines, text and rich tables for people."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dlm_bridge.train.dry_run import DryRun, Piece
+
+SHOWN_PIECES = 20  # of the data
+
+
+def show_dry_run(run: DryRun, as_json: bool) -> None:
+    """Everything about a run that does not start."""
+    if as_json:
+        typer.echo(json.dumps(run.as_dict(), indent=2, ensure_ascii=False))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    from dlm_bridge.cli.plan_views import memory_table
+    from dlm_bridge.plan.hardware import GIB
+
+    console = Console()
+    typer.echo(run.config.to_yaml())  # as it can stand in a --config file
+    console.print(_layout(run))
+    sequences = f"{run.micro_batches} micro-batch(es) of {run.micro_batch_size} sequence(s) a replica"
+    console.print(
+        Text(f"a step: {run.config.global_batch_size:,} sequences, {run.tokens_per_step:,} tokens, {sequences}")
+    )
+    if run.step:
+        console.print(Text(f"resumes after step {run.step:,} of {run.config.steps:,}"), soft_wrap=True)
+    for piece in run.data[:SHOWN_PIECES]:
+        console.print(Text(f"data: {_described(piece, run)}"), soft_wrap=True)
+    if len(run.data) > SHOWN_PIECES:
+        console.print(Text(f"data: and {len(run.data) - SHOWN_PIECES:,} more"), soft_wrap=True)
+    if run.memory is not None:
+        console.print(memory_table(run.memory))
+        peak, model = run.memory.peak, run.memory.model
+        sizes = f"{model.parameters:,} parameters"
+        if model.dims.experts:
+            sizes += f", {model.active_parameters:,} active"
+        console.print(
+            Text(f"{model.family.name}: {sizes}; stage {peak.pp_rank} needs {peak.total / GIB:.1f} GiB"),
+            soft_wrap=True,
+        )
+    for note in run.notes:
+        console.print(Text(f"note: {note}"), soft_wrap=True)
+
+
+def _layout(run: DryRun) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    title = f"{run.gpus} device(s), --engine {run.config.engine}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("dimension")
+    table.add_column("size", justify="right")
+    table.add_column("ranks of rank 0's group")
+    for group in run.groups:
+        table.add_row(group.name, str(group.size), _ranks(group.ranks))
+    return table
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if len(ranks) <= 8:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]}, {ranks[2]}, ... {ranks[-1]}"
+
+
+def _described(piece: Piece, run: DryRun) -> str:
+    text = piece.name if piece.weight is None else f"{piece.weight:g} x {piece.name}"
+    if piece.tokens is not None:
+        return f"{text}: {piece.tokens:,} tokens, {piece.tokens // run.config.seq_length:,} blocks"
+    return text if piece.nbytes is None else f"{text}: {piece.nbytes:,} bytes"
