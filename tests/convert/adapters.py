@@ -1,0 +1,81 @@
+"""What the adapter tests share: a tiny Llama, adapters written by hand, conversions both ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dlm_bridge import Layout
+from dlm_bridge.convert.lora.convert import export_adapter, open_adapter
+from dlm_bridge.convert.lora.megatron_adapter import write_megatron_adapter
+from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS, PeftAdapter
+from dlm_bridge.convert.opening import open_any
+from tests.convert.helpers import hub_tensors
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK, ALPHA = 4, 8
+
+
+def to_megatron(base: Path, adapter: Path, output: Path, layout: Layout | None = None, style: str = "auto") -> Path:
+    opened = open_any(base)
+    write_megatron_adapter(PeftAdapter(adapter, opened), opened, output, layout or Layout(), style)
+    return output
+
+
+def back(base: Path, megatron: Path, output: Path) -> Path:
+    opened = open_any(base)
+    export_adapter(open_adapter(megatron, opened), opened, output)
+    return output
+
+
+def set_config(folder: Path, **changes: Any) -> None:
+    path = folder / CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def set_weights(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def written_adapter(base: Path, folder: Path) -> Path:
+    """An adapter written by hand, which is quicker than PEFT."""
+    output = folder / "lora"
+    output.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, (rows, columns) in _shapes(base).items():
+        module = name.removesuffix(".weight")
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator)
+    save_file(tensors, output / WEIGHTS, metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(LINEAR), "bias": "none"}
+    (output / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": "owner/base"}))
+    return output
+
+
+def _shapes(base: Path) -> dict[str, tuple[int, int]]:
+    return {
+        name: (tensor.shape[0], tensor.shape[1])
+        for name, tensor in hub_tensors(base).items()
+        if name.split(".")[-2] in LINEAR and "experts" not in name
+    }

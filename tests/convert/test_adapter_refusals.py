@@ -1,0 +1,176 @@
+"""Adapters that are refused: no plain LoRA, another model's, what Megatron's adapters cannot change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert.lora.convert import open_adapter
+from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS
+from dlm_bridge.convert.opening import open_any
+from tests.checkpoints import standard_tensors, write_hub_folder
+from tests.convert.adapters import (
+    LLAMA,
+    RANK,
+    back,
+    set_config,
+    set_weights,
+    to_megatron,
+    written_adapter,
+)
+from tests.convert.helpers import no_leftovers, run_cli, same
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_hub_folder(tmp_path / "llama", LLAMA, standard_tensors(LLAMA))
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+REFUSALS: list[tuple[str, Any, str]] = [
+    ("dora", lambda f: set_config(f, use_dora=True), "use_dora = true cannot be converted"),
+    ("modules", lambda f: set_config(f, modules_to_save=["lm_head"]), "modules_to_save"),
+    ("ranks", lambda f: set_config(f, rank_pattern={"q_proj": 2}), "rank_pattern"),
+    ("alphas", lambda f: set_config(f, alpha_pattern={"q_proj": 2}), "alpha_pattern"),
+    ("bias", lambda f: set_config(f, bias="all"), "bias = 'all'"),
+    ("kind", lambda f: set_config(f, peft_type="IA3"), "peft_type 'IA3'"),
+    ("pissa", lambda f: set_config(f, init_lora_weights="pissa_niter_4"), "changes the base's weights too"),
+    ("rank", lambda f: set_config(f, r=0), "r 0 and lora_alpha 8"),
+    ("other rank", lambda f: set_config(f, r=2), "a rank 2 change of"),
+    (
+        "lost",
+        lambda f: set_weights(f, lambda t: t.pop(Q + "B.weight")),
+        "lora_B of model.layers.0.self_attn.q_proj is",
+    ),
+    ("extra", lambda f: set_weights(f, lambda t: t.update(x=torch.ones(1))), "tensor x is not a LoRA factor"),
+    (
+        "unknown",
+        lambda f: set_weights(f, lambda t: t.update({Q.replace("q_proj", "z_proj") + "A.weight": torch.ones(4, 32)})),
+        "no linear layer model.layers.0.self_attn.z_proj",
+    ),
+    (
+        "shape",
+        lambda f: set_weights(f, lambda t: t.update({Q + "A.weight": torch.ones(4, 64)})),
+        "it is another model's adapter",
+    ),
+    (
+        "dtypes",
+        lambda f: set_weights(f, lambda t: t.update({Q + "A.weight": torch.ones(4, 32).half()})),
+        "its tensors are of float16 and float32",
+    ),
+    (
+        "embedding",
+        lambda f: set_weights(
+            f,
+            lambda t: t.update(
+                {
+                    f"base_model.model.lm_head.lora_{p}.weight": torch.ones(s)
+                    for p, s in (("A", (4, 32)), ("B", (64, 4)))
+                }
+            ),
+        ),
+        "changes lm_head.weight, of the embedding and the output layer",
+    ),
+    ("no weights", lambda f: (f / WEIGHTS).unlink(), "has no adapter_model.safetensors"),
+    ("not json", lambda f: (f / CONFIG).write_text("{"), "is not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
+def test_what_is_no_plain_lora_of_the_base_is_refused(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, said: str
+) -> None:
+    adapter = written_adapter(llama, tmp_path)
+    change(adapter)
+    code, _, err = run_cli(capsys, "adapter", "import", adapter, tmp_path / "out", "--base", llama)
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_layouts_and_styles_that_cannot_be_are_refused(llama: Path, tmp_path: Path) -> None:
+    adapter = written_adapter(llama, tmp_path)
+    with pytest.raises(DlmBridgeError, match="different A, and one fused LoRA has one: use --style canonical"):
+        to_megatron(llama, adapter, tmp_path / "out", style="fused")
+    with pytest.raises(DlmBridgeError, match="--style mixed: choose one of"):
+        to_megatron(llama, adapter, tmp_path / "out", style="mixed")
+    with pytest.raises(DlmBridgeError, match="--tp 4 does not divide the 2 query groups"):
+        to_megatron(llama, adapter, tmp_path / "out", Layout(tp=4))
+    set_weights(adapter, lambda t: [t.pop(name) for name in list(t) if "layers.1." in name and "o_proj" in name])
+    with pytest.raises(DlmBridgeError, match=r"some layers only, not model.layers.1.self_attn.o_proj.weight"):
+        to_megatron(llama, adapter, tmp_path / "out")
+    assert no_leftovers(tmp_path)
+
+
+def test_a_rank_that_tensor_parallelism_cannot_split_is_refused(llama: Path, tmp_path: Path) -> None:
+    adapter = written_adapter(llama, tmp_path)
+    set_config(adapter, r=3)
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = (tensor[:3] if "lora_A" in name else tensor[:, :3]).contiguous()
+
+    set_weights(adapter, cut)
+    with pytest.raises(DlmBridgeError, match="--tp 2 does not divide 3"):
+        to_megatron(llama, adapter, tmp_path / "out", Layout(tp=2))
+
+
+def test_experts_are_refused_and_attention_beside_them_converts(tmp_path: Path) -> None:
+    config = {
+        **LLAMA,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    }
+    base = write_hub_folder(tmp_path / "moe", config, standard_tensors(config, qk_norm=True))
+    adapter = written_adapter(base, tmp_path)
+    out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2, ep=2))
+    before, after = load_file(adapter / WEIGHTS), load_file(back(base, out, tmp_path / "again") / WEIGHTS)
+    assert all(same(before[name], after[name]) for name in before)
+    expert = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_"
+    set_weights(
+        adapter, lambda t: t.update({expert + "A.weight": torch.ones(4, 32), expert + "B.weight": torch.ones(16, 4)})
+    )
+    with pytest.raises(DlmBridgeError, match="routed experts"):
+        to_megatron(base, adapter, tmp_path / "out2")
+    gate = "base_model.model.model.layers.0.mlp.gate.lora_"
+    set_weights(adapter, lambda t: (t.pop(expert + "A.weight"), t.pop(expert + "B.weight")))
+    set_weights(
+        adapter, lambda t: t.update({gate + "A.weight": torch.ones(4, 32), gate + "B.weight": torch.ones(4, 4)})
+    )
+    with pytest.raises(DlmBridgeError, match="of a router"):
+        to_megatron(base, adapter, tmp_path / "out2")
+
+
+def test_another_models_adapter_is_refused_by_name(llama: Path, tmp_path: Path) -> None:
+    adapter = written_adapter(llama, tmp_path)
+    base = open_any(llama)
+    base.hub.source = {"name": "owner/other", "revision": None}
+    with pytest.raises(DlmBridgeError, match="is an adapter of owner/base, not of owner/other"):
+        open_adapter(adapter, base)
+    base.hub.source = {"name": "owner/base", "revision": None}
+    assert open_adapter(adapter, base).facts.rank == RANK
+
+
+def test_a_megatron_adapter_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    out = to_megatron(llama, written_adapter(llama, tmp_path), tmp_path / "out")
+    wider = {**LLAMA, "intermediate_size": 64}
+    other = write_hub_folder(tmp_path / "other", wider, standard_tensors(wider))
+    with pytest.raises(DlmBridgeError, match=r"linear_fc1.adapter.adapter_gate.linear_out.weight has shape"):
+        open_adapter(out, open_any(other))
+    whole = tmp_path / "whole"
+    Bridge.from_hf(llama).to_megatron(whole, Layout())
+    with pytest.raises(DlmBridgeError, match="holds no adapter weight"):
+        open_adapter(whole, open_any(llama))
+    with pytest.raises(DlmBridgeError, match="is no adapter"):
+        open_adapter(llama, open_any(llama))
