@@ -164,8 +164,11 @@ class _Derivation:
         """Every sampler and objective asks for it; it is not a size, so a wrong guess would not show."""
         if (token := self._values.get("mask_token")) is not None:
             self.add("mask_token_id", token, self._name("mask_token"))
-        elif spec.mask_token_id is not None:
+        elif spec.mask_token_id is not None and spec.mask_token_id < self._vocab_size():
             self.add("mask_token_id", spec.mask_token_id, f"family {spec.name}'s own", assumed=True)
+
+    def _vocab_size(self) -> int:
+        return next(row.value for row in self.rows if row.key == "vocab_size")
 
     def _name(self, key: str) -> str:
         return f"{self._origin}: {key}"
