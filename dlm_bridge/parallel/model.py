@@ -60,4 +60,10 @@ def _chunk(config: ModelConfig, layout: Layout, bridge: Bridge, vp_stage: int | 
         vocab=bridge.dims.vocab,
         **config.arguments,
     )
+    if layout.expert_tp != layout.tp:
+        # megatron-core tells experts from the rest by this only where --ep is above 1; without it their gradients
+        # would be summed over the data parallel ranks of the rest, which hold other shards.
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False
     return model.to(platform.current().device())

@@ -30,6 +30,8 @@ from dlm_bridge.train.keyed import torch_seed
 from dlm_bridge.train.loop import EVAL_BATCHES, Engine
 from dlm_bridge.train.megatron.batches import Batcher, StepBatches
 from dlm_bridge.train.megatron.checkpoints import Saver, clear, newest, prepare, write_hub_config
+from dlm_bridge.train.megatron.clipping import clipped_step
+from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.setup import DTYPES, build_optimizer, layout_of, transformer_overrides, wrap
 from dlm_bridge.train.megatron.source import Source, open_source
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
@@ -45,6 +47,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     the layout that `config` asks for now. Every process of the launcher calls it. Raises DlmBridgeError.
     """
     console = console or Console(stderr=True)
+    check_settings(config)
     join(config)
     main = dist.get_rank() == 0
     output = Path(config.output)
@@ -160,6 +163,8 @@ class MegatronTrainer(Engine):
             and self.topology != "block_causal"
             and not isinstance(self.objective, TwoStreams)
             and config.mask_annealing_steps == 0
+            # The balance over a sequence would be one over all rows of a micro-batch.
+            and not (config.moe_aux_loss_coeff and config.moe_aux_loss == "seq_aux_loss" and self.micro_batch_size > 1)
         )
         self.prefetcher: Prefetcher[StepBatches] | None = None
         self.flops_per_token = flops_per_token(self.source.model, config.seq_length) * self.objective.tokens_read
@@ -211,12 +216,14 @@ class MegatronTrainer(Engine):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self._forward_backward(batches.batches, normaliser, forward_only=False)
-        updated, norm, _ = self.optimizer.step()
-        loss = float(sums.sum())
+        updated, device_norm = clipped_step(self.optimizer, config.clip_grad, config.fsdp is not None)
+        # The only time in a step that the CPU waits for the device.
+        *figures, norm = torch.cat([sums, device_norm.to(sums)[None]]).tolist()
+        loss = sum(figures)
         if not math.isfinite(loss):
             raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
-        if updated and not math.isfinite(float(norm)):
-            raise DlmBridgeError(f"step {step}: the gradient norm is {float(norm)}: lower --lr")
+        if updated and not math.isfinite(norm):
+            raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
 
         tokens = config.global_batch_size * config.seq_length
         seconds = time.perf_counter() - began
@@ -225,7 +232,7 @@ class MegatronTrainer(Engine):
         row = Row(
             step=step,
             loss=loss,
-            grad_norm=float(norm) if updated else None,
+            grad_norm=norm if updated else None,
             lr=rate,
             tokens=step * tokens,
             tokens_per_s=per_s,
@@ -245,7 +252,7 @@ class MegatronTrainer(Engine):
             for batches in self.batcher.evaluation(objective, self.valid, count):
                 summed = self._sum_on_cpu(self._once(batches.normaliser))
                 sums = self._forward_backward(batches.batches, torch.ones_like(divisors(summed)), forward_only=True)
-                totals += torch.stack([sums, summed])
+                totals += torch.stack([sums.cpu(), summed])
         return float((totals[0] / divisors(totals[1])).sum())
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
@@ -271,7 +278,7 @@ class MegatronTrainer(Engine):
     def _forward_backward(
         self, batches: Sequence[MicroBatch], normaliser: torch.Tensor, forward_only: bool
     ) -> torch.Tensor:
-        """[K] float64, the weighted loss sums of the global batch over `normaliser`, on every rank; unless
+        """[K] float64 on the device, the weighted loss sums of the global batch over `normaliser`, on every rank; unless
         `forward_only` their gradients, summed over all ranks, are in the chunks' buffers."""
         share = (1 / normaliser).to(self.device)
         none = torch.zeros((), dtype=torch.int, device=self.device)
@@ -300,7 +307,7 @@ class MegatronTrainer(Engine):
         if results and parallel_state.get_tensor_model_parallel_rank() == 0:
             sums += torch.stack(results).double().sum(dim=0)
         dist.all_reduce(sums)
-        return sums.cpu()
+        return sums
 
     def _once(self, normaliser: torch.Tensor) -> torch.Tensor:
         """What a replica adds to a sum over all ranks, said by one of its ranks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.layout import Layout, parse_pipeline_split
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import (
     AttnBackend,
@@ -20,9 +19,11 @@ from dlm_bridge.parallel.core import (
     OptimizerConfig,
     finalize_model_grads,
     get_megatron_optimizer,
+    parallel_state,
 )
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.megatron.settings import passed_on
 from dlm_bridge.train.megatron_options import names
 from dlm_bridge.train.objectives import Objective, WeDLMDiffusion
 
@@ -80,7 +81,7 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
     if bridge.dims.experts:
         tokens = config.global_batch_size * config.seq_length * objective.tokens_read
         fields |= _experts(config, engine, tokens)
-    return fields | config.passed_through("transformer")
+    return fields | passed_on(config, "transformer")
 
 
 def _plain_rotary(bridge: Bridge, objective: Objective) -> bool:
@@ -107,10 +108,23 @@ def _recompute(config: TrainConfig) -> dict[str, Any]:
 
 
 def _experts(config: TrainConfig, engine: bool, tokens: int) -> dict[str, Any]:
+    if config.tp > 1 and not config.sharded_sequence:
+        raise DlmBridgeError(
+            f"--tp {config.tp} without sequence parallelism: megatron-core trains no experts so: leave out "
+            "--no-sequence-parallel"
+        )
+    expert_tp = config.tp if config.etp is None else config.etp
+    if config.moe_dispatcher == "alltoall" and min(config.ep, expert_tp) > 1 and platform.current().backend == "gloo":
+        raise DlmBridgeError(
+            f"--ep {config.ep} with experts cut over {expert_tp} ranks: gloo cannot gather the uneven shares that "
+            "--moe-dispatcher alltoall leaves: use allgather, or --etp 1"
+        )
     grouped = engine if config.moe_grouped_gemm is None else config.moe_grouped_gemm
     # megatron-core multiplies these losses with the local tokens of each rank, which sequence and context parallelism
     # cut (or, without, repeats the tokens and divides): summed over ranks that is a 1 / (tp cp) of the tokens' number.
     share = config.tp * config.cp / tokens
+    rows, _ = config.accumulation(parallel_state.get_data_parallel_world_size())
+    of_sequences = config.moe_aux_loss == "seq_aux_loss"  # ... but this one with the tokens of one row
     fields: dict[str, Any] = {
         "moe_token_dispatcher_type": config.moe_dispatcher,
         "moe_grouped_gemm": grouped,
@@ -118,7 +132,7 @@ def _experts(config: TrainConfig, engine: bool, tokens: int) -> dict[str, Any]:
         "moe_shared_expert_overlap": config.moe_shared_expert_overlap,
         "moe_router_bias_update_rate": config.moe_expert_bias_update_rate,
         "moe_router_load_balancing_type": config.moe_aux_loss if config.moe_aux_loss_coeff else "none",
-        "moe_aux_loss_coeff": config.moe_aux_loss_coeff * share,
+        "moe_aux_loss_coeff": config.moe_aux_loss_coeff * share * (rows if of_sequences else 1),
     }
     if config.moe_z_loss_coeff:
         fields["moe_z_loss_coeff"] = config.moe_z_loss_coeff * share
@@ -137,14 +151,11 @@ def wrap(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
         "fp8_param_gather": config.fp8_params,
         "use_megatron_fsdp": config.fsdp is not None,
         **({} if config.fsdp is None else {"data_parallel_sharding_strategy": config.fsdp}),
-        **config.passed_through("ddp"),
+        **passed_on(config, "ddp"),
     }
     wrapped: list[Any] = []
     for number, chunk in enumerate(chunks):
-        try:
-            ddp_config = DistributedDataParallelConfig(**settings)
-        except TypeError as error:
-            raise DlmBridgeError(f"--megatron ddp: {one_line(error)}") from None
+        ddp_config = DistributedDataParallelConfig(**settings)
         # Only the first chunk's communication is on the critical path of an interleaved pipeline.
         wrapped.append(_wrapper(config)(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
     return wrapped
@@ -179,11 +190,8 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
         "optimizer_cpu_offload": config.optimizer_cpu_offload,
         "optimizer_offload_fraction": float(config.optimizer_cpu_offload),
         **({"fp8_recipe": config.fp8_recipe} if config.precision == "fp8" else {}),
-        **config.passed_through("optimizer"),
+        **passed_on(config, "optimizer"),
     }
-    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
-    if unknown := sorted(settings.keys() - known):
-        raise DlmBridgeError(f"--megatron optimizer.{unknown[0]}: megatron-core's OptimizerConfig has no such field")
     # Its own rule is ours: biases and 1-D parameters do not decay.
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), list(chunks))
     transformer = chunks[0].config
