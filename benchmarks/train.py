@@ -414,11 +414,14 @@ def profile(step: Callable[[int], float], number: int) -> None:
         step(number)
         torch.cuda.synchronize()
     if dist.get_rank() == 0:
-        table = profiled.key_averages().table(sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=70)
-        rows = [line for line in table.splitlines() if line.strip()]
-        for line in rows:
-            cells = line.split("  ")
-            print("PROFILE", " ".join(cell.strip() for cell in (cells[0], *cells[-6:]) if cell.strip())[:160])
+        events = [
+            event for event in profiled.key_averages() if event.self_device_time_total and not event.cpu_time_total
+        ]
+        total = sum(event.self_device_time_total for event in events)
+        print(f"PROFILE {total / 1000:8.1f} ms of kernels")
+        for event in sorted(events, key=lambda event: -event.self_device_time_total)[:40]:
+            milliseconds = event.self_device_time_total / 1000
+            print(f"PROFILE {milliseconds:8.1f} ms {event.count:6} x {event.key[:110]}")
 
 
 def free() -> None:

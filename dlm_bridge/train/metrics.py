@@ -117,8 +117,8 @@ def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
 
 def flops_per_token(model: nn.Module, seq_length: int) -> float:
     """Model FLOPs of training on one token: 6 N + 12 L h s (arXiv 2204.02311, appendix B), where N leaves out an
-    input embedding that is only looked up, and of the experts counts those that a token goes to. Recomputation does not
-    count."""
+    input embedding that is only looked up, and counts of the experts those that a token goes to. Recomputation does
+    not count."""
     config: Any = model.config
     parameters = sum(
         parameter.numel() * (_expert_share(config) if ".experts." in name else 1.0)

@@ -278,8 +278,8 @@ class MegatronTrainer(Engine):
     def _forward_backward(
         self, batches: Sequence[MicroBatch], normaliser: torch.Tensor, forward_only: bool
     ) -> torch.Tensor:
-        """[K] float64 on the device, the weighted loss sums of the global batch over `normaliser`, on every rank; unless
-        `forward_only` their gradients, summed over all ranks, are in the chunks' buffers."""
+        """[K] float64 on the device and on every rank, the weighted loss sums of the global batch over `normaliser`;
+        unless `forward_only` their gradients, summed over all ranks, are in the chunks' buffers."""
         share = (1 / normaliser).to(self.device)
         none = torch.zeros((), dtype=torch.int, device=self.device)
 

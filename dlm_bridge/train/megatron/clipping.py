@@ -1,0 +1,51 @@
+"""The optimizer's step with gradients clipped on the device: megatron-core's own waits for the norm in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlm_bridge.parallel import platform
+
+# megatron-core keeps these gradients elsewhere than in `grad`, or the state on the CPU: its own step then.
+SPECIAL = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+
+
+@torch.no_grad()
+def clipped_step(optimizer: Any, max_norm: float, special: bool = False) -> tuple[bool, torch.Tensor]:
+    """Clip the gradients to a global norm of `max_norm` (0: do not) and update the weights.
+
+    `special` asks for megatron-core's own step, which FSDP needs. Returns whether the weights were updated (fp16
+    gradients can overflow), and the norm before clipping, fp32 on the device, infinite where they were not.
+    """
+    if special or any(getattr(optimizer.config, name) for name in SPECIAL):
+        updated, norm, _ = optimizer.step()
+        return updated, torch.tensor(float("inf") if norm is None else float(norm))
+    if optimizer.prepare_grads():
+        return False, torch.tensor(float("inf"))
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    norm = gradient_norm(parts)
+    if max_norm:
+        share = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for part in parts:
+            if gradients := [parameter.grad for parameter in part.get_parameters() if parameter.grad is not None]:
+                torch._foreach_mul_(gradients, share)
+    return optimizer.step_with_ready_grads(), norm
+
+
+def gradient_norm(parts: list[Any]) -> torch.Tensor:
+    """The global norm of the gradients of megatron-core optimizers, each summed over its own ranks, a scalar."""
+    total: torch.Tensor | None = None
+    for part in parts:
+        group = part.get_grad_stats_parallel_group()
+        gradients = part.get_main_grads_for_grad_norm()
+        if gradients:
+            squares = torch.stack(torch._foreach_norm(gradients)).float().square().sum()
+        else:  # a rank without a part of it still takes part in the sum
+            squares = torch.zeros((), device=platform.current().device())
+        dist.all_reduce(squares, group=group)
+        total = squares if total is None else total + squares
+    assert total is not None
+    return total.sqrt()
