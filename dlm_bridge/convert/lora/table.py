@@ -7,8 +7,8 @@ only the same where they share A. A fused B has the rows of the fused weight, so
 Tensor parallel ranks cut B by rows; A by its rank, but by columns behind a layer whose input is cut.
 
 Rows stand in the order of the unsharded weight. Megatron Bridge splits the B of a canonical gate or up adapter in two
-halves a rank, as if it held both, so that above tensor parallel size 1 it means other rows by the same tensor: those two
-are exchanged with it through a checkpoint of size 1, all others at any size.
+halves a rank, as if it held both, so that above tensor parallel size 1 it means other rows by the same tensor: those
+two are exchanged with it at size 1, all others at any size.
 """
 
 from __future__ import annotations
