@@ -15,7 +15,7 @@ from dlm_bridge.train.adaptation import block_size
 from dlm_bridge.train.checkpoints import find_checkpoints
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import Data, IndexedTokens, check_tokenizer
-from dlm_bridge.train.loading import empty_model, load_tokenizer
+from dlm_bridge.train.loading import check_exists, empty_model, load_tokenizer
 from dlm_bridge.train.setup import check_data, check_output, make_objective, with_objective
 
 MASTERS = "the accelerate engine's fp32 weights are counted in optim, their 16-bit copies in weights"
@@ -148,8 +148,9 @@ def _model(config: TrainConfig, checkpoint: Path | None, on_hub: bool) -> Any:
 
 
 def _check_tokenizer(config: TrainConfig, found: Data, model: Any, mask_token: int | None) -> None:
-    place = Path(config.tokenizer or config.model)
-    if place.is_dir() and (config.task == "sft" or found.has_text):
+    if config.tokenizer:
+        check_exists("--tokenizer", config.tokenizer)
+    if Path(config.tokenizer or config.model).is_dir() and (config.task == "sft" or found.has_text):
         vocabulary = model.get_input_embeddings().weight.shape[0]
         check_tokenizer(load_tokenizer(config), vocabulary, mask_token)
 
@@ -161,6 +162,7 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
         model = open_model(source, family=config.family)
         _check_megatron(config, model)
         return memory_plan(model, run_of(config, str(config.objective), gpus)), []
+    config.accumulation(gpus)
     try:
         model = open_model(source, family=config.family)
     except DlmBridgeError as error:  # a model that megatron-core cannot hold trains here all the same

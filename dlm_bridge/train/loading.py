@@ -39,7 +39,7 @@ def _load(config: TrainConfig) -> Any:
 
 def check_weights(model: str) -> None:
     """Raise DlmBridgeError where `--model` is no Hub folder with weights, nor a Hub id."""
-    _check_exists("--model", model)
+    check_exists("--model", model)
     if Path(model).is_dir() and not any(Path(model).glob("*.safetensors")):
         raise DlmBridgeError(f"--model {model}: no weights there (*.safetensors): add --from-scratch to start anew")
 
@@ -74,7 +74,7 @@ def empty_model(config: TrainConfig) -> Any:
 def load_hub_model(model: str, family: str | None = None) -> Any:
     """A Hub folder or id as an fp32 model; `family` names the family where the config cannot. Raises
     DlmBridgeError."""
-    _check_exists("--model", model)
+    check_exists("--model", model)
     from transformers import AutoModelForCausalLM
 
     import dlm_bridge  # noqa: F401  registers the families
@@ -110,7 +110,7 @@ def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
     """The tokenizer of a Hub folder or id, or of a Megatron checkpoint; `flag` named it. Raises DlmBridgeError."""
     from transformers import AutoTokenizer
 
-    _check_exists(flag, place)
+    check_exists(flag, place)
     folder = Path(place) / "hf" if (Path(place) / TRACKER).is_file() else place
     try:
         return AutoTokenizer.from_pretrained(folder)
@@ -168,8 +168,9 @@ def _hub_config(model: str, family: FamilySpec | None) -> Any:
     return config
 
 
-def _check_exists(flag: str, place: str) -> None:
-    """A Hub id has at most one slash and does not look like a path; anything else must be there."""
+def check_exists(flag: str, place: str) -> None:
+    """Raise DlmBridgeError for a place that is not there and is no Hub id either: those have at most one slash and do
+    not look like a path."""
     looks_like_path = place.startswith((".", "/", "~")) or place.count("/") > 1
     if looks_like_path and not Path(place).is_dir():
         raise DlmBridgeError(f"{flag} {place}: no such folder")

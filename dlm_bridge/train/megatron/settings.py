@@ -166,8 +166,13 @@ def _typed(where: str, hint: Any, value: Any) -> Any:
         if isinstance(dtype := getattr(torch, str(value), None), torch.dtype):
             return dtype
         raise DlmBridgeError(f"{where}: write one of torch's dtypes, such as bfloat16, not {value!r}")
+    choices = [
+        choice for kind in kinds if typing.get_origin(kind) is typing.Literal for choice in typing.get_args(kind)
+    ]
+    if choices and value not in choices:
+        raise DlmBridgeError(f"{where}: {value!r} is unknown: known are {', '.join(map(str, choices))}")
     if not all(kind in (*_SIMPLE, type(None)) for kind in kinds) or type(value) in kinds:
-        return value  # lists and choices are megatron-core's to check
+        return value  # what is no number or word is megatron-core's to check
     if float in kinds and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             return float(value)  # YAML reads 1e-3 as text

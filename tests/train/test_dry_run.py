@@ -1,0 +1,151 @@
+"""The dry run: what it shows, that it writes nothing, and that it refuses what a run would refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from dlm_bridge.cli.app import main
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.config import TrainConfig, read_yaml
+from dlm_bridge.train.data import IndexedWriter
+from dlm_bridge.train.dry_run import DryRun, dry_run
+
+SHORT = {"split": "100,0,0", "global_batch_size": 8}
+
+
+@pytest.fixture(autouse=True)
+def _unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def show(values: dict[str, Any], tmp_path: Path) -> Any:
+    """dry_run of the short run's options, changed."""
+
+    def _show(gpus: int | None = None, resume: bool = False, **changes: Any) -> DryRun:
+        return dry_run(TrainConfig(**{**values, "output": str(tmp_path / "run"), **changes}), gpus, resume)
+
+    return _show
+
+
+@pytest.fixture
+def command(values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`dlm-bridge pretrain` in this process: its exit code."""
+
+    def _command(*flags: str) -> int:
+        options = ["--model", values["model"], "--from-scratch", "--data", values["data"][0], "--seq-length", "16"]
+        monkeypatch.setattr(
+            sys, "argv", ["dlm-bridge", "pretrain", *options, "--output", str(tmp_path / "run"), *flags]
+        )
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return int(str(stopped.value.code or 0))
+
+    return _command
+
+
+def test_shows_a_config_file_a_layout_and_every_stage(
+    command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert command("--dry-run", "--engine", "megatron", "--pp", "2", "--tp", "2", "--gpus", "8") == 0
+    shown = capsys.readouterr().out
+    settings = shown[: shown.index("\n\n")]
+    (tmp_path / "again.yaml").write_text(settings)
+    assert read_yaml(tmp_path / "again.yaml") | {"objective": "masked", "tp": 2, "pp": 2} == yaml.safe_load(settings)
+    assert "8 device(s), --engine megatron" in shown
+    assert "each of 4 ranks a stage, GiB" in shown
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "again.yaml"} == before
+
+
+def test_as_json(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--dry-run", "--json", "--global-batch-size", "12", "--micro-batch-size", "2", "--gpus", "3") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["gpus"], found["micro_batches"], found["tokens_per_step"]) == (3, 2, 12 * 16)
+    assert {group["name"]: group["size"] for group in found["layout"]} == {"tp": 1, "cp": 1, "dp": 3, "pp": 1}
+    assert found["memory"]["stages"][0]["held"] == found["memory"]["parameters"]
+    assert found["config"]["objective"] == "masked"
+
+
+def test_groups_are_megatron_cores(show: Any) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    found = show(16, engine="megatron", tp=2, pp=2, cp=2, **SHORT)
+    generator = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=2, order="tp-cp-ep-dp-pp")
+    for group in found.groups:
+        assert list(group.ranks) == generator.get_ranks(group.name)[0], group.name
+
+
+def test_data_are_counted_without_being_read(show: Any, tmp_path: Path, corpus: Path) -> None:
+    with IndexedWriter(tmp_path / "pair", np.dtype("uint16")) as writer:
+        writer.add(np.arange(100), [60, 40])
+    found = show(data=["2", str(tmp_path / "pair"), "1", str(corpus)])
+    assert [(piece.weight, piece.tokens) for piece in found.data] == [(2.0, 100), (1.0, None)]
+    assert found.data[1].nbytes == corpus.stat().st_size
+
+
+def test_the_launchers_processes_count(
+    show: Any, command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert show().gpus == 2
+    with pytest.raises(DlmBridgeError, match="--gpus 4: the launcher started 2 processes"):
+        show(4)
+    monkeypatch.setenv("RANK", "1")
+    assert command("--dry-run") == 0
+    assert capsys.readouterr().out == ""  # the first process shows it
+
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"engine": "megatron", "tp": 3}, 3, "--tp 3 does not divide the 2 query groups"),
+    ({"engine": "megatron", "tp": 2}, 3, "--gpus 3 is no multiple of --tp 2"),
+    ({"engine": "megatron", "pp": 2, "vp": 2}, 2, "needs at least 4 layers"),
+    ({"engine": "megatron", "ep": 2}, 2, "the model is dense"),
+    ({"engine": "megatron", "cp": 2, "cp_comm_type": "a2a", "tp": 2}, 4, "deals 1 attention heads"),
+    ({"engine": "megatron", "megatron": ["transformer.no_such_key=1"]}, 1, "has no such field, the nearest is"),
+    ({"engine": "megatron", "megatron": ["transformer.tensor_model_parallel_size=2"]}, 1, "use --tp"),
+    ({"engine": "megatron", "megatron": ["transformer.hybrid_context_parallel=true"]}, 1, "no dynamic"),
+    ({"engine": "megatron", "megatron": ["transformer.num_layers=4"]}, 1, "the model's config.json says it"),
+    (
+        {"engine": "megatron", "megatron": ["transformer.moe_router_dtype=fp31"]},
+        1,
+        "'fp31' is unknown: known are fp32, fp64",
+    ),
+    ({"engine": "megatron", "megatron": ["ddp.bucket_size=many"]}, 1, "'many' is not int"),
+    ({"engine": "megatron", "megatron": ["optimizer.exp_avg_dtype=bf15"]}, 1, "one of torch's dtypes"),
+    ({"global_batch_size": 7}, 2, "--global-batch-size 7 does not divide over 2 processes"),
+    ({"data": ["/nowhere/at/all.txt"]}, 1, "/nowhere/at/all.txt"),
+    ({"model": "/nowhere/at/all"}, 1, "/nowhere/at/all"),
+    ({"from_scratch": False}, 1, "no weights there|has no"),
+    ({"seq_length": 128}, 1, "--seq-length 128 is more than the model's 64 positions"),
+    ({"objective": "block"}, 1, "--objective block"),
+    ({"tokenizer": "/nowhere/at/all"}, 1, "--tokenizer /nowhere/at/all: no such folder"),
+]
+
+
+@pytest.mark.parametrize(("changes", "gpus", "message"), REFUSED, ids=[message[:30] for *_, message in REFUSED])
+def test_refuses_what_a_run_would_refuse(show: Any, changes: dict[str, Any], gpus: int, message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=message):
+        show(gpus, **{**SHORT, **changes})
+
+
+def test_an_output_that_holds_a_run(show: Any, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    with pytest.raises(DlmBridgeError, match="already holds a run"):
+        show()
+    assert show(resume=True).step == 0
+
+
+def test_its_options_are_no_others(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--json") == 2
+    assert command("--gpus", "2") == 2
+    assert "--gpus needs --dry-run" in capsys.readouterr().err
