@@ -50,6 +50,7 @@ def prepare(output: Path, source: Source, tokenizer: Any) -> None:
     """Write what every iteration shares, the Hub side of the model: config, tokenizer, side files, the manifest. One
     process calls it, for a run that begins."""
     folder = root_of(output) / HUB_FOLDER
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its first checkpoint
     folder.mkdir(parents=True)
     checkpoint = source.bridge.checkpoint
     write_side_files(checkpoint, folder, None, None)

@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ from dlm_bridge.train.objectives import NoisyBatch, Objective, TwoStreams, divis
 from dlm_bridge.train.optimisation import learning_rate
 from dlm_bridge.train.setup import check_data, load_data, make_objective, open_output, with_objective, write_config
 
+T = TypeVar("T")
+
 
 def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
     """Train until `config.steps`, a SIGTERM or `config.exit_duration`, and return the last checkpoint's folder.
@@ -51,9 +53,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     join(config)
     main = dist.get_rank() == 0
     output = Path(config.output)
-    if main:
-        open_output(output, resume)
-    dist.barrier()
+    _first_on_main(lambda: open_output(output, resume) if main else None)
     step, checkpoint = newest(output) if resume else (0, None)
     if checkpoint is not None and step >= config.steps:
         if main:
@@ -95,12 +95,8 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
         source.model.config.block_size = size  # which a model that begins with a schedule need not have
     objective = make_objective(config, source.model)
     mask_token = objective.mask_token_id if objective.masks else None
-    first = dist.get_rank() == 0
-    if first:  # reads and packs; the others find it in the cache
-        blocks, valid, tokenizer = load_data(config, source.model, mask_token)
-    dist.barrier()
-    if not first:
-        blocks, valid, tokenizer = load_data(config, source.model, mask_token)
+    # The main process reads and packs, the others find it in the cache.
+    blocks, valid, tokenizer = _first_on_main(lambda: load_data(config, source.model, mask_token))
     overrides = transformer_overrides(config, source.bridge, objective)
     dtype = DTYPES[config.precision]
     chunks = wrap(build_megatron_model(source.bridge, layout_of(config), dtype, parallel, **overrides), config)
@@ -119,6 +115,20 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     if checkpoint is not None:
         trainer.load(checkpoint)
     return trainer
+
+
+def _first_on_main(action: Callable[[], T]) -> T:
+    """What `action` gives, done on the main process before the others; what is refused there is refused everywhere."""
+    refused: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except DlmBridgeError as error:
+            refused = [str(error)]
+    dist.broadcast_object_list(refused)
+    if refused[0] is not None:
+        raise DlmBridgeError(refused[0])
+    return result if dist.get_rank() == 0 else action()
 
 
 def describe(config: TrainConfig) -> str:
