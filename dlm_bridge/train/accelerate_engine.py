@@ -26,7 +26,7 @@ from dlm_bridge.train.loading import load_hub_model, load_model
 from dlm_bridge.train.loop import EVAL_BATCHES, Engine
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
 from dlm_bridge.train.objectives import NoisyBatch, Objective, Uniforms, divisors
-from dlm_bridge.train.optimisation import learning_rate, parameter_groups
+from dlm_bridge.train.optimisation import check_finite, learning_rate, parameter_groups
 from dlm_bridge.train.sampling import Sampler
 from dlm_bridge.train.setup import (
     check_data,
@@ -216,6 +216,7 @@ class Trainer(Engine):
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step` on the main process, while the others wait."""
+        check_finite(step, self.plain_model.parameters())
         if metrics is not None:
             metrics.sync()
             scaler = self.accelerator.scaler

@@ -62,6 +62,7 @@ class MegatronOptions:
     moe_expert_bias_update_rate: float = option(0.0, "Of routers with an expert bias, a step; 0: it stays as it is.")
     moe_shared_expert_overlap: bool = option(False, "Compute shared experts beside the dispatcher's communication.")
     async_save: bool = option(False, "Write checkpoints in the background.")
+    straggler_interval: int = option(0, "Steps between lines that name the slowest rank, 0: none.")
     save_steps: str | None = option(None, "Further steps to save at, such as 10,50.")
     trackers: str | None = option(None, "tensorboard, wandb, or both with a comma.")
     megatron: list[str] = field(
@@ -115,7 +116,7 @@ def check_megatron_options(options: MegatronOptions, engine: str, precision: str
         value = getattr(options, name)
         if value is not None and value < 1:
             raise DlmBridgeError(f"{flag(name)} must be at least 1, not {value}")
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_bias_update_rate"):
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_bias_update_rate", "straggler_interval"):
         if getattr(options, name) < 0:
             raise DlmBridgeError(f"{flag(name)} must not be negative, not {getattr(options, name)}")
     for name, known_values in (

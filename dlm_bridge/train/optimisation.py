@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 
 
@@ -24,6 +28,18 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay applies: not to biases and 1-D parameters (norms)."""
     return parameter.dim() > 1 and not name.endswith(".bias")
+
+
+def check_finite(step: int, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise DlmBridgeError where a weight is not finite after `step`, before a checkpoint would keep it: finite
+    gradients can lead there too, as with an epsilon of zero."""
+    for parameter in parameters:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not bool(local.detach().isfinite().all()):
+            raise DlmBridgeError(
+                f"step {step}: weights are not finite, no checkpoint is written: resume from before with another --lr "
+                "or --adam-eps"
+            )
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -34,9 +34,10 @@ from dlm_bridge.train.megatron.clipping import clipped_step
 from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.setup import DTYPES, build_optimizer, layout_of, transformer_overrides, wrap
 from dlm_bridge.train.megatron.source import Source, open_source
+from dlm_bridge.train.megatron.stragglers import Stragglers
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
 from dlm_bridge.train.objectives import NoisyBatch, Objective, TwoStreams, divisors
-from dlm_bridge.train.optimisation import learning_rate
+from dlm_bridge.train.optimisation import check_finite, learning_rate
 from dlm_bridge.train.setup import check_data, load_data, make_objective, open_output, with_objective, write_config
 
 T = TypeVar("T")
@@ -176,6 +177,7 @@ class MegatronTrainer(Engine):
             # The balance over a sequence would be one over all rows of a micro-batch.
             and not (config.moe_aux_loss_coeff and config.moe_aux_loss == "seq_aux_loss" and self.micro_batch_size > 1)
         )
+        self.stragglers = self._stragglers() if config.straggler_interval else None
         self.prefetcher: Prefetcher[StepBatches] | None = None
         self.flops_per_token = flops_per_token(self.source.model, config.seq_length) * self.objective.tokens_read
         self.peak_flops = peak_flops(self.platform.device_name(), config.precision)
@@ -235,6 +237,8 @@ class MegatronTrainer(Engine):
         if updated and not math.isfinite(norm):
             raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
 
+        if self.stragglers is not None and (line := self.stragglers.end_step(step)) is not None and self.main:
+            self.console.print(line, highlight=False, soft_wrap=True)
         tokens = config.global_batch_size * config.seq_length
         seconds = time.perf_counter() - began
         world = dist.get_world_size()
@@ -266,6 +270,7 @@ class MegatronTrainer(Engine):
         return float((totals[0] / divisors(totals[1])).sum())
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
+        self._check_finite(step)
         if metrics is not None:
             metrics.sync()
             if self.config.block_sizes:
@@ -297,7 +302,8 @@ class MegatronTrainer(Engine):
             batch = next(data).to(self.device)
             of_weights = share if batch.terms is None else share[batch.terms]
             batch = dataclasses.replace(batch, weights=batch.weights * of_weights)
-            return model(**arguments(batch, len(share))), loss
+            with contextlib.nullcontext() if self.stragglers is None or forward_only else self.stragglers.timed():
+                return model(**arguments(batch, len(share))), loss
 
         def loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             return output[0], none, output[1]
@@ -319,6 +325,15 @@ class MegatronTrainer(Engine):
         dist.all_reduce(sums)
         return sums
 
+    def _stragglers(self) -> Stragglers:
+        return Stragglers(
+            self.config.straggler_interval,
+            parallel_state.get_pipeline_model_parallel_rank(),
+            self.config.pp,
+            self.device,
+            self.cpu_group,
+        )
+
     def _once(self, normaliser: torch.Tensor) -> torch.Tensor:
         """What a replica adds to a sum over all ranks, said by one of its ranks."""
         ranks = (
@@ -327,6 +342,16 @@ class MegatronTrainer(Engine):
             parallel_state.get_context_parallel_rank(),
         )
         return normaliser if ranks == (0, 0, 0) else torch.zeros_like(normaliser)
+
+    def _check_finite(self, step: int) -> None:
+        """Every rank stops where one of them would write what is no number."""
+        error: DlmBridgeError | None = None
+        try:
+            check_finite(step, (weight for group in self.optimizer.param_groups for weight in group["params"]))
+        except DlmBridgeError as found:
+            error = found
+        if self._sum_on_cpu(torch.tensor(float(error is not None))):
+            raise error or DlmBridgeError(f"step {step}: another rank has weights that are not finite")
 
     def _fullest(self) -> int | None:
         """The most memory that any device has held at once; None on CPU."""

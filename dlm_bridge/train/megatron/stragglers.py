@@ -1,0 +1,79 @@
+"""Which rank holds the others up: the time of forward passes on every rank, compared among those of the same work."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlm_bridge.errors import DlmBridgeError
+
+
+class Stragglers:
+    """Measures `timed` work on one rank and, every `interval` steps, compares it among the ranks of a pipeline stage,
+    which do the same work. On a device the time is the device's, between two events.
+
+    megatron-core's StragglerDetector does the like, but opens a port for its commands, asks NVML and knows CUDA only.
+    Ranks that exchange tensors inside a forward pass (tensor, context, expert parallel) wait there for their slowest,
+    so that it is their whole group that stands out; a slow rank alone stands out among replicas.
+    """
+
+    def __init__(self, interval: int, stage: int, stages: int, device: torch.device, group: Any) -> None:
+        """`group` is one of all ranks between CPUs. Raises DlmBridgeError where no two ranks do the same work."""
+        if dist.get_world_size() == stages:
+            raise DlmBridgeError(
+                f"--straggler-interval {interval}: each of {stages} rank(s) does other work: leave it out"
+            )
+        self.interval = interval
+        self.stage = stage
+        self.device = device
+        self.group = group
+        self.seconds = 0.0
+        self._events: list[tuple[torch.Event, torch.Event]] = []
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count what is launched inside."""
+        if self.device.type == "cpu":
+            began = time.perf_counter()
+            yield
+            self.seconds += time.perf_counter() - began
+            return
+        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        before.record()
+        yield
+        after.record()
+        self._events.append((before, after))
+
+    def end_step(self, step: int) -> str | None:
+        """After a step, when the device is done with it: every `interval` steps the report, on every rank. All ranks
+        call it."""
+        self.seconds += sum(before.elapsed_time(after) for before, after in self._events) / 1000
+        self._events.clear()
+        if step % self.interval:
+            return None
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (self.stage, self.seconds / self.interval, socket.gethostname()), self.group)
+        self.seconds = 0.0
+        return describe(step, found)
+
+
+def describe(step: int, found: list[tuple[int, float, str]]) -> str:
+    """The line of a report, of the pipeline stage whose ranks differ the most. `found` has each rank's stage, seconds
+    a step and host."""
+    by_stage: dict[int, list[tuple[float, int, str]]] = {}
+    for rank, (stage, seconds, host) in enumerate(found):
+        by_stage.setdefault(stage, []).append((seconds, rank, host))
+    extremes = {stage: (max(ranks), min(ranks)) for stage, ranks in by_stage.items()}
+    worst = max(extremes, key=lambda stage: extremes[stage][0][0] / max(extremes[stage][1][0], 1e-9))
+    (slow, slow_rank, slow_host), (fast, fast_rank, fast_host) = extremes[worst]
+    more = slow / max(fast, 1e-9) - 1
+    return (
+        f"step {step}: forward passes of stage {worst} take {slow:.3f} s on rank {slow_rank} ({slow_host}), the "
+        f"slowest, and {fast:.3f} s on rank {fast_rank} ({fast_host}), the fastest: {more:.1%} more"
+    )

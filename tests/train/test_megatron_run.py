@@ -1,0 +1,135 @@
+"""The Megatron engine's surroundings, in one process: sft, what its guards stop, what it tells of slow ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.config import TrainConfig
+from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
+from tests.families import dream, fast_dllm_v2, sdar
+from tests.train.chats import chatty, conversation, write_rows
+from tests.train.conftest import VOCAB, Run, read_metrics
+
+CASES = {
+    "llada": None,
+    "dream": dream.CASE,
+    "sdar": sdar.CASES[0],
+    "fast_dllm_v2": fast_dllm_v2.CASES[0],
+    "autoregressive": AUTOREGRESSIVE[0],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone() -> Iterator[None]:
+    """megatron-core on the CPU, in a world of one, and nothing of it afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+        yield
+    from dlm_bridge.parallel import groups, overrides
+
+    if dist.is_initialized():
+        groups.destroy()
+        dist.destroy_process_group()
+    overrides.uninstall()
+
+
+@pytest.fixture
+def on_megatron(values: dict[str, Any]) -> Any:
+    """`run` on the Megatron engine."""
+    from dlm_bridge.train.megatron.engine import train
+
+    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
+        config = TrainConfig(**{**values, "engine": "megatron", "output": str(output), **changes})
+        train(config, resume, Console(quiet=True))
+        return read_metrics(output)
+
+    return _run
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("packing", [False, True])
+def test_sft_has_the_losses_of_the_accelerate_engine(
+    name: str, packing: bool, tmp_path: Path, run: Run, on_megatron: Run, seed_folder: Path, tokenizer: Any
+) -> None:
+    chat = chatty(copy.deepcopy(tokenizer))
+    folder = tmp_path / "model"
+    chat.save_pretrained(folder)
+    case = CASES[name]
+    if case is None:
+        config = json.loads((seed_folder / "config.json").read_text()) | {"max_sequence_length": 128}
+    else:
+        # transformers' own bodies give the embedding of a padding token no gradient, were it EOS too.
+        pad = None if name == "autoregressive" else 0
+        ids = {"vocab_size": VOCAB, "mask_token_id": chat.mask_token_id, "eos_token_id": 0, "pad_token_id": pad}
+        config = {**case.config, **ids, "max_position_embeddings": 256}
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = write_rows(tmp_path / "chats.jsonl", [conversation(number) for number in range(24)])
+    options = {
+        "task": "sft",
+        "model": str(folder),
+        "data": [str(rows)],
+        "packing": packing,
+        "seq_length": 96,
+        "micro_batch_size": 2,
+        "steps": 3,
+        "length_variation": 0.0,
+        "lr": 1e-3,
+        "save_interval": 0,
+        "eval_interval": 3,
+        "split": "60,40,0",
+    }
+    ours, theirs = on_megatron(tmp_path / "megatron", **options), run(tmp_path / "accelerate", **options)
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert [row[key] for row in ours if key in row] == pytest.approx(
+            [row[key] for row in theirs if key in row], rel=1e-4
+        ), key
+    assert len(ours) == 3
+    assert "eval_loss" in ours[-1]
+
+
+def test_no_checkpoint_of_weights_that_are_not_numbers(tmp_path: Path, on_megatron: Run) -> None:
+    """Without an epsilon, weights that get no gradient (of tokens that never come) become 0 / 0."""
+    options = {"adam_eps": 0.0, "steps": 2, "save_interval": 1, "eval_interval": 0}
+    with pytest.raises(DlmBridgeError, match=r"^step 1: weights are not finite, no checkpoint is written"):
+        on_megatron(tmp_path / "run", **options)
+    assert not list((tmp_path / "run/checkpoints").glob("*iter_*"))
+    assert not (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").exists()
+
+
+def test_the_accelerate_engine_keeps_none_either(tmp_path: Path, run: Run) -> None:
+    with pytest.raises(DlmBridgeError, match=r"^step 1: weights are not finite, no checkpoint is written"):
+        run(tmp_path / "run", adam_eps=0.0, steps=2, save_interval=1, eval_interval=0)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_a_loss_that_is_no_number_ends_the_run(
+    tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlm_bridge.train.megatron import engine
+
+    step_of, seen = engine.MegatronTrainer._forward_backward, []
+
+    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(step_of(*args, **kwargs))
+        return seen[-1] * (float("nan") if len(seen) == 3 else 1.0)
+
+    monkeypatch.setattr(engine.MegatronTrainer, "_forward_backward", broken)
+    with pytest.raises(DlmBridgeError, match=r"^step 3: the loss is nan"):
+        on_megatron(tmp_path / "run", steps=5, save_interval=1, eval_interval=0)
+    assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_one_rank_has_nobody_to_compare_with(tmp_path: Path, on_megatron: Run) -> None:
+    with pytest.raises(DlmBridgeError, match=r"--straggler-interval 5: each of 1 rank\(s\) does other work"):
+        on_megatron(tmp_path / "run", straggler_interval=5)

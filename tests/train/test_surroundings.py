@@ -1,0 +1,107 @@
+"""What stands around a run's steps: trackers, further save steps, the report of slow ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dlm_bridge.cli.app import main
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.megatron.stragglers import Stragglers, describe
+from tests.processes import assert_ok, launch, work
+from tests.train.conftest import Run
+
+
+def test_tensorboard_has_every_figure_of_every_step(tmp_path: Path, run: Run) -> None:
+    rows = run(tmp_path / "run", steps=3, trackers="tensorboard", eval_interval=3, save_interval=0)
+    (folder,) = {path.parent for path in (tmp_path / "run/tensorboard").rglob("events*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    for name in ("loss", "grad_norm", "lr", "tokens_per_s", "eval_loss"):
+        shown = {event.step: event.value for event in events.Scalars(name)}
+        wanted = {row["step"]: row[name] for row in rows if name in row}
+        assert shown == pytest.approx(wanted, rel=1e-6), name
+        assert wanted, name
+
+
+def test_further_save_steps(tmp_path: Path, run: Run) -> None:
+    run(tmp_path / "run", steps=5, save_steps="1, 3", save_interval=4, eval_interval=0)
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert saved == [f"step-{step:07d}" for step in (1, 3, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_steps": "0,3"}, "--save-steps 0,3: steps count from 1"),
+        ({"save_steps": "3;4"}, "--save-steps 3;4: whole numbers with commas are needed"),
+        ({"trackers": "tensorboard,mlflow"}, "--trackers mlflow is unknown: known are tensorboard, wandb"),
+        ({"straggler_interval": 5}, "--straggler-interval needs --engine megatron"),
+        ({"straggler_interval": -1, "engine": "megatron"}, "--straggler-interval must not be negative, not -1"),
+    ],
+)
+def test_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=message):
+        TrainConfig(model="m", data=["mock"], output="o", **options)
+
+
+def test_a_tracker_that_is_not_installed(
+    tmp_path: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dlm_bridge.train.trackers.importlib.util.find_spec", lambda name: None)
+    options = ["--model", values["model"], "--from-scratch", "--data", values["data"][0], "--trackers", "wandb"]
+    flags = [*options, "--output", str(tmp_path / "run"), "--seq-length", "16", "--global-batch-size", "2"]
+    monkeypatch.setattr(sys, "argv", ["dlm-bridge", "pretrain", *flags])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert said.splitlines()[-1] == "dlm-bridge: --trackers wandb: the package is not installed: pip install wandb"
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_the_slowest_rank_is_named_among_those_of_its_stage() -> None:
+    found = [(0, 1.0, "a"), (0, 1.1, "b"), (1, 4.0, "c"), (1, 5.0, "d")]
+    assert describe(20, found) == (
+        "step 20: forward passes of stage 1 take 5.000 s on rank 3 (d), the slowest, and 4.000 s on rank 2 (c), the "
+        "fastest: 25.0% more"
+    )
+
+
+def test_ranks_compare_their_times(tmp_path: Path) -> None:
+    assert_ok("report", launch(__name__, tmp_path))
+
+
+def _report() -> None:
+    rank = dist.get_rank()
+    stragglers = Stragglers(2, 0, 1, torch.device("cpu"), dist.group.WORLD)
+    for _ in range(2):
+        with stragglers.timed():
+            pass
+    assert 0 < stragglers.seconds < 0.5
+    stragglers.seconds = 2.0 * (1 + rank)
+    assert stragglers.end_step(1) is None
+    line = stragglers.end_step(2)
+    assert line is not None
+    assert "2.000 s on rank 1" in line
+    assert "1.000 s on rank 0" in line
+    assert stragglers.seconds == 0
+    with pytest.raises(DlmBridgeError, match=r"each of 2 rank\(s\) does other work"):
+        Stragglers(2, rank, 2, torch.device("cpu"), dist.group.WORLD)
+
+
+def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
+    yield "report", _report
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    work(Path(sys.argv[1]), _checks())
