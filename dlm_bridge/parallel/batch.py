@@ -89,7 +89,11 @@ def micro_batch(
     rows, length = noisy.input_ids.shape
     codes = _codes(noisy, topology, block_size)
     plain = torch.arange(length)[None]
-    positions = plain if noisy.position_ids is None else _shared_positions(noisy.position_ids, codes)
+    streams = 1 if codes is None or not bool((codes[..., Code.NOISY_BLOCK] >= 0).any()) else 2
+    # Rotary embeddings are relative: documents of one stream need not begin anew, and rows then share their positions.
+    positions = plain
+    if noisy.position_ids is not None and streams == 2:
+        positions = _shared_positions(noisy.position_ids, codes)
     if packed:
         if cp_size > 1:
             raise DlmBridgeError(f"--cp {cp_size}: packed documents are masked by codes under context parallelism")
@@ -99,7 +103,6 @@ def micro_batch(
         documents = _packed(codes, topology, rows, length)
         ids = noisy.input_ids.reshape(1, -1)
         return _padded(MicroBatch(ids, None, None, documents, *whole), rows * length)
-    streams = 1 if codes is None or not bool((codes[..., Code.NOISY_BLOCK] >= 0).any()) else 2
     order = rank_positions(length, cp_size, streams)
     mine = order[cp_rank]
     attention = None if codes is None else codes[:, order.flatten()]

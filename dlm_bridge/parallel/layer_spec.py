@@ -109,7 +109,9 @@ def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int 
         "qk_layernorm": config.qk_layernorm,
     }
     if engine:
-        layer = get_gpt_layer_with_transformer_engine_spec(**kind)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            **kind, use_te_activation_func=config.use_te_activation_func
+        )
     else:
         layer = get_gpt_layer_local_spec(**kind, normalization="RMSNorm")
         _make_local(layer.submodules, experts is not None)

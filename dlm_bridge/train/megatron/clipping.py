@@ -11,6 +11,8 @@ from dlm_bridge.parallel import platform
 
 # megatron-core keeps these gradients elsewhere than in `grad`, or the state on the CPU: its own step then.
 SPECIAL = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+# Bytes of gradients from which on scaling them all, needed or not, costs more than the wait.
+MOST = 12 << 30
 
 
 @torch.no_grad()
@@ -27,11 +29,11 @@ def clipped_step(optimizer: Any, max_norm: float, special: bool = False) -> tupl
         return False, torch.tensor(float("inf"))
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     norm = gradient_norm(parts)
-    if max_norm:
+    gradients = [p.grad for part in parts for p in part.get_parameters() if p.grad is not None]
+    if max_norm and (sum(gradient.nbytes for gradient in gradients) <= MOST or norm > max_norm):
         share = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for part in parts:
-            if gradients := [parameter.grad for parameter in part.get_parameters() if parameter.grad is not None]:
-                torch._foreach_mul_(gradients, share)
+        if gradients:
+            torch._foreach_mul_(gradients, share)
     return optimizer.step_with_ready_grads(), norm
 
 

@@ -44,6 +44,7 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
     """
     engine = uses_transformer_engine()
     on_cpu = platform.current().name == "cpu"
+    te_activation = engine and not bridge.dims.experts  # faster than megatron-core's, which only experts need
     # Between two stages the batched form of an interleaved schedule's messages would mix up their directions.
     overlapped = config.vp > 1 and (config.overlap_communication or config.pp == 2)
     fields: dict[str, Any] = {
@@ -58,7 +59,8 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         "tp_comm_overlap": config.tp_comm_overlap,
         "masked_softmax_fusion": False,
         # Fused by torch.compile, which takes longer on a CPU than it ever saves.
-        "bias_activation_fusion": not on_cpu,
+        "bias_activation_fusion": not on_cpu and not te_activation,
+        "use_te_activation_func": te_activation,
         "bias_dropout_fusion": not on_cpu,
         "apply_rope_fusion": engine and _plain_rotary(bridge, objective),
         **_recompute(config),
