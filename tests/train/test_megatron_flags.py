@@ -1,0 +1,147 @@
+"""docs/megatron_flags.md says what is so: our options exist, passed keys pass, refused keys are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.megatron.settings import CLASSES, OURS, REFUSED, check_settings, passed_on
+from dlm_bridge.train.megatron_options import flag
+
+PAGE = Path(__file__).parents[2] / "docs/megatron_flags.md"
+COMMAND = {"--resume", "--dry-run", "--gpus", "--json", "--config"}
+OPTIONS = {flag(field.name) for field in dataclasses.fields(TrainConfig)} | COMMAND
+FIELDS = {group: {field.name for field in dataclasses.fields(kind)} for group, kind in CLASSES.items()}
+# Settings that Megatron-LM makes flags of: each must be found on the page, by its own name or by the key's.
+PARTS = (
+    "moe_",
+    "recompute_",
+    "cp_comm_type",
+    "expert_",
+    "tp_comm_overlap",
+    "optimizer_",
+    "fp8_recipe",
+    "adam_",
+    "sgd_",
+)
+UNUSED = "moe_token_dropping"  # which megatron-core reads nowhere
+
+
+def rows() -> list[tuple[list[str], str, str]]:
+    """(Megatron-LM's flags, what is here, why) of each line of the page's tables."""
+    found = []
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == 3 and cells[0].startswith("`--"):
+            found.append((re.findall(r"`(--[\w-]+)`", cells[0]), cells[1], cells[2]))
+    return found
+
+
+def settings(*values: str) -> TrainConfig:
+    return TrainConfig(model="m", data=["mock"], output="o", engine="megatron", megatron=list(values))
+
+
+def test_every_flag_has_one_line() -> None:
+    flags = [name for names, _, _ in rows() for name in names]
+    assert len(flags) > 200
+    assert len(flags) == len(set(flags)), sorted(name for name in flags if flags.count(name) > 1)
+    assert all(here for _, here, _ in rows())
+
+
+def test_our_options_exist() -> None:
+    for _, here, why in rows():
+        for name in re.findall(r"(--[a-z][\w-]*)", re.sub(r"--megatron \w+\.\w+", "", here)):
+            assert name in OPTIONS or name.replace("--no-", "--") in OPTIONS, name
+        for name in re.findall(r"`(--[a-z][\w-]*)", why):
+            assert name in OPTIONS or name.replace("--no-", "--") in OPTIONS, name
+
+
+def test_passed_keys_are_fields_that_pass() -> None:
+    passed = [key for _, here, _ in rows() for key in re.findall(r"--megatron (\w+\.\w+)", here)]
+    assert len(passed) > 60
+    for setting in passed:
+        group, _, key = setting.partition(".")
+        assert key in FIELDS[group], setting
+        assert key not in OURS[group] | REFUSED[group], setting
+
+
+def test_refused_flags_are_refused_with_their_reason() -> None:
+    refused = [name for names, here, _ in rows() if here == "refused" for name in names]
+    keys = {name: _key(name) for name in refused}
+    assert len(refused) > 25
+    for name, setting in keys.items():
+        if setting is None:
+            assert name == "--wgrad-deferral-limit", name
+            continue
+        with pytest.raises(DlmBridgeError, match=f"--megatron {setting} cannot be set: "):
+            check_settings(settings(f"{setting}=1"))
+
+
+def test_what_is_not_there_does_not_pass_either() -> None:
+    for names, here, _ in rows():
+        for name in names if here == "not there" else ():
+            key = re.sub(r"^--(no-)?", "", name).replace("-", "_")
+            for group in FIELDS:
+                assert key not in FIELDS[group] or key in OURS[group] | REFUSED[group], name
+
+
+def test_all_moe_recompute_and_parallel_settings_are_there() -> None:
+    text = PAGE.read_text()
+    for group, names in FIELDS.items():
+        for key in names:
+            if key.startswith(PARTS) and key != UNUSED:
+                shown = f"{group}.{key}" in text or f"`--{key.replace('_', '-')}`" in text or key in OURS[group]
+                assert shown, f"{group}.{key}"
+
+
+def test_what_is_ours_or_refused_is_a_field() -> None:
+    for group, names in FIELDS.items():
+        assert OURS[group].keys() | REFUSED[group].keys() <= names
+        assert not OURS[group].keys() & REFUSED[group].keys()
+        for option in OURS[group].values():
+            assert set(re.findall(r"--[\w-]+", option)) <= OPTIONS
+
+
+def test_values_get_their_fields_types() -> None:
+    import torch
+
+    given = settings(
+        "optimizer.exp_avg_dtype=bfloat16", "optimizer.loss_scale=1e3", "ddp.bucket_size=40", "ddp.nccl_ub=true"
+    )
+    assert passed_on(given, "optimizer") == {"exp_avg_dtype": torch.bfloat16, "loss_scale": 1000.0}
+    assert passed_on(given, "ddp") == {"bucket_size": 40, "nccl_ub": True}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("transformer.tensor_model_parallel_size=2", "use --tp"),
+        ("ddp.use_distributed_optimizer=true", "use --distributed-optimizer"),
+        ("optimizer.lr=1", "use --lr"),
+        ("transformer.moe_ruter_dtype=fp32", "has no such field, the nearest is moe_router_dtype"),
+        ("ddp.bucket_size=big", "'big' is not int"),
+        ("ddp.nccl_ub=1", "1 is not bool"),
+        ("transformer.hybrid_context_parallel=true", "no dynamic .hybrid. context parallelism"),
+    ],
+)
+def test_refuses(setting: str, message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=message) as raised:
+        check_settings(settings(setting))
+    assert "\n" not in str(raised.value)
+
+
+def _key(name: str) -> str | None:
+    """The refused setting that a flag of Megatron-LM sets."""
+    renamed = {
+        "num_experts": "num_moe_experts",
+        "ddp_average_in_collective": "average_in_collective",
+        "muon_no_split_qkv": "muon_split_qkv",
+    }
+    key = name.removeprefix("--").replace("-", "_")
+    key = renamed.get(key, key)
+    return next((f"{group}.{key}" for group, names in REFUSED.items() if key in names), None)
