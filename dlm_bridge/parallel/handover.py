@@ -11,7 +11,8 @@ import torch.distributed as dist
 from dlm_bridge.convert.mapping import Link
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
-from dlm_bridge.parallel.core import parallel_state, unwrap_model
+from dlm_bridge.parallel.core import parallel_state
+from dlm_bridge.parallel.fsdp import original, unwrapped
 from dlm_bridge.parallel.hub_writer import HubWriter
 from dlm_bridge.parallel.weights import (
     OUTPUT,
@@ -38,7 +39,7 @@ def stream_hf_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[str
     Raises DlmBridgeError where the model and the mapping do not cover each other.
     """
     chunks = list(megatron_model) if isinstance(megatron_model, Sequence | torch.nn.ModuleList) else [megatron_model]
-    gather = _Gather(unwrap_model(chunks))
+    gather = _Gather(unwrapped(chunks))
     links = list(bridge.mapping.links(bridge.dims))
     gather.check(links, tied=bridge.dims.tied)
     hub_names = set(bridge.hub_names())
@@ -101,7 +102,7 @@ class _Gather:
 
     def _described(self) -> list[list[dict[str, Any]]]:
         """By pipeline stage and expert parallel rank: name -> shape and dtype of what is held there."""
-        mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.live.items()}
+        mine = {name: (tuple(original(held).shape), original(held).dtype) for name, held in self.live.items()}
         of_stage: list[Any] = [None] * self.ep_group.size()
         dist.all_gather_object(of_stage, mine, group=self.ep_group)
         of_all: list[Any] = [None] * self.pp_group.size()

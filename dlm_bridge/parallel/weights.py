@@ -16,6 +16,7 @@ from dlm_bridge.convert.pool import run_tasks, worker_count
 from dlm_bridge.convert.tensors import dtype_name
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import dequantize_fp8_tensor, is_float8tensor, parallel_state
+from dlm_bridge.parallel.fsdp import is_sharded, whole
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -140,7 +141,10 @@ def _bytes(checkpoint: Checkpoint, link: Link) -> int:
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
-    """A live tensor's values in the model's dtype, also where Transformer Engine keeps it in FP8."""
+    """A live tensor's values, also where Transformer Engine keeps it in FP8; where FSDP shares it out, its data
+    parallel ranks call this together."""
+    if is_sharded(tensor):
+        return whole(tensor)
     return dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor.detach()
 
 

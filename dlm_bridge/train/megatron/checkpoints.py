@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dlm_bridge.convert.formats.torch_dist import TRACKER
 from dlm_bridge.convert.hub_checkpoint import CONFIG
@@ -23,6 +24,7 @@ from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE, HUB_FOLDER
 from dlm_bridge.convert.outputs import write_carried, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpointing, parallel_state, unwrap_model
+from dlm_bridge.train.megatron import fsdp_checkpoints
 from dlm_bridge.train.megatron.source import Source
 
 NAME = re.compile(r"iter_(\d{7,})")
@@ -95,6 +97,7 @@ class Saver:
         self.optimizer = optimizer
         self.keep_last = keep_last
         self.queue = AsyncCallsQueue() if in_background else None
+        self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
 
     def save(self, step: int, values: dict[str, Any]) -> Path:
         """Write the iteration `step` with our own `values` (numbers and strings); in the background where asked for,
@@ -106,6 +109,13 @@ class Saver:
             shutil.rmtree(hidden, ignore_errors=True)
             hidden.mkdir(parents=True)
         dist.barrier()
+        if self.fsdp:
+            try:
+                fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer)
+            except (OSError, CheckpointException) as error:
+                raise DlmBridgeError(f"{folder}: cannot be written: {one_line(error)}") from error
+            self._publish(hidden, folder, step)
+            return folder
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **self._state(is_loading=False)}
         try:
             request = dist_checkpointing.save(
@@ -134,9 +144,16 @@ class Saver:
     def load(self, folder: Path) -> dict[str, Any]:
         """Set weights and optimizer to those of an iteration of any layout, and return our own values. Raises
         DlmBridgeError for a damaged checkpoint and for one of another model."""
+        if (folder / "metadata.json").is_file() == self.fsdp:
+            how = "without" if self.fsdp else "with"
+            raise DlmBridgeError(f"{folder}: was saved {how} --fsdp: resume it so, or export it and start from that")
         try:
+            if self.fsdp:
+                return fsdp_checkpoints.load(folder, self.chunks[0], self.optimizer)
             state = dist_checkpointing.load(self._state(is_loading=True), str(folder))
-        except Exception as error:  # megatron-core and torch raise what they like
+        except DlmBridgeError:
+            raise
+        except (Exception, CheckpointException) as error:  # megatron-core and torch raise what they like
             raise DlmBridgeError(f"{folder}: cannot be resumed from: {one_line(error)}") from error
         for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True):
             chunk.load_state_dict(state[key], strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -168,6 +169,8 @@ def _wrapper(config: TrainConfig) -> Any:
         return DistributedDataParallel
     if platform.current().name == "cpu":
         raise DlmBridgeError(f"--fsdp {config.fsdp}: megatron-core's FSDP needs a GPU: leave it out")
+    if importlib.util.find_spec("einops") is None:
+        raise DlmBridgeError(f"--fsdp {config.fsdp}: megatron-core's FSDP needs einops: pip install einops")
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
     return FullyShardedDataParallel

@@ -1,0 +1,189 @@
+"""Megatron FSDP's own checkpoints, `fsdp_dtensor`: each rank writes the rows that it holds, by parameter.
+
+Names and boxes are those that Megatron-LM gives them: `model.module.decoder.layers.0...`, a SwiGLU's halves apart as
+`weight_w` and `weight_v`, experts by their global number. What differs is that no rank has to tell another what it
+holds, and that the optimizer's step is one number. Weights are the optimizer's, fp32 where the model's are not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel.core import parallel_state
+from dlm_bridge.parallel.fsdp import Held, buffers, held
+
+RUN = "dlm_bridge_run"  # the key of our own values, JSON
+MODEL, OPTIMIZER = "model.module.", "optimizer.state.module.module."
+STATES = ("exp_avg", "exp_avg_sq")
+_EXPERT = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.(?:weight|bias)|local_experts\.))(\d+)")
+_GATED = re.compile(r"\.mlp\.(experts\.(local_experts\.\d+\.)?|shared_experts\.)?linear_fc1\.(weight|bias)\d*$")
+
+
+def save(folder: Path, step: int, values: dict[str, Any], chunk: Any, optimizer: Any) -> None:
+    """Write the iteration `step` into `folder`. Every process calls it."""
+    run = {**values, "tp": parallel_state.get_tensor_model_parallel_world_size(), **_numbers(optimizer)}
+    state = {**_pieces(chunk, optimizer), "iteration": step, "checkpoint_version": 3.0, RUN: json.dumps(run)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(str(folder)), planner=_SavePlanner(flatten_state_dict=False))
+
+
+def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
+    """Set weights and optimizer state to those of an iteration, on any number of data parallel ranks, and return our
+    own values. Raises DlmBridgeError where it was saved with another tensor parallel size."""
+    reader = dcp.FileSystemReader(str(folder))
+    first: dict[str, Any] = {RUN: ""}
+    dcp.load(first, storage_reader=reader)
+    run = json.loads(first[RUN])
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    if run.pop("tp") != tp:
+        raise DlmBridgeError(
+            f"{folder}: Megatron FSDP's checkpoints are resumed at their own --tp only, which is not {tp}: export it "
+            "and start from that"
+        )
+    optimizer._init_optimizer_states_with_dummy_values()  # what is loaded has to be there
+    state = _pieces(chunk, optimizer)
+    dcp.load(state, storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False))
+    _set_numbers(optimizer, run)
+    chunk.module.install_optimized_model_weights()
+    chunk.start_param_sync()
+    return run
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a global tensor, which torch's checkpoint writer and reader know by these methods."""
+
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]  # of the global tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.size())
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.shape)
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.tensor)
+        data = TensorWriteData(self.chunk, properties, self.size())
+        return [WriteItem(MetadataIndex(name, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self.chunk]
+
+
+def pieces(part: Held, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, Piece]]:
+    """What a rank's rows `tensor` of a parameter are on disk: one box, or where gate and up lie one after the other a
+    box of each, because tensor parallel ranks share them apart."""
+    assert len(tensor) == part.rows, (name, tensor.shape, part)
+    if not part.rows:
+        return
+    if not _GATED.search(name):
+        yield name, Piece(tensor, *_box(part, part.part, part.start))
+        return
+    half = part.part[0] // 2
+    shape = (half, *part.part[1:])
+    for suffix, first in (("_w", 0), ("_v", half)):
+        begin, end = max(part.start, first), min(part.start + part.rows, first + half)
+        if begin < end:
+            rows = tensor[begin - part.start : end - part.start]
+            yield name + suffix, Piece(rows, *_box(part, shape, begin - first))
+
+
+def _box(part: Held, shape: tuple[int, ...], start: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offsets, global shape) of rows from `start` on of a tensor parallel rank's part of `shape`."""
+    offsets, whole = [start, *(0 for _ in shape[1:])], list(shape)
+    if part.axis is not None:
+        offsets[part.axis] += part.rank * shape[part.axis]
+        whole[part.axis] *= part.ranks
+    return tuple(offsets), tuple(whole)
+
+
+def _pieces(chunk: Any, optimizer: Any) -> dict[str, Any]:
+    """Everything that this rank holds, by key; the tensors are the live ones."""
+    first = 0
+    if chunk.config.num_moe_experts:
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        first = parallel_state.get_expert_model_parallel_rank() * chunk.config.num_moe_experts // ranks
+    found: dict[str, Any] = {
+        MODEL + name: Piece(buffer, (0,) * buffer.dim(), tuple(buffer.shape)) for name, buffer in buffers(chunk)
+    }
+    for part in held(chunk):
+        name = _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", part.name)
+        for key, piece in pieces(part, name, _local(part.parameter)):
+            found[MODEL + key] = piece
+        for kind, tensor in optimizer.optimizer.state.get(part.parameter, {}).items():
+            if kind in STATES:
+                for key, piece in pieces(part, name, _local(tensor)):
+                    found[f"{OPTIMIZER}{key}.{kind}"] = piece
+    return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows themselves, in the memory that the optimizer updates."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _numbers(optimizer: Any) -> dict[str, Any]:
+    """What an optimizer counts: its steps, and the loss scale of fp16."""
+    groups = optimizer.optimizer.param_groups
+    step = max((float(group.get("step", 0)) for group in groups), default=0.0)
+    for state in optimizer.optimizer.state.values():
+        step = max(step, float(state.get("step", 0)))
+    scaler = getattr(optimizer, "grad_scaler", None)
+    scale = {name: float(value) for name, value in scaler.state_dict().items()} if scaler is not None else {}
+    return {"optimizer_step": step, "loss_scale": scale}
+
+
+def _set_numbers(optimizer: Any, run: dict[str, Any]) -> None:
+    step, scale = run.pop("optimizer_step"), run.pop("loss_scale")
+    for group in optimizer.optimizer.param_groups:
+        if isinstance(group.get("step"), torch.Tensor):
+            group["step"].fill_(step)
+        elif "step" in group:
+            group["step"] = int(step)
+    for state in optimizer.optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].fill_(step)
+        elif "step" in state:
+            state["step"] = int(step)
+    scaler = getattr(optimizer, "grad_scaler", None)
+    if scaler is not None and scale:
+        now = scaler.state_dict()
+        scaler.load_state_dict(
+            {
+                name: torch.full_like(now[name], value) if isinstance(now[name], torch.Tensor) else int(value)
+                for name, value in scale.items()
+            }
+        )
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.tensor if isinstance(found, Piece) else super().lookup_object(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # torch's own would look into the pieces for tensors without memory, and copy what it does not know.
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found = self.state_dict[index.fqn]
+        return found.tensor if isinstance(found, Piece) else super().lookup_tensor(index)

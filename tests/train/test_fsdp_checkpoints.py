@@ -1,0 +1,130 @@
+"""Megatron FSDP's checkpoints on CPU: the rows of one or two data parallel ranks of a live model, saved, loaded by
+another number of ranks and exported. FSDP itself needs GPUs: here its parameters are stood in for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlm_bridge import Bridge, DlmBridgeError, Layout
+from tests.convert.helpers import hub_tensors, same
+from tests.interop.cases import models
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    """One process, on CPU."""
+    from dlm_bridge.parallel import groups
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+        groups.initialize(Layout())
+        yield
+        groups.destroy()
+        dist.destroy_process_group()
+
+
+class Rank:
+    """What FSDP's wrapper and its optimizer show of one of several data parallel ranks: rows of each parameter."""
+
+    def __init__(self, model: Any, rank: int, ranks: int, fill: float | None = None) -> None:
+        named, state = [], {}
+        for name, parameter in model.named_parameters():
+            rows = len(parameter)
+            first, last = rows * rank // ranks, rows * (rank + 1) // ranks
+            values = parameter.detach()[first:last].clone()
+            if fill is not None:
+                values.fill_(fill)
+            row = parameter[0].numel() if parameter.dim() > 1 else 1
+            held = SimpleNamespace(
+                orig_param=parameter, megatron_fsdp_slice=slice(first * row, last * row), _local_tensor=values
+            )
+            key = Key(held)
+            named.append((name, key))
+            if len(values):
+                state[key] = {"exp_avg": values * 2, "exp_avg_sq": values * 3}
+        self.named, self.installed = named, False
+        inner = SimpleNamespace(state=state, param_groups=[{"step": 5 if fill is None else 1}])
+        self.optimizer = SimpleNamespace(optimizer=inner, _init_optimizer_states_with_dummy_values=lambda: None)
+        self.config = model.config
+        self.param_and_grad_buffer = SimpleNamespace(optimizer_named_parameters=named)
+        self.module = SimpleNamespace(install_optimized_model_weights=self._install, module=model)
+
+    def start_param_sync(self) -> None:
+        assert self.installed
+
+    def _install(self) -> None:
+        self.installed = True
+
+
+class Key:
+    """A parameter, which the optimizer's state is keyed by."""
+
+    def __init__(self, held: SimpleNamespace) -> None:
+        self.__dict__.update(vars(held))
+
+
+@pytest.mark.parametrize("name", ["gqa", "llada_moe", "llada2_moe"])
+def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
+    from dlm_bridge.train.megatron import fsdp_checkpoints
+
+    hub, folder = tmp_path / "hub", tmp_path / "iter_0000007"
+    models()[name].write(hub)
+    (model,) = Bridge.from_hf(hub).build_megatron_model(Layout())
+    whole = Rank(model, 0, 1)
+    fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, whole, whole.optimizer)
+
+    for rank in range(3):
+        wanted, found = Rank(model, rank, 3), Rank(model, rank, 3, fill=-1.0)
+        assert fsdp_checkpoints.load(folder, found, found.optimizer) == {"train_blocks": 3}
+        assert found.optimizer.optimizer.param_groups[0]["step"] == 5
+        for (key, mine), (_, other) in zip(found.named, wanted.named, strict=True):
+            assert torch.equal(mine._local_tensor, other._local_tensor), key
+            for kind in ("exp_avg", "exp_avg_sq"):
+                if len(mine._local_tensor):
+                    loaded = found.optimizer.optimizer.state[mine][kind]
+                    assert torch.equal(loaded, wanted.optimizer.optimizer.state[other][kind]), (key, kind)
+
+    Bridge.from_megatron(folder, like=hub).to_hf(tmp_path / "out")
+    exported = hub_tensors(tmp_path / "out")
+    assert exported.keys() == hub_tensors(hub).keys()
+    assert all(same(tensor, hub_tensors(hub)[key]) for key, tensor in exported.items())
+
+
+def test_another_tensor_parallel_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dlm_bridge.parallel.core import parallel_state
+    from dlm_bridge.train.megatron import fsdp_checkpoints
+
+    models()["gqa"].write(tmp_path / "hub")
+    (model,) = Bridge.from_hf(tmp_path / "hub").build_megatron_model(Layout())
+    rank = Rank(model, 0, 1)
+    fsdp_checkpoints.save(tmp_path / "iter_0000007", 7, {}, rank, rank.optimizer)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    with pytest.raises(DlmBridgeError, match="resumed at their own --tp only, which is not 2"):
+        fsdp_checkpoints.load(tmp_path / "iter_0000007", rank, rank.optimizer)
+
+
+def test_halves_of_tensor_parallel_ranks_lie_apart() -> None:
+    """Gate and up of rank 1 of 2; a data parallel rank has the last row of gate and the two of up."""
+    from dlm_bridge.parallel.fsdp import Held
+    from dlm_bridge.train.megatron.fsdp_checkpoints import pieces
+
+    rows = torch.arange(6.0).view(3, 2)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    held = Held(name, None, start=1, rows=3, part=(4, 2), axis=0, rank=1, ranks=2)
+    found = dict(pieces(held, name, rows))
+    assert {key: (piece.offsets, piece.shape) for key, piece in found.items()} == {
+        f"{name}_w": ((3, 0), (4, 2)),
+        f"{name}_v": ((2, 0), (4, 2)),
+    }
+    assert torch.equal(found[f"{name}_w"].tensor, rows[:1])
+    assert torch.equal(found[f"{name}_v"].tensor, rows[1:])
+    projection = Held("linear_proj.weight", None, start=1, rows=3, part=(4, 2), axis=1, rank=1, ranks=2)
+    ((_, piece),) = pieces(projection, projection.name, rows)
+    assert (piece.offsets, piece.shape) == ((1, 2), (4, 4))
