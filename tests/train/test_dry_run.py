@@ -104,6 +104,15 @@ def test_the_launchers_processes_count(
     assert capsys.readouterr().out == ""  # the first process shows it
 
 
+def test_experts_need_sequence_parallelism(show: Any) -> None:
+    """Of a model with experts, before any layout of it."""
+    recipe = str(Path(__file__).parents[2] / "configs/llada-moe-7b-a1b")
+    options = {"model": recipe, "data": ["mock"], "engine": "megatron", "tp": 2, **SHORT}
+    assert show(2, **options).memory is not None
+    with pytest.raises(DlmBridgeError, match="--tp 2 without sequence parallelism: megatron-core trains no experts"):
+        show(2, **options, sequence_parallel=False)
+
+
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"engine": "megatron", "tp": 3}, 3, "--tp 3 does not divide the 2 query groups"),
     ({"engine": "megatron", "tp": 2}, 3, "--gpus 3 is no multiple of --tp 2"),

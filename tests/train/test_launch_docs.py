@@ -31,6 +31,7 @@ COLUMNS = {
     "block": ("block", "block_levels"),
     "complementary": ("block_complementary",),
     "wedlm": ("wedlm",),
+    "hybrid": ("nemotron",),
     "causal": ("causal",),
 }
 

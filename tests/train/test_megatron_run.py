@@ -16,7 +16,7 @@ from rich.console import Console
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
-from tests.families import dream, fast_dllm_v2, sdar
+from tests.families import dream, fast_dllm_v2, nemotron_labs_diffusion, sdar
 from tests.train.chats import chatty, conversation, write_rows
 from tests.train.conftest import VOCAB, Run, read_metrics
 
@@ -25,6 +25,7 @@ CASES = {
     "dream": dream.CASE,
     "sdar": sdar.CASES[0],
     "fast_dllm_v2": fast_dllm_v2.CASES[0],
+    "nemotron": nemotron_labs_diffusion.CASES[0],
     "autoregressive": AUTOREGRESSIVE[0],
 }
 
@@ -72,6 +73,8 @@ def test_sft_has_the_losses_of_the_accelerate_engine(
         pad = None if name == "autoregressive" else 0
         ids = {"vocab_size": VOCAB, "mask_token_id": chat.mask_token_id, "eos_token_id": 0, "pad_token_id": pad}
         config = {**case.config, **ids, "max_position_embeddings": 256}
+        if name == "nemotron":  # megatron-core has no query scaling by position
+            config["rope_parameters"] = {**config["rope_parameters"], "llama_4_scaling_beta": 0.0}
     (folder / "config.json").write_text(json.dumps(config))
     rows = write_rows(tmp_path / "chats.jsonl", [conversation(number) for number in range(24)])
     options = {

@@ -110,12 +110,17 @@ def _recompute(config: TrainConfig) -> dict[str, Any]:
     return {}
 
 
-def _experts(config: TrainConfig, engine: bool, tokens: int) -> dict[str, Any]:
+def check_experts(config: TrainConfig) -> None:
+    """Raise DlmBridgeError for a layout in which megatron-core trains no experts."""
     if config.tp > 1 and not config.sharded_sequence:
         raise DlmBridgeError(
             f"--tp {config.tp} without sequence parallelism: megatron-core trains no experts so: leave out "
             "--no-sequence-parallel"
         )
+
+
+def _experts(config: TrainConfig, engine: bool, tokens: int) -> dict[str, Any]:
+    check_experts(config)
     expert_tp = config.tp if config.etp is None else config.etp
     if config.moe_dispatcher == "alltoall" and min(config.ep, expert_tp) > 1 and platform.current().backend == "gloo":
         raise DlmBridgeError(
