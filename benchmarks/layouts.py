@@ -177,6 +177,8 @@ def _run(options: argparse.Namespace) -> None:
     table = Table(options.output, world, options.cells)
     if rank == 0:
         table.begin()
+    else:
+        table.wait()
     bench = Bench(options.output.with_name(options.output.name + ".work"))
     torch.set_num_threads(1)
     bench.prepare(rank, world, table)
@@ -558,7 +560,7 @@ class Table:
             for path in (self.path, self.begun, *self.output.parent.glob(f"{self.output.name}.died.*")):
                 path.unlink(missing_ok=True)
             shutil.rmtree(self.output.with_name(self.output.name + ".work"), ignore_errors=True)
-            self.begun.write_text(json.dumps({"at": time.time()}))
+            _replace(self.begun, json.dumps({"at": time.time(), "by": _launch()}))
             return
         self._read()
         begun = json.loads(self.begun.read_text())
@@ -569,6 +571,16 @@ class Table:
             cell.result, cell.said = "error", "; ".join(dict.fromkeys(said)) or "a process died"
             cell.precision = begun.get("precision", "")
             self.add(cell)
+        _replace(self.begun, json.dumps({"at": begun["at"], "by": _launch()}))
+
+    def wait(self) -> None:
+        """Until rank 0 has begun."""
+        deadline = time.time() + PATIENCE_S
+        while time.time() < deadline:
+            if self.begun.exists() and json.loads(self.begun.read_text()).get("by") == _launch():
+                return
+            time.sleep(0.05)
+        raise SystemExit("rank 0 did not begin")
 
     def waiting(self) -> list[tuple[Layout, Task, Cell]]:
         """What is still to be run, layout by layout. Every process asks."""
@@ -582,7 +594,7 @@ class Table:
 
     def started(self, cell: Cell) -> None:
         key = (cell.layout, cell.task)
-        text = json.dumps({"at": self.began(), "cell": key, "precision": cell.precision})
+        text = json.dumps({"at": self.began(), "by": _launch(), "cell": key, "precision": cell.precision})
         _replace(self.begun, text)
         for path in self.output.parent.glob(f"{self.output.name}.died.*"):
             path.unlink()
@@ -643,6 +655,12 @@ def conditions() -> str:
     found = [text for name in ("torch", "megatron-core", "transformer-engine") for text in of(name)]
     ranks = os.environ.get("WORLD_SIZE", "1")
     return f"{ranks} x {platform.current().device_name()}, {', '.join(found)}"
+
+
+def _launch() -> str:
+    """What the processes of one start by the launcher have in common."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    return " ".join(os.environ.get(name, "") for name in names)
 
 
 def _replace(path: Path, text: str) -> None:
