@@ -31,7 +31,8 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
     console.print(_layout(run))
     sequences = f"{run.micro_batches} micro-batch(es) of {run.micro_batch_size} sequence(s) a replica"
     console.print(
-        Text(f"a step: {run.config.global_batch_size:,} sequences, {run.tokens_per_step:,} tokens, {sequences}")
+        Text(f"a step: {run.config.global_batch_size:,} sequences, {run.tokens_per_step:,} tokens, {sequences}"),
+        soft_wrap=True,
     )
     if run.step:
         console.print(Text(f"resumes after step {run.step:,} of {run.config.steps:,}"), soft_wrap=True)
