@@ -250,6 +250,7 @@ class Bench:
         from dlm_bridge.parallel import groups, platform
 
         platform.current().prepare()
+        self.root.mkdir(parents=True, exist_ok=True)
         self.on_cpu = platform.current().name == "cpu"
         torch._dynamo.config.recompile_limit = 256  # each layout has shapes of its own
         self.size = ON_CPU if self.on_cpu else ON_GPU
@@ -266,7 +267,16 @@ class Bench:
             dist.destroy_process_group()
         os.environ.update(alone)
         chosen = platform.current()
-        dist.init_process_group(chosen.backend, device_id=chosen.group_device(), timeout=timedelta(minutes=10))
+        # A store of this start's own: the launcher's still has the addresses of processes that died.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        dist.init_process_group(
+            chosen.backend,
+            store=dist.FileStore(str(self.root / f"store_{attempt}"), world),
+            rank=rank,
+            world_size=world,
+            device_id=chosen.group_device(),
+            timeout=timedelta(minutes=10),
+        )
         self.answers = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
         dist.barrier()
 
