@@ -390,6 +390,8 @@ def measure(
     if arguments.profile and trainer is not None:
         profile(step, arguments.warmup + arguments.steps + 1)
     close()
+    if trainer is not None:
+        release(trainer)
     tokens = arguments.micro_batch_size * arguments.micro_batches * arguments.seq_length
     tokens /= arguments.tp * arguments.pp * arguments.cp
     median = statistics.median(seconds)
@@ -422,6 +424,21 @@ def profile(step: Callable[[int], float], number: int) -> None:
         for event in sorted(events, key=lambda event: -event.self_device_time_total)[:40]:
             milliseconds = event.self_device_time_total / 1000
             print(f"PROFILE {milliseconds:8.1f} ms {event.count:6} x {event.key[:110]}")
+
+
+def release(trainer: Any) -> None:
+    """Give the memory of one side back: megatron-core's gradient hooks keep its parameters alive for ever."""
+    for chunk in trainer.chunks:
+        tensors = [parameter.data for parameter in chunk.parameters()]
+        for buffer in [*getattr(chunk, "buffers", []), *getattr(chunk, "expert_parallel_buffers", [])]:
+            tensors += [tensor for tensor in (buffer.param_data, buffer.grad_data) if tensor is not None]
+        for tensor in tensors:
+            tensor.untyped_storage().resize_(0)
+    for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        for group in getattr(part, "optimizer", part).param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data.new_empty(0)
+        part.optimizer.state.clear()
 
 
 def free() -> None:
