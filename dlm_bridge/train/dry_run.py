@@ -182,10 +182,11 @@ def _check_megatron(config: TrainConfig, model: Model) -> None:
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.groups import ParallelConfig
     from dlm_bridge.train.megatron.settings import passed_on
-    from dlm_bridge.train.megatron.setup import DTYPES, check_experts, layout_of
+    from dlm_bridge.train.megatron.setup import DTYPES, check_experts, check_sequence, layout_of
 
     if model.dims.experts:
         check_experts(config)
+    check_sequence(config)
     parallel = ParallelConfig(config.cp, config.cp_comm_type, config.hierarchy)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.sharded_sequence} | passed_on(config, "transformer")

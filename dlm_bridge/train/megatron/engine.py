@@ -32,7 +32,14 @@ from dlm_bridge.train.megatron.batches import Batcher, StepBatches
 from dlm_bridge.train.megatron.checkpoints import Saver, clear, newest, prepare, write_hub_config
 from dlm_bridge.train.megatron.clipping import clipped_step
 from dlm_bridge.train.megatron.settings import check_settings
-from dlm_bridge.train.megatron.setup import DTYPES, build_optimizer, layout_of, transformer_overrides, wrap
+from dlm_bridge.train.megatron.setup import (
+    DTYPES,
+    build_optimizer,
+    check_sequence,
+    layout_of,
+    transformer_overrides,
+    wrap,
+)
 from dlm_bridge.train.megatron.source import Source, open_source
 from dlm_bridge.train.megatron.stragglers import Stragglers
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
@@ -80,6 +87,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
 def join(config: TrainConfig) -> ParallelConfig:
     """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
     parallel = ParallelConfig(config.cp, config.cp_comm_type, config.hierarchy)
+    check_sequence(config)
     groups.initialize(layout_of(config), config.seed, parallel)
     config.accumulation(parallel_state.get_data_parallel_world_size())
     return parallel

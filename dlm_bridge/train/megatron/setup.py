@@ -95,6 +95,17 @@ def _plain_rotary(bridge: Bridge, objective: Objective) -> bool:
     )
 
 
+def check_sequence(config: TrainConfig) -> None:
+    """Raise DlmBridgeError where sequence parallelism cannot cut the rows: megatron-core finds out in the first step."""
+    local = config.seq_length // config.cp  # of each stream
+    if config.sharded_sequence and local % config.tp:
+        context = f" / --cp {config.cp}" if config.cp > 1 else ""
+        raise DlmBridgeError(
+            f"--seq-length {config.seq_length}{context} is not a multiple of --tp {config.tp}, over which sequence "
+            "parallelism cuts the rows: change one of them, or add --no-sequence-parallel"
+        )
+
+
 def _recompute(config: TrainConfig) -> dict[str, Any]:
     if config.recompute == "full":
         layers = config.recompute_layers
