@@ -96,7 +96,7 @@ def _plain_rotary(bridge: Bridge, objective: Objective) -> bool:
 
 
 def check_sequence(config: TrainConfig) -> None:
-    """Raise DlmBridgeError where sequence parallelism cannot cut the rows: megatron-core finds out in the first step."""
+    """Raise DlmBridgeError where sequence parallelism cannot cut the rows, which megatron-core finds out too late."""
     local = config.seq_length // config.cp  # of each stream
     if config.sharded_sequence and local % config.tp:
         context = f" / --cp {config.cp}" if config.cp > 1 else ""
