@@ -28,7 +28,7 @@ def _row(spec: FamilySpec) -> dict[str, Any]:
         "shift": spec.shift,
         "mask_token_id": spec.mask_token_id,
         "load": list(spec.auto_classes) if own else ["transformers"],
-        "convert": ["huggingface"] if hub_only else ["huggingface", "torch_dist"],
+        "convert": ["huggingface"] if hub_only else ["huggingface", "torch_dist", "torch"],
         "why_not_megatron": hub_only,
         "train": list(spec.training),
         "objective": spec.objective,
@@ -59,7 +59,7 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
     table.add_column("checked against", overflow="fold")
     for row in rows:
         abilities = ["Auto classes" if row["load"] else "its own class"]
-        abilities += ["torch_dist"] if "torch_dist" in row["convert"] else []
+        abilities += ["Megatron formats"] if "torch_dist" in row["convert"] else []
         table.add_row(
             "\n".join([f"[bold]{row['family']}[/]", *row["architectures"]]),
             row["topology"].replace("_", "-") + ("\nshifted" if row["shift"] else ""),

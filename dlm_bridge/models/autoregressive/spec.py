@@ -89,6 +89,7 @@ SPECS: tuple[FamilySpec, ...] = (
         "Olmoe",
         "olmoe",
         "experts:OLMOE",
+        training=("accelerate",),  # whole rows are normalised
     ),
     _spec(
         "deepseek_v3",
@@ -98,5 +99,6 @@ SPECS: tuple[FamilySpec, ...] = (
         "deepseek_v3",
         "deepseek_v3:MAPPING",
         lora_targets=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        training=("accelerate",),  # latent attention
     ),
 )
