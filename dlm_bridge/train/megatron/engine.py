@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -189,6 +190,7 @@ class MegatronTrainer(Engine):
         transformer = self.chunks[0].config
         self.fuses_qkv = transformer.apply_rope_fusion and config.cp == 1 and not transformer.qk_layernorm
         self.prefetcher: Prefetcher[StepBatches] | None = None
+        self.producing = threading.Lock()
         self.flops_per_token = flops_per_token(self.source.model, config.seq_length) * self.objective.tokens_read
         self.peak_flops = peak_flops(self.platform.device_name(), config.precision)
 
@@ -208,9 +210,14 @@ class MegatronTrainer(Engine):
             self.prefetcher.close()
 
     def _produce(self, step: int) -> StepBatches:
-        """The batches of one step, in the background."""
-        self.objective = with_block_size(self.objective, self.source.model, self.config, step)
-        return self.batcher.training(self.objective, step)
+        """The batches of one step, in the background and ahead of it: what belongs to this step stays as it is."""
+        with self.producing:
+            size = block_size(self.config, step)
+            # A TwoStreams where there is a schedule, as checked.
+            objective: Any = self.objective
+            return self.batcher.training(
+                objective if size is None else dataclasses.replace(objective, block_size=size), step
+            )
 
     def _cut(self, noisy: Sequence[NoisyBatch]) -> list[MicroBatch]:
         """This rank's part of each, all of one form: pipeline stages expect one shape throughout a step."""
@@ -226,6 +233,7 @@ class MegatronTrainer(Engine):
         self.saver.poll()
         assert self.prefetcher is not None
         batches = self.prefetcher.get()
+        self.objective = with_block_size(self.objective, self.source.model, config, step)
         self.platform.manual_seed(torch_seed(config.seed, step, dist.get_rank()))
         summed = self._sum_on_cpu(torch.cat([self._once(batches.normaliser), torch.tensor([float(want_stop)])]))
         normaliser, stop = divisors(summed[:-1]), bool(summed[-1] > 0)
@@ -285,7 +293,8 @@ class MegatronTrainer(Engine):
             metrics.sync()
             if self.config.block_sizes:
                 write_hub_config(self.output, self.source)
-        with self._without_gather():
+        # A save in the background forks this process, which no thread should be in the middle of something for.
+        with self.producing, self._without_gather():
             folder = self.saver.save(step, {"train_blocks": len(self.train)})
         if metrics is not None:
             plot_loss(metrics.rows, self.output / "loss.png")
