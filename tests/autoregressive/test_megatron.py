@@ -149,7 +149,7 @@ def test_logits_are_transformers_own(
     (model,) = Bridge.from_hf(source).build_megatron_model(Layout())
     ids = torch.randint(0, 130, (2, 40), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(40).expand(2, -1)
-    mask = None if "sliding_window" in changed else torch.ones(1, 1, 40, 40, dtype=torch.bool).triu(1)
+    mask = None if "sliding_window" in changed else torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
     with torch.no_grad():
         found = model.eval()(ids, positions, mask)[..., :130]
         expected = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()(ids).logits

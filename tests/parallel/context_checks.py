@@ -105,9 +105,7 @@ def what_cannot_be_is_refused(root: Path, case: Case, window: Case, blocks: Case
     refused("p2p knows no sliding window, .* use --cp-comm-type allgather", ParallelConfig(2), bridge_of(root, window))
     with pytest.MonkeyPatch.context() as patch:  # as if there were an engine that deals heads out
         patch.setattr(type(platform.current()), "uses_transformer_engine", lambda self: True)
-        refused(
-            "--cp-comm-type a2a: block-causal attention", ParallelConfig(2, "a2a"), bridge_of(root, blocks)
-        )
+        refused("--cp-comm-type a2a: block-causal attention", ParallelConfig(2, "a2a"), bridge_of(root, blocks))
     groups.destroy()
     build_megatron_model(bridge, Layout(), parallel=ParallelConfig(2))
     with pytest.raises(DlmBridgeError, match="already initialised with cp 2, but the layout says cp 1"):

@@ -69,13 +69,6 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16": ("dense", {"dtype": "fp16", "optimizer": LOSS_SCALE}),
 }
 
-# What one process trains for the others to be compared with: its model, and its `Setup`.
-ALONE: dict[str, tuple[str, dict[str, Any]]] = {
-    "balanced": ("grouped", {"model": BALANCED}),
-    "bf16": ("dense", {"dtype": "bf16"}),
-    "fp16": ("dense", {"dtype": "fp16", "optimizer": LOSS_SCALE}),
-}
-
 Checks = dict[str, tuple[str, dict[str, Any]]]
 
 
