@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,14 +22,11 @@ OK = "ok"  # what a check says in the report when nothing was raised
 def launch(module: str, root: Path, processes: int = 2, timeout_s: float = 400) -> dict[str, list[str]]:
     """Run `python -m MODULE ROOT` in each of several processes on CPU; what each check said, by rank: OK or a
     traceback. A process that failed before its first check has its log under "start"."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": "1",
         "DLM_BRIDGE_PLATFORM": "cpu",
     }
@@ -55,13 +54,43 @@ def launch(module: str, root: Path, processes: int = 2, timeout_s: float = 400) 
         for process in running:
             process.kill()
             process.wait()
-    said: dict[str, list[str]] = {}
-    for rank, log in enumerate(logs):
-        path = _report(root, rank)
-        found = json.loads(path.read_text()) if path.exists() else {"start": log.read_text()[-4000:]}
-        for name, result in found.items():
-            said.setdefault(name, []).append(result)
-    return said
+    return _said(root, [log.read_text()[-4000:] for log in logs])
+
+
+def fork(
+    root: Path,
+    processes: int,
+    checks: Callable[[], Iterable[tuple[str, Callable[[], None]]]],
+    timeout_s: float = 200,
+) -> None:
+    """`work` on the checks in several processes, each forked from this one with what it has imported, and wait for
+    them; `forked` says what each check said. The caller must have no threads and no process groups. A process that
+    hangs prints where it does and ends."""
+    root.mkdir(exist_ok=True)
+    port = _free_port()
+    children = []
+    for rank in range(processes):
+        child = os.fork()
+        if child == 0:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            faulthandler.dump_traceback_later(timeout_s, exit=True)
+            try:
+                work(root, checks())
+            finally:
+                os._exit(0)
+        children.append(child)
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:  # the others may wait for it for ever
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+
+
+def forked(root: Path, processes: int) -> dict[str, list[str]]:
+    """What each check said in `fork`ed processes, by rank."""
+    return _said(root, ["no report"] * processes)
 
 
 def work(root: Path, checks: Iterable[tuple[str, Callable[[], None]]]) -> None:
@@ -77,7 +106,7 @@ def work(root: Path, checks: Iterable[tuple[str, Callable[[], None]]]) -> None:
             report[name] = traceback.format_exc()
             path.write_text(json.dumps(report))
             os._exit(1)
-    path.write_text(json.dumps(report))
+        path.write_text(json.dumps(report))
 
 
 def assert_ok(name: str, report: dict[str, list[str]], processes: int = 2) -> None:
@@ -87,6 +116,23 @@ def assert_ok(name: str, report: dict[str, list[str]], processes: int = 2) -> No
         failed = [key for key, results in report.items() if set(results) != {OK}]
         pytest.fail(f"not reached, because of: {', '.join(failed) or 'a time-out'}")
     assert said == [OK] * processes, "\n".join(said)
+
+
+def _said(root: Path, logs: list[str]) -> dict[str, list[str]]:
+    """What each check said, by rank; of a rank without a report its log, under "start"."""
+    said: dict[str, list[str]] = {}
+    for rank, log in enumerate(logs):
+        path = _report(root, rank)
+        found = json.loads(path.read_text()) if path.exists() else {"start": log}
+        for name, result in found.items():
+            said.setdefault(name, []).append(result)
+    return said
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _report(root: Path, rank: int) -> Path:

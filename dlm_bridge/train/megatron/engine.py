@@ -37,6 +37,7 @@ from dlm_bridge.train.megatron.setup import (
     DTYPES,
     build_optimizer,
     check_sequence,
+    check_sizes,
     layout_of,
     transformer_overrides,
     wrap,
@@ -104,6 +105,7 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     if (size := block_size(config, step + 1)) is not None:
         source.model.config.block_size = size  # which a model that begins with a schedule need not have
     objective = make_objective(config, source.model)
+    check_sizes(config, objective)
     mask_token = objective.mask_token_id if objective.masks else None
     # The main process reads and packs, the others find it in the cache.
     blocks, valid, tokenizer = _first_on_main(lambda: load_data(config, source.model, mask_token))

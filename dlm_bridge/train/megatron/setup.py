@@ -13,6 +13,7 @@ from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.layout import Layout, parse_pipeline_split
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
+from dlm_bridge.parallel.batch import rank_positions
 from dlm_bridge.parallel.core import (
     AttnBackend,
     DistributedDataParallel,
@@ -36,6 +37,18 @@ def layout_of(config: TrainConfig) -> Layout:
     """The layout of a run's weights. Raises DlmBridgeError."""
     split = {} if config.pipeline_split is None else parse_pipeline_split(config.pipeline_split, config.pp, config.vp)
     return Layout(tp=config.tp, pp=config.pp, vp=config.vp, ep=config.ep, etp=config.etp, **split)
+
+
+def check_sizes(config: TrainConfig, objective: Objective) -> None:
+    """Raise DlmBridgeError for rows and batches that a run's layout cannot deal out."""
+    streams = min(objective.tokens_read, 2)
+    rank_positions(streams * config.seq_length, config.cp, streams)
+    _, batches = config.accumulation(parallel_state.get_data_parallel_world_size())
+    if config.vp > 1 and batches % config.pp:
+        raise DlmBridgeError(
+            f"--vp {config.vp} takes micro-batches in groups of --pp {config.pp}, and a step has {batches} of them: "
+            "change --global-batch-size or --micro-batch-size"
+        )
 
 
 def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Objective) -> dict[str, Any]:

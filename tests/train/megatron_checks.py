@@ -1,0 +1,228 @@
+"""What processes check of the Megatron engine: layouts against one process, runs that stop, and bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from rich.console import Console
+
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.cli.app import main
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import groups
+from dlm_bridge.parallel.groups import ParallelConfig
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.data.loader import Prefetcher
+from dlm_bridge.train.megatron import engine
+from dlm_bridge.train.megatron.checkpoints import Saver
+from dlm_bridge.train.megatron.setup import layout_of
+from tests.train.conftest import read_metrics
+from tests.train.megatron_cases import Cell, Files, refusal
+
+TOLERANCE = 1e-4  # relative; of a gradient, to its largest element
+FIGURES = ("loss", "grad_norm", "eval_loss")
+
+
+def writes_reference(files: Files, cell: Cell) -> None:
+    """Not compared: what the layouts are compared with, one process and one micro-batch."""
+    torch.save(_measured(files.options(cell, micro_batch_size=None)), files.reference(cell.row))
+
+
+def equals_one_process(files: Files, cell: Cell, **changes: Any) -> None:
+    """Loss, gradient norm, every gradient, and the validation loss after a step."""
+    if (reason := refusal(cell)) is not None:
+        with pytest.raises(DlmBridgeError, match=reason):
+            _measured(files.options(cell))
+        return
+    found = _measured(files.options(cell, **changes))
+    if dist.get_rank() > 0:
+        return
+    wanted = torch.load(files.reference(cell.row))
+    for name in FIGURES:
+        assert found[name] == pytest.approx(wanted[name], rel=TOLERANCE), name
+    assert found["moved"].keys() == wanted["moved"].keys()
+    for name, moved in wanted["moved"].items():
+        largest = float(moved.abs().max())
+        assert largest > 0 or "expert" in name, name  # an expert may have no token, and a bias of theirs no gradient
+        apart = float((found["moved"][name] - moved).abs().max())
+        assert apart <= TOLERANCE * largest, f"{name}: {apart:.1e} of {largest:.1e}"
+
+
+def starts_from_an_imported_checkpoint(files: Files, cell: Cell) -> None:
+    """Cut in another way than it is trained in."""
+    imported = files.root / "imported"
+    Bridge.from_hf(files.hub(cell.subject)).to_megatron(imported, Layout(tp=2, pp=2))
+    equals_one_process(files, cell, model=str(imported))
+
+
+def trains(files: Files, name: str, resume: bool = False, **changes: Any) -> None:
+    """A run, not compared here."""
+    _train(files.run_options(name, **changes), resume)
+
+
+def evaluates_with_the_same_noise(files: Files) -> None:
+    """Where nothing is learned every validation gives the very same loss."""
+    _train(files.run_options("still", lr=0.0, steps=3, eval_interval=1, save_interval=0))
+    losses = [row["eval_loss"] for row in read_metrics(files.run("still"))]
+    assert len(losses) == 3
+    assert len(set(losses)) == 1
+
+
+def resumes_as_if_nothing_had_been(files: Files, name: str, like: str = "whole", **changes: Any) -> None:
+    """At another layout than it was stopped at, to the figures of the uninterrupted run."""
+    before = (files.run(name) / "metrics.jsonl").read_text()
+    dist.barrier()
+    _train(files.run_options(name, **changes), resume=True)
+    _assert_same_rows(read_metrics(files.run(name)), read_metrics(files.run(like)))
+    assert not list((files.run(name) / "checkpoints").glob(".iter_*"))
+    assert before
+
+
+def crashes_while_a_save_is_written(files: Files, name: str, step: int, **changes: Any) -> None:
+    """The files of a background save are there, but nobody has said that they are whole."""
+
+    class CrashError(Exception):
+        pass
+
+    publish = Saver._publish
+
+    def crashing(self: Saver, hidden: Path, folder: Path, number: int) -> None:
+        if number == step:
+            raise CrashError
+        publish(self, hidden, folder, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saver, "_publish", crashing)
+        with pytest.raises(CrashError):
+            _train(files.run_options(name, async_save=True, **changes))
+    dist.barrier()
+    checkpoints = files.run(name) / "checkpoints"
+    assert (checkpoints / f".iter_{step:07d}/metadata.json").exists()
+    assert not (checkpoints / f"iter_{step:07d}").exists()
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(step - 4)
+    dist.barrier()
+
+
+def saves_when_terminated(files: Files, name: str, step: int, kept: Sequence[int], **changes: Any) -> None:
+    """One of the processes is told to stop during a step: all do, after the next one."""
+    take = engine.MegatronTrainer.step
+
+    def terminated(self: Any, number: int, want_stop: bool) -> Any:
+        if number == step and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(self, number, want_stop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.MegatronTrainer, "step", terminated)
+        _train(files.run_options(name, **changes))
+    checkpoints_are(files, name, kept)
+
+
+def checkpoints_are(files: Files, name: str, steps: Sequence[int]) -> None:
+    """Those that are kept, the last of them the one that a resume takes."""
+    dist.barrier()
+    folder = files.run(name) / "checkpoints"
+    assert sorted(path.name for path in folder.glob("iter_*")) == [f"iter_{step:07d}" for step in steps]
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(steps[-1])
+    assert [row["step"] for row in read_metrics(files.run(name))][-1] == steps[-1]
+
+
+def resumes_a_finished_run(files: Files, name: str) -> None:
+    """With exit code 0, and nothing changed."""
+    before = {path: path.stat().st_mtime_ns for path in files.run(name).rglob("*") if path.is_file()}
+    code, said = run_cli(files, files.run_options(name), "--resume")
+    assert code == 0, said
+    assert "the run is finished" in said
+    assert before == {path: path.stat().st_mtime_ns for path in files.run(name).rglob("*") if path.is_file()}
+
+
+def starts_again_before_the_first_checkpoint(files: Files) -> None:
+    """What is there of a run that was killed early does not stand in the way of --resume."""
+    options = files.run_options("early", steps=2)
+    _train(options)
+    shutil.rmtree(files.run("early") / "checkpoints/iter_0000002")
+    (files.run("early") / "checkpoints/latest_checkpointed_iteration.txt").unlink()
+    rows = read_metrics(files.run("early"))
+    _train(options, resume=True)
+    _assert_same_rows(read_metrics(files.run("early")), rows)
+
+
+def refuses(files: Files, name: str, message: str, options: dict[str, Any], *flags: str) -> None:
+    """The command line says why in one line and gives exit code 2, before anything is trained."""
+    code, said = run_cli(files, {**files.run_options(f"refused-{name}"), **options}, *flags)
+    assert code == 2, said
+    lines = [line for line in said.splitlines() if line.startswith("dlm-bridge: ")]
+    assert len(lines) == 1, said
+    assert message in lines[0], lines[0]
+    assert "Traceback" not in said
+    if "--resume" not in flags and "output" not in options:
+        metrics = files.run(f"refused-{name}") / "metrics.jsonl"
+        assert not metrics.exists() or not metrics.read_text()
+
+
+def run_cli(files: Files, options: dict[str, Any], *flags: str) -> tuple[int, str]:
+    """`dlm-bridge pretrain` in this process: its exit code and what it says on stderr."""
+    _fit_groups(options)
+    path = files.root / f"options_{os.environ['RANK']}.yaml"
+    path.write_text(yaml.safe_dump(options))
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
+        patch.setattr(sys, "argv", ["dlm-bridge", "pretrain", "--config", str(path), *flags])
+        with pytest.raises(SystemExit) as exit_code:
+            main()
+    code = exit_code.value.code
+    return code if isinstance(code, int) else 0, said.getvalue()
+
+
+def _measured(options: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one step, and by how much it moved every Hub tensor."""
+    _fit_groups(options)
+    config = TrainConfig(**options)
+    trainer = engine.assemble(config, Console(quiet=True))
+    trainer.prefetcher = Prefetcher(trainer._produce, 1, depth=1)
+    try:
+        row, _ = trainer.step(1, False)
+        eval_loss = trainer.evaluate()
+        with trainer._without_gather():
+            after = dict(trainer.source.bridge.stream_hf_weights(trainer.chunks))
+    finally:
+        trainer.close()
+    moved = {}
+    if dist.get_rank() == 0:
+        moved = {name: after[name] - trainer.source.bridge.read(name) for name in after}
+    return {"loss": row.loss, "grad_norm": row.grad_norm, "eval_loss": eval_loss, "moved": moved}
+
+
+def _train(options: dict[str, Any], resume: bool = False) -> None:
+    _fit_groups(options)
+    engine.train(TrainConfig(**options), resume, Console(quiet=True))
+
+
+def _fit_groups(options: dict[str, Any]) -> None:
+    """Make way for another layout than the groups that are there."""
+    if not dist.is_initialized():
+        return
+    with contextlib.suppress(DlmBridgeError):
+        config = TrainConfig(**options)
+        if groups.fit(layout_of(config), ParallelConfig(config.cp)):
+            return
+    groups.destroy()
+
+
+def _assert_same_rows(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert [row["step"] for row in found] == [row["step"] for row in wanted]
+    for one, two in zip(found, wanted, strict=True):
+        assert one.keys() >= two.keys()  # where it was stopped there is one more validation
+        for name in {*FIGURES, "lr", "tokens"} & two.keys():
+            assert one[name] == pytest.approx(two[name], rel=TOLERANCE), (name, one, two)

@@ -1,0 +1,135 @@
+"""The processes that the Megatron engine's checks run in, all forked from one that has imported megatron-core.
+
+python -m tests.train.megatron_worker FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.processes import fork
+from tests.train.megatron_cases import STEPS, Cell, Files, cells
+
+WORLDS = (1, 2, 4)
+
+
+Plan = dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]
+
+
+def plan(processes: int, root: Path = Path()) -> Plan:
+    """Every check on so many processes, in order: its name, the function of `megatron_checks` and its arguments."""
+    if processes == 1:
+        return _alone() | bad_input(Files(root), 1)
+    found = {str(cell): ("equals_one_process", (cell,), {}) for cell in cells(processes)}
+    if processes == 2:
+        return found | _two() | bad_input(Files(root), 2)
+    stopped = {"name": "terminated", "layout": "tp2-sp-pp2", "keep_last": 2}
+    return found | {
+        "terminated, then tp2-sp-pp2": ("resumes_as_if_nothing_had_been", (), stopped),
+        "the last two are kept": ("checkpoints_are", ("terminated", (STEPS - 4, STEPS)), {}),
+    }
+
+
+def _alone() -> Plan:
+    rows = {(cell.subject, cell.packed) for number in (2, 4) for cell in cells(number)}
+    found = {
+        f"one process: {subject}{' packed' * packed}": ("writes_reference", (Cell(subject, packed, "one"),), {})
+        for subject, packed in sorted(rows)
+    }
+    blocks = {"block_schedule": "0:4,3:8", "mask_token_id": 98, "steps": 4, "save_interval": 2}
+    return found | {
+        "imported": ("starts_from_an_imported_checkpoint", (Cell("masked", False, "one"),), {}),
+        "whole": ("trains", ("whole",), {}),
+        "causal": ("trains", ("causal",), {"subject": "causal", "steps": 6}),
+        "experts": ("trains", ("experts",), {"subject": "masked-moe", "steps": 6}),
+        "blocks": ("trains", ("blocks",), {"subject": "block", **blocks}),
+        "validation noise": ("evaluates_with_the_same_noise", (), {}),
+        "finished": ("resumes_a_finished_run", ("whole",), {}),
+        "early": ("starts_again_before_the_first_checkpoint", (), {}),
+    }
+
+
+def _two() -> Plan:
+    resumed = "resumes_as_if_nothing_had_been"
+    crashed = {"name": "crashed", "step": 8, "layout": "dp2"}
+    terminated = {"name": "terminated", "step": 5, "layout": "pp2-vp2", "save_steps": "3", "keep_last": 2}
+    return {
+        "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
+        "crashed, then tp2-sp": (resumed, ("crashed",), {"layout": "tp2-sp"}),
+        "terminated": ("saves_when_terminated", (), {**terminated, "kept": (4, 6)}),
+        "experts stop": ("trains", ("experts-cut",), {"subject": "masked-moe", "layout": "ep2", "steps": 3}),
+        "experts, ep2 then pp2": (
+            resumed,
+            ("experts-cut", "experts"),
+            {"subject": "masked-moe", "layout": "pp2", "steps": 6},
+        ),
+    }
+
+
+def bad_input(files: Files, processes: int) -> Plan:
+    """What the command line refuses: options of a run, and what it says of them."""
+    tiny, damaged = str(files.tiny), str(files.damaged)
+    alone: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+        "world-size": ("needs a multiple of 2 processes, but 1 run", {"tp": 2}, ()),
+        "fsdp-pp": ("megatron-core's FSDP has no pipeline", {"fsdp": "optim", "pp": 2}, ()),
+        "fsdp-cpu": ("megatron-core's FSDP needs a GPU", {"fsdp": "optim_grads_params"}, ()),
+        "fsdp-sgd": ("megatron-core's FSDP has AdamW only", {"fsdp": "optim", "optimizer": "sgd"}, ()),
+        "fp8": ("--precision fp8 needs Transformer Engine", {"precision": "fp8"}, ()),
+        "a2a": ("--cp-comm-type a2a needs Transformer Engine", {"cp_comm_type": "a2a"}, ()),
+        "unknown-field": ("no such field", {"megatron": ["transformer.nonsense=1"]}, ()),
+        "unknown-group": ("write GROUP.KEY=VALUE", {"megatron": ["nonsense=1"]}, ()),
+        "engine": ("--tp needs --engine megatron", {"engine": "accelerate", "tp": 2}, ()),
+        "batches": ("is not --micro-batch-size 3 x 1", {"micro_batch_size": 3}, ()),
+        "short": ("fewer than one block of --seq-length 16", {"data": [tiny]}, ()),
+        "damaged": ("damaged.idx", {"data": [damaged]}, ()),
+        "vocabulary": ("token", {"data": [str(files.foreign)]}, ()),
+        "objective": ("--objective causal", {"objective": "causal"}, ()),
+        "held": ("already holds a run", {"output": str(files.run("whole"))}, ()),
+        "other-data": (
+            "resume with the data that it began with",
+            {"output": str(files.run("whole")), "steps": STEPS + 1, "data": [str(files.more)]},
+            ("--resume",),
+        ),
+        "other-seed": ("--seed 5 differs", {"output": str(files.run("whole")), "seed": 5}, ("--resume",)),
+        "no-weights": ("is not a checkpoint", {"from_scratch": False, "model": str(files.bare)}, ()),
+    }
+    two: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+        "heads": ("does not divide the 1 query groups", {"tp": 2, "model": str(files.one_head)}, ()),
+        "stages": ("3 layers do not divide over --pp 2", {"pp": 2, "model": str(files.three_layers)}, ()),
+        "experts": ("the model is dense", {"ep": 2}, ()),
+        "context": ("is not a multiple of 4", {"cp": 2, "seq_length": 18}, ()),
+        "sequence": ("over which sequence parallelism cuts the rows", {"tp": 2, "seq_length": 15}, ()),
+        "interleaved": ("a step has 3 of them", {"pp": 2, "vp": 2, "global_batch_size": 3}, ()),
+        "held-by-main": ("already holds a run", {"output": str(files.run("whole"))}, ()),
+    }
+    chosen = alone if processes == 1 else two
+    return {
+        f"refuses {name}": ("refuses", (name, said, options, *flags), {})
+        for name, (said, options, flags) in chosen.items()
+    }
+
+
+def main(root: Path) -> None:
+    from tests.train import megatron_checks as checks  # imports megatron-core
+
+    torch.set_num_threads(1)
+    os.environ["DLM_BRIDGE_PLATFORM"] = "cpu"
+    files = Files(root)
+
+    def of(processes: int) -> Iterator[tuple[str, Callable[[], None]]]:
+        for name, (check, arguments, options) in plan(processes, root).items():
+            yield name, partial(getattr(checks, check), files, *arguments, **options)
+
+    for processes in WORLDS:
+        fork(root / f"world{processes}", processes, partial(of, processes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
