@@ -43,10 +43,9 @@ def save_checkpoint(output: Path, step: int, model: Any, tokenizer: Any, state: 
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         torch.save({"step": step, **state}, temporary / STATE)
-        for file in [*temporary.rglob("*"), temporary]:
-            _sync(file)
+        sync_tree(temporary)
         os.replace(temporary, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise DlmBridgeError(f"{folder}: cannot be written: {' '.join(str(error).split())}") from error
@@ -75,16 +74,23 @@ def clean(output: Path, keep_last: int = 0) -> None:
             _remove(folder)
 
 
-def _remove(folder: Path) -> None:
-    """Out of sight first, so that a kill in the middle leaves nothing that looks like a checkpoint."""
-    hidden = folder.with_name(f".{folder.name}.old")
-    os.replace(folder, hidden)
-    shutil.rmtree(hidden)
+def sync_tree(folder: Path) -> None:
+    """`sync` a folder and all that is below it."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Out of sight first, so that a kill in the middle leaves nothing that looks like a checkpoint."""
+    hidden = folder.with_name(f".{folder.name}.old")
+    os.replace(folder, hidden)
+    shutil.rmtree(hidden)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +17,7 @@ from dlm_bridge.convert.verify import verify_pair
 from tests.checkpoints import write_llada
 from tests.convert.helpers import hub_tensors, run_cli, same, save_dcp, tree
 from tests.families.case import all_cases
+from tests.processes import assert_ok, launch
 
 CASES = {case.name: case for case in all_cases()}
 MOE, MIXED = CASES["rnd1"], CASES["llada2_moe"]
@@ -66,22 +63,7 @@ def saved(llada: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("llada", MOE.name):
         model = Bridge.from_hf(root / name).build_hf_model()
         torch.save({"model": dict(model.state_dict())}, root / "states" / f"{name}-body.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "tests.convert.dcp_worker", str(root / "states"), str(root)]
-    processes = [
-        subprocess.Popen(
-            command, cwd=Path(__file__).parents[2], env={**environment, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=400) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    assert_ok("saved", launch("tests.convert.dcp_worker", root))
     return root
 
 

@@ -8,6 +8,7 @@ import torch
 
 from dlm_bridge.models import find_family
 from dlm_bridge.models.spec import FamilySpec
+from tests.autoregressive.published import DEEPSEEK_V3
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -163,15 +164,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 24,
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8,
-        "rope_scaling": {
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
+        "rope_scaling": DEEPSEEK_V3["rope_scaling"],
         "rope_theta": 10000,
         "routed_scaling_factor": 2.5,
         "scoring_func": "sigmoid",

@@ -9,6 +9,7 @@ layout and back; what megatron-core loads of the three must be the same, bit for
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from dlm_bridge import Bridge, Layout
 from tests.interop.cases import models
+from tests.processes import work
 
 # Model of tests.interop.cases -> the layout that it is cut for in between.
 CASES: dict[str, Layout] = {"gqa": Layout(tp=2, pp=2), "rnd1": Layout(tp=2, ep=2)}
@@ -28,33 +30,34 @@ METADATA = {
 
 
 def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    work(folder, ((name, partial(check, folder / name, name)) for name in CASES))
+    dist.destroy_process_group()
+
+
+def check(root: Path, name: str) -> None:
     from megatron.core import dist_checkpointing
 
-    torch.set_num_threads(1)
-    for name, layout in CASES.items():
-        root = folder / name
-        models()[name].write(root / "hub")
-        model, optimizer = _trained(Bridge.from_hf(root / "hub", family=models()[name].family))
-        iteration = root / "run" / "iter_0000001"
-        iteration.mkdir(parents=True)
-        state = _state(model, optimizer, is_loading=False)
-        dist_checkpointing.save(state, str(iteration), content_metadata=METADATA)
-        (root / "run" / "latest_checkpointed_iteration.txt").write_text("1")
-        Bridge.from_megatron(root / "run", like=root / "hub").to_megatron(root / "cut", layout)
-        Bridge.from_megatron(root / "cut").to_megatron(root / "back", Layout())
-        found = []
-        for place in ("run", "cut", "back"):
-            wanted = _state(model, optimizer, is_loading=True)
-            found.append(_leaves(dist_checkpointing.load(wanted, str(root / place / "iter_0000001"))))
-        saved, cut, back = found
-        assert len([value for value in saved.values() if isinstance(value, torch.Tensor)]) > 40
-        for other in (cut, back):
-            assert other.keys() == saved.keys()
-            for key, value in saved.items():
-                same = torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
-                assert same or key.endswith("_extra_state"), f"{name}: {key}"
-    dist.destroy_process_group()
-    (folder / "ok").touch()
+    models()[name].write(root / "hub")
+    model, optimizer = _trained(Bridge.from_hf(root / "hub", family=models()[name].family))
+    iteration = root / "run" / "iter_0000001"
+    iteration.mkdir(parents=True)
+    state = _state(model, optimizer, is_loading=False)
+    dist_checkpointing.save(state, str(iteration), content_metadata=METADATA)
+    (root / "run" / "latest_checkpointed_iteration.txt").write_text("1")
+    Bridge.from_megatron(root / "run", like=root / "hub").to_megatron(root / "cut", CASES[name])
+    Bridge.from_megatron(root / "cut").to_megatron(root / "back", Layout())
+    found = []
+    for place in ("run", "cut", "back"):
+        wanted = _state(model, optimizer, is_loading=True)
+        found.append(_leaves(dist_checkpointing.load(wanted, str(root / place / "iter_0000001"))))
+    saved, cut, back = found
+    assert len([value for value in saved.values() if isinstance(value, torch.Tensor)]) > 40
+    for other in (cut, back):
+        assert other.keys() == saved.keys()
+        for key, value in saved.items():
+            same = torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+            assert same or key.endswith("_extra_state"), f"{name}: {key}"
 
 
 def _trained(bridge: Bridge) -> tuple[Any, Any]:

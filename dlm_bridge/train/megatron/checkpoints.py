@@ -24,6 +24,7 @@ from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE, HUB_FOLDER
 from dlm_bridge.convert.outputs import write_carried, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpointing, parallel_state, unwrap_model
+from dlm_bridge.train.checkpoints import sync, sync_tree
 from dlm_bridge.train.megatron import fsdp_checkpoints
 from dlm_bridge.train.megatron.source import Source
 
@@ -157,7 +158,13 @@ class Saver:
             raise DlmBridgeError(f"{folder}: cannot be resumed from: {one_line(error)}") from error
         for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True):
             chunk.load_state_dict(state[key], strict=True)
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except KeyError:  # megatron-core has an optimizer of their own for experts that are cut apart
+            raise DlmBridgeError(
+                f"{folder}: its optimizer was made at another kind of layout, with or without experts that have groups "
+                "of their own (--ep above 1, or --etp other than --tp): resume with the like"
+            ) from None
         return dict(state[STATE])
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
@@ -172,14 +179,14 @@ class Saver:
     def _publish(self, hidden: Path, folder: Path, step: int) -> None:
         """Give a whole iteration its name, and let the tracker name it; then remove what is too old."""
         if dist.get_rank() == 0:
-            _sync_tree(hidden)
+            sync_tree(hidden)
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(hidden, folder)
             temporary = self.root / f".{TRACKER}"
             temporary.write_text(str(step))
-            _sync(temporary)
+            sync(temporary)
             os.replace(temporary, self.root / TRACKER)
-            _sync(self.root)
+            sync(self.root)
             if self.keep_last:
                 found = sorted(path for path in self.root.iterdir() if NAME.fullmatch(path.name))
                 for old in found[: -self.keep_last]:
@@ -201,16 +208,3 @@ def _content() -> dict[str, Any]:
 
 def _keys(chunks: Sequence[Any]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
