@@ -162,8 +162,8 @@ class Saver:
             self.optimizer.load_state_dict(state["optimizer"])
         except KeyError:  # megatron-core has an optimizer of their own for experts that are cut apart
             raise DlmBridgeError(
-                f"{folder}: its optimizer was made at another kind of layout, with or without experts that have groups "
-                "of their own (--ep above 1, or --etp other than --tp): resume with the like"
+                f"{folder}: its optimizer was made at another kind of layout, with or without experts that have "
+                "groups of their own (--ep above 1, or --etp other than --tp): resume with the like"
             ) from None
         return dict(state[STATE])
 
