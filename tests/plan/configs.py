@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.autoregressive import published
 from tests.checkpoints import LLADA_CONFIG
+from tests.families.a2d import QWEN3
 
 
 def _llama(hidden: int, ffn: int, layers: int, heads: int, groups: int = 8) -> dict[str, Any]:
@@ -55,6 +56,17 @@ DEEPSEEK_V3: dict[str, Any] = {
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }
 LLADA_8B = LLADA_CONFIG
+QWEN3_1_7B: dict[str, Any] = {  # as a diffusion model
+    **QWEN3,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "layer_types": ["full_attention"] * 28,
+}
 LLADA_MOE: dict[str, Any] = {
     "architectures": ["LLaDAMoEModelLM"],
     "model_type": "llada",

@@ -31,6 +31,7 @@ class Recipe:
     measured: float = 0.0
 
     def settings(self) -> Run:
+        """Gradients in bf16, unless the recipe says otherwise."""
         return Run(layout=self.layout, **{"gradient_bytes": 2, **self.run})
 
 
@@ -105,4 +106,21 @@ MEASURED = (
     Recipe("8B, TP2 x DP2", configs.LLADA_8B, Layout(tp=2), {**_FOUR, "micro_batch_size": 2}, 57),
     Recipe("8B, PP2 x DP2", configs.LLADA_8B, Layout(pp=2), {**_FOUR, "global_batch_size": 16}, 55),
     Recipe("7B-A1B, EP4", configs.LLADA_MOE, Layout(ep=4), {**_FOUR, "micro_batch_size": 4}, 75),
+)
+
+# Peaks of our engine on the same machines (benchmarks/train.py): masked positions' logits, gradients reduced in fp32.
+_OURS: dict[str, Any] = {"gpus": 4, "seq_length": 4096, "gradient_bytes": 4}
+_ONE: dict[str, Any] = {**_OURS, "gpus": 1, "distributed_optimizer": False, "micro_batch_size": 8}
+OURS = (
+    Recipe("8B, DP4", configs.LLADA_8B, Layout(), {**_OURS, "micro_batch_size": 2}, 104.6),
+    Recipe("8B, DP4, FP8", configs.LLADA_8B, Layout(), {**_OURS, "micro_batch_size": 2, "precision": "fp8"}, 113.6),
+    Recipe("8B, TP2 x DP2", configs.LLADA_8B, Layout(tp=2), {**_OURS, "micro_batch_size": 2}, 63.9),
+    Recipe("8B, PP2 x DP2", configs.LLADA_8B, Layout(pp=2), {**_OURS, "global_batch_size": 16}, 62.5),
+    Recipe(
+        "8B, FSDP", configs.LLADA_8B, Layout(), {**_OURS, "micro_batch_size": 2, "fsdp": "optim_grads_params"}, 76.4
+    ),
+    Recipe("8B, CP2", configs.LLADA_8B, Layout(), {**_OURS, "seq_length": 32768, "cp": 2, "recompute": "full"}, 77.1),
+    Recipe("7B-A1B, EP4", configs.LLADA_MOE, Layout(ep=4), {**_OURS, "micro_batch_size": 4}, 70.4),
+    Recipe("1.7B", configs.QWEN3_1_7B, Layout(), _ONE, 94.1),
+    Recipe("1.7B, FP8", configs.QWEN3_1_7B, Layout(), {**_ONE, "precision": "fp8"}, 89.7),
 )

@@ -12,7 +12,7 @@ from dlm_bridge.plan import MemoryPlan, Run, memory_plan
 from dlm_bridge.plan.memory import in_flight
 from dlm_bridge.plan.model import model_of
 from tests.plan import configs
-from tests.plan.recipes import GIB, MEASURED, RECIPES, Recipe
+from tests.plan.recipes import GIB, MEASURED, OURS, RECIPES, Recipe
 
 LLAMA = model_of(configs.LLAMA_3_8B, "llama")
 MOE = model_of(configs.LLADA_MOE, "moe")
@@ -23,7 +23,7 @@ def plan(**changes: Any) -> MemoryPlan:
     return memory_plan(LLAMA, replace(RUN, **changes))
 
 
-@pytest.mark.parametrize("recipe", MEASURED, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", (*MEASURED, *OURS), ids=lambda recipe: recipe.name)
 def test_peaks_are_within_ten_percent_of_measured_ones(recipe: Recipe) -> None:
     found = memory_plan(model_of(recipe.config, recipe.name), recipe.settings()).peak.allocated / GIB
     assert abs(found / recipe.measured - 1) < 0.1, found
