@@ -29,10 +29,15 @@ def plan(processes: int, root: Path = Path()) -> Plan:
         return _alone() | bad_input(Files(root), 1)
     found = {str(cell): ("equals_one_process", (cell,), {}) for cell in cells(processes)}
     if processes == 2:
-        return found | _two() | bad_input(Files(root), 2)
+        return found | _two(Files(root)) | bad_input(Files(root), 2)
     stopped = {"name": "terminated", "layout": "tp2-sp-pp2", "keep_last": 2}
     return found | {
         "terminated, then tp2-sp-pp2": ("resumes_as_if_nothing_had_been", (), stopped),
+        "experts, ep2 then ep2-pp2": (
+            "resumes_as_if_nothing_had_been",
+            ("experts-cut", "experts"),
+            {"subject": "masked-moe", "layout": "ep2-pp2", "steps": 6},
+        ),
         "the last two are kept": ("checkpoints_are", ("terminated", (STEPS - 4, STEPS)), {}),
     }
 
@@ -56,20 +61,22 @@ def _alone() -> Plan:
     }
 
 
-def _two() -> Plan:
+def _two(files: Files) -> Plan:
+    experts = {"model": str(files.hub("masked-moe"))}
     resumed = "resumes_as_if_nothing_had_been"
     crashed = {"name": "crashed", "step": 8, "layout": "dp2"}
     terminated = {"name": "terminated", "step": 5, "layout": "pp2-vp2", "save_steps": "3", "keep_last": 2}
+    kind = (
+        "its optimizer was made at another kind of layout",
+        {**experts, "output": str(files.run("experts-cut")), "ep": 1, "pp": 2, "steps": 6},
+        "--resume",
+    )
     return {
         "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
         "crashed, then tp2-sp": (resumed, ("crashed",), {"layout": "tp2-sp"}),
         "terminated": ("saves_when_terminated", (), {**terminated, "kept": (4, 6)}),
         "experts stop": ("trains", ("experts-cut",), {"subject": "masked-moe", "layout": "ep2", "steps": 3}),
-        "experts, ep2 then pp2": (
-            resumed,
-            ("experts-cut", "experts"),
-            {"subject": "masked-moe", "layout": "pp2", "steps": 6},
-        ),
+        "experts, without groups of their own": ("refuses", ("kind", *kind), {}),
     }
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from typer.testing import CliRunner
 
+from dlm_bridge import Bridge
+from dlm_bridge.cli.app import app
+from dlm_bridge.train.config import TrainConfig
 from tests.processes import assert_ok, forked
-from tests.train.megatron_cases import Files
+from tests.train.conftest import read_metrics
+from tests.train.megatron_cases import STEPS, Files
 from tests.train.megatron_worker import WORLDS, plan
 
 pytestmark = pytest.mark.skipif(
@@ -38,6 +47,51 @@ def said(files: Files) -> Said:
             command, cwd=Path(__file__).parents[2], env=environment, stdout=log, stderr=log, timeout=500, check=True
         )
     return {processes: forked(files.root / f"world{processes}", processes) for processes in WORLDS}
+
+
+@pytest.mark.parametrize(("name", "subject", "steps"), [("whole", "masked", 8), ("causal", "causal", 6)])
+def test_both_engines_agree(name: str, subject: str, steps: int, files: Files, said: Said) -> None:
+    """The same options, weights from nothing."""
+    options = files.run_options(f"accelerate-{name}", subject, engine="accelerate", steps=steps, optimizer="adamw")
+    found = _train_with_accelerate(options)
+    wanted = read_metrics(files.run(name))[:steps]
+    assert [row["step"] for row in found] == [row["step"] for row in wanted]
+    for one, two in zip(found, wanted, strict=True):
+        for figure in {"loss", "grad_norm", "lr", "eval_loss", "tokens"} & two.keys():
+            assert one[figure] == pytest.approx(two[figure], rel=1e-4), (figure, one, two)
+
+
+def test_a_training_checkpoint_is_a_hub_model(files: Files, said: Said, tmp_path: Path) -> None:
+    """Saved at two pipeline stages by megatron-core; transformers' model of it has the same validation loss."""
+    Bridge.from_megatron(files.run("terminated") / "checkpoints").to_hf(tmp_path / "exported")
+    unmoved = {"engine": "accelerate", "from_scratch": False, "lr": 0.0, "steps": 1, "eval_interval": 1}
+    wanted = read_metrics(files.run("terminated"))[-1]["eval_loss"]
+    for place in (tmp_path / "exported", files.run("terminated") / "checkpoints"):
+        options = files.run_options(f"from-{place.name}", **unmoved, model=str(place))
+        assert _train_with_accelerate(options)[-1]["eval_loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_config_says_what_was_trained(files: Files, said: Said, tmp_path: Path) -> None:
+    Bridge.from_megatron(files.run("blocks") / "checkpoints").to_hf(tmp_path / "exported")
+    config = json.loads((tmp_path / "exported/config.json").read_text())
+    assert (config["block_size"], config["mask_token_id"]) == (8, 98)
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_commands_read_a_training_checkpoint(command: str, files: Files, said: Said) -> None:
+    result = CliRunner().invoke(app, [command, str(files.run("whole") / "checkpoints"), "--json"])
+    assert result.exit_code == 0, result.output
+    said_of_it = json.loads(result.stdout)
+    if command == "inspect":
+        assert f'"iteration": {STEPS}' in json.dumps(said_of_it)
+
+
+def _train_with_accelerate(options: dict[str, Any]) -> list[dict[str, Any]]:
+    from dlm_bridge.train.accelerate_engine import train
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    train(TrainConfig(**options), False, Console(quiet=True))
+    return read_metrics(Path(options["output"]))
 
 
 @pytest.mark.parametrize(("processes", "name"), [(number, name) for number in WORLDS for name in plan(number)])
