@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 import typing
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,6 +141,9 @@ def _train(config: TrainConfig, resume: bool) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    # Of names that megatron-core uses and torch will rename: nothing that a user could act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|megatron")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron")
     if config.engine == "megatron":
         from dlm_bridge.train.megatron.engine import train
     else:

@@ -132,6 +132,11 @@ def verify_manifest(
             f"{folder}: its {FILE_NAME} describes {manifest.iteration}, the newest iteration is {side.iteration}: "
             "name a second checkpoint"
         )
+    if not manifest.tensors:
+        raise DlmBridgeError(
+            f"{folder}: written by a training run, whose {FILE_NAME} has no digests: name a second checkpoint to "
+            "compare it with"
+        )
     records = manifest.tensors
     differences = side.oddities()
     differences += [Difference(n, "missing", f"{FILE_NAME} has it") for n in records if n not in side.names]
