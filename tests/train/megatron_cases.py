@@ -76,9 +76,9 @@ LARGE: dict[str, dict[str, Any]] = {
     "pp2-cp2": {"pp": 2, "cp": 2},
 }
 EXPERTS_ONLY = ("ep2", "etp2", "tp2-etp1-sp", "ep2-tp2-sp", "ep2-tp2-etp1-sp", "ep2-pp2", "ep2-cp2")
-# Two cuts at once: each with a few of the subjects, since each cut alone has all of them.
-SAMPLED = ("masked-tied", "block", "block-moe", "wedlm")
-WHOLE = ("ep2-tp2-sp", *LAYOUTS)
+# Two cuts at once, or none: a few of the subjects, since each cut alone has all of them.
+SAMPLED = ("masked-tied", "block-moe", "wedlm")
+WHOLE = ("tp2", "tp2-sp", "pp2", "pp2-vp2", "cp2", "ep2", "ep2-tp2-sp")
 
 # What megatron-core cannot do, and what the engine says of it.
 NO_TP_ALONE = "megatron-core trains no experts so: leave out --no-sequence-parallel"

@@ -77,13 +77,18 @@ def test_the_config_says_what_was_trained(files: Files, said: Said, tmp_path: Pa
     assert (config["block_size"], config["mask_token_id"]) == (8, 98)
 
 
-@pytest.mark.parametrize("command", ["verify", "inspect"])
-def test_commands_read_a_training_checkpoint(command: str, files: Files, said: Said) -> None:
-    result = CliRunner().invoke(app, [command, str(files.run("whole") / "checkpoints"), "--json"])
-    assert result.exit_code == 0, result.output
-    said_of_it = json.loads(result.stdout)
-    if command == "inspect":
-        assert f'"iteration": {STEPS}' in json.dumps(said_of_it)
+def test_commands_read_a_training_checkpoint(files: Files, said: Said, tmp_path: Path) -> None:
+    checkpoints = str(files.run("whole") / "checkpoints")
+    inspected = CliRunner().invoke(app, ["inspect", checkpoints, "--json"])
+    assert inspected.exit_code == 0, inspected.output
+    assert f'"iteration": {STEPS}' in json.dumps(json.loads(inspected.stdout))
+    alone = CliRunner().invoke(app, ["verify", checkpoints])
+    assert "has no digests: name a second checkpoint" in str(alone.exception)  # what training changes has none
+    Bridge.from_megatron(checkpoints).to_hf(tmp_path / "exported")
+    compared = CliRunner().invoke(app, ["verify", checkpoints, str(tmp_path / "exported"), "--json"])
+    assert compared.exit_code == 0, compared.output
+    different = CliRunner().invoke(app, ["verify", checkpoints, str(files.hub("masked")), "--json"])
+    assert different.exit_code == 1, different.output
 
 
 def _train_with_accelerate(options: dict[str, Any]) -> list[dict[str, Any]]:
