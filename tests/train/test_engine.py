@@ -44,7 +44,17 @@ def test_loss_falls_and_the_folder_holds_what_it_should(tmp_path: Path, run: Run
     rows = run(tmp_path / "run", steps=60, save_interval=25, keep_last=2, length_variation=0.0)
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert sum(row["loss"] for row in rows[-10:]) < 0.6 * 10 * rows[0]["loss"]
-    assert set(rows[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "tokens_per_s_per_device", "mfu", "peak_memory"}
+    assert set(rows[0]) == {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "tokens_per_s_per_device",
+        "mfu",
+        "peak_memory",
+    }
     assert rows[0]["mfu"] is None
     assert rows[-1]["tokens"] == 60 * 8 * 16
     assert rows[-1]["eval_loss"] < 0.6 * rows[0]["loss"]

@@ -13,7 +13,14 @@ from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flo
 
 
 def _row(step: int, **changes: float) -> Row:
-    values = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 8 * step, "tokens_per_s": 5.0, "tokens_per_s_per_device": 5.0}
+    values = {
+        "loss": 2.0,
+        "grad_norm": 1.0,
+        "lr": 0.1,
+        "tokens": 8 * step,
+        "tokens_per_s": 5.0,
+        "tokens_per_s_per_device": 5.0,
+    }
     return Row(step=step, mfu=None, **{**values, **changes})  # type: ignore[arg-type]
 
 
