@@ -72,6 +72,7 @@ def _two(files: Files) -> Plan:
         "--resume",
     )
     return {
+        "killed at tp2-sp, then pp2": (resumed, ("killed",), {"layout": "pp2"}),
         "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
         "crashed, then tp2-sp": (resumed, ("crashed",), {"layout": "tp2-sp"}),
         "terminated": ("saves_when_terminated", (), {**terminated, "kept": (4, 6)}),

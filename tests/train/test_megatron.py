@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from typer.testing import CliRunner
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 from dlm_bridge import Bridge
 from dlm_bridge.cli.app import app
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.metrics import read_rows
 from tests.processes import assert_ok, forked
 from tests.train.conftest import read_metrics
 from tests.train.megatron_cases import STEPS, Files
@@ -39,7 +42,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture(scope="module")
 def said(files: Files) -> Said:
-    """What each check said, by the number of processes."""
+    """What each check said, by the number of processes. They find a run that was killed."""
+    _kill_a_run(files)
     command = [sys.executable, "-m", "tests.train.megatron_worker", str(files.root)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (files.root / "log.txt").open("w") as log:
@@ -89,6 +93,34 @@ def test_commands_read_a_training_checkpoint(files: Files, said: Said, tmp_path:
     assert compared.exit_code == 0, compared.output
     different = CliRunner().invoke(app, ["verify", checkpoints, str(files.hub("masked")), "--json"])
     assert different.exit_code == 1, different.output
+
+
+def _kill_a_run(files: Files) -> None:
+    """The command line on two processes under torchrun, every one of them killed while it trains."""
+    import psutil
+
+    options = files.run_options("killed", layout="tp2-sp", steps=1000, async_save=True)
+    path = files.root / "killed.yaml"
+    path.write_text(yaml.safe_dump(options))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "dlm_bridge.cli", "pretrain", "--config", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DLM_BRIDGE_PLATFORM": "cpu"}
+    metrics = files.run("killed") / "metrics.jsonl"
+    with (files.root / "killed.txt").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        for _ in range(20_000):
+            if process.poll() is not None or (metrics.exists() and '{"step": 6,' in metrics.read_text()):
+                break
+            time.sleep(0.01)
+    finally:
+        family = [*psutil.Process(process.pid).children(recursive=True), process]
+        for member in family:
+            member.kill()
+        process.wait()
+    steps = [row["step"] for row in read_rows(metrics)]  # the last line may be torn
+    assert steps, (files.root / "killed.txt").read_text()[-3000:]
+    assert 6 <= steps[-1] < STEPS
 
 
 def _train_with_accelerate(options: dict[str, Any]) -> list[dict[str, Any]]:
