@@ -226,7 +226,7 @@ def test_mock_data_needs_no_tokenizer(tmp_path: Path, run: Run, seed_folder: Pat
         ({"model": "/nowhere"}, "--model /nowhere: --from-scratch needs a folder with a config.json"),
         ({"model": "/nowhere", "from_scratch": False}, "--model /nowhere: no such folder"),
         ({"from_scratch": False}, "no weights there (*.safetensors): add --from-scratch"),
-        ({"data": ["/nowhere.txt"]}, "--data /nowhere.txt: no such file"),
+        ({"data": ["/nowhere.txt"]}, "/nowhere.txt: no such file or folder"),
         ({"tokenizer": "/nowhere"}, "--tokenizer /nowhere: no such folder"),
         ({"seq_length": 65}, "--seq-length 65 is more than the model's 64 positions"),
         ({"objective": "next"}, "unknown objective 'next'"),
