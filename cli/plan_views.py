@@ -70,7 +70,7 @@ def memory_table(plan: MemoryPlan) -> Table:
         stage = alike[0]
         name = f"{stage.pp_rank}" if len(alike) == 1 else f"{stage.pp_rank}-{alike[-1].pp_rank}"
         figures = [f"{getattr(stage, part) / GIB:.2f}" for part in (*COMPONENTS, "total")]
-        table.add_row(name, str(stage.layers), f"{stage.held / 1e9:.3f} B", *figures)
+        table.add_row(name, str(stage.layers), _count(stage.held), *figures)
     return table
 
 
@@ -150,3 +150,8 @@ def _folded(stages: tuple[StageMemory, ...]) -> list[list[StageMemory]]:
 
 def _figures(stage: StageMemory) -> tuple[object, ...]:
     return (stage.layers, stage.parameters, stage.allocated, stage.total)
+
+
+def _count(parameters: float) -> str:
+    """In the unit that leaves digits of a small model."""
+    return f"{parameters / 1e9:.3f} B" if parameters >= 1e8 else f"{parameters / 1e6:.3f} M"
