@@ -23,7 +23,7 @@ def plan(**changes: Any) -> MemoryPlan:
     return memory_plan(LLAMA, replace(RUN, **changes))
 
 
-@pytest.mark.parametrize("recipe", (*MEASURED, *OURS), ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [*MEASURED, *OURS], ids=lambda recipe: recipe.name)
 def test_peaks_are_within_ten_percent_of_measured_ones(recipe: Recipe) -> None:
     found = memory_plan(model_of(recipe.config, recipe.name), recipe.settings()).peak.allocated / GIB
     assert abs(found / recipe.measured - 1) < 0.1, found
