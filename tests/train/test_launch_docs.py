@@ -18,9 +18,9 @@ from tests.train.megatron_cases import LARGE, LAYOUTS, SUBJECTS, cells, refusal
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs/launch.md", ROOT / "docs/support_matrix.md", ROOT / "configs/README.md"]
 OPTIONS = {flag(field.name) for field in dataclasses.fields(TrainConfig)}
-# Of this command, of preprocess and of the launchers.
+# Of this command, of preprocess, of the benchmarks and of the launchers.
 OTHERS = {
-    *("--resume", "--config", "--dry-run", "--gpus", "--from-scratch", "--append-eod"),
+    *("--resume", "--config", "--dry-run", "--gpus", "--from-scratch", "--append-eod", "--smoke"),
     *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--shutdown-timeout"),
     *("--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"),
     *("--requeue", "--open-mode", "--kill-on-bad-exit", "--dependency", "--gpus-per-task"),
