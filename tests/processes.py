@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -78,7 +80,7 @@ def fork(
             try:
                 work(root, checks())
             finally:
-                os._exit(0)
+                _end(0)
         children.append(child)
     while children:
         child, status = os.wait()
@@ -105,7 +107,7 @@ def work(root: Path, checks: Iterable[tuple[str, Callable[[], None]]]) -> None:
             # Another rank may be waiting for this one: nothing after this can be trusted.
             report[name] = traceback.format_exc()
             path.write_text(json.dumps(report))
-            os._exit(1)
+            _end(1)
         path.write_text(json.dumps(report))
 
 
@@ -127,6 +129,13 @@ def _said(root: Path, logs: list[str]) -> dict[str, list[str]]:
         for name, result in found.items():
             said.setdefault(name, []).append(result)
     return said
+
+
+def _end(status: int) -> NoReturn:
+    """At once, with the process that megatron-core keeps for its checkpoints' queue, which would wait for ever."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(status)
 
 
 def _free_port() -> int:
