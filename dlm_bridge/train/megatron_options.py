@@ -45,7 +45,6 @@ class MegatronOptions:
     distributed_optimizer: bool = option(True, "Shard AdamW's state over data parallel ranks (ZeRO-1).")
     fsdp: str | None = option(None, "Megatron FSDP instead: " + ", ".join(FSDP_STRATEGIES) + ".")
     overlap_communication: bool = option(True, "Overlap gradient and parameter communication with computation.")
-    tp_comm_overlap: bool = option(False, "Overlap tensor parallel communication with matrix products (needs te).")
     optimizer: str = option("adamw", "adamw or sgd.")
     optimizer_cpu_offload: bool = option(False, "Keep the optimizer's state and step on the CPU.")
     recompute: str = option("none", "Activations to recompute: none, selective or full.")

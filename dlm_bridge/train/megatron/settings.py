@@ -52,7 +52,6 @@ OURS: dict[str, dict[str, str]] = {
         "recompute_num_layers": "--recompute-layers",
         "recompute_modules": "--recompute-modules",
         "moe_layer_recompute": "--recompute-modules",
-        "tp_comm_overlap": "--tp-comm-overlap",
         "overlap_p2p_comm": "--overlap-communication",
         "batch_p2p_comm": "--overlap-communication",
         "attention_backend": "--attention-backend",
@@ -91,6 +90,17 @@ OURS: dict[str, dict[str, str]] = {
         "optimizer_cpu_offload": "--optimizer-cpu-offload",
     },
 }
+TP_OVERLAP = (
+    "tp_comm_overlap",
+    "tp_comm_bulk_wgrad",
+    "tp_comm_bulk_dgrad",
+    "tp_comm_overlap_ag",
+    "tp_comm_overlap_rs",
+    "tp_comm_overlap_rs_dgrad",
+    "tp_comm_bootstrap_backend",
+    "tp_comm_overlap_disable_qkv",
+    "tp_comm_overlap_disable_fc1",
+)
 _MODEL = "the model's config.json says it"
 _DYNAMIC = "megatron-core 0.16.1 has no dynamic (hybrid) context parallelism in its training path: use --cp"
 _CALLABLE = "the engine gives megatron-core this function itself"
@@ -98,6 +108,7 @@ _CALLABLE = "the engine gives megatron-core this function itself"
 REFUSED: dict[str, dict[str, str]] = {
     "transformer": {
         **IGNORED,
+        **dict.fromkeys(TP_OVERLAP, "nothing sets up the user buffers that Transformer Engine wants for it"),
         "hybrid_context_parallel": _DYNAMIC,
         "max_seqlen_per_dp_cp_rank": _DYNAMIC,
         "calculate_per_token_loss": "it is always on: --loss-normalisation says what a loss is divided by",

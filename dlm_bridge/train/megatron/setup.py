@@ -70,7 +70,6 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         "batch_p2p_comm": not overlapped,
         # gloo sends after the call has returned, from memory that megatron-core frees in the belief that streams wait.
         "deallocate_pipeline_outputs": config.pp > 1 and not on_cpu,
-        "tp_comm_overlap": config.tp_comm_overlap,
         "masked_softmax_fusion": False,
         # Fused by torch.compile, which takes longer on a CPU than it ever saves.
         "bias_activation_fusion": not on_cpu and not te_activation,
@@ -92,8 +91,6 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         fields |= {"fp8": config.fp8_format, "fp8_recipe": config.fp8_recipe, "fp8_param": config.fp8_params}
         if config.fp8_recipe == "delayed":
             fields |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
-    if config.tp_comm_overlap and not engine:
-        raise DlmBridgeError("--tp-comm-overlap needs Transformer Engine and a GPU: leave it out")
     if bridge.dims.experts:
         tokens = config.global_batch_size * config.seq_length * objective.tokens_read
         fields |= _experts(config, engine, tokens)
