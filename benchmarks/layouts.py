@@ -326,14 +326,13 @@ class Bench:
         from dlm_bridge.parallel.handover import stream_hf_weights
         from dlm_bridge.train.data.loader import Prefetcher
         from dlm_bridge.train.megatron.engine import assemble
-        from dlm_bridge.train.megatron.setup import layout_of
 
         config = self.config(task, precision, flags)
         if dist.is_initialized():
             from dlm_bridge.parallel.groups import ParallelConfig
 
             parallel = ParallelConfig(config.cp, config.cp_comm_type, config.hierarchy)
-            if not groups.fit(layout_of(config), parallel):
+            if not groups.fit(config.layout, parallel):
                 groups.destroy()
         trainer = assemble(config, Console(quiet=True))
         try:

@@ -243,7 +243,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
     from dlm_bridge.train.megatron.engine import join
-    from dlm_bridge.train.megatron.setup import DTYPES, build_optimizer, layout_of, wrap
+    from dlm_bridge.train.megatron.setup import DTYPES, build_optimizer, wrap
 
     parallel = join(config)
     bridge = Bridge.from_scratch(config.model, 0)
@@ -271,7 +271,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None
         bridge.mapping,
         bridge.config,
         bridge.dims,
-        layout_of(config),
+        config.layout,
         DTYPES[config.precision],
         parallel,
         sequence_parallel=config.tp > 1,
@@ -282,8 +282,6 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None
         gradient_accumulation_fusion=False,  # its output layer needs apex for it
         cross_entropy_loss_fusion=True,
         cross_entropy_fusion_impl="te",
-        overlap_p2p_comm=config.vp > 1,
-        batch_p2p_comm=config.vp == 1,
         deallocate_pipeline_outputs=config.pp > 1,
         init_method=torch.nn.init.normal_,
         output_layer_init_method=torch.nn.init.normal_,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dlm_bridge.convert.layout import Layout, parse_pipeline_split
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.plan.memory import MemoryPlan, memory_plan
 from dlm_bridge.plan.model import model_of
@@ -25,12 +24,9 @@ def training_plan(config: TrainConfig, hub_config: dict[str, Any], gpus: int) ->
 
 def run_of(config: TrainConfig, objective: str, gpus: int) -> Run:
     """The configuration's settings as planning knows them. Raises DlmBridgeError."""
-    split = {} if config.pipeline_split is None else parse_pipeline_split(config.pipeline_split, config.pp, config.vp)
-    layout = Layout(tp=config.tp, pp=config.pp, vp=config.vp, ep=config.ep, etp=config.etp, **split)
-    modules = tuple(name.strip() for name in (config.recompute_modules or "core_attn").split(",") if name.strip())
     replicas = max(1, gpus // (config.tp * config.pp * config.cp))
     return Run(
-        layout=layout,
+        layout=config.layout,
         gpus=gpus,
         seq_length=config.seq_length,
         cp=config.cp,
@@ -42,7 +38,7 @@ def run_of(config: TrainConfig, objective: str, gpus: int) -> Run:
         fsdp=config.fsdp,
         sequence_parallel=config.sequence_parallel,
         recompute=config.recompute,
-        recompute_modules=modules,
+        recompute_modules=tuple(config.recomputed),
         recompute_layers=config.recompute_layers,
         moe_dispatcher=config.moe_dispatcher,
         **objective_settings(objective),

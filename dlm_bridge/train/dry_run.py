@@ -182,7 +182,7 @@ def _check_megatron(config: TrainConfig, model: Model) -> None:
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.groups import ParallelConfig
     from dlm_bridge.train.megatron.settings import passed_on
-    from dlm_bridge.train.megatron.setup import DTYPES, check_experts, check_sequence, layout_of
+    from dlm_bridge.train.megatron.setup import DTYPES, check_experts, check_sequence
 
     if model.dims.experts:
         check_experts(config)
@@ -190,7 +190,7 @@ def _check_megatron(config: TrainConfig, model: Model) -> None:
     parallel = ParallelConfig(config.cp, config.cp_comm_type, config.hierarchy)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.sharded_sequence} | passed_on(config, "transformer")
-    model_config(model.mapping, model.config, dims, layout_of(config), DTYPES[config.precision], parallel, **own)
+    model_config(model.mapping, model.config, dims, config.layout, DTYPES[config.precision], parallel, **own)
 
 
 def _groups(config: TrainConfig, gpus: int) -> tuple[Group, ...]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from dlm_bridge.errors import DlmBridgeError
+
+if TYPE_CHECKING:
+    from dlm_bridge.convert.layout import Layout
 
 CP_COMMUNICATION = ("p2p", "a2a", "allgather", "a2a+p2p")
 FSDP_STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
@@ -80,6 +83,19 @@ class MegatronOptions:
     def hierarchy(self) -> tuple[int, ...] | None:
         """The sizes of `hierarchical_cp_sizes`; None without."""
         return tuple(whole_numbers("--hierarchical-cp-sizes", self.hierarchical_cp_sizes)) or None
+
+    @property
+    def layout(self) -> Layout:
+        """How the weights are cut. Raises DlmBridgeError."""
+        from dlm_bridge.convert.layout import Layout, parse_pipeline_split  # which import torch
+
+        split = {} if self.pipeline_split is None else parse_pipeline_split(self.pipeline_split, self.pp, self.vp)
+        return Layout(tp=self.tp, pp=self.pp, vp=self.vp, ep=self.ep, etp=self.etp, **split)
+
+    @property
+    def recomputed(self) -> list[str]:
+        """The modules of selective recomputation."""
+        return names(self.recompute_modules) or ["core_attn"]
 
     @property
     def sharded_sequence(self) -> bool:

@@ -27,7 +27,6 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.megatron import engine
 from dlm_bridge.train.megatron.checkpoints import Saver
-from dlm_bridge.train.megatron.setup import layout_of
 from tests.train.conftest import read_metrics
 from tests.train.megatron_cases import Cell, Files, refusal
 
@@ -215,7 +214,7 @@ def _fit_groups(options: dict[str, Any]) -> None:
         return
     with contextlib.suppress(DlmBridgeError):
         config = TrainConfig(**options)
-        if groups.fit(layout_of(config), ParallelConfig(config.cp)):
+        if groups.fit(config.layout, ParallelConfig(config.cp)):
             return
     groups.destroy()
 

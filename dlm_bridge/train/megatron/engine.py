@@ -38,7 +38,6 @@ from dlm_bridge.train.megatron.setup import (
     build_optimizer,
     check_sequence,
     check_sizes,
-    layout_of,
     transformer_overrides,
     wrap,
 )
@@ -90,7 +89,7 @@ def join(config: TrainConfig) -> ParallelConfig:
     """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
     parallel = ParallelConfig(config.cp, config.cp_comm_type, config.hierarchy)
     check_sequence(config)
-    groups.initialize(layout_of(config), config.seed, parallel)
+    groups.initialize(config.layout, config.seed, parallel)
     config.accumulation(parallel_state.get_data_parallel_world_size())
     return parallel
 
@@ -111,7 +110,7 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     blocks, valid, tokenizer = _first_on_main(lambda: load_data(config, source.model, mask_token))
     overrides = transformer_overrides(config, source.bridge, objective)
     dtype = DTYPES[config.precision]
-    chunks = wrap(build_megatron_model(source.bridge, layout_of(config), dtype, parallel, **overrides), config)
+    chunks = wrap(build_megatron_model(source.bridge, config.layout, dtype, parallel, **overrides), config)
     trainer = MegatronTrainer(
         config=config,
         source=source,
@@ -285,7 +284,7 @@ class MegatronTrainer(Engine):
         with self._without_gather():
             for batches in self.batcher.evaluation(objective, self.valid, count):
                 summed = self._sum_on_cpu(self._once(batches.normaliser))
-                sums = self._forward_backward(batches.batches, torch.ones_like(divisors(summed)), forward_only=True)
+                sums = self._forward_backward(batches.batches, torch.ones(objective.terms), forward_only=True)
                 totals += torch.stack([sums.cpu(), summed])
         return float((totals[0] / divisors(totals[1])).sum())
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from dlm_bridge.bridge import Bridge
-from dlm_bridge.convert.layout import Layout, parse_pipeline_split
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.batch import rank_positions
@@ -26,17 +25,10 @@ from dlm_bridge.parallel.core import (
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.megatron.settings import passed_on
-from dlm_bridge.train.megatron_options import names
 from dlm_bridge.train.objectives import Objective, WeDLMDiffusion
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 ATTENTION = ("auto", "flash", "fused", "unfused")
-
-
-def layout_of(config: TrainConfig) -> Layout:
-    """The layout of a run's weights. Raises DlmBridgeError."""
-    split = {} if config.pipeline_split is None else parse_pipeline_split(config.pipeline_split, config.pp, config.vp)
-    return Layout(tp=config.tp, pp=config.pp, vp=config.vp, ep=config.ep, etp=config.etp, **split)
 
 
 def check_sizes(config: TrainConfig, objective: Objective) -> None:
@@ -59,15 +51,11 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
     engine = uses_transformer_engine()
     on_cpu = platform.current().name == "cpu"
     te_activation = engine and not bridge.dims.experts  # faster than megatron-core's, which only experts need
-    # Between two stages the batched form of an interleaved schedule's messages would mix up their directions.
-    overlapped = config.vp > 1 and (config.overlap_communication or config.pp == 2)
     fields: dict[str, Any] = {
         "sequence_parallel": config.sharded_sequence,
         # Gradients are sums; the objective's weights carry the global normaliser.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": engine and config.fsdp is None,
-        "overlap_p2p_comm": overlapped,
-        "batch_p2p_comm": not overlapped,
         # gloo sends after the call has returned, from memory that megatron-core frees in the belief that streams wait.
         "deallocate_pipeline_outputs": config.pp > 1 and not on_cpu,
         "masked_softmax_fusion": False,
@@ -78,6 +66,8 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         "apply_rope_fusion": engine and _plain_rotary(bridge, objective),
         **_recompute(config),
     }
+    if config.vp > 1 and config.pp > 2 and not config.overlap_communication:  # two stages cannot do without
+        fields |= {"overlap_p2p_comm": False, "batch_p2p_comm": True}
     if config.attention_backend is not None:
         if config.attention_backend not in ATTENTION:
             raise DlmBridgeError(
@@ -124,10 +114,7 @@ def _recompute(config: TrainConfig) -> dict[str, Any]:
             method = {"recompute_method": "block", "recompute_num_layers": layers}
         return {"recompute_granularity": "full", **method}
     if config.recompute == "selective":
-        return {
-            "recompute_granularity": "selective",
-            "recompute_modules": names(config.recompute_modules) or ["core_attn"],
-        }
+        return {"recompute_granularity": "selective", "recompute_modules": config.recomputed}
     return {}
 
 
