@@ -328,12 +328,8 @@ class Bench:
         from dlm_bridge.train.megatron.engine import assemble
 
         config = self.config(task, precision, flags)
-        if dist.is_initialized():
-            from dlm_bridge.parallel.groups import ParallelConfig
-
-            parallel = ParallelConfig(config.cp, config.cp_comm_type, config.hierarchy)
-            if not groups.fit(config.layout, parallel):
-                groups.destroy()
+        if dist.is_initialized() and not groups.fit(config.layout, config.context):
+            groups.destroy()
         trainer = assemble(config, Console(quiet=True))
         try:
             trainer.prefetcher = Prefetcher(trainer._produce, 1)

@@ -245,7 +245,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None
     from dlm_bridge.train.megatron.engine import join
     from dlm_bridge.train.megatron.setup import DTYPES, build_optimizer, wrap
 
-    parallel = join(config)
+    join(config)
     bridge = Bridge.from_scratch(config.model, 0)
     fp8 = (
         {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
@@ -273,7 +273,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None
         bridge.dims,
         config.layout,
         DTYPES[config.precision],
-        parallel,
+        config.context,
         sequence_parallel=config.tp > 1,
         apply_rope_fusion=True,
         bias_activation_fusion=True,

@@ -10,8 +10,8 @@ import torch
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Dims, Mapping
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel.context import CP_COMMUNICATION, ParallelConfig
 from dlm_bridge.parallel.core import TransformerConfig
-from dlm_bridge.parallel.groups import CP_COMMUNICATION, ParallelConfig
 
 # What `Mapping.transformer` says that belongs to the whole model and not to TransformerConfig.
 MODEL_ARGUMENTS = (

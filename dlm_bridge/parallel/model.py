@@ -10,6 +10,7 @@ from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.tensors import parse_dtype
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.config import ModelConfig, model_config
+from dlm_bridge.parallel.context import ParallelConfig
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.gpt import LiveModel
 from dlm_bridge.parallel.layer_spec import block_spec
@@ -23,7 +24,7 @@ def build_megatron_model(
     bridge: Bridge,
     layout: Layout,
     dtype: str | torch.dtype | None = None,
-    parallel: groups.ParallelConfig | None = None,
+    parallel: ParallelConfig | None = None,
     **overrides: Any,
 ) -> list[LiveModel]:
     """This rank's virtual-pipeline chunks as megatron-core GPTModels, with the bridge's weights loaded.

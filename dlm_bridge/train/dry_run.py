@@ -180,17 +180,15 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
 def _check_megatron(config: TrainConfig, model: Model) -> None:
     """What megatron-core, and the engine on it, refuse of this model in this layout."""
     from dlm_bridge.parallel.config import model_config
-    from dlm_bridge.parallel.groups import ParallelConfig
     from dlm_bridge.train.megatron.settings import passed_on
     from dlm_bridge.train.megatron.setup import DTYPES, check_experts, check_sequence
 
     if model.dims.experts:
         check_experts(config)
     check_sequence(config)
-    parallel = ParallelConfig(config.cp, config.cp_comm_type, config.hierarchy)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.sharded_sequence} | passed_on(config, "transformer")
-    model_config(model.mapping, model.config, dims, config.layout, DTYPES[config.precision], parallel, **own)
+    model_config(model.mapping, model.config, dims, config.layout, DTYPES[config.precision], config.context, **own)
 
 
 def _groups(config: TrainConfig, gpus: int) -> tuple[Group, ...]:

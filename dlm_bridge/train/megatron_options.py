@@ -12,8 +12,8 @@ from dlm_bridge.errors import DlmBridgeError
 
 if TYPE_CHECKING:
     from dlm_bridge.convert.layout import Layout
+    from dlm_bridge.parallel.context import ParallelConfig
 
-CP_COMMUNICATION = ("p2p", "a2a", "allgather", "a2a+p2p")
 FSDP_STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 RECOMPUTE = ("none", "selective", "full")
 DISPATCHERS = ("alltoall", "allgather", "flex")
@@ -40,7 +40,7 @@ class MegatronOptions:
     vp: int = option(1, "Virtual pipeline chunks on each pipeline rank.")
     pipeline_split: str | None = option(None, "Layers of uneven stages: FIRST,LAST or one number a stage.")
     cp: int = option(1, "Context parallel size.")
-    cp_comm_type: str = option("p2p", "Context parallel communication: " + ", ".join(CP_COMMUNICATION) + ".")
+    cp_comm_type: str = option("p2p", "Context parallel communication: p2p, a2a, allgather or a2a+p2p.")
     hierarchical_cp_sizes: str | None = option(None, "Inner,outer sizes of a2a+p2p, such as 2,4.")
     ep: int = option(1, "Expert parallel size.")
     etp: int | None = option(None, "Expert tensor parallel size; tp by default.")
@@ -93,6 +93,13 @@ class MegatronOptions:
         return Layout(tp=self.tp, pp=self.pp, vp=self.vp, ep=self.ep, etp=self.etp, **split)
 
     @property
+    def context(self) -> ParallelConfig:
+        """How the sequences are cut. Raises DlmBridgeError."""
+        from dlm_bridge.parallel.context import ParallelConfig  # which imports torch
+
+        return ParallelConfig(self.cp, self.cp_comm_type, self.hierarchy)
+
+    @property
     def recomputed(self) -> list[str]:
         """The modules of selective recomputation."""
         return names(self.recompute_modules) or ["core_attn"]
@@ -135,7 +142,6 @@ def check_megatron_options(options: MegatronOptions, engine: str, precision: str
         if getattr(options, name) < 0:
             raise DlmBridgeError(f"{flag(name)} must not be negative, not {getattr(options, name)}")
     for name, known_values in (
-        ("cp_comm_type", CP_COMMUNICATION),
         ("fsdp", (None, *FSDP_STRATEGIES)),
         ("recompute", RECOMPUTE),
         ("optimizer", OPTIMIZERS),
@@ -152,8 +158,6 @@ def check_megatron_options(options: MegatronOptions, engine: str, precision: str
             raise DlmBridgeError(f"--trackers {tracker} is unknown: known are tensorboard, wandb")
     if options.saves and min(options.saves) < 1:
         raise DlmBridgeError(f"--save-steps {options.save_steps}: steps count from 1")
-    if (options.cp_comm_type == "a2a+p2p") != (options.hierarchy is not None):
-        raise DlmBridgeError("--cp-comm-type a2a+p2p and --hierarchical-cp-sizes go together: give both or neither")
     if options.fsdp and options.pp > 1:
         raise DlmBridgeError(
             f"--fsdp {options.fsdp} with --pp {options.pp}: megatron-core's FSDP has no pipeline: choose one of them"
@@ -175,6 +179,8 @@ def check_megatron_options(options: MegatronOptions, engine: str, precision: str
         raise DlmBridgeError("--optimizer-cpu-offload needs --optimizer adamw")
     for group in PASSED_THROUGH:
         options.passed_through(group)
+    if engine == "megatron":
+        options.context  # noqa: B018 (made to be checked)
 
 
 def names(text: str | None) -> list[str]:

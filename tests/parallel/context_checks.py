@@ -17,8 +17,8 @@ from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.attention import block_size
 from dlm_bridge.parallel.attention_core import MASKS
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
+from dlm_bridge.parallel.context import ParallelConfig
 from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
-from dlm_bridge.parallel.groups import ParallelConfig
 from dlm_bridge.parallel.handover import stream_hf_weights
 from dlm_bridge.parallel.model import build_megatron_model
 from dlm_bridge.train.objectives import NoisyBatch

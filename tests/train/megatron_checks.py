@@ -22,7 +22,7 @@ from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import groups
-from dlm_bridge.parallel.groups import ParallelConfig
+from dlm_bridge.parallel.context import ParallelConfig
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.megatron import engine

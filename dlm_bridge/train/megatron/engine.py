@@ -21,7 +21,6 @@ from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
 from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
 from dlm_bridge.parallel.gpt import arguments
-from dlm_bridge.parallel.groups import ParallelConfig
 from dlm_bridge.parallel.model import build_megatron_model
 from dlm_bridge.train.adaptation import block_size, with_block_size
 from dlm_bridge.train.config import TrainConfig
@@ -85,20 +84,18 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         trainer.close()
 
 
-def join(config: TrainConfig) -> ParallelConfig:
+def join(config: TrainConfig) -> None:
     """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
-    parallel = ParallelConfig(config.cp, config.cp_comm_type, config.hierarchy)
     check_sequence(config)
-    groups.initialize(config.layout, config.seed, parallel)
+    groups.initialize(config.layout, config.seed, config.context)
     config.accumulation(parallel_state.get_data_parallel_world_size())
-    return parallel
 
 
 def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = None, step: int = 0) -> MegatronTrainer:
     """Model, optimizer, objective and data of a run, as they are after `step`, which `checkpoint` holds (None: as
     `--model` has them). Nothing is written. Every process calls it. Raises DlmBridgeError."""
     check_data(config)
-    parallel = join(config)
+    join(config)
     source = open_source(config, checkpoint)
     config = with_objective(config, source.model)
     if (size := block_size(config, step + 1)) is not None:
@@ -110,7 +107,7 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     blocks, valid, tokenizer = _first_on_main(lambda: load_data(config, source.model, mask_token))
     overrides = transformer_overrides(config, source.bridge, objective)
     dtype = DTYPES[config.precision]
-    chunks = wrap(build_megatron_model(source.bridge, config.layout, dtype, parallel, **overrides), config)
+    chunks = wrap(build_megatron_model(source.bridge, config.layout, dtype, config.context, **overrides), config)
     trainer = MegatronTrainer(
         config=config,
         source=source,
