@@ -11,7 +11,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 
@@ -25,7 +25,11 @@ LOSS_WEIGHTINGS = ("level", "fraction", "uniform", "cart")
 LOSS_NORMALISATIONS = ("tokens", "sequences", "predicted")
 EOS_PADDINGS = ("none", "block", "row")
 # What a command trains, and where its defaults differ.
-TASKS: dict[str, dict[str, Any]] = {"pretrain": {}, "sft": {"length_variation": 0.0, "lr": 2.5e-5}}
+TASKS: dict[str, dict[str, Any]] = {
+    "pretrain": {},
+    "sft": {"length_variation": 0.0, "lr": 2.5e-5},
+    "rl": {"length_variation": 0.0, "lr": 1e-6, "weight_decay": 0.0, "lr_schedule": "constant"},
+}
 
 # A resumed run must agree with its start on what decides the data's order and the noise.
 FIXED_FOR_A_RUN = (
@@ -52,6 +56,8 @@ FIXED_FOR_A_RUN = (
 @dataclass(frozen=True)
 class TrainConfig(MegatronOptions):
     """Names are the command line's flags with underscores. Checked when it is made: DlmBridgeError names the flag."""
+
+    fixed: ClassVar[tuple[str, ...]] = FIXED_FOR_A_RUN
 
     task: str = field(default="pretrain", metadata={"help": None})  # the command, not an option of it
     model: str = option("", "Hub folder or id, Megatron checkpoint, or a config.json's folder.")
@@ -144,24 +150,32 @@ class TrainConfig(MegatronOptions):
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
 
 
+Config = TypeVar("Config", bound=TrainConfig)
+
+
 def load_config(
     flags: dict[str, Any], file: Path | None = None, resume: bool = False, task: str = "pretrain"
 ) -> TrainConfig:
-    """The configuration of a run: `flags` over the YAML `file` over, on a resume, the run's own config.yaml, over the
-    defaults of the `task`.
+    """The configuration of a run of `pretrain` or `sft`, see `load_as`."""
+    return load_as(TrainConfig, flags, file, resume, task)
+
+
+def load_as(kind: type[Config], flags: dict[str, Any], file: Path | None, resume: bool, task: str) -> Config:
+    """A configuration of the class `kind`: `flags` over the YAML `file` over, on a resume, the run's own config.yaml,
+    over the defaults of the `task`.
 
     Raises DlmBridgeError for bad values, and on a resume for a value that would change the data's order or the noise.
     """
-    values = ({} if file is None else read_yaml(file)) | flags
+    values = ({} if file is None else read_yaml(file, kind)) | flags
     if values.setdefault("task", task) != task:
         raise DlmBridgeError(f"--config {file}: it is for dlm-bridge {values['task']}, this is dlm-bridge {task}")
     own = Path(values.get("output", "")) / "config.yaml"
     if not (resume and "output" in values and own.is_file()):
-        return TrainConfig(**(TASKS[task] | values))
-    began = read_yaml(own)
+        return kind(**(TASKS[task] | values))
+    began = read_yaml(own, kind)
     if began.get("task", "pretrain") != task:
         raise DlmBridgeError(f"--output {values['output']}: the run there is of dlm-bridge {began['task']}")
-    for name in FIXED_FOR_A_RUN:
+    for name in kind.fixed:
         if values.get(name) is not None and values[name] != began.get(name):
             raise DlmBridgeError(
                 f"{flag(name)} {values[name]} differs from the {began.get(name)} that the run in "
@@ -171,11 +185,11 @@ def load_config(
         raise DlmBridgeError(
             f"--data: other weights than those that the run in {values['output']} began with: resume with those"
         )
-    return TrainConfig(**(began | values))
+    return kind(**(began | values))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The values of a configuration file. Raises DlmBridgeError for unknown keys, naming the nearest known one."""
+def read_yaml(path: Path, kind: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
+    """The values of a file of options. Raises DlmBridgeError for unknown keys, naming the nearest known one."""
     if not path.is_file():
         raise DlmBridgeError(f"--config {path}: no such file")
     try:
@@ -186,18 +200,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise DlmBridgeError(f"--config {path}: a mapping of option names to values is needed")
-    known = {option.name: option for option in dataclasses.fields(TrainConfig)}
+    known = {option.name: option for option in dataclasses.fields(kind)}
     for key, value in values.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
             raise DlmBridgeError(f"--config {path}: unknown key '{key}', the nearest is '{near[0]}'")
-        values[key] = _typed(path, key, value)
+        values[key] = _typed(path, key, value, kind)
     return values
 
 
-def _typed(path: Path, key: str, value: Any) -> Any:
+def _typed(path: Path, key: str, value: Any, kind_of_config: type[TrainConfig]) -> Any:
     """`value` in the field's type, where YAML's reading of it is harmless (1 for 1.0, 1e-3, one data path)."""
-    hint = typing.get_type_hints(TrainConfig)[key]
+    hint = typing.get_type_hints(kind_of_config)[key]
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
