@@ -22,6 +22,8 @@ class Purpose(IntEnum):
     COLLATOR = 5
     MASK_ANNEALING = 6
     DOCUMENT_ORDER = 7
+    ROLLOUT = 8
+    PROMPT_MASK = 9
 
 
 def stream(seed: int, purpose: Purpose, major: int = 0, minor: int = 0, lane: int = 0) -> np.random.Generator:

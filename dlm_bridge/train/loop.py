@@ -43,6 +43,10 @@ class Engine(abc.ABC):
     def evaluate(self) -> float:
         """The validation loss, over the same blocks with the same noise every time."""
 
+    def evaluated(self, row: Row) -> Row:
+        """A step's figures with those of an evaluation after it."""
+        return dataclasses.replace(row, eval_loss=self.evaluate())
+
     @abc.abstractmethod
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step`; the main process has the metrics."""
@@ -59,7 +63,7 @@ class Engine(abc.ABC):
                 row, stop = self.step(step, terminated.is_set() or time.monotonic() >= deadline)
                 last = stop or step == config.steps
                 if len(self.valid) and config.eval_interval and (step % config.eval_interval == 0 or last):
-                    row = dataclasses.replace(row, eval_loss=self.evaluate())
+                    row = self.evaluated(row)
                 if metrics is not None:
                     metrics.append(row)
                 if trackers is not None:

@@ -49,8 +49,27 @@ class Row:
     peak_memory: int | None = None  # bytes that the fullest device has allocated at once so far; null on CPU
     eval_loss: float | None = None  # only in the rows of steps that were evaluated
 
+    @property
+    def was_evaluated(self) -> bool:
+        return self.eval_loss is not None
+
+    def shown(self) -> str:
+        """The figures as a person reads them."""
+        figures = f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s"
+        if self.tokens_per_s_per_device != self.tokens_per_s:
+            figures += f" ({self.tokens_per_s_per_device:,.0f} a device)"
+        if self.mfu is not None:
+            figures += f"  MFU {self.mfu:.1%}"
+        if self.peak_memory is not None:
+            figures += f"  {self.peak_memory / 2**30:.1f} GiB"
+        if self.eval_loss is not None:
+            figures += f"  validation {self.eval_loss:.4f}"
+        return figures
+
     def to_json(self) -> str:
-        values = {key: value for key, value in asdict(self).items() if key != "eval_loss" or value is not None}
+        values = {
+            key: value for key, value in asdict(self).items() if not key.startswith("eval_") or value is not None
+        }
         if values["grad_norm"] is not None and not math.isfinite(values["grad_norm"]):
             values["grad_norm"] = None  # JSON has no infinity
         return json.dumps(values)

@@ -41,19 +41,11 @@ class TrainingProgress:
     def show(self, row: Row) -> None:
         if not self.enabled:
             return
-        figures = f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s"
-        if row.tokens_per_s_per_device != row.tokens_per_s:
-            figures += f" ({row.tokens_per_s_per_device:,.0f} a device)"
-        if row.mfu is not None:
-            figures += f"  MFU {row.mfu:.1%}"
-        if row.peak_memory is not None:
-            figures += f"  {row.peak_memory / 2**30:.1f} GiB"
-        if row.eval_loss is not None:
-            figures += f"  validation {row.eval_loss:.4f}"
+        figures = row.shown()
         self.bar.update(self.task, completed=row.step, figures=figures)
         now = time.monotonic()
         if not self.console.is_terminal and (
-            row.step in (1, self.steps) or row.eval_loss is not None or now - self.last_line >= LINE_EVERY
+            row.step in (1, self.steps) or row.was_evaluated or now - self.last_line >= LINE_EVERY
         ):
             self.last_line = now
             self.console.print(f"step {row.step}/{self.steps}  {figures}", highlight=False)
