@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.algorithms.base import Tokens
 from dlm_bridge.generation.loop import denoise
 from dlm_bridge.generation.noise import Noise
+from dlm_bridge.generation.observe import DenoisingStep, Observer
 from dlm_bridge.generation.prompt import Prompt, check_ids
 from dlm_bridge.generation.settings import resolve
 
@@ -25,10 +27,17 @@ class DiffusionGenerateOutput(ModelOutput):
     Args:
         sequences: [B, prompt + new] token ids.
         forwards: how many times the model was run (guidance counts as one, of twice the rows).
+        tokens_per_forward: new tokens of a row, as far as its end, for each forward that it took part in; the mean
+            over all of them.
+        time: seconds that the call took.
+        history: with `output_history=True` a `DenoisingStep` for every forward.
     """
 
     sequences: torch.Tensor | None = None
     forwards: int | None = None
+    tokens_per_forward: float | None = None
+    time: float | None = None
+    history: tuple[DenoisingStep, ...] | None = None
 
 
 # Not inference_mode: its tensors cannot be saved for a backward pass, and what is sampled is often trained on.
@@ -41,6 +50,7 @@ def generate(
     generation_config: GenerationConfig | None = None,
     attention_mask: torch.Tensor | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    streamer: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | DiffusionGenerateOutput:
     """Sample from a diffusion language model, by default with its family's published algorithm.
@@ -53,7 +63,7 @@ def generate(
     `generation_config`, the model's block size, the family's defaults, the sampler's defaults. The keywords are the
     fields of `DiffusionGenerationConfig`. `max_length` (prompt included) works as in transformers. The temperature
     decides between greedy and sampling; `do_sample=False` means temperature 0, `do_sample=True` where no temperature
-    is set 1.0. `use_cache` has no effect.
+    is set 1.0. `use_cache` has no effect: `cache` says what is kept.
 
     Args:
         model: one of this package's diffusion models, plain or wrapped by PEFT; its train or eval mode is left alone.
@@ -63,6 +73,9 @@ def generate(
             is computed as if it were alone: the model sees neither the padding nor the positions it takes.
         generator: a torch.Generator for the whole batch, or one per row, which makes rows independent of the batch.
             Without it and without `seed`, torch's global random state is used.
+        streamer: who watches, one object or a list of them: a transformers streamer, which gets the prompts and then
+            each run of new tokens as soon as it is settled for good, or any object with `on_step(step)`, which gets a
+            `DenoisingStep` after every forward; see `dlm_bridge.generation.observe`. Nobody watching costs nothing.
         **kwargs: any setting, for this call. `eos_token_id=None` turns stopping off.
 
     Returns:
@@ -74,6 +87,7 @@ def generate(
     Raises:
         DlmBridgeError: a setting or an input that the sampler cannot run, with the remedy.
     """
+    began = time.perf_counter()
     if inputs is not None and input_ids is not None:
         raise DlmBridgeError("inputs and input_ids are the same argument: give one of them")
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
@@ -89,7 +103,10 @@ def generate(
         device=_input_device(model),
     )
     noise = Noise.build(generator, settings.seed, prompt.rows, prompt.tokens.device)
-    sequences, forwards = denoise(
+    observer = Observer(
+        streamer, keep_history=settings.return_dict and settings.output_history, batch=len(prompt.rows)
+    )
+    outcome = denoise(
         model,
         prompt,
         recipe,
@@ -99,8 +116,21 @@ def generate(
         pad_token_id=settings.pad_token_id,
         eos_token_ids=settings.eos_token_ids,
         shift=settings.shift,
+        observer=observer,
+        cache=settings.cache,
+        execution=settings.execution,
     )
-    return DiffusionGenerateOutput(sequences=sequences, forwards=forwards) if settings.return_dict else sequences
+    if not settings.return_dict:
+        return outcome.sequences
+    if outcome.sequences.device.type == "cuda":
+        torch.cuda.synchronize(outcome.sequences.device)
+    return DiffusionGenerateOutput(
+        sequences=outcome.sequences,
+        forwards=outcome.forwards,
+        tokens_per_forward=int(outcome.new_tokens) / max(outcome.row_forwards, 1),
+        time=time.perf_counter() - began,
+        history=tuple(observer.history) if settings.output_history else None,
+    )
 
 
 def _input_device(model: Any) -> torch.device:

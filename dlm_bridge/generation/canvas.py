@@ -39,14 +39,14 @@ class Canvas:
         eos_token_ids: Sequence[int],
     ) -> None:
         device = prompt.tokens.device
-        batch, self._prompt_width = prompt.tokens.shape
-        lengths = [self._prompt_width - pad for pad in prompt.pads]
+        batch, self.prompt_width = prompt.tokens.shape
+        lengths = [self.prompt_width - pad for pad in prompt.pads]
         block = layout.block_length
         if layout.aligned:
             first = max(length // block for length in lengths) * block
             self.origins = [first - length // block * block for length in lengths]  # where a row's prompt begins
         else:
-            first = self._prompt_width
+            first = self.prompt_width
             self.origins = list(prompt.pads)
         self.starts = [origin + length for origin, length in zip(self.origins, lengths, strict=True)]
         self._gen_length = gen_length
@@ -62,18 +62,18 @@ class Canvas:
 
         self.tokens = torch.full((batch, self.width), mask_token_id, device=device)
         for row, (origin, length) in enumerate(zip(self.origins, lengths, strict=True)):
-            self.tokens[row, origin : origin + length] = prompt.tokens[row, self._prompt_width - length :]
+            self.tokens[row, origin : origin + length] = prompt.tokens[row, self.prompt_width - length :]
         if layout.closing is not None:
             self.tokens[:, -1] = layout.closing
         self._columns = torch.arange(self.width, device=device)
         self._starts = torch.tensor(self.starts, device=device)
-        self._output = torch.full((batch, self._prompt_width + gen_length), pad_token_id, device=device)
-        self._output[:, : self._prompt_width] = prompt.tokens
-        self._names = list(range(batch))  # which row of the batch each row of the canvas is
+        self._output = torch.full((batch, self.prompt_width + gen_length), pad_token_id, device=device)
+        self._output[:, : self.prompt_width] = prompt.tokens
+        self.names = list(range(batch))  # which row of the batch each row of the canvas is
 
     @property
     def rows(self) -> list[int]:
-        return list(range(len(self._names)))
+        return list(range(len(self.names)))
 
     @property
     def padded(self) -> bool:
@@ -129,15 +129,12 @@ class Canvas:
         if not any(done):
             return None
         for row in [row for row, over in enumerate(done) if over]:
-            begin, end = self.origins[row], self.starts[row] + self._gen_length
-            settled = self.tokens[row, begin:end]  # shorter where the canvas ends at this block
-            left = self._prompt_width - (self.starts[row] - begin)
-            self._output[self._names[row], left : left + len(settled)] = settled
+            self._copy(row, self._output)
         stay = [row for row, over in enumerate(done) if not over]
         self.tokens, self._starts = self.tokens[stay], self._starts[stay]
         self.origins = [self.origins[row] for row in stay]
         self.starts = [self.starts[row] for row in stay]
-        self._names = [self._names[row] for row in stay]
+        self.names = [self.names[row] for row in stay]
         return stay
 
     def output(self) -> torch.Tensor:
@@ -145,9 +142,44 @@ class Canvas:
         column that is padding in every row."""
         if not len(self._eos):
             return self._output
-        new_BG = self._output[:, self._prompt_width :]
-        is_end_BG = torch.isin(new_BG, self._eos)
-        after_BG = is_end_BG.long().cumsum(dim=1) - is_end_BG.long() > 0
-        width = self._prompt_width + int((~after_BG).sum(dim=1).max())
-        prompts = self._output[:, : self._prompt_width]
-        return torch.cat([prompts, new_BG.masked_fill(after_BG, self._pad_token_id)], dim=1)[:, :width]
+        after_BS = self._after_end(self._output)
+        width = int((~after_BS).sum(dim=1).max())
+        return self._output.masked_fill(after_BS, self._pad_token_id)[:, :width]
+
+    def new_tokens(self) -> torch.Tensor:
+        """How many new tokens all rows have together, each as far as its end: a tensor, for no one may ask."""
+        return (~self._after_end(self._output)[:, self.prompt_width :]).sum()
+
+    def snapshot(self) -> torch.Tensor:
+        """[B, P + gen_length], every row of the batch as it is now, in the columns of the output."""
+        tokens = self._output.clone()
+        for row in self.rows:
+            self._copy(row, tokens)
+        return tokens
+
+    def settled(self, stop: int) -> tuple[torch.Tensor, list[int]]:
+        """A snapshot [B, P + gen_length] with padding behind the rows' ends, and how many of its first columns are
+        settled in each row. Of the canvas only the columns before `stop` count."""
+        tokens_BS = self.snapshot()
+        closed_BS = tokens_BS != self.mask_token_id
+        closed_BS[:, : self.prompt_width] = True
+        for row, name in enumerate(self.names):
+            closed_BS[name, max(self.prompt_width, self._left(row) + stop - self.origins[row]) :] = False
+        after_BS = self._after_end(torch.where(closed_BS.cumprod(dim=1).bool(), tokens_BS, self.mask_token_id))
+        counts = (closed_BS | after_BS).cumprod(dim=1).sum(dim=1).tolist()
+        return tokens_BS.masked_fill(after_BS, self._pad_token_id), counts
+
+    def _left(self, row: int) -> int:
+        """The column of the output in which a row of the canvas begins."""
+        return self.prompt_width - (self.starts[row] - self.origins[row])
+
+    def _copy(self, row: int, output_BS: torch.Tensor) -> None:
+        settled = self.tokens[row, self.origins[row] : self.starts[row] + self._gen_length]
+        left = self._left(row)
+        output_BS[self.names[row], left : left + len(settled)] = settled
+
+    def _after_end(self, output_BS: torch.Tensor) -> torch.Tensor:
+        """[B, P + gen_length], True behind a row's first new end-of-sequence token."""
+        ends_BS = torch.isin(output_BS, self._eos)
+        ends_BS[:, : self.prompt_width] = False
+        return ends_BS.long().cumsum(dim=1) - ends_BS.long() > 0

@@ -13,9 +13,12 @@ from typing import Any, Literal
 
 import torch
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import Canvas, Columns, Layout
+from dlm_bridge.generation.execution.runner import Execution, Runner, can_keep
 from dlm_bridge.generation.noise import Noise
-from dlm_bridge.generation.predict import Predictor
+from dlm_bridge.generation.observe import Observer
+from dlm_bridge.generation.predict import Cache, Predictor
 from dlm_bridge.generation.prompt import Prompt
 from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.generation.rules.base import CommitRule, Step
@@ -35,6 +38,16 @@ class Recipe:
     window: int | None = None  # so many columns from a row's first mask are looked at, instead of the whole block
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a call's sampling came to."""
+
+    sequences: torch.Tensor  # [B, P + new]
+    forwards: int
+    row_forwards: int  # the sum over the forwards of how many rows took part
+    new_tokens: torch.Tensor  # of all rows together, each as far as its end
+
+
 def denoise(
     model: Any,
     prompt: Prompt,
@@ -46,8 +59,14 @@ def denoise(
     pad_token_id: int,
     eos_token_ids: Sequence[int],
     shift: bool,
-) -> tuple[torch.Tensor, int]:
-    """[B, P + new] tokens and the number of forwards. Rows that have ended leave the batch after their block."""
+    observer: Observer,
+    cache: Cache | None = None,
+    execution: Execution | None = None,
+) -> Outcome:
+    """Run the sampler. Rows that have ended leave the batch after their block.
+
+    Raises DlmBridgeError for a cache that the sampler, or an execution that the model or its device does not have.
+    """
     canvas = Canvas(
         prompt,
         recipe.layout,
@@ -56,22 +75,50 @@ def denoise(
         pad_token_id=pad_token_id,
         eos_token_ids=eos_token_ids,
     )
-    predictor = recipe.predictor(model, canvas, shift=shift, **recipe.predictor_options)
-    for block in canvas.blocks:
-        masks = canvas.masks(block)
-        for row in seed_block(canvas, block, predictor, recipe, noise):
-            masks[row] -= 1
-        settle_block(canvas, block, masks, predictor, recipe, noise)
-        stay = canvas.retire(block)
-        if stay is not None:
-            noise.keep(stay)
-            if not stay:
-                break
-    return canvas.output(), predictor.forwards
+    cache = _cache(recipe.predictor, model, cache)
+    copies = 2 if recipe.predictor_options.get("cfg_scale") else 1
+    with Runner.open(
+        model, execution, keeps=cache != "none", rows=copies * len(canvas.rows), width=canvas.width
+    ) as runner:
+        predictor = recipe.predictor(runner, canvas, shift=shift, cache=cache, **recipe.predictor_options)
+        observer.begin(canvas)
+        for block in canvas.blocks:
+            masks = canvas.masks(block)
+            predictor.open(block)
+            for row in seed_block(canvas, block, predictor, recipe, noise, observer):
+                masks[row] -= 1
+            settle_block(canvas, block, masks, predictor, recipe, noise, observer)
+            observer.block(canvas, block)
+            stay = canvas.retire(block)
+            if stay is not None:
+                noise.keep(stay)
+                predictor.keep(stay)
+                if not stay:
+                    break
+    sequences = canvas.output()
+    observer.end(sequences)
+    return Outcome(sequences, runner.forwards, observer.row_forwards, canvas.new_tokens())
+
+
+def _cache(predictor: type[Predictor], model: Any, wanted: Cache | None) -> Cache:
+    """The cache that is asked for; by default the one that is exact, where there is such a one."""
+    if wanted is None:
+        return "block" if "block" in predictor.caches and can_keep(model) else "none"
+    if wanted not in predictor.caches:
+        raise DlmBridgeError(
+            f"this sampler has no cache '{wanted}', what it looks at allows {' or '.join(predictor.caches)}"
+        )
+    return wanted
 
 
 def settle_block(
-    canvas: Canvas, block: slice, masks: list[int], predictor: Predictor, recipe: Recipe, noise: Noise
+    canvas: Canvas,
+    block: slice,
+    masks: list[int],
+    predictor: Predictor,
+    recipe: Recipe,
+    noise: Noise,
+    observer: Observer,
 ) -> None:
     """Denoise a block that holds so many masks by row. A row takes part until its own steps are over, so that it is
     what it would be alone."""
@@ -100,6 +147,7 @@ def settle_block(
             noise=noise,
         )
         canvas.put(rows, columns, torch.where(recipe.rule.select(step), tokens, before))
+        observer.step(canvas, active, predictor.forwards, final=not recipe.rule.edits)
         index += 1
         if recipe.rule.exact:
             active = [row for row in active if index < len(quotas[row])]
@@ -108,7 +156,9 @@ def settle_block(
             active = [row for row, on in zip(active, more, strict=True) if on and index < len(quotas[row])]
 
 
-def seed_block(canvas: Canvas, block: slice, predictor: Predictor, recipe: Recipe, noise: Noise) -> list[int]:
+def seed_block(
+    canvas: Canvas, block: slice, predictor: Predictor, recipe: Recipe, noise: Noise, observer: Observer
+) -> list[int]:
     """Settle the block's first token where it is new and has something before it, as an autoregressive model would.
 
     Returns the rows in which it did.
@@ -122,6 +172,7 @@ def seed_block(canvas: Canvas, block: slice, predictor: Predictor, recipe: Recip
         sampling = recipe.sampling if recipe.seed == "sampled" else Sampling()
         logits = predictor(rows, first, shift=True)
         canvas.put(rows, first, propose(logits, active, sampling, canvas.mask_token_id, noise)[1])
+        observer.step(canvas, active, predictor.forwards, final=not recipe.rule.edits)
     return active
 
 

@@ -1,38 +1,55 @@
-"""Runs the model on the canvas: what it sees (topology), and which of its logits are a position's (alignment).
+"""Runs the model on the canvas: what it sees (topology), which of its logits are a position's (alignment), and what of
+it is kept between forwards (cache).
 
-A predictor is all that the loop knows of the model. These here keep no cache: each call runs the canvas as far as the
-topology lets later columns matter.
+A predictor is all that the loop knows of the model. Caches (`Cache`):
+
+- "none": each forward runs the canvas as far as the topology lets later columns matter.
+- "prefix" and "dual" (Fast-dLLM v1, arXiv 2505.22618), for bidirectional models: a block's first forward runs the
+  whole canvas and keeps its keys and values; the others run just the block ("dual"), or the block and what stands
+  behind it ("prefix"), and see the rest as it was then. Approximate.
+- "block", for models that see nothing behind the block: settled blocks are run once more and kept. Exact.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar, Literal
 
 import torch
 
 from dlm_bridge.generation.canvas import Canvas, Columns
+from dlm_bridge.generation.execution.runner import Runner, View
 from dlm_bridge.models.masks import block_causal_mask, causal_mask
 
-
-@dataclass(frozen=True)
-class View:
-    """The model's input for A rows and the canvas' first E columns."""
-
-    tokens: torch.Tensor  # [A, E]
-    attention_mask: torch.Tensor | None  # [A, E] or [A, 1, E, E]
-    position_ids: torch.Tensor | None  # [A, E]
+Cache = Literal["none", "prefix", "dual", "block"]
 
 
 class Predictor:
     """Bidirectional attention over the whole canvas: every block sees the masks of all later ones."""
 
-    def __init__(self, model: Any, canvas: Canvas, *, shift: bool, cfg_scale: float = 0.0) -> None:
-        self.forwards = 0
-        self.model = model
+    caches: ClassVar[tuple[Cache, ...]] = ("none", "prefix", "dual")
+
+    def __init__(
+        self, runner: Runner, canvas: Canvas, *, shift: bool, cache: Cache = "none", cfg_scale: float = 0.0
+    ) -> None:
         self.canvas = canvas
         self.shift = shift
         self.cfg_scale = cfg_scale
+        self._runner = runner
+        self._cache = cache
+        self._block = slice(0, 0)
+        self._fresh = False  # whether what is kept was made in this block
+
+    @property
+    def forwards(self) -> int:
+        """How many times the model has been run."""
+        return self._runner.forwards
+
+    def open(self, block: slice) -> None:
+        """The loop begins a block."""
+        self._block, self._fresh = block, False
+
+    def keep(self, rows: list[int]) -> None:
+        """The canvas goes on with these rows of those that it had."""
 
     def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
         """Logits [A, N, V] of these columns' tokens, in the model's dtype.
@@ -40,33 +57,54 @@ class Predictor:
         `rows` None means all. `shift` overrides the model's own alignment.
         """
         assert isinstance(columns, slice)
-        view = self.view(rows, columns)
-        shift = self.shift if shift is None else shift
-        if not self.cfg_scale:
-            return self._logits(rows, view, columns, shift)
-        # Classifier-free guidance: a second copy of the rows, which does not see what was given.
-        blind = view.tokens.clone()
-        blind[self._given(rows, columns)[:, : blind.shape[1]]] = self.canvas.mask_token_id
-        mask, positions = view.attention_mask, view.position_ids
-        both = View(
-            torch.cat([view.tokens, blind]),
-            mask if mask is None else mask.repeat(2, *[1] * (mask.dim() - 1)),
-            positions if positions is None else positions.repeat(2, 1),
-        )
-        logits, unconditional = self._logits(None if rows is None else rows * 2, both, columns, shift).chunk(2)
-        return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
+        # What is kept is that of every row, so that every row runs.
+        asked, rows = (rows, None) if self._cache != "none" else (None, rows)
+        logits = self._guided(rows, columns, self.shift if shift is None else shift)
+        return logits if asked is None else logits[asked]
 
     def view(self, rows: list[int] | None, columns: slice) -> View:
+        """What the model is given for a forward."""
         end = self.end(columns)
-        tokens = self.canvas.take(rows, slice(0, end))
-        if not self.canvas.padded:  # the same numbers, by the faster kernel
-            return View(tokens, None, None)
-        positions, real = self._positions(rows, end)
-        return View(tokens, real.long(), positions)
+        seen = slice(0, end)
+        if self._cache != "none" and self._fresh:
+            # With a shift, a block's first token is predicted by the column before it.
+            first = max(self._block.start - self.shift, 0)
+            seen = slice(first, end if self._cache == "prefix" else self._block.stop)
+        return self._bidirectional(rows, seen, end)
 
     def end(self, block: slice) -> int:
         """How many columns the model sees."""
         return self.canvas.width
+
+    def _bidirectional(self, rows: list[int] | None, seen: slice, end: int) -> View:
+        """The columns `seen` looking at all of the canvas' first `end` ones."""
+        tokens = self.canvas.take(rows, seen)
+        if not self.canvas.padded:  # the same numbers, by the faster kernel
+            return View(tokens, None, None, seen.start, end)
+        positions, real = self._positions(rows, end)
+        return View(tokens, real, positions[:, seen], seen.start, end)
+
+    def _guided(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
+        view = self.view(rows, columns)
+        origins = self.canvas.origins if rows is None else [self.canvas.origins[row] for row in rows]
+        if not self.cfg_scale:
+            return self._logits(origins, view, columns, shift)
+        both = self._with_blind_rows(view, self._given(rows, columns))
+        logits, unconditional = self._logits(origins * 2, both, columns, shift).chunk(2)
+        return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
+
+    def _with_blind_rows(self, view: View, given_AS: torch.Tensor) -> View:
+        """Classifier-free guidance: a second copy of the rows, which does not see what was given."""
+        blind = view.tokens.clone()
+        blind[given_AS[:, view.first : view.first + blind.shape[1]]] = self.canvas.mask_token_id
+        mask, positions = view.attention_mask, view.position_ids
+        return View(
+            torch.cat([view.tokens, blind]),
+            mask if mask is None else mask.repeat(2, *[1] * (mask.dim() - 1)),
+            positions if positions is None else positions.repeat(2, 1),
+            view.first,
+            view.end,
+        )
 
     def _given(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
         """[A, S], True at what guidance hides: the prompt."""
@@ -79,11 +117,10 @@ class Predictor:
         positions = torch.arange(end, device=device) - torch.tensor(origins, device=device)[:, None]
         return positions.clamp(min=0), positions >= 0
 
-    def _logits(self, rows: list[int] | None, view: View, columns: slice, shift: bool) -> torch.Tensor:
+    def _logits(self, origins: list[int], view: View, columns: slice, shift: bool) -> torch.Tensor:
         first = columns.start
         # With a shift, logits[i - 1] are about token i. A row's first token has nothing before it: it is predicted
         # by its own logits, as Dream's sampler does.
-        origins = self.canvas.origins if rows is None else [self.canvas.origins[row] for row in rows]
         alone = [row for row, origin in enumerate(origins) if origin == first] if shift else []
         keep = slice(first, columns.stop)
         if shift:
@@ -97,16 +134,10 @@ class Predictor:
         shifted[alone, 0] = logits[alone, 1]
         return shifted
 
-    def run(self, view: View, keep: slice | torch.Tensor) -> torch.Tensor:
-        """One forward; the output layer runs on the columns `keep` alone (a slice costs no device sync)."""
-        self.forwards += 1
-        output = self.model(
-            input_ids=view.tokens,
-            attention_mask=view.attention_mask,
-            position_ids=view.position_ids,
-            logits_to_keep=keep,
-        )
-        return output.logits.to(view.tokens.device)
+    def run(self, view: View, keep: slice) -> torch.Tensor:
+        """One forward; the output layer runs on the canvas' columns `keep` alone (a slice costs no device sync)."""
+        self._fresh = True
+        return self._runner.logits(view, keep)
 
 
 class Growing(Predictor):
@@ -115,8 +146,10 @@ class Growing(Predictor):
     Guidance hides the finished blocks too, since iLLaDA's sampler takes them for its prompt.
     """
 
+    caches: ClassVar[tuple[Cache, ...]] = ("none", "prefix")
+
     def end(self, block: slice) -> int:
-        return block.stop
+        return self._block.stop
 
     def _given(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
         given = torch.zeros_like(self.canvas.take(rows, slice(0, self.canvas.width)), dtype=torch.bool)
@@ -124,34 +157,109 @@ class Growing(Predictor):
         return given
 
 
-class BlockCausal(Predictor):
+class _Settling(Predictor):
+    """Attention that never looks behind the block, so that what is settled stays what it is."""
+
+    caches: ClassVar[tuple[Cache, ...]] = ("none", "block")
+
+    def __init__(
+        self, runner: Runner, canvas: Canvas, *, shift: bool, cache: Cache = "none", cfg_scale: float = 0.0
+    ) -> None:
+        super().__init__(runner, canvas, shift=shift, cache=cache, cfg_scale=cfg_scale)
+        self._kept_until = 0
+        self._last_column: torch.Tensor | None = None  # [A, 1, H], of the column before the block
+
+    def open(self, block: slice) -> None:
+        """Keep what stands before the block, as far as it is not kept yet."""
+        begin = self._kept_until
+        if self._cache == "block" and begin < block.start:
+            view = self._settled_view(begin, block.start)
+            if self.cfg_scale:
+                view = self._with_blind_rows(view, self._given(None, block))
+            # A block was run in this shape when it was denoised; the prompt's will not come again.
+            hidden = self._runner.hidden(view, once=begin == 0)
+            self._last_column = hidden[:, -1:].clone()
+            self._kept_until = block.start
+        super().open(block)
+
+    def keep(self, rows: list[int]) -> None:
+        if self._last_column is not None:
+            if self.cfg_scale:  # the blind copies stand behind all rows
+                rows = rows + [len(self._last_column) // 2 + row for row in rows]
+            self._runner.keep(rows)
+            self._last_column = self._last_column[rows]
+
+    def end(self, block: slice) -> int:
+        return block.stop
+
+    def view(self, rows: list[int] | None, columns: slice) -> View:
+        if self._cache == "none":
+            return self._view_of_all(rows, columns)
+        return self._bidirectional(rows, self._block, self._block.stop)
+
+    def run(self, view: View, keep: slice) -> torch.Tensor:
+        before = view.first - keep.start  # 1 where the column before the block is asked for
+        if before <= 0 or self._cache == "none":
+            return super().run(view, keep)
+        assert self._last_column is not None
+        hidden = self._last_column
+        if keep.stop > view.first:
+            hidden = torch.cat([hidden, self._runner.hidden(view)[:, : keep.stop - view.first]], dim=1)
+        return self._runner.head(hidden, slice(None))
+
+    def _view_of_all(self, rows: list[int] | None, columns: slice) -> View:
+        raise NotImplementedError
+
+    def _settled_view(self, begin: int, end: int) -> View:
+        """The columns from `begin` on, settled, looking at each other and at those before them."""
+        raise NotImplementedError
+
+
+class BlockCausal(_Settling):
     """A position sees its own block and those before it. Blocks are counted from where those of the canvas begin."""
 
-    def __init__(self, model: Any, canvas: Canvas, *, shift: bool, block_length: int, cfg_scale: float = 0.0) -> None:
-        super().__init__(model, canvas, shift=shift, cfg_scale=cfg_scale)
+    def __init__(
+        self,
+        runner: Runner,
+        canvas: Canvas,
+        *,
+        shift: bool,
+        block_length: int,
+        cache: Cache = "none",
+        cfg_scale: float = 0.0,
+    ) -> None:
+        super().__init__(runner, canvas, shift=shift, cache=cache, cfg_scale=cfg_scale)
         self._block_length = block_length
         self._offset = -canvas.blocks[0].start % block_length
 
-    def end(self, block: slice) -> int:
-        return block.stop
-
-    def view(self, rows: list[int] | None, columns: slice) -> View:
+    def _view_of_all(self, rows: list[int] | None, columns: slice) -> View:
         end = self.end(columns)
         positions, real = self._positions(rows, end)
-        index = torch.arange(end, device=positions.device).expand_as(positions) + self._offset
-        mask = block_causal_mask(index, self._block_length, real)
-        return View(self.canvas.take(rows, slice(0, end)), mask, positions)
+        return View(self.canvas.take(rows, slice(0, end)), self._mask(positions, real), positions)
+
+    def _settled_view(self, begin: int, end: int) -> View:
+        if begin and end - begin <= self._block_length:  # one block: it sees all that there is
+            return self._bidirectional(None, slice(begin, end), end)
+        positions, real = self._positions(None, end)
+        mask = self._mask(positions, real)[:, :, begin:]
+        return View(self.canvas.take(None, slice(begin, end)), mask, positions[:, begin:], begin, end)
+
+    def _mask(self, positions: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions) + self._offset
+        return block_causal_mask(index, self._block_length, real)
 
 
-class CausalContext(Predictor):
+class CausalContext(_Settling):
     """What stands before the current block is causal; the block sees all of that and itself (Nemotron)."""
 
-    def end(self, block: slice) -> int:
-        return block.stop
-
-    def view(self, rows: list[int] | None, columns: slice) -> View:
+    def _view_of_all(self, rows: list[int] | None, columns: slice) -> View:
         positions, real = self._positions(rows, columns.stop)
         return View(self.canvas.take(rows, slice(0, columns.stop)), causal_mask(real, columns.start), positions)
+
+    def _settled_view(self, begin: int, end: int) -> View:
+        positions, real = self._positions(None, end)
+        mask = causal_mask(real)[:, :, begin:]
+        return View(self.canvas.take(None, slice(begin, end)), mask, positions[:, begin:], begin, end)
 
 
 class Reordered(Predictor):
@@ -160,6 +268,8 @@ class Reordered(Predictor):
     So a mask sees every settled token, also those to its right, and the masks before it (WeDLM, arXiv 2512.22737).
     """
 
+    caches: ClassVar[tuple[Cache, ...]] = ("none",)
+
     def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
         assert isinstance(columns, torch.Tensor)
         canvas = self.canvas
@@ -167,4 +277,4 @@ class Reordered(Predictor):
         positions, real = self._positions(rows, canvas.width)
         order = (tokens == canvas.mask_token_id).int().argsort(dim=1, stable=True)
         view = View(tokens.gather(1, order), causal_mask(real.gather(1, order)), positions.gather(1, order))
-        return self.run(view, order.argsort(dim=1).gather(1, columns))
+        return self._runner.reordered_logits(view, order.argsort(dim=1).gather(1, columns))

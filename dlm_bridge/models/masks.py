@@ -74,7 +74,7 @@ def for_kernel(mask: torch.Tensor, implementation: str, dtype: torch.dtype) -> t
 
     Raises DlmBridgeError where the implementation would ignore it.
     """
-    if implementation not in ("eager", "sdpa"):
+    if implementation not in ("eager", "sdpa", "dlm_bridge_cached"):
         raise DlmBridgeError(
             f"{implementation} would ignore a 4-D attention_mask: load with attn_implementation='sdpa'"
         )

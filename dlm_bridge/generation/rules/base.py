@@ -43,6 +43,7 @@ class CommitRule(ABC):
     """Chooses the positions to settle. One object serves one call of `generate`."""
 
     exact = False  # True: `select` settles just the quotas, so that the rows' progress need not be looked at
+    edits = False  # True: what is settled may still change until its block is done
 
     @abstractmethod
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:

@@ -16,6 +16,8 @@ class Editing(CommitRule):
     A block is done when it has no masks and nothing was edited, or after `max_post_steps` steps without masks.
     """
 
+    edits = True
+
     def __init__(self, threshold: float, editing_threshold: float, max_post_steps: int, num_to_transfer: int) -> None:
         self._threshold = threshold
         self._editing_threshold = editing_threshold

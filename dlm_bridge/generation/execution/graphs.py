@@ -1,0 +1,180 @@
+"""A model's body as CUDA graphs of static shapes, its decoder layers compiled where that is asked for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from dlm_bridge.generation.execution.kept import KeptKeysValues
+
+logger = logging.get_logger(__name__)
+
+# Recorded shapes; a block-causal sampler of 2048 new tokens in blocks of 4 has 512. One costs a few MB of host memory.
+MOST_GRAPHS = 1024
+
+
+@dataclass
+class _Recorded:
+    """A graph with the tensors that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    tokens: torch.Tensor
+    mask: torch.Tensor | None
+    positions: torch.Tensor
+    columns: torch.Tensor | None
+    hidden: torch.Tensor
+
+
+class GraphedBody:
+    """Runs the body on A rows as a batch of one of a few sizes. A shape's first forward runs as it is, its second is
+    recorded, and the others are replayed: launching a graph costs the CPU no more than one kernel.
+
+    Args:
+        compile_layers: whether `torch.compile` fuses what is inside a decoder layer.
+        rows, width: the size of the buffers of keys and values; width 0 for none.
+    """
+
+    def __init__(self, model: Any, compile_layers: bool, *, rows: int, width: int) -> None:
+        self.kept = KeptKeysValues(model, rows, width) if width else None
+        self._rows, self._width = rows, width
+        self._state = _state(model)
+        self._model: Any = None
+        self._batch = 0
+        self._compile_layers = compile_layers
+        self._compiled: list[Any] = []
+        self._seen: set[Any] = set()
+        self._recorded: OrderedDict[Any, _Recorded] = OrderedDict()
+        self._records = model.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._records else None
+
+    def serves(self, model: Any, execution: str, rows: int, width: int) -> bool:
+        """Whether a call of this size can go on with what is recorded: no weight has moved, no mode has changed."""
+        return (
+            (execution == "compiled") == self._compile_layers
+            and batch_size_for(rows) <= self._rows
+            and (width > 0) == (self._width > 0)
+            and width <= self._width
+            and _state(model) == self._state
+        )
+
+    def begin(self, model: Any) -> None:
+        """A new call of `generate`, whose first batch is its largest."""
+        self._model = model
+        self._batch = 0
+
+    @contextmanager
+    def compiled_layers(self) -> Iterator[None]:
+        """Let the decoder layers run compiled; afterwards the model, which others use as well, is as it was."""
+        layers = list(self._model.model.layers)
+        try:
+            if self._compile_layers:
+                if not self._compiled:
+                    self._compiled = [torch.compile(layer._call_impl, dynamic=None) for layer in layers]
+                for layer, compiled in zip(layers, self._compiled, strict=True):
+                    layer._compiled_call_impl = compiled
+            yield
+        finally:
+            for layer in layers:
+                layer._compiled_call_impl = None
+            if self.kept is not None:
+                self.kept.detach()
+            self._model = None  # the graphs live as long as the model, not longer
+
+    def __call__(
+        self,
+        tokens_AQ: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions_AQ: torch.Tensor,
+        columns_Q: torch.Tensor | None,
+        end: int | None,
+        *,
+        record: bool,
+    ) -> torch.Tensor:
+        """[A, Q, H]; see `runner.run_body`. The next forward may overwrite the result."""
+        rows, width = tokens_AQ.shape
+        batch = self._batch_for(rows)
+        key = (batch, width, end, None if mask is None else tuple(mask.shape[1:]))
+        recorded = self._recorded.get(key)
+        if recorded is None and not (record and self._records and key in self._seen):
+            self._seen.add(key)
+            return self._run(tokens_AQ, mask, positions_AQ, columns_Q, end)
+        if recorded is None:
+            recorded = self._record(key, batch, tokens_AQ, mask, positions_AQ, columns_Q, end)
+            if recorded is None:
+                return self._run(tokens_AQ, mask, positions_AQ, columns_Q, end)
+        self._recorded.move_to_end(key)
+        recorded.tokens[:rows].copy_(tokens_AQ)
+        recorded.positions[:rows].copy_(positions_AQ)
+        if recorded.mask is not None and mask is not None:
+            recorded.mask[:rows].copy_(mask)
+        if recorded.columns is not None and columns_Q is not None:
+            recorded.columns.copy_(columns_Q)
+        recorded.graph.replay()
+        return recorded.hidden[:rows]
+
+    def _batch_for(self, rows: int) -> int:
+        """Rows that have ended make the batch smaller once it is half empty: each size is recorded anew."""
+        if self._batch == 0 or rows > self._batch or rows <= self._batch // 2:
+            self._batch = batch_size_for(rows)
+        return self._batch
+
+    def _run(self, *inputs: Any) -> torch.Tensor:
+        from dlm_bridge.generation.execution.runner import run_body
+
+        return run_body(self._model, *inputs, self.kept)
+
+    def _record(
+        self,
+        key: Any,
+        batch: int,
+        tokens_AQ: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions_AQ: torch.Tensor,
+        columns_Q: torch.Tensor | None,
+        end: int | None,
+    ) -> _Recorded | None:
+        static = _filled(tokens_AQ, batch), _filled(mask, batch), _filled(positions_AQ, batch)
+        columns = None if columns_Q is None else columns_Q.clone()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                hidden = self._run(*static, columns, end)
+        except RuntimeError as error:  # such as experts whose code looks at the routing on the CPU
+            logger.warning_once(
+                f"{type(self._model).__name__} cannot be recorded as a CUDA graph ({str(error).splitlines()[0]}): "
+                "generating eagerly"
+            )
+            self._records = False
+            return None
+        recorded = _Recorded(graph, *static, columns, hidden)
+        self._recorded[key] = recorded
+        if len(self._recorded) > MOST_GRAPHS:
+            self._recorded.popitem(last=False)
+        return recorded
+
+
+def batch_size_for(rows: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds so many rows."""
+    size = 1 << (rows - 1).bit_length()
+    return size * 3 // 4 if size >= 4 and rows <= size * 3 // 4 else size
+
+
+def _filled(tensor: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """A tensor of its own, with the last row repeated up to `batch` rows."""
+    if tensor is None:
+        return None
+    more = batch - len(tensor)
+    return torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])]) if more else tensor.clone()
+
+
+def _state(model: Any) -> tuple[Any, ...]:
+    """What a recorded graph depends on beside its inputs."""
+    pointers = tuple(parameter.data_ptr() for parameter in model.parameters())
+    return pointers, model.training, model.dtype, torch.is_autocast_enabled(model.device.type)

@@ -1,0 +1,219 @@
+"""Runs a diffusion model for a sampler: its own forward, or its body with kept keys and values, in CUDA graphs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.execution import attention
+from dlm_bridge.generation.execution.graphs import GraphedBody, batch_size_for
+from dlm_bridge.generation.execution.kept import KeptKeysValues, attention_layers
+
+Execution = Literal["eager", "graph", "compiled"]
+EXECUTIONS: tuple[Execution, ...] = ("eager", "graph", "compiled")
+
+# One model's graphs, kept for the next call; they hold its buffers. See `release`.
+_kept_graphs: weakref.WeakKeyDictionary[nn.Module, GraphedBody] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class View:
+    """The model's input for A rows: the canvas' columns `first` to `first + Q`."""
+
+    tokens: torch.Tensor  # [A, Q]
+    attention_mask: torch.Tensor | None  # [A, K] what is real, or [A, 1, Q, K]; True or 1: may be looked at
+    position_ids: torch.Tensor | None  # [A, Q]; None: the columns themselves
+    first: int = 0
+    end: int | None = None  # K, the columns that are looked at where keys and values are kept
+
+
+class Runner:
+    """What the predictors know of a model. Without `keeps` and with eager execution it is the model's own forward."""
+
+    def __init__(self, model: Any, body: GraphedBody | None, kept: KeptKeysValues | None) -> None:
+        self.forwards = 0
+        self._model = model
+        self._body = body
+        self._kept = kept
+
+    @classmethod
+    @contextmanager
+    def open(cls, model: Any, execution: Execution | None, *, keeps: bool, rows: int, width: int) -> Iterator[Runner]:
+        """A runner for one call of `generate`, on canvases of up to so many rows and columns.
+
+        Args:
+            execution: "eager"; "graph": forwards are recorded as CUDA graphs when their shape comes a second time;
+                "compiled": moreover, or on a CPU instead, `torch.compile` fuses each decoder layer. None: "graph" on
+                a CUDA device, else "eager".
+            keeps: whether keys and values are kept between forwards.
+
+        Raises:
+            DlmBridgeError: an execution that this model or device cannot do.
+        """
+        plain = unwrapped(model)
+        obstacle = _obstacle(model, plain)
+        device = next((parameter.device for parameter in plain.parameters()), torch.device("cpu"))
+        if execution is None:
+            execution = "graph" if obstacle is None and device.type == "cuda" else "eager"
+        elif execution != "eager" and obstacle is not None:
+            raise DlmBridgeError(f"execution '{execution}' {obstacle}: use execution 'eager'")
+        elif execution == "graph" and device.type != "cuda":
+            raise DlmBridgeError(
+                f"execution 'graph' records CUDA graphs, the model is on {device}: use 'eager' or 'compiled'"
+            )
+        if execution == "eager" and not keeps:
+            yield cls(model, None, None)
+            return
+        if not can_keep(model):
+            raise DlmBridgeError(
+                f"{type(model).__name__} runs more than the attention layers of a transformers body (a prompt-learning "
+                "adapter, or a model of its own): use cache 'none'"
+            )
+        with _attention_of_ours(plain):
+            if execution == "eager":
+                kept = KeptKeysValues(plain, rows, width)
+                try:
+                    yield cls(plain, None, kept)
+                finally:
+                    kept.detach()
+                return
+            body = _graphed(plain, execution, rows=rows, width=width if keeps else 0)
+            with body.compiled_layers():
+                yield cls(plain, body, body.kept)
+
+    @property
+    def plain(self) -> bool:
+        """Whether forwards are the model's own, with masks that transformers makes."""
+        return self._body is None and self._kept is None
+
+    def logits(self, view: View, keep: slice) -> torch.Tensor:
+        """[A, N, V] of the canvas' columns `keep`, all of them in the view, in the model's dtype."""
+        if not self.plain:
+            return self.head(self.hidden(view), slice(keep.start - view.first, keep.stop - view.first))
+        return self._own_forward(view, keep)
+
+    def reordered_logits(self, view: View, indices: torch.Tensor) -> torch.Tensor:
+        """[A, N, V] at [A, N] places of the view's own order."""
+        if self.plain:
+            return self._own_forward(view, indices)
+        hidden_AQH = self.hidden(view)
+        return self.head(hidden_AQH.gather(1, indices[..., None].expand(-1, -1, hidden_AQH.shape[-1])), slice(None))
+
+    def hidden(self, view: View, *, once: bool = False) -> torch.Tensor:
+        """[A, Q, H], the body's last hidden states; keys and values are kept, where they are. `once`: the shape will
+        not come again, so that nothing is recorded. The next forward may overwrite the result."""
+        self.forwards += 1
+        positions_AQ = view.position_ids
+        if positions_AQ is None:
+            width = view.tokens.shape[1]
+            positions_AQ = torch.arange(view.first, view.first + width, device=view.tokens.device)[None]
+            positions_AQ = positions_AQ.expand(len(view.tokens), -1)
+        mask = view.attention_mask
+        if mask is not None and mask.dim() == 2:
+            mask = mask.bool()[:, None, None, :]
+        columns = None
+        if self._kept is not None:
+            columns = torch.arange(view.first, view.first + view.tokens.shape[1], device=view.tokens.device)
+        if self._body is not None:
+            return self._body(view.tokens, mask, positions_AQ, columns, view.end, record=not once)
+        return run_body(self._model, view.tokens, mask, positions_AQ, columns, view.end, self._kept)
+
+    def head(self, hidden_AQH: torch.Tensor, keep: slice) -> torch.Tensor:
+        """[A, N, V] logits of these hidden states."""
+        return self._model.lm_head(hidden_AQH[:, keep])
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows of the current batch only."""
+        if self._kept is not None:
+            self._kept.keep(rows)
+
+    def _own_forward(self, view: View, keep: slice | torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        mask = view.attention_mask
+        output = self._model(
+            input_ids=view.tokens,
+            attention_mask=mask.long() if mask is not None and mask.dim() == 2 else mask,
+            position_ids=view.position_ids,
+            logits_to_keep=keep,
+        )
+        return output.logits.to(view.tokens.device)
+
+
+def run_body(
+    model: Any,
+    tokens_AQ: torch.Tensor,
+    mask: torch.Tensor | None,
+    positions_AQ: torch.Tensor,
+    columns_Q: torch.Tensor | None,
+    end: int | None,
+    kept: KeptKeysValues | None,
+) -> torch.Tensor:
+    """[A, Q, H], the last hidden states of a model whose attention is `attention.attend`."""
+    if kept is not None:
+        kept.show(len(tokens_AQ))
+    output = model.model(
+        input_ids=tokens_AQ,
+        attention_mask=mask,
+        position_ids=positions_AQ,
+        use_cache=False,
+        kv_columns=columns_Q,
+        kv_end=end,
+    )
+    return output.last_hidden_state
+
+
+def unwrapped(model: Any) -> Any:
+    """The diffusion model itself, out of PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def can_keep(model: Any) -> bool:
+    """Whether keys and values can be kept: in a transformers body that no prompt-learning adapter adds its own to."""
+    plain = unwrapped(model)
+    if plain is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
+        return False
+    return bool(attention_layers(plain))
+
+
+def release(model: Any) -> None:
+    """Give back the GPU memory of the graphs and buffers that a model's last `generate` keeps for the next one."""
+    _kept_graphs.pop(unwrapped(model), None)
+
+
+def _obstacle(model: Any, plain: Any) -> str | None:
+    if len(set((getattr(plain, "hf_device_map", None) or {}).values())) > 1:
+        return "needs the whole model on one device"
+    if getattr(plain, "_tp_size", None):
+        return "does not run tensor-parallel models"
+    if not can_keep(model):
+        return "runs a transformers body without prompt-learning adapters"
+    return None
+
+
+@contextmanager
+def _attention_of_ours(model: Any) -> Iterator[None]:
+    attention.register()
+    before = model.config._attn_implementation
+    model.config._attn_implementation = attention.NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def _graphed(model: Any, execution: Execution, *, rows: int, width: int) -> GraphedBody:
+    body = _kept_graphs.get(model)
+    if body is None or not body.serves(model, execution, rows, width):
+        _kept_graphs.pop(model, None)
+        body = None  # its buffers are freed before the new ones are made
+        body = GraphedBody(model, execution == "compiled", rows=batch_size_for(rows), width=-(-width // 64) * 64)
+        _kept_graphs[model] = body
+    body.begin(model)
+    return body
