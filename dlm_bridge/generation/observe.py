@@ -56,7 +56,7 @@ class Observer:
                 )
         _refuse_text_streamers(self._streams, batch)
         self._keep_history = keep_history
-        self._previous: torch.Tensor | None = None
+        self._previous = torch.empty(0)
         self._sent = 0  # columns of the output that the streams have been given
         self.history: list[DenoisingStep] = []
         self.row_forwards = 0  # the sum over the forwards of how many rows took part
@@ -79,7 +79,7 @@ class Observer:
         if self._on_step or self._keep_history:
             tokens = canvas.snapshot()
             names = tuple(canvas.names[row] for row in rows)
-            step = DenoisingStep(forwards, names, tokens, tokens != self._previous)
+            step = DenoisingStep(forwards, names, tokens, tokens.ne(self._previous))
             self._previous = tokens
             for listener in self._on_step:
                 listener.on_step(step)

@@ -91,7 +91,7 @@ def test_transformers_own_words(model: Any) -> None:
     hot = with_stored(model, temperature=0.6)
     assert settings(hot, do_sample=True).algorithm.temperature == 0.6
     assert settings(hot, do_sample=False).algorithm.temperature == 0.0
-    harmless = {"use_cache": True, "num_beams": 1, "top_p": 1.0, "streamer": None, "logits_processor": [], "top_k": 50}
+    harmless = {"use_cache": True, "num_beams": 1, "top_p": 1.0, "logits_processor": [], "top_k": 50}
     assert settings(model, **harmless) == settings(model)
     assert settings(with_stored(model, do_sample=True, top_p=0.9), top_p=None).algorithm.temperature == 1.0
 
@@ -136,7 +136,6 @@ def test_transformers_own_words(model: Any) -> None:
         ({"num_beams": 4}, r"has no num_beams \(keyword argument: 4\): leave it out"),
         ({"top_p": 0.9, "temperature": 1.0}, "has no top_p"),
         ({"repetition_penalty": 1.2}, "has no repetition_penalty"),
-        ({"streamer": object()}, "has no streamer"),
         ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature 0.7"),
         ({"max_length": 4}, "max_length 4 .* leaves no room after a prompt of 4 tokens"),
     ],
