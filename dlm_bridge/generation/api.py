@@ -63,7 +63,7 @@ def generate(
     `generation_config`, the model's block size, the family's defaults, the sampler's defaults. The keywords are the
     fields of `DiffusionGenerationConfig`. `max_length` (prompt included) works as in transformers. The temperature
     decides between greedy and sampling; `do_sample=False` means temperature 0, `do_sample=True` where no temperature
-    is set 1.0. `use_cache` has no effect.
+    is set 1.0. `use_cache` has no effect: `cache` says what is kept.
 
     Args:
         model: one of this package's diffusion models, plain or wrapped by PEFT; its train or eval mode is left alone.
@@ -117,6 +117,8 @@ def generate(
         eos_token_ids=settings.eos_token_ids,
         shift=settings.shift,
         observer=observer,
+        cache=settings.cache,
+        execution=settings.execution,
     )
     if not settings.return_dict:
         return outcome.sequences

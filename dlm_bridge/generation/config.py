@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.algorithms import ALGORITHMS
+from dlm_bridge.generation.execution.runner import EXECUTIONS
+from dlm_bridge.generation.predict import Cache
 
 # Names that some published samplers have for what transformers calls otherwise.
 ALIASES = {"gen_length": "max_new_tokens", "logits_temp": "temperature", "topp_temp": "top_p"}
@@ -19,7 +21,7 @@ PARAMETERS = tuple(
     dict.fromkeys(name for algorithm in ALGORITHMS.values() for name in algorithm.parameters() if name not in _SHARED)
 )
 # What transformers' own class does not have.
-OWN_FIELDS = ("algorithm", *PARAMETERS, "mask_token_id", "seed", "output_history")
+OWN_FIELDS = ("algorithm", *PARAMETERS, "cache", "execution", "mask_token_id", "seed", "output_history")
 
 _ABOVE_ZERO = (
     "max_new_tokens", "max_length", "block_length", "block_size", "small_block_size", "steps", "denoising_steps",
@@ -32,6 +34,8 @@ _NUMBERS = (
 )  # fmt: skip
 _CHOICES = {
     "algorithm": tuple(ALGORITHMS),
+    "cache": get_args(Cache),
+    "execution": EXECUTIONS,
     "remasking": ("low_confidence", "random"),
     "remasking_strategy": ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded"),
     "alg": ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"),
@@ -73,6 +77,10 @@ class DiffusionGenerationConfig(GenerationConfig):
         eos_token_id: one id or several that end a row; None, when given, turns stopping off (kept as an empty list).
         pad_token_id: what follows the end of a row.
         mask_token_id: the token that stands for "not settled yet".
+        cache: what is kept of a forward for the next ones: "none"; "block" (exact, the default of block-causal models
+            and Nemotron's); "prefix" or "dual" (approximate, of bidirectional models; Fast-dLLM v1).
+        execution: how forwards run: "eager", "graph" (recorded as CUDA graphs, the default on a GPU) or "compiled"
+            (recorded, and decoder layers are compiled: faster, after up to a minute once for each model).
         seed: makes the noise a function of the seed and of each row's own prompt.
         output_history: with `return_dict_in_generate`, the result holds every step.
         **kwargs: any other field of transformers' GenerationConfig; those that would change the result and that the

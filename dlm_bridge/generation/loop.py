@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 import torch
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import Canvas, Columns, Layout
+from dlm_bridge.generation.execution.runner import Execution, Runner, can_keep
 from dlm_bridge.generation.noise import Noise
 from dlm_bridge.generation.observe import Observer
-from dlm_bridge.generation.predict import Predictor
+from dlm_bridge.generation.predict import Cache, Predictor
 from dlm_bridge.generation.prompt import Prompt
 from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.generation.rules.base import CommitRule, Step
@@ -58,8 +60,13 @@ def denoise(
     eos_token_ids: Sequence[int],
     shift: bool,
     observer: Observer,
+    cache: Cache | None = None,
+    execution: Execution | None = None,
 ) -> Outcome:
-    """Run the sampler. Rows that have ended leave the batch after their block."""
+    """Run the sampler. Rows that have ended leave the batch after their block.
+
+    Raises DlmBridgeError for a cache that the sampler, or an execution that the model or its device does not have.
+    """
     canvas = Canvas(
         prompt,
         recipe.layout,
@@ -68,22 +75,40 @@ def denoise(
         pad_token_id=pad_token_id,
         eos_token_ids=eos_token_ids,
     )
-    predictor = recipe.predictor(model, canvas, shift=shift, **recipe.predictor_options)
-    observer.begin(canvas)
-    for block in canvas.blocks:
-        masks = canvas.masks(block)
-        for row in seed_block(canvas, block, predictor, recipe, noise, observer):
-            masks[row] -= 1
-        settle_block(canvas, block, masks, predictor, recipe, noise, observer)
-        observer.block(canvas, block)
-        stay = canvas.retire(block)
-        if stay is not None:
-            noise.keep(stay)
-            if not stay:
-                break
+    cache = _cache(recipe.predictor, model, cache)
+    copies = 2 if recipe.predictor_options.get("cfg_scale") else 1
+    with Runner.open(
+        model, execution, keeps=cache != "none", rows=copies * len(canvas.rows), width=canvas.width
+    ) as runner:
+        predictor = recipe.predictor(runner, canvas, shift=shift, cache=cache, **recipe.predictor_options)
+        observer.begin(canvas)
+        for block in canvas.blocks:
+            masks = canvas.masks(block)
+            predictor.open(block)
+            for row in seed_block(canvas, block, predictor, recipe, noise, observer):
+                masks[row] -= 1
+            settle_block(canvas, block, masks, predictor, recipe, noise, observer)
+            observer.block(canvas, block)
+            stay = canvas.retire(block)
+            if stay is not None:
+                noise.keep(stay)
+                predictor.keep(stay)
+                if not stay:
+                    break
     sequences = canvas.output()
     observer.end(sequences)
-    return Outcome(sequences, predictor.forwards, observer.row_forwards, canvas.new_tokens())
+    return Outcome(sequences, runner.forwards, observer.row_forwards, canvas.new_tokens())
+
+
+def _cache(predictor: type[Predictor], model: Any, wanted: Cache | None) -> Cache:
+    """The cache that is asked for; by default the one that is exact, where there is such a one."""
+    if wanted is None:
+        return "block" if "block" in predictor.caches and can_keep(model) else "none"
+    if wanted not in predictor.caches:
+        raise DlmBridgeError(
+            f"this sampler has no cache '{wanted}', what it looks at allows {' or '.join(predictor.caches)}"
+        )
+    return wanted
 
 
 def settle_block(

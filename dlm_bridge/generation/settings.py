@@ -13,6 +13,8 @@ from transformers.utils import logging
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.algorithms import ALGORITHMS, Algorithm
 from dlm_bridge.generation.config import ALIASES, OWN_FIELDS, PARAMETERS, check_values, eos_token_ids, merge_names
+from dlm_bridge.generation.execution.runner import Execution
+from dlm_bridge.generation.predict import Cache
 from dlm_bridge.models.spec import FamilySpec
 
 logger = logging.get_logger(__name__)
@@ -27,8 +29,8 @@ SHARED_FIELDS = (
     "pad_token_id",
     "return_dict_in_generate",
 )
-# Those that cannot change the result of a sampler which keeps no cache, whatever their value. (LLaDA2's eos_early_stop
-# is among them since no tokens behind the end are ever returned.)
+# Those that cannot change the result of a sampler with caches of its own (`cache`), whatever their value. (LLaDA2's
+# eos_early_stop is among them since no tokens behind the end are ever returned.)
 WITHOUT_EFFECT = (
     "bos_token_id",
     "cache_config",
@@ -98,6 +100,8 @@ class SamplerSettings:
     pad_token_id: int
     mask_token_id: int
     seed: int | None
+    cache: Cache | None  # None: the exact one, where there is one
+    execution: Execution | None  # None: by the device
     return_dict: bool
     output_history: bool  # the steps are part of the returned dict
     vocabulary: int
@@ -157,6 +161,8 @@ def resolve(
         pad_token_id=pad_token_id,
         mask_token_id=mask_token_id,
         seed=_find(levels, "seed", None)[0],
+        cache=_find(levels, "cache", None)[0],
+        execution=_find(levels, "execution", None)[0],
         return_dict=bool(_find(levels, "return_dict_in_generate", False)[0]),
         output_history=bool(_find(levels, "output_history", False)[0]),
         vocabulary=vocabulary,
