@@ -17,10 +17,10 @@ from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.masks import for_kernel
-from dlm_bridge.train.adaptation import annealed, block_size, with_block_size
+from dlm_bridge.train.adaptation import annealed, at_step, block_size, with_block_size
 from dlm_bridge.train.checkpoints import clean, find_checkpoints, load_state, save_checkpoint
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data import Samples
+from dlm_bridge.train.data import Prefetcher, Samples
 from dlm_bridge.train.keyed import Purpose, torch_seed
 from dlm_bridge.train.loading import load_hub_model, load_model
 from dlm_bridge.train.loop import EVAL_BATCHES, Engine
@@ -144,13 +144,17 @@ class Trainer(Engine):
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 
+    def run(self, step: int) -> Path:
+        with Prefetcher(self._produce, step + 1) as self.batches:
+            return super().run(step)
+
     def step(self, step: int, want_stop: bool) -> tuple[Row, bool]:
         config, accelerator = self.config, self.accelerator
         began = time.perf_counter()
         # Dropout's numbers, too, depend on nothing that a restart forgets.
         torch.manual_seed(torch_seed(config.seed, step, accelerator.process_index))
         self.objective = with_block_size(self.objective, self.plain_model, config, step)
-        batches = [self._noisy(step, samples) for samples in self._samples(step)]
+        batches = self.batches.get()
         summed = self._sum(torch.stack([batch.normaliser for batch in batches]).sum(dim=0), int(want_stop))
         normaliser, stop = divisors(summed[:-1]).to(accelerator.device), bool(summed[-1] > 0)
         rate = learning_rate(config, step)
@@ -231,15 +235,19 @@ class Trainer(Engine):
         self.accelerator.wait_for_everyone()
         return find_checkpoints(self.output)[-1][1]
 
-    def _samples(self, step: int) -> list[list[int]]:
-        processes, process = self.accelerator.num_processes, self.accelerator.process_index
-        return self.sampler.samples(step, process, processes, self.micro_batch_size)
-
-    def _noisy(self, step: int, samples: list[int]) -> NoisyBatch:
-        """The noise is drawn on the CPU, where it costs little and equals every other engine's."""
-        rows = self.train.rows(samples)
-        uniforms = Uniforms.keyed(self.config.seed, step, samples, self.config.seq_length)
-        return annealed(self.objective.noise(uniforms=uniforms, **vars(rows)), self.config, step, samples)
+    def _produce(self, step: int) -> list[NoisyBatch]:
+        """This process's micro-batches of a step, in the background and ahead of it. The noise is drawn on the CPU,
+        where it costs little and equals every other engine's."""
+        config, accelerator = self.config, self.accelerator
+        objective = at_step(self.objective, config, step)
+        batches = []
+        for samples in self.sampler.samples(
+            step, accelerator.process_index, accelerator.num_processes, self.micro_batch_size
+        ):
+            uniforms = Uniforms.keyed(config.seed, step, samples, config.seq_length)
+            noisy = objective.noise(uniforms=uniforms, **vars(self.train.rows(samples)))
+            batches.append(annealed(noisy, config, step, samples))
+        return batches
 
     def _loss_sums(self, model: Any, batch: NoisyBatch) -> torch.Tensor:
         batch = batch.to(self.accelerator.device)

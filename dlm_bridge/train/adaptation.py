@@ -47,13 +47,19 @@ def annealed(noisy: NoisyBatch, config: TrainConfig, step: int, samples: Sequenc
 
 
 def with_block_size(objective: Objective, model: Any, config: TrainConfig, step: int) -> Objective:
-    """The objective with the block size of a step. The model's config says it too: a checkpoint names the size that it
-    was trained with last."""
+    """The objective `at_step`. The model's config says the size too: a checkpoint names the one that it was trained
+    with last."""
     size = block_size(config, step)
-    if size is None:
-        return objective
-    model.config.block_size = size
-    return dataclasses.replace(objective, block_size=size)  # type: ignore[call-arg]  # a TwoStreams, as checked
+    if size is not None:
+        model.config.block_size = size
+    return at_step(objective, config, step)
+
+
+def at_step(objective: Objective, config: TrainConfig, step: int) -> Objective:
+    """The objective with the block size of a step."""
+    size = block_size(config, step)
+    # A TwoStreams where there is a schedule, as checked.
+    return objective if size is None else dataclasses.replace(objective, block_size=size)  # type: ignore[call-arg]
 
 
 def block_size(config: TrainConfig, step: int) -> int | None:
