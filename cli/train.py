@@ -86,7 +86,7 @@ def _command(task: str, **helps: str) -> Callable[..., None]:
         if known.name == "task" or known.metadata.get("task") not in (None, task):
             continue
         panel = "Megatron engine" if known.name in megatron else None
-        annotations[known.name] = _option(known, types[known.name], helps.get(known.name), panel, task)
+        annotations[known.name] = option_of(known, types[known.name], helps.get(known.name), panel, task)
     annotations["more_data"] = Annotated[list[str] | None, typer.Argument(hidden=True)]
     annotations["resume"] = Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")
@@ -115,7 +115,8 @@ def _command(task: str, **helps: str) -> Callable[..., None]:
     return command
 
 
-def _option(known: dataclasses.Field[Any], kind: Any, help: str | None, panel: str | None, task: str) -> Any:
+def option_of(known: dataclasses.Field[Any], kind: Any, help: str | None, panel: str | None, task: str) -> Any:
+    """The command line's option for a field of a configuration, whose type is `kind`."""
     text = help or known.metadata["help"]
     flag = known.name.replace("_", "-")
     otherwise = known.metadata.get("otherwise") or f"no-{flag}"
@@ -135,17 +136,22 @@ def _show(config: TrainConfig, gpus: int | None, resume: bool, as_json: bool) ->
 
 
 def _train(config: TrainConfig, resume: bool) -> None:
+    quieten()
+    if config.engine == "megatron":
+        from dlm_bridge.train.megatron.engine import train
+    else:
+        from dlm_bridge.train.accelerate_engine import train
+    train(config, resume)
+
+
+def quieten() -> None:
+    """No progress bars but ours, and no warnings that a user could not act on."""
     # Imported only now: a mistyped flag should answer at once.
     import datasets
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    # Of names that megatron-core uses and torch will rename: nothing that a user could act on.
+    # Of names that megatron-core uses and torch will rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|megatron")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron")
-    if config.engine == "megatron":
-        from dlm_bridge.train.megatron.engine import train
-    else:
-        from dlm_bridge.train.accelerate_engine import train
-    train(config, resume)

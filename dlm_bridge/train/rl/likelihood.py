@@ -1,0 +1,179 @@
+"""What a diffusion model thinks of a completion: one-step estimates of its tokens, and the bound on its likelihood.
+
+All of them are batches of the training objectives with chosen noise, so that every family's shift, topology and two
+streams come from there. An estimate is made in two parts: `one_step`, `blockwise` and `bounds` say what the model
+reads, on the CPU or anywhere, without the model; `token_logps` and `bound_sums` read its logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.train.keyed import Purpose
+from dlm_bridge.train.objectives import (
+    IGNORE,
+    MaskedDiffusion,
+    NoisyBatch,
+    Objective,
+    ShiftedDiffusion,
+    Uniforms,
+    family_objective,
+    mask_token_id,
+)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """B prompts with their completions, a row each: prompt, completion, padding."""
+
+    tokens: torch.Tensor  # [B, L] int64
+    prompt: torch.Tensor  # [B, L] bool
+    completion: torch.Tensor  # [B, L] bool: all that the sampler filled
+    scored: torch.Tensor  # [B, L] bool: of it, what is up to the first end-of-sequence token, that included
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows(self, chosen: slice) -> Sequences:
+        return Sequences(*(value[chosen] for value in vars(self).values()))
+
+    def to(self, device: torch.device) -> Sequences:
+        return Sequences(*(value.to(device) for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Query:
+    """What the model reads, and which of the B sequences' tokens its M logits are about."""
+
+    noisy: NoisyBatch
+    rows: torch.Tensor  # [M] int64
+    columns: torch.Tensor  # [M] int64
+    shape: tuple[int, int]  # B, L
+
+    def to(self, device: torch.device) -> Query:
+        return Query(self.noisy.to(device), self.rows.to(device), self.columns.to(device), self.shape)
+
+
+def one_step(model: Any, sequences: Sequences, seed: int, draw: int, samples: Sequence[int], share: float) -> Query:
+    """diffu-GRPO's estimate (d1, arXiv 2504.12216): every token of the completion from one pass over a canvas in which
+    all of it is masked, and of the prompt a random `share` of tokens; the noise is keyed by (seed, draw, sample)."""
+    tokens, objective = sequences.tokens, _plain(model)
+    uniforms = Uniforms.keyed(seed, draw, samples, tokens.shape[1], Purpose.PROMPT_MASK)
+    hidden = sequences.completion | (sequences.prompt & (uniforms.token.to(tokens.device) < share))
+    return _all_masked(objective, torch.where(hidden, objective.mask_token_id, tokens), sequences)
+
+
+def blockwise(model: Any, sequences: Sequences, block_length: int) -> Query:
+    """The block-wise estimate: each block's tokens from a canvas in which that block is masked and the blocks before
+    it are clean, as the sampler had them when it began that block (compare TraceRL, arXiv 2509.06949).
+
+    A block-causal model reads all blocks in one pass of its two streams, in its own blocks. Of a bidirectional one
+    every sequence is repeated for each of its blocks of `block_length` tokens, counted from the completion's start,
+    with all later ones masked.
+
+    Raises:
+        DlmBridgeError: a family whose blocks are neither.
+    """
+    family: FamilySpec = model.family
+    if family.topology == "block_causal":
+        objective = dataclasses.replace(family_objective(model), length_variation=0.0)
+        behind = sequences.completion & ~sequences.scored  # what follows the end has not been there
+        tokens = torch.where(behind, objective.mask_token_id, sequences.tokens)
+        return _all_masked(objective, tokens, sequences)
+    objective = _plain(model)
+    if family.topology != "bidirectional" or family.objective in ("nemotron", "wedlm"):
+        raise DlmBridgeError(f"--method block-grpo is not for {family.title}: use diffu-grpo")
+    places = sequences.completion.cumsum(dim=1) - 1
+    blocks = torch.where(sequences.completion, places // block_length, -1)
+    parts: list[torch.Tensor] = []
+    owners: list[torch.Tensor] = []
+    count = int(blocks.max()) + 1
+    for number in range(count):
+        asked = sequences.scored & (blocks == number)
+        owner = asked.any(dim=1).nonzero()[:, 0]
+        parts.append(torch.stack([asked[owner], (sequences.completion & (blocks >= number))[owner]]))
+        owners.append(owner)
+    asked, hidden = torch.cat(parts, dim=1)
+    owner = torch.cat(owners)
+    repeated = Sequences(*(value[owner] for value in vars(sequences).values()))
+    tokens = torch.where(hidden, objective.mask_token_id, repeated.tokens)
+    query = _all_masked(objective, tokens, dataclasses.replace(repeated, scored=asked))
+    return Query(query.noisy, owner[query.rows], query.columns, tuple(sequences.tokens.shape))  # type: ignore[arg-type]
+
+
+def token_logps(model: Any, query: Query) -> torch.Tensor:
+    """[B, L] fp32: the estimated log-probability of each scored token, zero elsewhere. `model` may be wrapped."""
+    noisy = query.noisy
+    losses_M = F.cross_entropy(_logits(model, noisy).float(), noisy.targets, reduction="none")
+    found = torch.zeros(query.shape, device=losses_M.device)
+    return found.index_put((query.rows, query.columns), -losses_M)
+
+
+def bounds(
+    model: Any, tokens: torch.Tensor, answer: torch.Tensor, real: torch.Tensor, uniforms: Uniforms
+) -> NoisyBatch:
+    """What the model reads for one sample of the evidence lower bound of B answers, by its family's own objective.
+
+    Args:
+        tokens: [B, L].
+        answer: [B, L] bool, what is bounded.
+        real: [B, L] bool, false at padding.
+        uniforms: of the same B and L; the same for another model gives it the same noise.
+
+    Raises:
+        DlmBridgeError: a family whose loss is not a bound.
+    """
+    objective = family_objective(model)
+    if not {"tokens", "level"} <= {*objective.normalisations, *objective.weightings} or objective.terms > 1:
+        raise DlmBridgeError(
+            f"--method vrpo needs a likelihood bound, which the objective of {model.family.title} does not give"
+        )
+    objective = dataclasses.replace(objective, loss_normalisation="tokens", loss_weighting="level", eps=1e-3)
+    return objective.noise(tokens, uniforms, torch.where(answer, tokens, IGNORE), real)
+
+
+def bound_sums(model: Any, noisy: NoisyBatch) -> torch.Tensor:
+    """[B] fp32: each row's sample of its answer's bound on the log-likelihood, in nats."""
+    losses_M = F.cross_entropy(_logits(model, noisy).float(), noisy.targets, reduction="none") * noisy.weights
+    rows = noisy.mask.nonzero()[:, 0]
+    return torch.zeros(len(noisy.mask), device=losses_M.device).index_add(0, rows, -losses_M)
+
+
+def _plain(model: Any) -> Objective:
+    """Masks in one stream, read with the family's own attention."""
+    kind: type[Objective] = ShiftedDiffusion if model.family.shift else MaskedDiffusion
+    return kind(mask_token_id=mask_token_id(model))
+
+
+def _all_masked(objective: Objective, tokens: torch.Tensor, sequences: Sequences) -> Query:
+    """Every scored token masked and asked for."""
+    batch, length = tokens.shape
+    zeros_B, zeros_BL = torch.zeros(batch), torch.zeros(batch, length)
+    certain = Uniforms(level=zeros_B + 1, token=zeros_BL, cut=zeros_B + 1, cut_length=zeros_B, block=zeros_BL + 1)
+    real = sequences.prompt | sequences.completion
+    labels = torch.where(sequences.scored, sequences.tokens, IGNORE)
+    noisy = objective.noise(tokens, certain, labels, None if bool(real.all()) else real)
+    rows, columns = sequences.scored.nonzero(as_tuple=True)  # in the order of the objective's targets
+    if len(rows) != len(noisy.targets):
+        raise DlmBridgeError(
+            f"{type(objective).__name__} does not predict each token of a completion once: use --method diffu-grpo"
+        )
+    return Query(noisy, rows, columns, (batch, length))
+
+
+def _logits(model: Any, noisy: NoisyBatch) -> torch.Tensor:
+    logits: torch.Tensor = model(
+        input_ids=noisy.input_ids,
+        attention_mask=noisy.model_mask(),
+        position_ids=noisy.position_ids,
+        logits_to_keep=noisy.mask,
+    ).logits
+    return logits

@@ -1,0 +1,165 @@
+"""Rollouts: prompts are completed by the family's own sampler and judged. Updates know nothing of how.
+
+A rollout needs a live Hub-side model only. Updates that happen elsewhere (an engine that shards the model) bring their
+weights here with `Bridge.refresh_hf_model` or `Bridge.stream_hf_weights` before the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from dlm_bridge.generation.config import eos_token_ids
+from dlm_bridge.train.keyed import Purpose, stream
+from dlm_bridge.train.rl.judge import Judge, Judged
+from dlm_bridge.train.rl.likelihood import Sequences
+from dlm_bridge.train.rl.rows import Problem
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """B completions, those of one prompt beside each other."""
+
+    samples: list[int]  # global indices, which key all noise
+    sequences: Sequences  # on the CPU
+    prompts: list[Any]  # as in the rows
+    completions: list[str]
+    judged: Judged
+    rewards: torch.Tensor  # [B] fp32
+    advantages: torch.Tensor  # [B] fp32
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What an update measured. Sums are over this process's part; the engine adds those of all."""
+
+    loss: float
+    grad_norm: float
+    sums: dict[str, float]
+
+
+class Updater(Protocol):
+    """What follows a rollout: all that an engine has to offer to train on one."""
+
+    def update(self, rollout: Rollout, step: int) -> Figures:
+        """Change the model. Every process calls it with its own part of the same step."""
+        ...
+
+
+@dataclass
+class Rollouts:
+    """Samples and judges completions of one model."""
+
+    model: Any
+    tokenizer: Any
+    judge: Judge
+    seed: int
+    group_size: int
+    gen_length: int
+    temperature: float
+    sampler: dict[str, Any]  # further keyword arguments of generate
+    batch_size: int | None = None  # sequences at once; None: all
+    scaled: bool = False  # advantages over the group's standard deviation
+
+    def sample(self, problems: Sequence[Problem], step: int, first: int) -> Rollout:
+        """Complete each problem `group_size` times; `first` is the global index of the first completion, and with
+        (seed, step) the key of its noise. Raises DlmBridgeError for rewards that fail."""
+        repeated = [problem for problem in problems for _ in range(self.group_size)]
+        samples = list(range(first, first + len(repeated)))
+        sequences, texts = self._complete(repeated, samples, step, self.temperature)
+        judged = self.judge([problem.prompt for problem in repeated], texts, repeated)
+        rewards = torch.tensor(judged.rewards)
+        return Rollout(
+            samples=samples,
+            sequences=sequences,
+            prompts=[problem.prompt for problem in repeated],
+            completions=texts,
+            judged=judged,
+            rewards=rewards,
+            advantages=group_advantages(rewards, self.group_size, self.scaled),
+        )
+
+    def answer(self, problems: Sequence[Problem]) -> tuple[list[str], Judged]:
+        """Complete each problem once, greedily."""
+        if not problems:
+            return [], Judged([], {function.name: [] for function in self.judge.functions}, 0)
+        _, texts = self._complete(problems, list(range(len(problems))), 0, 0.0)
+        return texts, self.judge([problem.prompt for problem in problems], texts, problems)
+
+    @torch.no_grad()
+    def _complete(
+        self, problems: Sequence[Problem], samples: Sequence[int], step: int, temperature: float
+    ) -> tuple[Sequences, list[str]]:
+        device = self.model.get_input_embeddings().weight.device
+        size = self.batch_size or len(problems)
+        found: list[list[int]] = []
+        training = self.model.training
+        self.model.eval()
+        for start in range(0, len(problems), size):
+            prompts = [problem.input_ids for problem in problems[start : start + size]]
+            width = max(map(len, prompts))
+            tokens = torch.zeros(len(prompts), width, dtype=torch.long)
+            real = torch.zeros_like(tokens)
+            for row, ids in enumerate(prompts):
+                tokens[row, width - len(ids) :] = torch.tensor(ids)
+                real[row, width - len(ids) :] = 1
+            generators = [_generator(self.seed, step, sample, device) for sample in samples[start : start + size]]
+            output = self.model.generate(
+                tokens.to(device),
+                attention_mask=real.to(device),
+                generator=generators if temperature else None,
+                gen_length=self.gen_length,
+                temperature=temperature,
+                return_dict_in_generate=False,
+                **self.sampler,
+            )
+            found += output[:, width:].tolist()
+        self.model.train(training)
+        ends = _ends(self.model)
+        lengths = [next((n + 1 for n, token in enumerate(row) if token in ends), len(row)) for row in found]
+        sequences = _rows([problem.input_ids for problem in problems], found, lengths, self.gen_length)
+        texts = self.tokenizer.batch_decode(
+            [row[:length] for row, length in zip(found, lengths, strict=True)], skip_special_tokens=True
+        )
+        return sequences, texts
+
+
+def group_advantages(rewards: torch.Tensor, group_size: int, scaled: bool) -> torch.Tensor:
+    """[B] how much better than the mean of its group each completion is (GRPO, arXiv 2402.03300); with `scaled` over
+    the group's standard deviation, which weighs prompts that are nearly always or nearly never answered more."""
+    groups = rewards.reshape(-1, group_size)
+    centred = groups - groups.mean(dim=1, keepdim=True)
+    if scaled:
+        centred = centred / (groups.std(dim=1, keepdim=True) + 1e-4)
+    return centred.reshape(-1)
+
+
+def _rows(
+    prompts: Sequence[Sequence[int]], found: Sequence[Sequence[int]], lengths: Sequence[int], gen_length: int
+) -> Sequences:
+    """Prompts, completions and padding on the right, all moved together."""
+    width = max(map(len, prompts)) + gen_length
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
+    prompt, completion, scored = (torch.zeros(len(prompts), width, dtype=torch.bool) for _ in range(3))
+    for row, (ids, new, length) in enumerate(zip(prompts, found, lengths, strict=True)):
+        tokens[row, : len(ids) + len(new)] = torch.tensor([*ids, *new])
+        prompt[row, : len(ids)] = True
+        completion[row, len(ids) : len(ids) + gen_length] = True
+        scored[row, len(ids) : len(ids) + length] = True
+    return Sequences(tokens, prompt, completion, scored)
+
+
+def _ends(model: Any) -> set[int]:
+    stored = getattr(model.generation_config, "eos_token_id", None)
+    return set(eos_token_ids(getattr(model.config, "eos_token_id", None) if stored is None else stored))
+
+
+def _generator(seed: int, step: int, sample: int, device: torch.device) -> torch.Generator:
+    key = int(stream(seed, Purpose.ROLLOUT, step, sample).integers(2**63))
+    return torch.Generator(device).manual_seed(key)

@@ -1,0 +1,160 @@
+"""Rows of data for reinforcement learning: prompts to be answered, and pairs of answers of which one is preferred."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.train.data import check_sources, find_data
+from dlm_bridge.train.data.answers import read_records
+from dlm_bridge.train.data.chat import Example, Record, encode
+from dlm_bridge.train.keyed import Purpose, stream
+
+T = TypeVar("T")
+
+CHUNK = 1024  # rows encoded at once
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt to be answered."""
+
+    prompt: Any  # as in the row: a text, or a list of messages
+    text: str  # what the model reads
+    input_ids: list[int]
+    fields: Mapping[str, Any]  # the whole row, for its reward
+    where: str  # file and line, for errors
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to a prompt."""
+
+    chosen: Example
+    rejected: Example
+    where: str
+
+
+@dataclass
+class Shuffled(Generic[T]):
+    """Items over and over: number n is at position n mod N of epoch n // N's order, shuffled by (seed, epoch)."""
+
+    items: Sequence[T]
+    seed: int
+    _epoch: int = field(default=-1, init=False)
+    _order: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64), init=False)
+
+    def __getitem__(self, number: int) -> T:
+        epoch, position = divmod(number, len(self.items))
+        if epoch != self._epoch:
+            self._order = stream(self.seed, Purpose.SHUFFLE, epoch).permutation(len(self.items))
+            self._epoch = epoch
+        return self.items[int(self._order[position])]
+
+
+def load_problems(items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None) -> list[Problem]:
+    """The prompts of `items` (paths and names as --data takes them), each row {"prompt": a text, or a list of
+    messages} or {"messages": [...]}, of which a last one of the assistant is left out.
+
+    Raises:
+        DlmBridgeError: a row without these fields, a prompt without tokens, with more than `longest` or with the mask
+            token, a template that refuses it, each with its file and line; no rows at all.
+    """
+    problems = []
+    for record in _records(items):
+        prompt = _prompt(record)
+        text = prompt if isinstance(prompt, str) else _rendered(prompt, record, tokenizer)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise DlmBridgeError(f"{record.where}: the prompt has no tokens")
+        _check_tokens(ids, longest, "the prompt", record.where, mask_token_id)
+        problems.append(Problem(prompt, text, ids, record.fields, record.where))
+    if not problems:
+        raise DlmBridgeError(f"--data {', '.join(items)}: no rows")
+    return problems
+
+
+def load_pairs(items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None) -> list[Pair]:
+    """The pairs of `items`: rows {"prompt", "chosen", "rejected"}, three texts or three lists of messages. Raises
+    DlmBridgeError as `load_problems` does."""
+    pairs = []
+    records = _records(items)
+    while chunk := list(itertools.islice(records, CHUNK)):
+        for record in chunk:
+            if missing := [name for name in ("prompt", "chosen", "rejected") if record.fields.get(name) is None]:
+                has = ", ".join(map(repr, record.fields)) or "nothing"
+                raise DlmBridgeError(f"{record.where}: no '{missing[0]}' (it has {has})")
+        both = [
+            list(encode([_completed(record, name) for record in chunk], tokenizer)) for name in ("chosen", "rejected")
+        ]
+        for record, chosen, rejected in zip(chunk, *both, strict=True):
+            for name, example in (("the chosen answer", chosen), ("the rejected answer", rejected)):
+                _check_tokens(example.input_ids, longest, f"{name} with its prompt", record.where, mask_token_id)
+            pairs.append(Pair(chosen, rejected, record.where))
+    if not pairs:
+        raise DlmBridgeError(f"--data {', '.join(items)}: no rows")
+    return pairs
+
+
+def _records(items: Sequence[str]) -> Iterator[Record]:
+    found = find_data(items)
+    if found.weights:
+        raise DlmBridgeError(f"--data {' '.join(items)}: rows are not blended: leave the weights out")
+    (sources,) = found.parts
+    check_sources(sources)
+    return itertools.chain.from_iterable(map(read_records, sources))  # type: ignore[arg-type]  # as checked
+
+
+def _prompt(record: Record) -> Any:
+    fields = record.fields
+    prompt = fields.get("prompt")
+    if prompt is None:
+        prompt = fields.get("messages")
+        if prompt is None:
+            has = ", ".join(map(repr, fields)) or "nothing"
+            raise DlmBridgeError(f"{record.where}: no 'prompt' and no 'messages' (it has {has})")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping):
+            prompt = prompt[:-1] if prompt[-1].get("role") == "assistant" else prompt
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise DlmBridgeError(f"{record.where}: the prompt is neither a text nor a list of messages")
+    for number, message in enumerate(prompt, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DlmBridgeError(f"{record.where}: message {number} of the prompt has no 'role'")
+    return prompt
+
+
+def _rendered(prompt: list[Any], record: Record, tokenizer: Any) -> str:
+    if tokenizer.chat_template is None:
+        raise DlmBridgeError(
+            f"tokenizer {tokenizer.name_or_path} has no chat template, which {record.where} needs: name a tokenizer "
+            "that has one with --tokenizer, or give 'prompt' as a text"
+        )
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                prompt, tools=record.fields.get("tools"), tokenize=False, add_generation_prompt=True
+            )
+        )
+    except Exception as error:  # whatever a template raises
+        raise DlmBridgeError(f"{record.where}: the chat template refuses it: {one_line(error)}") from error
+
+
+def _completed(record: Record, name: str) -> Record:
+    fields = {"prompt": record.fields["prompt"], "completion": record.fields[name]}
+    return Record(fields | {"tools": record.fields.get("tools")}, f"{record.where}, '{name}'")
+
+
+def _check_tokens(ids: Sequence[int], longest: int, what: str, where: str, mask_token_id: int | None) -> None:
+    if len(ids) > longest:
+        raise DlmBridgeError(
+            f"{where}: {what} has {len(ids)} tokens, there is room for {longest}: raise --seq-length or shorten it"
+        )
+    if mask_token_id is not None and mask_token_id in ids:
+        raise DlmBridgeError(f"{where}: {what} holds the mask token (id {mask_token_id}): remove it")
