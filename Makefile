@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TEST_WORKERS ?= 2
 STAMP := $(VENV)/.installed
 
 .PHONY: setup demo test lint clean
@@ -19,7 +20,7 @@ demo: setup
 	$(BIN)/python scripts/demo.py
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

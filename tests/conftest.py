@@ -10,6 +10,7 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests, each of several processes, share the cores
 torch.set_num_threads(1)
 
 from tests.checkpoints import write_llada  # noqa: E402

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -28,7 +30,7 @@ def launch(module: str, root: Path, processes: int = 2, timeout_s: float = 400) 
         **os.environ,
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "DLM_BRIDGE_PLATFORM": "cpu",
     }
@@ -40,7 +42,7 @@ def launch(module: str, root: Path, processes: int = 2, timeout_s: float = 400) 
                 subprocess.Popen(
                     [sys.executable, "-m", module, str(root)],
                     cwd=Path(__file__).parents[1],
-                    env={**environment, "RANK": str(rank)},
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                 )
@@ -59,6 +61,16 @@ def launch(module: str, root: Path, processes: int = 2, timeout_s: float = 400) 
     return _said(root, [log.read_text()[-4000:] for log in logs])
 
 
+def free_port() -> int:
+    """A port for a process group's first meeting. It lies below those that the system hands out, which another run's
+    connections could take between now and the meeting."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def fork(
     root: Path,
     processes: int,
@@ -69,7 +81,7 @@ def fork(
     them; `forked` says what each check said. The caller must have no threads and no process groups. A process that
     hangs prints where it does and ends."""
     root.mkdir(exist_ok=True)
-    port = _free_port()
+    port = free_port()
     children = []
     for rank in range(processes):
         child = os.fork()
@@ -136,12 +148,6 @@ def _end(status: int) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(status)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _report(root: Path, rank: int) -> Path:

@@ -16,6 +16,7 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.models import FAMILIES, UNSUPPORTED, find_family
 from dlm_bridge.models.initialisation import initial_weights
 from tests.families.case import FamilyCase, all_cases, config_of
+from tests.processes import assert_ok
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -327,7 +328,7 @@ def test_tensor_parallel_plan_covers_every_matrix(case: FamilyCase, model: Any) 
 
 def test_tensor_parallel_logits_are_the_same(case: FamilyCase, tensor_parallel: dict[str, list[str]]) -> None:
     """`from_pretrained` with transformers' tensor parallelism on two processes."""
-    assert tensor_parallel[case.id] == ["ok", "ok"], "\n".join(tensor_parallel[case.id])
+    assert_ok(case.id, tensor_parallel)
 
 
 # ------------------------------------------------------------------------------------------------- sampling

@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 
 import dlm_bridge  # noqa: F401
 from tests.families.case import FamilyCase, all_cases
+from tests.processes import OK
 
 
 def check(case: FamilyCase, root: Path) -> str:
@@ -26,7 +27,7 @@ def check(case: FamilyCase, root: Path) -> str:
         logits = model(saved["input_ids"]).logits
     torch.testing.assert_close(logits, saved["logits"], atol=1e-5, rtol=1e-5)
     cut = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor) and held(parameter)]
-    return "ok" if len(cut) >= 2 * model.config.num_hidden_layers else f"only these are cut: {cut}"
+    return OK if len(cut) >= 2 * model.config.num_hidden_layers else f"only these are cut: {cut}"
 
 
 def held(parameter: DTensor) -> bool:
