@@ -1,0 +1,204 @@
+"""What is kept between forwards changes nothing where it is exact, and what its paper says where it is not."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation import loop
+from tests.families.case import FamilyCase
+from tests.generation.conftest import MASK, prompts
+from tests.generation.test_families import DIFFUSION
+
+SETTLING = [
+    case for case in DIFFUSION if case.spec.topology == "block_causal" or case.spec.sampler["algorithm"] == "nemotron"
+]
+
+
+def load_case(case: FamilyCase, folder: Path) -> tuple[Any, int]:
+    """A peaked model in float64, in which tokens are not decided by rounding, and its mask token."""
+    model = case.load(case.write(folder / "hub"), dtype=torch.float64)
+    model.set_experts_implementation("eager")  # torch._grouped_mm has no float64
+    mask = model.config.vocab_size - 1
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight.mul_(10)
+        head[mask] = 0
+    return model.requires_grad_(False), mask
+
+
+def logits_of(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What `generate` returns, and the logits that each step looked at."""
+    seen: list[torch.Tensor] = []
+    propose = loop.propose
+
+    def recording(logits: torch.Tensor, *others: Any) -> Any:
+        seen.append(logits.clone())
+        return propose(logits, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "propose", recording)
+        return model.generate(**settings), seen
+
+
+@pytest.mark.parametrize("case", SETTLING, ids=lambda case: case.id)
+def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths, some of which end early and leave the batch; every step's logits are compared."""
+    model, mask = load_case(case, tmp_path)
+    block = model.config.block_size if case.spec.topology == "block_causal" else 8
+    lengths = (1, block + 3, 2 * block)
+    width = max(lengths)
+    tokens = torch.randint(4, 60, (3, width), generator=torch.Generator().manual_seed(5))
+    real = torch.tensor([[column >= width - length for column in range(width)] for length in lengths]).long()
+    settings = {"input_ids": tokens, "attention_mask": real, "gen_length": 3 * block, "temperature": 0.0}
+    settings |= {"mask_token_id": mask, "pad_token_id": 0}
+    if case.spec.topology != "block_causal":
+        settings["block_length"] = block
+    if case.spec.name == "fast_dllm_v2":
+        settings["small_block_size"] = min(block, 8)
+    free = model.generate(**settings, cache="none", eos_token_id=None)
+    ending = [int(free[0, width + 1])]  # so that the first row ends in its first block
+    for stop in (None, ending):
+        plain, plain_logits = logits_of(model, monkeypatch, **settings, eos_token_id=stop, cache="none")
+        kept, kept_logits = logits_of(model, monkeypatch, **settings, eos_token_id=stop)  # the default
+        assert torch.equal(kept, plain)
+        assert [logits.shape for logits in kept_logits] == [logits.shape for logits in plain_logits]
+        for ours, theirs in zip(kept_logits, plain_logits, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    assert not any(hasattr(module, "kv_keys") for module in model.modules())  # the model is as it was
+
+
+def test_block_cache_with_guidance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dLLM's bd3lm sampler, whose second copy of every row does not see the prompt."""
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == "a2d_qwen3"), tmp_path)
+    settings = {
+        "inputs": prompts(2, 9) % 60,
+        "mask_token_id": mask,
+        "algorithm": "bd3lm",
+        "block_size": 4,
+        "steps": 8,
+        "gen_length": 16,
+    }
+    settings |= {"cfg_scale": 0.7, "eos_token_id": None}
+    plain, plain_logits = logits_of(model, monkeypatch, **settings, cache="none")
+    kept, kept_logits = logits_of(model, monkeypatch, **settings, cache="block")
+    assert torch.equal(kept, plain)
+    for ours, theirs in zip(kept_logits, plain_logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+class Frozen:
+    """LLaDA's body by hand, which looks at the keys and values of an earlier pass outside some columns."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def logits(self, tokens_S: list[int], columns: range, *, keep: bool) -> torch.Tensor:
+        """[N, V] of the columns; `keep` replaces everything that was kept by what this pass computes."""
+        body = self.model.model
+        picked = torch.tensor(list(columns))
+        hidden = body.embed_tokens(torch.tensor([tokens_S]))[:, picked]
+        cos, sin = body.rotary_emb(hidden, picked[None])
+        kept = []
+        for number, layer in enumerate(body.layers):
+            attention = layer.self_attn
+            normed = layer.input_layernorm(hidden)
+            q, k, v = (
+                projection(normed).view(1, len(picked), -1, attention.head_dim).transpose(1, 2)
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+            if keep:
+                keys, values = k, v
+                kept.append((k, v))
+            else:
+                keys, values = (old.clone() for old in self.kept[number])
+                keys[:, :, picked], values[:, :, picked] = k, v
+            groups = q.shape[1] // keys.shape[1]
+            keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+            weights = (q @ keys.mT * attention.scaling).softmax(-1)
+            hidden = hidden + attention.o_proj((weights @ values).transpose(1, 2).flatten(2))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        self.kept = kept or self.kept
+        return self.model.lm_head(body.norm(hidden))[0]
+
+
+@torch.no_grad()
+def fast_dllm(model: Any, prompt: list[int], gen: int, block: int, behind: bool) -> list[int]:
+    """One token a step, LLaDA's confidence; a block's first pass sees everything, the others keep what is not in the
+    block (`behind`: what stands before it)."""
+    row, frozen = prompt + [MASK] * gen, Frozen(model)
+    for start in range(len(prompt), len(row), block):
+        for step in range(block):
+            columns = range(len(row)) if step == 0 else range(start, len(row) if behind else start + block)
+            probabilities = frozen.logits(row, columns, keep=step == 0).softmax(-1)
+            open_ = [i for i in range(start, start + block) if row[i] == MASK]
+            best = max(open_, key=lambda i: float(probabilities[i - columns.start].max()))
+            row[best] = int(probabilities[best - columns.start].argmax())
+    return row
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_approximate_caches_are_fast_dllm_s(model: Any, cache: str) -> None:
+    differs = False
+    for seed in range(6):
+        tokens = prompts(1, 11, seed)
+        settings = {"gen_length": 32, "block_length": 8, "eos_token_id": None}
+        ours = model.generate(tokens, **settings, cache=cache)[0].tolist()
+        assert ours == fast_dllm(model, tokens[0].tolist(), 32, 8, behind=cache == "prefix")
+        differs |= ours != model.generate(tokens, **settings)[0].tolist()
+    assert differs  # the default keeps nothing, and approximations show
+
+
+def test_a_row_is_what_it_is_alone(model: Any) -> None:
+    tokens, real = prompts(3, 9), torch.ones(3, 9, dtype=torch.long)
+    real[1, :4] = 0
+    settings = {"gen_length": 16, "block_length": 8, "cache": "dual", "threshold": 0.02}
+    batch = model.generate(tokens, attention_mask=real, **settings, eos_token_id=None)
+    alone = model.generate(tokens[1:2, 4:], **settings, eos_token_id=None)
+    assert torch.equal(batch[1, 9:], alone[0, 5:])
+
+
+def test_one_block_needs_no_approximation(model: Any) -> None:
+    """A shifted prediction comes of the column before the block, which is run along; with one step a block nothing is
+    old: the caches change nothing."""
+    tokens = prompts(2, 7)
+    settings = {"gen_length": 16, "block_length": 4, "steps": 4, "eos_token_id": None}
+    plain = model.generate(tokens, **settings)
+    for cache in ("prefix", "dual"):
+        assert torch.equal(model.generate(tokens, **settings, cache=cache), plain)
+
+
+def test_compiled_layers_share_their_code(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer is traced once for each kind of forward, not once for each layer, and computes what it did."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    settings = {"gen_length": 16, "block_length": 8, "eos_token_id": None}
+    plain = {cache: model.generate(prompts(2, 9), **settings, cache=cache) for cache in ("none", "dual")}
+    with torch._dynamo.config.patch(recompile_limit=4):
+        for cache, expected in plain.items():
+            assert torch.equal(model.generate(prompts(2, 9), **settings, cache=cache, execution="compiled"), expected)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 4
+    assert all(layer._compiled_call_impl is None for layer in model.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cache": "block"}, "no cache 'block', what it looks at allows none or prefix or dual"),
+        ({"cache": "static"}, "unknown cache .static.: known are none, prefix"),
+        ({"execution": "graph"}, "records CUDA graphs, the model is on cpu"),
+        ({"execution": "fast"}, "unknown execution .fast.: known are eager"),
+    ],
+)
+def test_bad_input(model: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=message):
+        model.generate(prompts(1, 4), gen_length=8, block_length=8, **settings)
