@@ -1,0 +1,210 @@
+"""What a trained model is worth: its exact loss or its bound on held-out text, and what it writes by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from quality_stories import Departure, read, understood
+
+CHUNK_TOKENS = 1 << 15  # of one forward pass
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Rows of held-out tokens: the first of each is given, the others are to be predicted."""
+
+    rows: list[list[int]]
+    bytes: int  # of the text that is to be predicted
+    truth: list[float] | None = None  # nats of each row under the source itself, where that is known
+    left_out: float = 0.0  # the share of documents that were longer than a row
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row) - 1 for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A way of sampling, by the settings of the model's own `generate`."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+def rows_of_stories(tokenizer: Any, stories: Sequence[tuple[str, float]], seq_length: int, rows: int) -> HeldOut:
+    """Whole stories with an EOS before, between and after them, as many as go into `seq_length` tokens, until there
+    are `rows` rows. Raises ValueError where the stories do not suffice."""
+    eos = tokenizer.eos_token_id
+    found: list[list[int]] = []
+    truth: list[float] = []
+    size, row, nats, left_out = 0, [eos], 0.0, 0
+    for number, (text, log_probability) in enumerate(stories):
+        tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], eos]
+        if 1 + len(tokens) > seq_length:
+            left_out += 1
+            continue
+        if len(row) + len(tokens) > seq_length:
+            found.append(row)
+            truth.append(nats)
+            if len(found) == rows:
+                return HeldOut(found, size, truth, left_out / number)
+            row, nats = [eos], 0.0
+        row += tokens
+        nats -= log_probability
+        size += len(text.encode())
+    raise ValueError(f"{len(stories)} stories fill only {len(found)} rows of {seq_length} tokens, not {rows}")
+
+
+def rows_of_documents(tokenizer: Any, texts: Sequence[str], seq_length: int, rows: int) -> HeldOut:
+    """The first `rows` rows of `seq_length` tokens of some documents in a row, with an EOS after each."""
+    stream = [tokenizer.eos_token_id]
+    for text in texts:
+        stream += [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    found = [stream[start : start + seq_length] for start in range(0, len(stream) - seq_length + 1, seq_length)][:rows]
+    size = sum(len(tokenizer.decode(row[1:], skip_special_tokens=True).encode()) for row in found)
+    return HeldOut(found, size)
+
+
+@torch.no_grad()
+def exact_nats(model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
+    """-log p(row | its first token) of each row under an autoregressive model, in nats."""
+    found: list[float] = []
+    for chosen in _chunks(rows, 1):
+        tokens_BL, real_BL = _padded(chosen, model.device)
+        logits = model(input_ids=tokens_BL, use_cache=False).logits[:, :-1].float()  # what is padded lies to the right
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens_BL[:, 1:].flatten(), reduction="none")
+        found += (losses.view(len(chosen), -1) * real_BL[:, 1:]).sum(dim=1, dtype=torch.float64).tolist()
+    return found
+
+
+@torch.no_grad()
+def bound_nats(
+    model: Any, rows: Sequence[Sequence[int]], mask_token_id: int, samples: int, seed: int = 0
+) -> list[float]:
+    """An upper bound on -log p(row | its first token) of each row under a masked diffusion model, in nats: the mean of
+    `samples` draws of (N / n) x the cross-entropy at n of the N tokens masked, n uniform on 1..N (arXiv 2502.09992,
+    equation 6). The draws of n are spread evenly over 1..N, which keeps the mean and lowers the variance."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[float] = []
+    for chosen in _chunks(rows, samples):
+        copies = [row for row in chosen for _ in range(samples)]
+        tokens_BL, real_BL = _padded(copies, torch.device("cpu"))
+        lengths_B = real_BL.sum(dim=1) - 1  # N
+        offsets = torch.rand(len(chosen), generator=generator).repeat_interleave(samples)
+        places = (torch.arange(samples).repeat(len(chosen)) + offsets) / samples
+        masked_B = (places * lengths_B).long().clamp(max=lengths_B - 1) + 1  # n
+        keys_BL = torch.rand(tokens_BL.shape, generator=generator)
+        keys_BL[:, 0] = 2.0  # given
+        keys_BL[~real_BL] = 2.0
+        mask_BL = keys_BL.argsort(dim=1).argsort(dim=1) < masked_B[:, None]
+        weights_M = (lengths_B / masked_B)[mask_BL.nonzero()[:, 0]].double()
+        nats_M = _cross_entropy(model, tokens_BL, real_BL, mask_BL, mask_token_id)
+        sums_B = torch.zeros(len(copies), dtype=torch.float64)
+        sums_B.index_add_(0, mask_BL.nonzero()[:, 0], nats_M * weights_M)
+        found += sums_B.view(len(chosen), samples).mean(dim=1).tolist()
+    return found
+
+
+def summary(held_out: HeldOut, nats: Sequence[float]) -> dict[str, float]:
+    """The figures of a table's line: nats a token and bits a byte, with the standard error over the rows; and, where
+    the source is known, how far above it the model is."""
+    tokens = [len(row) - 1 for row in held_out.rows]
+    mean, error = _ratio(nats, tokens)
+    figures = {
+        "nats_per_token": mean,
+        "standard_error": error,
+        "bits_per_byte": sum(nats) / math.log(2) / held_out.bytes,
+    }
+    if held_out.truth is not None:
+        above = [nat - true for nat, true in zip(nats, held_out.truth, strict=True)]
+        figures["above_truth"], figures["above_truth_error"] = _ratio(above, tokens)
+    return figures
+
+
+@torch.no_grad()
+def write_texts(
+    model: Any, tokenizer: Any, prompt: Sequence[int], number: int, length: int, sampling: Sampling, seed: int = 0
+) -> tuple[list[str], list[bool]]:
+    """`number` texts after `prompt`, of at most `length` tokens, and whether each came to its end."""
+    torch.manual_seed(seed)
+    inputs = torch.tensor([list(prompt)] * number, device=model.device)
+    output = model.generate(inputs, max_new_tokens=length, **sampling.settings)[:, len(prompt) :].tolist()
+    ends = [row.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in row else None for row in output]
+    texts = [
+        tokenizer.decode(row[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for row, end in zip(output, ends, strict=True)
+    ]
+    return texts, [end is not None for end in ends]
+
+
+def grammar_score(texts: Sequence[str], ended: Sequence[bool]) -> dict[str, float]:
+    """The share of texts that are stories from beginning to end, and the mean share of a text before it is none."""
+    whole = sum(end and _is_story(text) for text, end in zip(texts, ended, strict=True))
+    return {
+        "whole_stories": whole / len(texts),
+        "understood": sum(map(understood, texts)) / len(texts),
+        "ended": sum(ended) / len(texts),
+    }
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """A run's model, in evaluation, on the GPU where there is one, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    import dlm_bridge  # noqa: F401  registers the families
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), AutoTokenizer.from_pretrained(folder)
+
+
+def _is_story(text: str) -> bool:
+    try:
+        read(text)
+    except Departure:
+        return False
+    return True
+
+
+def _cross_entropy(
+    model: Any, tokens_BL: torch.Tensor, real_BL: torch.Tensor, mask_BL: torch.Tensor, mask_token_id: int
+) -> torch.Tensor:
+    """[M] fp64 on the CPU, of the masked tokens in row-major order."""
+    rows = max(1, CHUNK_TOKENS // tokens_BL.shape[1])
+    found = []
+    for tokens, real, mask in zip(tokens_BL.split(rows), real_BL.split(rows), mask_BL.split(rows), strict=True):
+        tokens, real, mask = (value.to(model.device) for value in (tokens, real, mask))
+        noisy = torch.where(mask, mask_token_id, tokens)
+        logits_MV = model(input_ids=noisy, attention_mask=real, logits_to_keep=mask).logits.float()
+        found.append(F.cross_entropy(logits_MV, tokens[mask], reduction="none").double().cpu())
+    return torch.cat(found)
+
+
+def _chunks(rows: Sequence[Sequence[int]], copies: int) -> list[list[Sequence[int]]]:
+    size = max(1, CHUNK_TOKENS // (copies * max(map(len, rows))))
+    return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, L] tokens, filled up with 0 on the right, and whether each is real."""
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    real = torch.zeros_like(tokens, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row)
+        real[number, : len(row)] = True
+    return tokens.to(device), real.to(device)
+
+
+def _ratio(values: Sequence[float], tokens: Sequence[int]) -> tuple[float, float]:
+    """sum(values) / sum(tokens), and its standard error over the rows."""
+    ratio = sum(values) / sum(tokens)
+    residuals = sum((value - ratio * count) ** 2 for value, count in zip(values, tokens, strict=True))
+    count = len(values)
+    return ratio, math.sqrt(residuals / max(count - 1, 1) * count) / sum(tokens)
