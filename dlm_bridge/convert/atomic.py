@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from dlm_bridge.errors import DlmBridgeError
 
@@ -76,6 +77,27 @@ def atomic_output(
             shutil.rmtree(temporary, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
+    """Yield a text file to write into; it becomes `path` when the block ends without an exception, and else nothing
+    is left of it. Raises DlmBridgeError for a file that exists, unless `overwrite`, and for a place that cannot be
+    written."""
+    if os.path.lexists(path) and not (overwrite and path.is_file()):
+        raise DlmBridgeError(f"{path} exists: choose another name" + (" or give --overwrite" if not overwrite else ""))
+    _make_parent(path.absolute())
+    temporary = path.with_name(f".{path.name}.dlm-bridge-{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DlmBridgeError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_output(output: Path, sources: Sequence[Path], overwrite: bool) -> None:

@@ -1,0 +1,195 @@
+"""What `dlm-bridge generate` does once its options are read: one prompt with its show, or a file of prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TextIO
+
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from transformers.utils import logging
+
+from dlm_bridge.cli.generate import Request
+from dlm_bridge.convert.atomic import atomic_file
+from dlm_bridge.generation.opening import Opened, Placement, open_model
+from dlm_bridge.generation.prompts import WrittenPrompt, as_message, read_prompts
+from dlm_bridge.generation.show.film import Film
+from dlm_bridge.generation.show.html import page
+from dlm_bridge.generation.show.pieces import Pieces
+from dlm_bridge.generation.show.terminal import live
+from dlm_bridge.generation.texts import Texts, write_texts
+
+
+def run(request: Request) -> None:
+    """Open the model and sample. Under a launcher all processes do so together and the first one writes."""
+    logging.set_verbosity_error()  # warnings of transformers' generate are about settings that were checked here
+    logging.disable_progress_bar()
+    prompts = [] if request.jsonl is None else _read(request)
+    placement = Placement(request.device, request.device_map, request.offload_folder, request.tp_plan)
+    opened = open_model(
+        request.model,
+        placement,
+        dtype=request.dtype,
+        family=request.family,
+        revision=request.revision,
+        like=request.like,
+        tokenizer=request.tokenizer,
+    )
+    try:
+        settings = _with_shared_seed(request.settings)
+        if request.jsonl is None:
+            _sample_one(request, opened, settings)
+        else:
+            _sample_file(request, opened, settings, prompts)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _sample_one(request: Request, opened: Opened, settings: dict[str, Any]) -> None:
+    text = str(request.prompt)
+    prompt = as_message(text, request.system) if request.chat else WrittenPrompt(text=text)
+    ids = prompt.encode(opened.tokenizer, request.model)
+    film = None
+    if (request.show or request.html) and _is_main():
+        film = Film(Pieces(opened.tokenizer, _mask_token(opened, settings)), ids)
+    with live(film, Console()) if film is not None and request.show else nullcontext():
+        result = _sample(opened, [ids], settings, film)
+    if not _is_main():
+        return
+    facts = {"model": request.model, "family": opened.family, **_figures(result)}
+    if film is not None and request.html is not None:
+        with atomic_file(request.html, request.overwrite) as stream:
+            stream.write(page(film, request.model, {**settings, **_rounded(facts)}))
+    with _stdout_or(request) as stream:
+        if request.as_json:
+            samples = zip(result.texts, result.token_ids, strict=True)
+            report = {**facts, "prompt": text, "samples": [{"text": text, "token_ids": ids} for text, ids in samples]}
+            stream.write(json.dumps(report, ensure_ascii=False, indent=2) + "\n")
+        else:
+            stream.write("\n".join(result.texts) + "\n")
+    if not request.as_json:
+        typer.echo(_summary(result), err=True)
+
+
+def _sample_file(request: Request, opened: Opened, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]) -> None:
+    tokens = [prompt.encode(opened.tokenizer, request.model) for prompt in prompts]
+    done: list[Texts] = []
+    began = time.perf_counter()
+    size = request.batch_size
+    with _stdout_or(request) as stream, _progress(len(prompts)) as advance:
+        for start in range(0, len(prompts), size):
+            result = _sample(opened, tokens[start : start + size], settings, None)
+            done.append(result)
+            each = len(result.texts) // len(tokens[start : start + size])  # several, with num_return_sequences
+            for place, (text, ids) in enumerate(zip(result.texts, result.token_ids, strict=True)):
+                row = {
+                    **prompts[start + place // each].row,
+                    "text": text,
+                    "tokens": len(ids),
+                    "forwards": result.forwards,
+                    "token_ids": ids,
+                }
+                stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+            stream.flush()
+            advance(len(result.texts) // each)
+    if not _is_main():
+        return
+    seconds = time.perf_counter() - began
+    report = {
+        "model": request.model,
+        "family": opened.family,
+        "prompts": len(prompts),
+        "tokens": sum(result.tokens for result in done),
+        "forwards": sum(result.forwards for result in done),
+        "seconds": seconds,
+    }
+    if request.as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        typer.echo(
+            f"{report['prompts']} prompts: {report['tokens']} tokens in {report['forwards']} forwards, "
+            f"{seconds:.2f} s",
+            err=True,
+        )
+
+
+def _sample(opened: Opened, prompts: Sequence[Sequence[int]], settings: dict[str, Any], film: Film | None) -> Texts:
+    watcher = None if film is None else film if opened.diffusion else film.tokens()
+    return write_texts(opened.model, opened.tokenizer, prompts, settings, diffusion=opened.diffusion, watcher=watcher)
+
+
+def _read(request: Request) -> list[WrittenPrompt]:
+    return read_prompts(str(request.jsonl), request.field, request.chat, request.system)
+
+
+def _mask_token(opened: Opened, settings: dict[str, Any]) -> int | None:
+    if not opened.diffusion:
+        return None
+    given = settings.get("mask_token_id", getattr(opened.model.config, "mask_token_id", None))
+    return opened.model.family.mask_token_id if given is None else given
+
+
+def _figures(result: Texts) -> dict[str, Any]:
+    return {
+        "tokens": result.tokens,
+        "forwards": result.forwards,
+        "tokens_per_forward": result.tokens_per_forward,
+        "seconds": result.seconds,
+    }
+
+
+def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 2) if isinstance(value, float) else value for name, value in facts.items()}
+
+
+def _summary(result: Texts) -> str:
+    return (
+        f"{result.tokens} tokens in {result.forwards} forwards ({result.tokens_per_forward:.2f} a forward), "
+        f"{result.seconds:.2f} s"
+    )
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _with_shared_seed(settings: dict[str, Any]) -> dict[str, Any]:
+    """Processes that hold a model together must draw the same tokens."""
+    if not dist.is_initialized() or settings.get("seed") is not None:
+        return settings
+    seed: list[Any] = [int.from_bytes(os.urandom(4), "little")]
+    dist.broadcast_object_list(seed)
+    return {**settings, "seed": seed[0]}
+
+
+@contextmanager
+def _stdout_or(request: Request) -> Iterator[TextIO]:
+    """Where the first process's results go; what the others have is thrown away."""
+    if not _is_main():
+        with open(os.devnull, "w") as stream:
+            yield stream
+    elif request.output is None:
+        yield sys.stdout
+    else:
+        with atomic_file(request.output, request.overwrite) as stream:
+            yield stream
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar over prompts on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    if not (console.is_terminal and _is_main()):
+        yield lambda count: None
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("sampling", total=total)
+        yield lambda count: bar.advance(task, count)

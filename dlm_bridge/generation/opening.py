@@ -1,0 +1,248 @@
+"""From a name to a model that can be sampled from, and its tokenizer: Hub folder or id, or Megatron checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlm_bridge.convert.formats.megatron_store import is_megatron
+from dlm_bridge.convert.hub import read_config, resolve
+from dlm_bridge.convert.tensors import parse_dtype
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.models import find_family
+from dlm_bridge.models.spec import FamilySpec
+
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model's weights go: one device, transformers' `device_map` over several, or its tensor parallelism."""
+
+    device: str | None = None  # the accelerator where there is one, else the CPU
+    device_map: str | None = None  # one of DEVICE_MAPS, or a JSON object from modules to devices
+    offload_folder: str | None = None  # where a device map puts what it sends to the disk
+    tp_plan: str | None = None  # "auto": the family's own plan, over the launcher's processes
+
+    def arguments(self) -> dict[str, Any]:
+        """What `from_pretrained` is told. Raises DlmBridgeError for places that are not there."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if sum(choice is not None for choice in (self.device, self.device_map, self.tp_plan)) > 1:
+            raise DlmBridgeError(
+                "--device, --device-map and --tp-plan each say where the model goes: give one of them"
+            )
+        if self.offload_folder is not None and self.device_map is None:
+            raise DlmBridgeError("--offload-folder is a device map's: give --device-map as well")
+        if self.tp_plan is not None:
+            return self._tensor_parallel(processes)
+        if processes > 1:
+            raise DlmBridgeError(
+                f"{processes} processes would each hold the whole model: add --tp-plan auto, or start one process"
+            )
+        if self.device_map is not None:
+            more = {} if self.offload_folder is None else {"offload_folder": self.offload_folder}
+            return {"device_map": _device_map(self.device_map), **more}
+        device = self._device()
+        return {} if device.type == "cpu" else {"device_map": {"": str(device)}}
+
+    def _device(self) -> torch.device:
+        best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if self.device is None:
+            return best or torch.device("cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise DlmBridgeError(f"--device {self.device}: no such device: such as cpu, cuda or cuda:1") from None
+        if device.type != "cpu":
+            count = torch.accelerator.device_count() if best is not None and best.type == device.type else 0
+            if (device.index or 0) >= count:
+                raise DlmBridgeError(f"--device {self.device}: this machine has {count} of them")
+        return device
+
+    def _tensor_parallel(self, processes: int) -> dict[str, Any]:
+        from transformers.distributed import DistributedConfig
+
+        if self.tp_plan != "auto":
+            raise DlmBridgeError(f"--tp-plan {self.tp_plan}: auto is the only one")
+        if processes == 1:
+            raise DlmBridgeError(
+                "--tp-plan cuts the model over several processes: start them with "
+                "torchrun --nproc-per-node N -m dlm_bridge.cli generate ..."
+            )
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in eval mode and its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    family: str  # the family's name, or the class of an autoregressive model of none
+    diffusion: bool
+
+
+def open_model(
+    place: str | os.PathLike[str],
+    placement: Placement | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    family: str | None = None,
+    revision: str | None = None,
+    like: str | None = None,
+    tokenizer: str | None = None,
+) -> Opened:
+    """The model of a Hub folder or id, diffusion or autoregressive, or of a Megatron checkpoint of any format.
+
+    `dtype` is keep, bf16, fp16 or fp32 (None keeps the stored one); `like` names the Hub model of a Megatron
+    checkpoint that was not written by dlm-bridge; `tokenizer` a folder or id of another tokenizer.
+
+    Raises:
+        DlmBridgeError: a place that holds no model that can be sampled from, no tokenizer, or a placement that the
+            machine does not have.
+    """
+    where = (placement or Placement()).arguments()
+    wanted = parse_dtype(dtype)
+    path = Path(place).expanduser()
+    if path.is_dir() and is_megatron(path):
+        if revision is not None:
+            raise DlmBridgeError(f"--revision {revision} needs a Hub id, but {path} is a local folder")
+        with _exported(path, like, family) as folder:
+            return _open(folder, where, wanted, family, str(path), tokenizer)
+    if like is not None:
+        raise DlmBridgeError(f"--like {like} names the Hub model of a Megatron checkpoint, which {path} is not")
+    return _open(resolve(place, revision), where, wanted, family, os.fspath(place), tokenizer)
+
+
+def open_tokenizer(place: str | os.PathLike[str], name: str, remedy: str = "") -> Any:
+    """The tokenizer of a Hub folder or id, called `name` in errors. Raises DlmBridgeError."""
+    from transformers import AutoTokenizer
+
+    import dlm_bridge  # noqa: F401  registers the families' own
+
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError, KeyError) as error:
+        raise DlmBridgeError(f"{name}: no tokenizer that loads there ({one_line(error)[:300]}){remedy}") from error
+
+
+def _open(
+    folder: Path,
+    where: dict[str, Any],
+    dtype: torch.dtype | None,
+    family: str | None,
+    name: str,
+    tokenizer: str | None,
+) -> Opened:
+    remedy = "" if tokenizer else ": name one with --tokenizer"
+    loaded = open_tokenizer(tokenizer or folder, f"--tokenizer {tokenizer}" if tokenizer else name, remedy)
+    raw = read_config(folder / "config.json")
+    spec = _family(raw, family, folder)
+    if not any([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        raise DlmBridgeError(f"{name}: no weights there (*.safetensors)")
+    model = _load(folder, where, dtype, spec, name)
+    return Opened(
+        model=model.eval(),
+        tokenizer=loaded,
+        family=type(model).__name__ if spec is None else spec.name,
+        diffusion=spec is not None and spec.kind == "diffusion",
+    )
+
+
+def _family(raw: dict[str, Any], family: str | None, folder: Path) -> FamilySpec | None:
+    """The family of a config.json; None for an autoregressive class of transformers' that is in no family."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        return find_family(raw, family, where=str(folder / "config.json"))
+    except DlmBridgeError:
+        architectures = raw.get("architectures")
+        stock = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        # A stock class name beside remote code may stand for what is not autoregressive at all.
+        named = architectures[0] if isinstance(architectures, list) and architectures else None
+        if family is None and not raw.get("auto_map") and named in stock:
+            return None
+        raise
+
+
+def _load(folder: Path, where: dict[str, Any], dtype: torch.dtype | None, spec: FamilySpec | None, name: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    import dlm_bridge  # noqa: F401  registers the families
+
+    arguments: dict[str, Any] = {**where, "dtype": dtype or "auto", "output_loading_info": True}
+    model_class: Any = AutoModelForCausalLM
+    try:
+        if spec is not None:
+            model_class = spec.load("model_class")
+            arguments["config"] = spec.load("config_class").from_pretrained(folder)
+        model, info = model_class.from_pretrained(folder, **arguments)
+    except DlmBridgeError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError) as error:
+        raise DlmBridgeError(f"{name}: does not load: {one_line(error)[:300]}") from error
+    if missing := sorted(info["missing_keys"]):  # which transformers' own classes would leave at random values
+        raise DlmBridgeError(f"{name}: the checkpoint lacks {missing[0]}")
+    return model
+
+
+def _device_map(choice: str) -> Any:
+    if choice in DEVICE_MAPS:
+        return choice
+    try:
+        parsed = json.loads(choice)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise DlmBridgeError(
+            f'--device-map {choice}: one of {", ".join(DEVICE_MAPS)}, or a JSON object such as \'{{"": "cpu"}}\''
+        )
+    return parsed
+
+
+@contextmanager
+def _exported(root: Path, like: str | None, family: str | None) -> Iterator[Path]:
+    """A Megatron checkpoint as a Hub folder that lasts as long as its weights are read; made by one process."""
+    from dlm_bridge.bridge import Bridge
+
+    def export(folder: str) -> None:
+        Bridge.from_megatron(root, like=like, family=family).to_hf(Path(folder) / "hub")
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        with tempfile.TemporaryDirectory(prefix="dlm-bridge-") as folder:
+            export(folder)
+            yield Path(folder) / "hub"
+        return
+    _join()
+    with tempfile.TemporaryDirectory(prefix="dlm-bridge-") as own:
+        said: list[Any] = [own, None]
+        if dist.get_rank() == 0:
+            try:
+                export(own)
+            except DlmBridgeError as error:
+                said[1] = str(error)
+        dist.broadcast_object_list(said)
+        if said[1] is not None:
+            raise DlmBridgeError(said[1])
+        yield Path(said[0]) / "hub"
+        dist.barrier()  # the first process removes what the others read
+
+
+def _join() -> None:
+    """Bring the launcher's processes together, as transformers does when it cuts a model."""
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")

@@ -1,0 +1,78 @@
+"""A film of one row: after each forward, which token stands where, and since when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dlm_bridge.generation.observe import DenoisingStep
+from dlm_bridge.generation.show.pieces import Pieces
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The row after so many forwards.
+
+    Args:
+        forwards: how many times the model has been run.
+        pieces: [S] the text of each token, None where nothing is settled.
+        since: [S] after how many forwards what stands there was settled; 0 for what was given.
+    """
+
+    forwards: int
+    pieces: tuple[str | None, ...]
+    since: tuple[int, ...]
+
+
+class Film:
+    """Listens to `generate` on one prompt: itself as a diffusion sampler's `streamer`, with `tokens()` as others'."""
+
+    def __init__(self, pieces: Pieces, prompt: Sequence[int]) -> None:
+        self._pieces = pieces
+        self._tokens = list(prompt)
+        given = tuple(pieces.of(prompt))
+        self.frames: list[Frame] = [Frame(0, given, (0,) * len(given))]
+
+    @property
+    def last(self) -> Frame:
+        return self.frames[-1]
+
+    def on_step(self, step: DenoisingStep) -> None:
+        """After a forward of a diffusion model."""
+        tokens = step.tokens[0].tolist()
+        if len(self.frames) == 1:  # before it there were nothing but masks behind the prompt
+            first = self.frames[0]
+            more = len(tokens) - len(first.pieces)
+            self.frames[0] = Frame(0, first.pieces + (None,) * more, first.since + (0,) * more)
+        self.add(step.forwards, tokens)
+
+    def add(self, forwards: int, tokens: Sequence[int]) -> None:
+        """What stands in the row after `forwards` runs of the model."""
+        before, since = self._tokens, self.last.since
+        now = [
+            since[place] if place < len(before) and before[place] == token else forwards
+            for place, token in enumerate(tokens)
+        ]
+        self._tokens = list(tokens)
+        self.frames.append(Frame(forwards, tuple(self._pieces.of(tokens)), tuple(now)))
+
+    def tokens(self) -> Any:
+        """A streamer for transformers' generate: a frame for each token."""
+        return _TokenStreamer(self, list(self._tokens))
+
+
+class _TokenStreamer:
+    def __init__(self, film: Film, prompt: list[int]) -> None:
+        self._film = film
+        self._tokens = prompt
+        self._forwards = -1  # the prompt comes first
+
+    def put(self, value: Any) -> None:
+        self._forwards += 1
+        if self._forwards:
+            self._tokens = [*self._tokens, *value.reshape(-1).tolist()]
+            self._film.add(self._forwards, self._tokens)
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,40 @@
+"""A film as one page without anything from outside: the text settles step by step, with a slider and colours."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from dlm_bridge.generation.show.film import Film
+
+
+def page(film: Film, title: str, facts: Mapping[str, Any]) -> str:
+    """The page's HTML; `facts` are shown below the text. Every text in it is escaped, and it loads nothing."""
+    template = resources.files(__package__).joinpath("player.html").read_text("utf-8")
+    facts_text = " \u00b7 ".join(f"{name} {value}" for name, value in facts.items())
+    data = json.dumps(film_data(film), ensure_ascii=False, separators=(",", ":"))
+    # Inside a script element only these could end it or begin a comment; as JSON escapes they are the same text.
+    for character in "<>&\u2028\u2029":
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    values = {"title": html.escape(title), "facts": html.escape(facts_text), "film": data}
+    return re.sub(r"\{\{(title|facts|film)\}\}", lambda place: values[place[1]], template)
+
+
+def film_data(film: Film) -> dict[str, Any]:
+    """What the page plays: `length` places, and for each frame `forwards` and what it changes, each as [place, text or
+    null where nothing is settled, whether it was given]."""
+    frames: list[dict[str, Any]] = []
+    before: tuple[tuple[str | None, int], ...] = ()
+    for frame in film.frames:
+        changes = [
+            [place, piece, since == 0]
+            for place, (piece, since) in enumerate(zip(frame.pieces, frame.since, strict=True))
+            if place >= len(before) or before[place] != (piece, since)
+        ]
+        frames.append({"forwards": frame.forwards, "changes": changes})
+        before = tuple(zip(frame.pieces, frame.since, strict=True))
+    return {"length": max(len(frame.pieces) for frame in film.frames), "frames": frames}

@@ -1,0 +1,198 @@
+"""From prompts in words to texts: one way to sample both kinds of model, diffusion and autoregressive."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.generation.config import OWN_FIELDS, check_values, eos_token_ids, merge_names
+
+NEW_TOKENS = 128  # of an autoregressive model, where nobody says how many; a diffusion sampler has its own default
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a batch of prompts was continued with.
+
+    Args:
+        texts: by prompt, without special tokens.
+        token_ids: by prompt, the new tokens up to and with the one that ends the row.
+        forwards: how many times the model was run, for all rows together.
+        tokens_per_forward: new tokens of a row for each forward that it took part in, on average.
+        seconds: how long all of it took.
+    """
+
+    texts: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    forwards: int
+    tokens_per_forward: float
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(ids) for ids in self.token_ids)
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """A plain prompt's tokens, as the tokenizer begins a text."""
+    return list(tokenizer(text)["input_ids"])
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str) -> list[int]:
+    """A conversation's tokens by the tokenizer's chat template, up to where the assistant answers.
+
+    Raises DlmBridgeError, which calls the tokenizer `name`, where it has no template, or the template refuses.
+    """
+    if tokenizer.chat_template is None:
+        raise DlmBridgeError(
+            f"{name}: its tokenizer has no chat template: leave --chat out, or name one with --tokenizer"
+        )
+    try:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program of its own
+        raise DlmBridgeError(f"{name}: its chat template refuses the messages: {one_line(error)}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def write_texts(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    settings: Mapping[str, Any],
+    *,
+    diffusion: bool,
+    watcher: Any = None,
+) -> Texts:
+    """Sample a text for each prompt, a batch at once, padded on the left.
+
+    `settings` are keyword arguments of `generate`: of `dlm_bridge.generation.generate` for a diffusion model, of
+    transformers' for an autoregressive one, where `gen_length` and `seed` work too, and a temperature says alone
+    whether tokens are drawn. `watcher` is a `streamer` of that `generate`.
+
+    Raises:
+        DlmBridgeError: a setting or a prompt that the model cannot be sampled with.
+    """
+    width = max(len(prompt) for prompt in prompts)
+    input_ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], dtype=torch.long)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    input_ids, mask = input_ids.view(len(prompts), width), mask.view(len(prompts), width)
+    began = time.perf_counter()
+    if diffusion:
+        output = _diffusion(model, tokenizer, input_ids, mask, settings, watcher)
+    else:
+        output = _autoregressive(model, tokenizer, input_ids, mask, settings, watcher)
+    rows = output.sequences[:, width:].tolist()
+    seconds = time.perf_counter() - began  # the tokens have arrived
+    ends = set(output.ends)
+    token_ids = tuple(_until_end(row, ends) for row in rows)
+    texts = tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids)
+    each = output.tokens_per_forward
+    if each is None:
+        each = sum(len(ids) for ids in token_ids) / len(token_ids) / max(output.forwards, 1)
+    return Texts(texts, token_ids, output.forwards, each, seconds)
+
+
+@dataclass(frozen=True)
+class _Output:
+    sequences: torch.Tensor  # [B, P + new]
+    forwards: int
+    ends: tuple[int, ...]  # tokens that end a row
+    tokens_per_forward: float | None = None  # where `generate` counts it
+
+
+def _diffusion(
+    model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], watcher: Any
+) -> _Output:
+    given = dict(settings)
+    if given.get("stop_strings"):
+        given["tokenizer"] = tokenizer
+    if watcher is not None:
+        given["streamer"] = watcher
+    output = model.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **given)
+    return _Output(output.sequences, output.forwards, _ends(model, settings), output.tokens_per_forward)
+
+
+def _autoregressive(
+    model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], watcher: Any
+) -> _Output:
+    if not input_ids.shape[1] or not bool(mask.any(dim=1).all()):
+        raise DlmBridgeError("an autoregressive model needs a prompt of at least one token: this one has none")
+    given = _autoregressive_settings(model, settings)
+    seed = given.pop("seed", None)
+    if given.get("stop_strings"):
+        given["tokenizer"] = tokenizer
+    ends = _ends(model, settings)
+    if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
+        given["pad_token_id"] = ends[0] if ends else 0  # what transformers takes, with a warning
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta":  # offloaded: accelerate moves the input
+        device = torch.device("cpu")
+    count = _ForwardCount()
+    handle = model.register_forward_pre_hook(count)
+    try:
+        with torch.random.fork_rng(enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            sequences = model.generate(input_ids.to(device), attention_mask=mask.to(device), streamer=watcher, **given)
+    except (ValueError, TypeError, ImportError) as error:  # settings that do not fit together, in transformers' words
+        raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
+    finally:
+        handle.remove()
+    return _Output(sequences, count.forwards, ends)
+
+
+def _autoregressive_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of transformers' generate. Raises DlmBridgeError for those that it does not have."""
+    given = {
+        name: value for name, value in merge_names(settings).items() if name == "eos_token_id" or value is not None
+    }
+    check_values(given)
+    known = {*vars(GenerationConfig()), *inspect.signature(model.generate).parameters, "seed"}
+    for name in given:
+        if name in OWN_FIELDS and name != "seed":
+            raise DlmBridgeError(
+                f"{name} is a setting of diffusion samplers, {type(model).__name__} is autoregressive: leave it out"
+            )
+        if name not in known:
+            raise DlmBridgeError(f"transformers' generate has no setting '{name}'")
+    stored = model.generation_config
+    if "max_new_tokens" not in given and "max_length" not in given and stored.max_new_tokens is None:
+        given["max_new_tokens"] = NEW_TOKENS
+    if "temperature" in given:
+        given["do_sample"] = given["temperature"] > 0
+        if not given["do_sample"]:  # transformers warns about those of a sampler in a greedy search
+            given |= {"temperature": None, "top_k": None, "top_p": None}
+    return given
+
+
+def _ends(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a row, from where `generate` takes them."""
+    if "eos_token_id" in settings:
+        return eos_token_ids(settings["eos_token_id"])
+    stored = getattr(model.generation_config, "eos_token_id", None)
+    return eos_token_ids(getattr(model.config, "eos_token_id", None) if stored is None else stored)
+
+
+def _until_end(row: Sequence[int], ends: set[int]) -> tuple[int, ...]:
+    """The row up to and with the first token that ends it."""
+    for place, token in enumerate(row):
+        if token in ends:
+            return tuple(row[: place + 1])
+    return tuple(row)
+
+
+class _ForwardCount:
+    """A hook that counts how often a model is run."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.forwards += 1
