@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from dlm_bridge.generation.algorithms import ALGORITHMS
+from dlm_bridge.generation.algorithms import ALGORITHMS, Algorithm
 from dlm_bridge.generation.api import DiffusionGenerateOutput, generate
 from dlm_bridge.generation.config import DiffusionGenerationConfig
 from dlm_bridge.generation.observe import DenoisingStep
+from dlm_bridge.generation.registry import register_algorithm
+from dlm_bridge.generation.rules.base import CommitRule, Step
 
-__all__ = ["ALGORITHMS", "DenoisingStep", "DiffusionGenerateOutput", "DiffusionGenerationConfig", "generate"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "CommitRule",
+    "DenoisingStep",
+    "DiffusionGenerateOutput",
+    "DiffusionGenerationConfig",
+    "Step",
+    "generate",
+    "register_algorithm",
+]

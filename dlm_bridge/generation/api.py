@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from dlm_bridge.generation.loop import denoise
 from dlm_bridge.generation.noise import Noise
 from dlm_bridge.generation.observe import DenoisingStep, Observer
 from dlm_bridge.generation.prompt import Prompt, check_ids
+from dlm_bridge.generation.rules.base import CommitRule
+from dlm_bridge.generation.rules.checked import Checked
 from dlm_bridge.generation.settings import resolve
 
 
@@ -51,6 +53,7 @@ def generate(
     attention_mask: torch.Tensor | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     streamer: Any = None,
+    commit_rule: CommitRule | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | DiffusionGenerateOutput:
     """Sample from a diffusion language model, by default with its family's published algorithm.
@@ -76,6 +79,8 @@ def generate(
         streamer: who watches, one object or a list of them: a transformers streamer, which gets the prompts and then
             each run of new tokens as soon as it is settled for good, or any object with `on_step(step)`, which gets a
             `DenoisingStep` after every forward; see `dlm_bridge.generation.observe`. Nobody watching costs nothing.
+        commit_rule: which proposals a step settles, instead of the sampler's own rule; an object serves one call at a
+            time. A sampler of one's own is registered by `register_algorithm`.
         **kwargs: any setting, for this call. `eos_token_id=None` turns stopping off.
 
     Returns:
@@ -93,6 +98,8 @@ def generate(
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
     settings = resolve(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
     recipe = settings.algorithm.recipe(Tokens(settings.pad_token_id, settings.eos_token_ids))
+    if commit_rule is not None:
+        recipe = replace(recipe, rule=Checked(commit_rule))
     prompt = Prompt.build(
         tokens_BP,
         attention_mask,

@@ -16,12 +16,13 @@ from dlm_bridge.generation.predict import Cache
 
 # Names that some published samplers have for what transformers calls otherwise.
 ALIASES = {"gen_length": "max_new_tokens", "logits_temp": "temperature", "topp_temp": "top_p"}
-_SHARED = ("gen_length", "temperature", "top_k", "top_p")
-PARAMETERS = tuple(
-    dict.fromkeys(name for algorithm in ALGORITHMS.values() for name in algorithm.parameters() if name not in _SHARED)
+SHARED = ("gen_length", "temperature", "top_k", "top_p")  # what every sampler has
+# Both lists grow with `register_algorithm`.
+PARAMETERS = list(
+    dict.fromkeys(name for algorithm in ALGORITHMS.values() for name in algorithm.parameters() if name not in SHARED)
 )
 # What transformers' own class does not have.
-OWN_FIELDS = ("algorithm", *PARAMETERS, "cache", "execution", "mask_token_id", "seed", "output_history")
+OWN_FIELDS = ["algorithm", *PARAMETERS, "cache", "execution", "mask_token_id", "seed", "output_history"]
 
 _ABOVE_ZERO = (
     "max_new_tokens", "max_length", "block_length", "block_size", "small_block_size", "steps", "denoising_steps",
@@ -33,7 +34,6 @@ _NUMBERS = (
     "eb_threshold", "eb_gamma", "wedlm_entropy_threshold", "wedlm_pos_penalty_factor",
 )  # fmt: skip
 _CHOICES = {
-    "algorithm": tuple(ALGORITHMS),
     "cache": get_args(Cache),
     "execution": EXECUTIONS,
     "remasking": ("low_confidence", "random"),
@@ -185,7 +185,7 @@ def check_values(values: Mapping[str, Any]) -> None:
     check(["mask_token_id", "pad_token_id"], lambda value: _is_int(value) and value >= 0, "a token id")
     check(["seed"], _is_int, "a whole number")
     check(["greedy", "add_eos_at_end", "output_history"], lambda value: isinstance(value, bool), "True or False")
-    for name, known in _CHOICES.items():
+    for name, known in {"algorithm": tuple(ALGORITHMS), **_CHOICES}.items():
         if name in given and given[name] not in known:
             raise DlmBridgeError(f"unknown {name} {given[name]!r}: known are {', '.join(known)}")
     eos_token_ids(given.get("eos_token_id"))

@@ -91,7 +91,7 @@ def test_transformers_own_words(model: Any) -> None:
     hot = with_stored(model, temperature=0.6)
     assert settings(hot, do_sample=True).algorithm.temperature == 0.6
     assert settings(hot, do_sample=False).algorithm.temperature == 0.0
-    harmless = {"use_cache": True, "num_beams": 1, "top_p": 1.0, "logits_processor": [], "top_k": 50}
+    harmless = {"use_cache": True, "num_beams": 1, "typical_p": 1.0, "logits_processor": [], "min_p": 0.1}
     assert settings(model, **harmless) == settings(model)
     assert settings(with_stored(model, do_sample=True, top_p=0.9), top_p=None).algorithm.temperature == 1.0
 
@@ -134,7 +134,7 @@ def test_transformers_own_words(model: Any) -> None:
         ({"stepz": 3}, r"does not know 'stepz' \(keyword argument\): did you mean steps\?"),
         ({"zzz": 3}, r"does not know 'zzz' .*: known are gen_length, temperature, algorithm"),
         ({"num_beams": 4}, r"has no num_beams \(keyword argument: 4\): leave it out"),
-        ({"top_p": 0.9, "temperature": 1.0}, "has no top_p"),
+        ({"min_p": 0.9, "temperature": 1.0}, "has no min_p"),
         ({"repetition_penalty": 1.2}, "has no repetition_penalty"),
         ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature 0.7"),
         ({"max_length": 4}, "max_length 4 .* leaves no room after a prompt of 4 tokens"),
@@ -151,8 +151,8 @@ def test_refused_sources(model: Any) -> None:
         settings(model, GenerationConfig(stepz=3))
     with pytest.raises(DlmBridgeError, match="generation_config must be a DiffusionGenerationConfig, not dict"):
         settings(model, {"steps": 3})  # type: ignore[arg-type]
-    with pytest.raises(DlmBridgeError, match=r"has no top_p \(the model's generation_config: 0.9\): pass top_p=None"):
-        settings(with_stored(model, top_p=0.9), temperature=1.0)
+    with pytest.raises(DlmBridgeError, match=r"has no min_p \(the model's generation_config: 0.9\): pass min_p=None"):
+        settings(with_stored(model, min_p=0.9), temperature=1.0)
     assert settings(with_stored(model, top_p=0.9)).algorithm.temperature == 0.0  # greedy: of no account
     inherited = with_stored(model, repetition_penalty=1.05)  # as in checkpoints made of Qwen2.5
     assert settings(inherited).algorithm == settings(model).algorithm

@@ -1,4 +1,4 @@
-"""The published samplers by name. A new one is a dataclass of its parameters here, and an entry in `ALGORITHMS`."""
+"""The published samplers by name; `register_algorithm` adds others. A sampler is a dataclass of its parameters."""
 
 from __future__ import annotations
 

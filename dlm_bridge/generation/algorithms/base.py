@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.loop import Recipe
+from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.models.spec import Topology
 
 
@@ -31,6 +32,10 @@ class Algorithm(ABC):
 
     gen_length: int = 128  # new tokens
     temperature: float = 0.0  # 0 is greedy
+    # Only the k most probable tokens, or the most probable up to a total of p, are drawn. Where the published sampler
+    # draws from all, these are additions of ours.
+    top_k: int | None = None
+    top_p: float | None = None
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
@@ -41,6 +46,11 @@ class Algorithm(ABC):
     def can_be_off(cls, name: str) -> bool:
         """Whether None is one of the parameter's values."""
         return any(field.name == name and "None" in str(field.type) for field in fields(cls))
+
+    def sampling(self) -> Sampling:
+        """The filters where tokens are drawn; greedy, nothing is filtered, so that a confidence is the plain
+        probability."""
+        return Sampling(self.temperature, self.top_k, self.top_p) if self.temperature else Sampling()
 
     @abstractmethod
     def recipe(self, tokens: Tokens) -> Recipe:

@@ -42,8 +42,6 @@ class SDAR(Algorithm):
     temperature: float = 1.0
     block_length: int = 4
     denoising_steps: int | None = None  # of each block; one for each of its tokens by default
-    top_k: int | None = None
-    top_p: float | None = None
     remasking_strategy: str = "low_confidence_dynamic"
     confidence_threshold: float = 0.85
     eb_threshold: float = 0.35
@@ -76,13 +74,11 @@ class LLaDA2(Algorithm):
     steps: int = 32  # of each block
     threshold: float = 0.95
     minimal_topk: int = 1
-    top_k: int | None = None
-    top_p: float | None = None
 
     def recipe(self, tokens: Tokens) -> Recipe:
         steps = max(1, min(self.steps, self.gen_length // self.minimal_topk))
         rule = Dynamic(even(self.block_length, steps), self.threshold)
-        return Recipe(rule=rule, sampling=_sampling(self), **by_blocks(self.block_length))
+        return Recipe(rule=rule, sampling=self.sampling(), **by_blocks(self.block_length))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +95,7 @@ class LLaDA21(Algorithm):
     editing_threshold: float = 0.9
     max_post_steps: int = 16
     num_to_transfer: int = 1
-    top_k: int | None = None
-    top_p: float | None = None
 
     def recipe(self, tokens: Tokens) -> Recipe:
         rule = Editing(self.threshold, self.editing_threshold, self.max_post_steps, self.num_to_transfer)
-        return Recipe(rule=rule, sampling=_sampling(self), **by_blocks(self.block_length))
-
-
-def _sampling(algorithm: LLaDA2 | LLaDA21) -> Sampling:
-    """Greedy LLaDA2 does not filter: confidence is the plain probability."""
-    if algorithm.temperature == 0:
-        return Sampling()
-    return Sampling(algorithm.temperature, algorithm.top_k, algorithm.top_p)
+        return Recipe(rule=rule, sampling=self.sampling(), **by_blocks(self.block_length))

@@ -11,7 +11,6 @@ from dlm_bridge.generation.algorithms.base import Algorithm, Tokens
 from dlm_bridge.generation.canvas import Layout
 from dlm_bridge.generation.loop import Recipe
 from dlm_bridge.generation.predict import BlockCausal, Predictor
-from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.generation.rules.quota import Quota
 from dlm_bridge.generation.rules.schedules import by_rounding
 from dlm_bridge.generation.rules.scores import low_confidence, random_order
@@ -38,7 +37,7 @@ class MDLM(Algorithm):
         return Recipe(
             layout=Layout(self.block_size),
             rule=Quota(score, partial(by_rounding, steps=steps), on_canvas=self._ranks_canvas),
-            sampling=Sampling(self.temperature),
+            sampling=self.sampling(),
             **self._predictor(),
         )
 

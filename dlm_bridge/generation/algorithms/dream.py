@@ -33,8 +33,6 @@ class Dream(Algorithm):
     eps: float = 1e-3
     alg: str = "origin"
     alg_temp: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     threshold: float | None = None  # of confidence_threshold alone: 0.9
 
     def recipe(self, tokens: Tokens) -> Recipe:
@@ -79,7 +77,7 @@ class DiffuLLaMA(Algorithm):
         return Recipe(
             layout=Layout(self.gen_length),
             rule=Ancestral(self.diffusion_steps, eps=0.0),
-            sampling=Sampling(self.temperature, top_p=self.top_p),
+            sampling=self.sampling(),
             predictor=Predictor,
             predictor_options={},
         )

@@ -9,7 +9,6 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.algorithms.base import Algorithm, Tokens
 from dlm_bridge.generation.algorithms.block_causal import by_blocks
 from dlm_bridge.generation.loop import Recipe
-from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.generation.rules.threshold import SmallBlocks
 from dlm_bridge.models.spec import Topology
 
@@ -39,8 +38,7 @@ class FastDLLMv2(Algorithm):
             )
         return Recipe(
             rule=SmallBlocks(self.threshold, self.small_block_size),
-            # Greedy, it does not filter: confidence is the plain probability.
-            sampling=Sampling(self.temperature, top_p=self.top_p) if self.temperature else Sampling(),
+            sampling=self.sampling(),
             seed="greedy",
             **by_blocks(self.block_size),
         )

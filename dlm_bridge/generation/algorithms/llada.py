@@ -11,7 +11,6 @@ from dlm_bridge.generation.algorithms.base import Algorithm, Tokens, check_block
 from dlm_bridge.generation.canvas import Layout
 from dlm_bridge.generation.loop import Recipe
 from dlm_bridge.generation.predict import Growing, Predictor
-from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.generation.rules.base import CommitRule
 from dlm_bridge.generation.rules.quota import Quota
 from dlm_bridge.generation.rules.schedules import even
@@ -52,7 +51,7 @@ class LLaDA(Algorithm):
         return Recipe(
             layout=Layout(self.block_length),
             rule=self._rule(steps // blocks),
-            sampling=Sampling(self.temperature),
+            sampling=self.sampling(),
             predictor=Predictor,
             predictor_options={"cfg_scale": self.cfg_scale},
         )
@@ -87,7 +86,7 @@ class ILLaDA(Algorithm):
         return Recipe(
             layout=Layout(self.block_length),
             rule=Quota(score, partial(even, steps=self.steps or self.block_length)),
-            sampling=Sampling(self.temperature),
+            sampling=self.sampling(),
             predictor=Growing,
             predictor_options={"cfg_scale": self.cfg_scale},
         )

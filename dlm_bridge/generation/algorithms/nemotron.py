@@ -10,7 +10,6 @@ from dlm_bridge.generation.algorithms.base import Algorithm, Tokens, check_block
 from dlm_bridge.generation.canvas import Layout
 from dlm_bridge.generation.loop import Recipe
 from dlm_bridge.generation.predict import CausalContext
-from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.generation.rules.base import CommitRule
 from dlm_bridge.generation.rules.quota import Quota
 from dlm_bridge.generation.rules.schedules import even
@@ -44,7 +43,7 @@ class Nemotron(Algorithm):
         return Recipe(
             layout=Layout(self.block_length),
             rule=rule,
-            sampling=Sampling(self.temperature),
+            sampling=self.sampling(),
             predictor=CausalContext,
             predictor_options={},
             seed="sampled",

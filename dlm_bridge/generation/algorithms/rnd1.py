@@ -37,8 +37,6 @@ class RND1(Algorithm):
     gen_length: int = 256
     temperature: float = 0.1
     num_diffusion_steps: int = 256
-    top_k: int | None = None
-    top_p: float | None = None
     greedy: bool = False  # the best token; the temperature still shapes the entropies
     eb_gamma: float | None = None
     add_eos_at_end: bool = False

@@ -26,8 +26,6 @@ class WeDLM(Algorithm):
 
     gen_length: int = 64
     temperature: float = 0.2
-    top_k: int | None = None
-    top_p: float | None = None
     wedlm_window_size: int = 16
     wedlm_entropy_threshold: float | None = 0.4
     wedlm_pos_penalty_factor: float = 0.02

@@ -40,7 +40,19 @@ class Step:
 
 
 class CommitRule(ABC):
-    """Chooses the positions to settle. One object serves one call of `generate`."""
+    """Chooses the positions to settle. One object serves one call of `generate` at a time.
+
+    A rule of one's own is passed as `generate(..., commit_rule=EveryOther())`:
+
+        class EveryOther(CommitRule):
+            def begin(self, masks, noise):
+                return [[1] * count for count in masks]  # a step settles at least one position
+
+            def select(self, step):
+                even = torch.arange(step.masked.shape[1], device=step.masked.device) % 2 == 0
+                sure = step.probabilities() * (1 + even)  # those in even places first
+                return best(sure.masked_fill(~step.masked, -torch.inf))
+    """
 
     exact = False  # True: `select` settles just the quotas, so that the rows' progress need not be looked at
     edits = False  # True: what is settled may still change until its block is done

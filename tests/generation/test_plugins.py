@@ -1,0 +1,142 @@
+"""Rules and samplers of the caller's own: used as they are, and held to what they promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation import (
+    ALGORITHMS,
+    Algorithm,
+    CommitRule,
+    DiffusionGenerationConfig,
+    Step,
+    generate,
+    register_algorithm,
+)
+from dlm_bridge.generation.algorithms.base import Tokens
+from dlm_bridge.generation.canvas import Layout
+from dlm_bridge.generation.config import OWN_FIELDS, PARAMETERS
+from dlm_bridge.generation.loop import Recipe
+from dlm_bridge.generation.noise import Noise
+from dlm_bridge.generation.predict import Predictor
+from dlm_bridge.generation.rules.base import best
+from dlm_bridge.generation.rules.threshold import Sequential
+from dlm_bridge.models.spec import Topology
+from tests.generation.published_samplers import bidirectional
+from tests.generation.standin import MASK, StandIn, family, ragged
+
+
+class LeastSureFirst(CommitRule):
+    def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
+        return [[1] * count for count in masks]
+
+    def select(self, step: Step) -> torch.Tensor:
+        return best((-step.probabilities()).masked_fill(~step.masked, -torch.inf))
+
+
+def least_sure_first(model: Any, row: list[int], new: int) -> list[int]:
+    """The same, one row, one position at a time."""
+    logits, tokens = bidirectional(model), row + [MASK] * new
+    while MASK in tokens:
+        probabilities, choices = logits(tokens).softmax(-1).max(-1)
+        position = min((i for i, token in enumerate(tokens) if token == MASK), key=lambda i: float(probabilities[i]))
+        tokens[position] = int(choices[position])
+    return tokens
+
+
+def test_a_rule_of_ones_own_replaces_the_sampler_s() -> None:
+    model = StandIn(family(algorithm="llada"))
+    rows, ids, mask = ragged((5, 9, 2))
+    output = generate(model, ids, attention_mask=mask, gen_length=8, eos_token_id=None, commit_rule=LeastSureFirst())
+    for row, line in zip(rows, output.tolist(), strict=True):
+        assert line[9 - len(row) :] == least_sure_first(model, row, 8)
+    usual = generate(model, ids, attention_mask=mask, gen_length=8, eos_token_id=None)
+    assert not torch.equal(output, usual)
+
+
+@pytest.fixture
+def left_to_right() -> Iterator[type[Algorithm]]:
+    known, lists = dict(ALGORITHMS), (list(PARAMETERS), list(OWN_FIELDS))
+
+    @register_algorithm
+    @dataclass(frozen=True, kw_only=True)
+    class LeftToRight(Algorithm):
+        name: ClassVar[str] = "left_to_right"
+        topologies: ClassVar[tuple[Topology, ...]] = ("bidirectional",)
+        per_step: int = 2
+
+        def recipe(self, tokens: Tokens) -> Recipe:
+            schedule = [self.per_step] * self.gen_length
+            return Recipe(Layout(self.gen_length), Sequential(schedule), self.sampling(), Predictor, {})
+
+    yield LeftToRight
+    ALGORITHMS.clear()
+    ALGORITHMS.update(known)
+    PARAMETERS[:], OWN_FIELDS[:] = lists
+
+
+def test_a_registered_sampler_is_known_by_its_name(left_to_right: type[Algorithm], tmp_path: Any) -> None:
+    model = StandIn(family(algorithm="llada"))
+    ids = torch.tensor([[1, 2, 3]])
+    arguments = {"gen_length": 6, "eos_token_id": None, "return_dict_in_generate": True, "output_history": True}
+    found = generate(model, ids, algorithm="left_to_right", **arguments)
+    order = [step.settled[0].nonzero()[:, 0].tolist() for step in found.history]
+    assert order == [[3, 4], [5, 6], [7, 8]]
+    found = generate(model, ids, algorithm="left_to_right", per_step=3, **arguments)
+    assert found.forwards == 2
+    config = DiffusionGenerationConfig(algorithm="left_to_right", per_step=6)
+    config.save_pretrained(tmp_path)
+    loaded = DiffusionGenerationConfig.from_pretrained(tmp_path)
+    assert generate(model, ids, generation_config=loaded, **arguments).forwards == 1
+    with pytest.raises(DlmBridgeError, match=r"the left_to_right sampler has no steps \(keyword argument: 4\)"):
+        generate(model, ids, algorithm="left_to_right", steps=4, **arguments)
+
+
+def test_what_cannot_be_registered(left_to_right: type[Algorithm]) -> None:
+    def refused(message: str, **body: Any) -> None:
+        kind = dataclass(frozen=True, kw_only=True)(type("Mine", (Algorithm,), body))
+        with pytest.raises(DlmBridgeError, match=message):
+            register_algorithm(kind)
+
+    everywhere = {"topologies": ("bidirectional",)}
+    refused("Mine has no name")
+    refused("the name 'llada' is that of LLaDA", name="llada", **everywhere)
+    refused("the name 'left_to_right' is that of LeftToRight", name="left_to_right", **everywhere)
+    refused("topologies must be some of bidirectional, block_causal, causal", name="mine", topologies=("round",))
+    refused("'seed' is another setting's name", name="mine", __annotations__={"seed": int}, seed=1, **everywhere)
+    refused("'num_beams' is another", name="mine", __annotations__={"num_beams": int}, num_beams=1, **everywhere)
+    with pytest.raises(DlmBridgeError, match="is no sampler: register a frozen, kw_only dataclass below Algorithm"):
+        register_algorithm(LeastSureFirst)  # type: ignore[type-var]
+
+
+class _Bad(LeastSureFirst):
+    def __init__(self, **body: Any) -> None:
+        for name, value in body.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (LeastSureFirst, "commit_rule must be an object of a class below"),
+        (_Bad(begin=lambda masks, noise: []), "_Bad.begin has steps for 0 rows, there are 1"),
+        (_Bad(begin=lambda masks, noise: [[]]), "announces no step for a row of 6 masks"),
+        (_Bad(begin=lambda masks, noise: [[1] * 5]), "_Bad leaves masks after its last step, 4: announce more"),
+        (_Bad(begin=lambda masks, noise: [[2, 2]], exact=True), "its steps settle 4 positions of a row of 6 masks"),
+        (_Bad(begin=lambda masks, noise: [[2] * 3], exact=True), r"step 0 picks \[1\], not \[2\]"),
+        (_Bad(select=lambda step: step.tokens), "must give a boolean tensor of shape"),
+        (_Bad(select=lambda step: step.masked | True, goes_on=lambda step, left: left | True), "that is settled"),
+        (_Bad(goes_on=lambda step, left: left & False), "_Bad.goes_on ends a row that has masks left"),
+    ],
+)
+def test_a_rule_is_held_to_its_promise(rule: Any, message: str) -> None:
+    model = StandIn(family(algorithm="llada"))
+    with pytest.raises(DlmBridgeError, match=message) as error:
+        generate(model, torch.tensor([[1, 2]]), gen_length=6, eos_token_id=None, commit_rule=rule)
+    assert "\n" not in str(error.value)
