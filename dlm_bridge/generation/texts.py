@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +100,14 @@ def write_texts(
     return Texts(texts, token_ids, output.forwards, each, seconds)
 
 
+@contextmanager
+def random_state_kept(enabled: bool = True) -> Iterator[None]:
+    """What is drawn inside leaves torch's random numbers, on the CPU and on the current GPU, as they were."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices, enabled=enabled):
+        yield
+
+
 @dataclass(frozen=True)
 class _Output:
     sequences: torch.Tensor  # [B, P + new]
@@ -125,6 +134,7 @@ def _autoregressive(
     if not input_ids.shape[1] or not bool(mask.any(dim=1).all()):
         raise DlmBridgeError("an autoregressive model needs a prompt of at least one token: this one has none")
     given = _autoregressive_settings(model, settings)
+    _check_context(model, mask, given)
     seed = given.pop("seed", None)
     if given.get("stop_strings"):
         given["tokenizer"] = tokenizer
@@ -137,7 +147,7 @@ def _autoregressive(
     count = _ForwardCount()
     handle = model.register_forward_pre_hook(count)
     try:
-        with torch.random.fork_rng(enabled=seed is not None):
+        with random_state_kept(enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
             sequences = model.generate(input_ids.to(device), attention_mask=mask.to(device), streamer=watcher, **given)
@@ -170,6 +180,16 @@ def _autoregressive_settings(model: Any, settings: Mapping[str, Any]) -> dict[st
         if not given["do_sample"]:  # transformers warns about those of a sampler in a greedy search
             given |= {"temperature": None, "top_k": None, "top_p": None}
     return given
+
+
+def _check_context(model: Any, mask: torch.Tensor, given: Mapping[str, Any]) -> None:
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest, new = int(mask.sum(dim=1).max()), given.get("max_new_tokens")
+    if context is not None and new is not None and longest + new > context:
+        raise DlmBridgeError(
+            f"a prompt of {longest} tokens and {new} new ones make {longest + new}, beyond the model's context of "
+            f"{context}: use a shorter gen_length"
+        )
 
 
 def _ends(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:

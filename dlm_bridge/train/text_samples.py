@@ -1,0 +1,91 @@
+"""Texts that a model writes while it trains, in DIR/samples.jsonl: what its losses do not say."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.prompts import WrittenPrompt, as_message
+from dlm_bridge.generation.texts import random_state_kept, write_texts
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.loading import model_family
+from dlm_bridge.train.metrics import read_rows
+
+NAME = "samples.jsonl"
+
+
+class TextSamples:
+    """The prompts of `--sample-prompt`, and the file that what follows on them goes to.
+
+    Every sampling has the same seed, so that only the weights differ from one to the next, and leaves training's
+    random numbers, and the model's mode, as they were.
+    """
+
+    def __init__(self, config: TrainConfig, tokenizer: Any, output: Path, step: int) -> None:
+        """Opening the file drops the rows past `step`, and a torn last line. Raises DlmBridgeError for prompts that
+        cannot be read or encoded."""
+        if tokenizer is None:
+            raise DlmBridgeError("--sample-prompt is a text, and no tokenizer is there: name one with --tokenizer")
+        self._config = config
+        self._tokenizer = tokenizer
+        self._prompts = read_texts(config.sample_prompt)
+        chat = config.task == "sft" and tokenizer.chat_template is not None
+        name = config.tokenizer or config.model
+        self._tokens = [
+            (as_message(text, None) if chat else WrittenPrompt(text=text)).encode(tokenizer, name)
+            for text in self._prompts
+        ]
+        self._path = output / NAME
+        kept = [row for row in read_rows(self._path) if row["step"] <= step]
+        temporary = self._path.with_name(f".{NAME}.tmp")
+        temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+        os.replace(temporary, self._path)
+
+    def write(self, step: int, model: Any, main: bool = True) -> None:
+        """Sample after `step` and, in the `main` process, append a row for each prompt. All processes that share the
+        model's weights call it together. Raises DlmBridgeError where the model cannot be sampled from."""
+        family = model_family(model)
+        diffusion = family is not None and family.kind == "diffusion"
+        settings: dict[str, Any] = {"gen_length": self._config.sample_length, "seed": self._config.seed}
+        if diffusion:
+            settings["execution"] = "eager"  # nothing of it stays behind in the device's memory
+        training = model.training
+        model.eval()
+        try:
+            # A layer that training compiled would be compiled anew for each length.
+            with random_state_kept(), torch.compiler.set_stance("force_eager"):
+                result = write_texts(model, self._tokenizer, self._tokens, settings, diffusion=diffusion)
+        finally:
+            model.train(training)
+        if main:
+            rows = [
+                {"step": step, "prompt": prompt, "text": text}
+                for prompt, text in zip(self._prompts, result.texts, strict=True)
+            ]
+            with self._path.open("a") as file:
+                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read_texts(given: Sequence[str]) -> list[str]:
+    """The texts themselves, and in the place of each @FILE its lines. Raises DlmBridgeError."""
+    texts: list[str] = []
+    for text in given:
+        if not text.startswith("@"):
+            texts.append(text)
+            continue
+        try:
+            lines = [line for line in Path(text[1:]).read_text("utf-8").splitlines() if line.strip()]
+        except OSError as error:
+            raise DlmBridgeError(f"--sample-prompt {text}: {error.strerror}") from error
+        except UnicodeDecodeError:
+            raise DlmBridgeError(f"--sample-prompt {text}: not a text in UTF-8") from None
+        if not lines:
+            raise DlmBridgeError(f"--sample-prompt {text}: no prompts there")
+        texts += lines
+    return texts
