@@ -31,7 +31,7 @@ class Shard:
 
     first: int  # token
     tokens: int  # rows of the weight that are tokens; the rest is padding
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None = None  # None: of one rank
 
 
 def chosen_loss(
@@ -165,7 +165,7 @@ def _cross_entropy(
     for part in _parts(rows, max(1, CHUNK_BYTES // (4 * shard.tokens))):
         logits = _product(hidden[part], columns)
         found = statistics(logits, targets[part])[None]
-        if shard.group.size() > 1:
+        if shard.group is not None and shard.group.size() > 1:
             all_ranks = found.new_empty(shard.group.size(), *found.shape[1:])
             dist.all_gather_into_tensor(all_ranks, found, group=shard.group)
             found = all_ranks

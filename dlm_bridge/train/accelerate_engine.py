@@ -6,17 +6,20 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.masks import for_kernel
+from dlm_bridge.parallel.output import Chosen
 from dlm_bridge.train.adaptation import annealed, at_step, block_size, with_block_size
 from dlm_bridge.train.checkpoints import clean, find_checkpoints, load_state, save_checkpoint
 from dlm_bridge.train.config import TrainConfig
@@ -36,6 +39,14 @@ from dlm_bridge.train.setup import (
     with_objective,
     write_config,
 )
+from dlm_bridge.train.speed.attention import attention_kernels
+from dlm_bridge.train.speed.figures import Figures
+from dlm_bridge.train.speed.float8 import check_float8, convert_to_float8
+from dlm_bridge.train.speed.layers import compile_layers
+from dlm_bridge.train.speed.output import LossHead, chosen_positions, pinned, shared
+from dlm_bridge.train.speed.weights import HalfWeights
+
+HALF = ("bf16", "fp8")  # precisions whose weights are fp32 and whose model is not
 
 
 def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
@@ -124,15 +135,30 @@ class Trainer(Engine):
         self.flops_per_token = flops_per_token(self.model, config.seq_length) * self.objective.tokens_read
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self.peak_flops = peak_flops(name, config.precision)
+        self.sampler = Sampler(config.global_batch_size)
+        self.plain_model = self.model.to(device)
+        # In half precision one process computes with copies of the weights, several under autocast.
+        half = config.precision in HALF and self.accelerator.mixed_precision == "no"
+        self.half = HalfWeights(self.plain_model) if half else None
+        self.computing = self.plain_model if self.half is None else self.half.model
+        if config.precision == "fp8":
+            convert_to_float8(self.computing)
+        if device.type == "cuda" if config.compile is None else config.compile:
+            compile_layers(self.computing)
+        self.head = LossHead(self.computing)
+        self.model = self.computing if half else self.accelerator.prepare(self.plain_model)
         optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, config.weight_decay),
+            parameter_groups(self.plain_model, config.weight_decay),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.adam_eps,
+            fused=device.type == "cuda",
         )
-        self.sampler = Sampler(config.global_batch_size)
-        self.plain_model = self.model
-        self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        self.optimizer = self.accelerator.prepare(optimizer)
+        # Counts travel between CPUs: agreeing on them never waits for the device.
+        several = self.accelerator.num_processes > 1 and device.type == "cuda"
+        self.cpu_group = dist.new_group(backend="gloo") if several else None
+        self.read_at = 0.0  # when the last step's figures were there
 
     @property
     def main(self) -> bool:
@@ -149,43 +175,60 @@ class Trainer(Engine):
             return super().run(step)
 
     def step(self, step: int, want_stop: bool) -> tuple[Row, bool]:
+        figures, stop = self.start(step, want_stop)
+        return figures(), stop
+
+    def start(self, step: int, want_stop: bool) -> tuple[Callable[[], Row], bool]:
+        """One optimizer step. Nothing in it waits for the device; what comes back does, when it is called."""
         config, accelerator = self.config, self.accelerator
         began = time.perf_counter()
         # Dropout's numbers, too, depend on nothing that a restart forgets.
         torch.manual_seed(torch_seed(config.seed, step, accelerator.process_index))
         self.objective = with_block_size(self.objective, self.plain_model, config, step)
         batches = self.batches.get()
-        summed = self._sum(torch.stack([batch.normaliser for batch in batches]).sum(dim=0), int(want_stop))
-        normaliser, stop = divisors(summed[:-1]).to(accelerator.device), bool(summed[-1] > 0)
+        counted = torch.stack([batch.normaliser for batch, _ in batches]).sum(dim=0)
+        summed = self._sum_on_cpu(torch.cat([counted, torch.tensor([float(want_stop)], dtype=torch.float64)]))
+        shares, stop = divisors(summed[:-1]), bool(summed[-1] > 0)
         rate = learning_rate(config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-        loss_sums = torch.zeros(len(normaliser), dtype=torch.float64, device=accelerator.device)
-        for number, batch in enumerate(batches, 1):
+        sums = torch.zeros(len(shares), dtype=torch.float64, device=accelerator.device)
+        for number, (batch, chosen) in enumerate(batches, 1):
             # Gradients are summed over the processes once, with the last micro-batch.
-            with contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(self.model):
-                sums = self._loss_sums(self.model, batch)
+            sync = contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(self.model)
+            with sync, self._attention(batch):
+                loss, terms = self._loss(self.model, batch, chosen, shares)
                 # Data parallelism averages over processes; the global normaliser wants the sum.
-                accelerator.backward((sums * (accelerator.num_processes / normaliser)).sum())
-            loss_sums += sums.detach()
-        loss_value = float((self._sum(loss_sums) / normaliser).sum())
-        if not math.isfinite(loss_value):
-            raise DlmBridgeError(
-                f"step {step}: the loss is {loss_value}: lower --lr, or resume from before with another"
-            )
+                accelerator.backward(loss * accelerator.num_processes)
+            sums += terms
+        sums = self._sum(sums)
         # An infinite bound only measures.
-        norm = float(accelerator.clip_grad_norm_(self.model.parameters(), config.clip_grad or math.inf))
-        if not math.isfinite(norm) and accelerator.scaler is None:
-            raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
+        norm = accelerator.clip_grad_norm_(self.plain_model.parameters(), config.clip_grad or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.half is not None:
+            self.half.refresh()
+        figures = Figures(torch.cat([sums, norm.detach().to(sums)[None]]))
+        return (lambda: self._row(step, rate, began, figures)), stop
 
+    def _row(self, step: int, rate: float, began: float, figures: Figures) -> Row:
+        """The line of a step, once the device has taken it. Raises DlmBridgeError where the loss or the gradient is no
+        number: the next step may have been taken by then, no checkpoint has been written."""
+        config, accelerator = self.config, self.accelerator
+        *losses, norm = figures.read()
+        loss = sum(losses)
+        if not math.isfinite(loss):
+            raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
+        if not math.isfinite(norm) and accelerator.scaler is None:
+            raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
+        now = time.perf_counter()
+        seconds, self.read_at = now - max(began, self.read_at), now
         tokens = config.global_batch_size * config.seq_length
-        rate_of_tokens = tokens / (time.perf_counter() - began)
-        row = Row(
+        rate_of_tokens = tokens / seconds
+        return Row(
             step=step,
-            loss=loss_value,
+            loss=loss,
             grad_norm=norm,
             lr=rate,
             tokens=step * tokens,
@@ -196,7 +239,6 @@ class Trainer(Engine):
             if self.peak_flops is None
             else rate_of_tokens * self.flops_per_token / (self.peak_flops * accelerator.num_processes),
         )
-        return row, stop
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -212,10 +254,11 @@ class Trainer(Engine):
             chosen = list(samples[start : start + self.micro_batch_size])
             uniforms = Uniforms.keyed(self.config.seed, 0, chosen, self.config.seq_length, Purpose.EVAL_NOISE)
             batch = objective.noise(uniforms=uniforms, **vars(self.valid.rows(chosen)))
-            sums = self._loss_sums(self.plain_model, batch).double().cpu()
-            totals += torch.stack([sums, batch.normaliser])
+            with self._attention(batch):
+                _, sums = self._loss(self.computing, batch, chosen_positions(batch), torch.ones(objective.terms))
+            totals += torch.stack([sums.double().cpu(), batch.normaliser])
         self.model.train()
-        loss_sums, normaliser = self._sum(totals).cpu().reshape(2, -1)
+        loss_sums, normaliser = self._sum(totals).cpu()
         return float((loss_sums / divisors(normaliser)).sum())
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
@@ -235,9 +278,9 @@ class Trainer(Engine):
         self.accelerator.wait_for_everyone()
         return find_checkpoints(self.output)[-1][1]
 
-    def _produce(self, step: int) -> list[NoisyBatch]:
-        """This process's micro-batches of a step, in the background and ahead of it. The noise is drawn on the CPU,
-        where it costs little and equals every other engine's."""
+    def _produce(self, step: int) -> list[tuple[NoisyBatch, Chosen]]:
+        """This process's micro-batches of a step and the positions with a loss, in the background and ahead of it. The
+        noise is drawn on the CPU, where it costs little and equals every other engine's."""
         config, accelerator = self.config, self.accelerator
         objective = at_step(self.objective, config, step)
         batches = []
@@ -246,34 +289,43 @@ class Trainer(Engine):
         ):
             uniforms = Uniforms.keyed(config.seed, step, samples, config.seq_length)
             noisy = objective.noise(uniforms=uniforms, **vars(self.train.rows(samples)))
-            batches.append(annealed(noisy, config, step, samples))
+            noisy = annealed(noisy, config, step, samples)
+            batch = (noisy, chosen_positions(noisy))
+            batches.append((noisy.pin(), pinned(batch[1])) if accelerator.device.type == "cuda" else batch)
         return batches
 
-    def _loss_sums(self, model: Any, batch: NoisyBatch) -> torch.Tensor:
-        batch = batch.to(self.accelerator.device)
-        if not self.objective.masks:  # transformers' own classes, whose logits_to_keep is not a mask
-            mask = batch.model_mask()
-            if mask is not None and mask.dim() == 4:
-                plain = self.plain_model
-                mask = for_kernel(mask, plain.config._attn_implementation, plain.dtype)
-            outputs = model(
-                input_ids=batch.input_ids, attention_mask=mask, position_ids=batch.position_ids, use_cache=False
-            )
-            return self.objective.loss_sum(outputs.logits[batch.mask], batch)
-        logits_MV = model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.model_mask(),
-            position_ids=batch.position_ids,
-            logits_to_keep=batch.mask,
-        ).logits
-        return self.objective.loss_sum(logits_MV, batch)
-
-    def _sum(self, *values: torch.Tensor | float) -> torch.Tensor:
-        """All values in one row, each summed over the processes, in float64."""
+    def _loss(
+        self, model: Any, batch: NoisyBatch, chosen: Chosen, shares: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of a micro-batch and its terms [K], divided by `shares` [K], the whole global batch's."""
         device = self.accelerator.device
-        row = torch.cat([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(-1) for value in values])
-        reduced: Any = self.accelerator.reduce(row, reduction="sum")
+        batch, chosen = batch.to(device), shared(chosen, shares, device)
+        mask = batch.model_mask()
+        if not self.objective.masks and mask is not None and mask.dim() == 4:  # of transformers' own classes
+            mask = for_kernel(mask, self.computing.config._attn_implementation, self.computing.dtype)
+        return self.head.loss(
+            model,
+            chosen,
+            input_ids=batch.input_ids,
+            attention_mask=mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        )
+
+    def _attention(self, batch: NoisyBatch) -> contextlib.AbstractContextManager[None]:
+        """The kernels of a micro-batch's attention, for its forward and its backward pass."""
+        own = batch.attention_mask is not None or batch.visibility is not None or batch.pairs is not None
+        return attention_kernels(self.accelerator.device, own or "block_causal" in self.objective.topologies)
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Each value summed over the processes, in float64, on the device."""
+        reduced: Any = self.accelerator.reduce(values.double().to(self.accelerator.device), reduction="sum")
         return reduced
+
+    def _sum_on_cpu(self, values: torch.Tensor) -> torch.Tensor:
+        if self.accelerator.num_processes > 1:
+            dist.all_reduce(values, group=self.cpu_group)
+        return values
 
 
 def set_attention(model: Any, backend: str) -> None:
@@ -288,7 +340,11 @@ def _accelerator(config: TrainConfig) -> Accelerator:
     cpu = not torch.accelerator.is_available()
     if cpu and config.precision == "fp16":
         raise DlmBridgeError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
-    mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[config.precision]
+    if config.precision == "fp8":
+        check_float8()
+    mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}[config.precision]
+    if config.precision in HALF and PartialState(cpu=cpu).num_processes == 1:
+        mixed = "no"
     accelerator = Accelerator(cpu=cpu, mixed_precision=mixed)
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise DlmBridgeError(

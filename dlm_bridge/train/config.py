@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.accelerate_options import AccelerateOptions, check_accelerate_options
 from dlm_bridge.train.megatron_options import MegatronOptions, check_megatron_options, flag, option
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -50,11 +51,16 @@ FIXED_FOR_A_RUN = (
     "truncate",
     "eos_padding",
     "train_on_prompt",
+    "lora_rank",
+    "lora_alpha",
+    "lora_targets",
+    "lora_quantize",
+    "adapter",
 )
 
 
 @dataclass(frozen=True)
-class TrainConfig(MegatronOptions):
+class TrainConfig(AccelerateOptions, MegatronOptions):
     """Names are the command line's flags with underscores. Checked when it is made: DlmBridgeError names the flag."""
 
     fixed: ClassVar[tuple[str, ...]] = FIXED_FOR_A_RUN
@@ -95,7 +101,7 @@ class TrainConfig(MegatronOptions):
     )
     mask_annealing_steps: int = option(0, "Steps over which causal attention opens to bidirectional.")
     block_schedule: str | None = option(None, "step:block size pairs, growing, such as 0:4,1000:8,2000:32.")
-    precision: str = option("fp32", "fp32, bf16, fp16, or fp8 with --engine megatron.")
+    precision: str = option("fp32", "fp32, bf16, fp16 or fp8.")
     lr: float = option(3e-4, "Peak learning rate.")
     lr_schedule: str = option("cosine", "cosine, linear or constant.")
     warmup_steps: int = option(0, "Steps of linear warm-up.")
@@ -113,6 +119,7 @@ class TrainConfig(MegatronOptions):
     attention_backend: str | None = option(
         None, "Of --engine accelerate: sdpa, eager, flash_attention_2, ...; of megatron: auto, flash, fused, unfused."
     )
+    compile: bool | None = option(None, "Of --engine accelerate: compile the decoder layers; so on a GPU.")
     gradient_checkpointing: bool = option(False, "Recompute activations to save memory.")
 
     def __post_init__(self) -> None:
@@ -282,8 +289,13 @@ def _check(config: TrainConfig) -> None:
     _split_numbers(config.split)
     if config.block_schedule is not None:
         _split_schedule(config.block_schedule, config.seq_length)
+    if config.compile is not None and config.engine != "accelerate":
+        raise DlmBridgeError("--compile and --no-compile need --engine accelerate: megatron-core has its own kernels")
     config.accumulation(processes=1)
+    check_accelerate_options(config, config.engine, config.precision)
     check_megatron_options(config, config.engine, config.precision)
+    if config.adapts and config.from_scratch:
+        raise DlmBridgeError("--from-scratch with an adapter: an adapter changes weights that are trained already")
 
 
 def _split_numbers(split: str) -> list[float]:

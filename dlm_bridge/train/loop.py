@@ -9,7 +9,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 
 from rich.console import Console
@@ -43,6 +43,12 @@ class Engine(abc.ABC):
     def evaluate(self) -> float:
         """The validation loss, over the same blocks with the same noise every time."""
 
+    def start(self, step: int, want_stop: bool) -> tuple[Callable[[], Row], bool]:
+        """As `step`, but the figures are asked for once they are needed: by default they are there at once. An engine
+        whose device works on its own returns as soon as the device has the step's work."""
+        row, stop = self.step(step, want_stop)
+        return (lambda: row), stop
+
     def evaluated(self, row: Row) -> Row:
         """A step's figures with those of an evaluation after it."""
         return dataclasses.replace(row, eval_loss=self.evaluate())
@@ -58,18 +64,34 @@ class Engine(abc.ABC):
         trackers = Trackers(config, self.output) if self.main and config.trackers else None
         deadline = math.inf if config.exit_duration is None else time.monotonic() + 60 * config.exit_duration
         with _catch_sigterm() as terminated, TrainingProgress(self.console, config.steps, step, self.main) as progress:
-            while True:
-                step += 1
-                row, stop = self.step(step, terminated.is_set() or time.monotonic() >= deadline)
-                last = stop or step == config.steps
-                if len(self.valid) and config.eval_interval and (step % config.eval_interval == 0 or last):
-                    row = self.evaluated(row)
+
+            def write(row: Row) -> None:
                 if metrics is not None:
                     metrics.append(row)
                 if trackers is not None:
                     trackers.log(row)
                 progress.show(row)
-                if last or step in config.saves or (config.save_interval and step % config.save_interval == 0):
+
+            before: Callable[[], Row] | None = None  # the figures of a step that the device may still work on
+            while True:
+                step += 1
+                try:
+                    figures, stop = self.start(step, terminated.is_set() or time.monotonic() >= deadline)
+                finally:
+                    if before is not None:
+                        write(before())
+                        before = None
+                last = stop or step == config.steps
+                evaluates = bool(
+                    len(self.valid) and config.eval_interval and (step % config.eval_interval == 0 or last)
+                )
+                saves = last or step in config.saves or (config.save_interval and step % config.save_interval == 0)
+                if not (evaluates or saves):
+                    before = figures
+                    continue
+                row = figures()
+                write(self.evaluated(row) if evaluates else row)
+                if saves:
                     folder = self.save(step, metrics)
                 if last:
                     break

@@ -127,8 +127,6 @@ class MegatronOptions:
 def check_megatron_options(options: MegatronOptions, engine: str, precision: str) -> None:
     """Raise DlmBridgeError for values that no model could have, and for a set option that the engine has not."""
     if engine != "megatron":
-        if precision == "fp8":
-            raise DlmBridgeError("--precision fp8 needs --engine megatron")
         shared = ("save_steps", "trackers")
         for known in dataclasses.fields(MegatronOptions):
             default = known.default if known.default is not dataclasses.MISSING else []

@@ -88,7 +88,7 @@ def test_crash_between_checkpoints(
     class CrashError(Exception):
         pass
 
-    step = accelerate_engine.Trainer.step
+    step = accelerate_engine.Trainer.start
 
     def crashing(self: Any, number: int, want_stop: bool) -> Any:
         if number == 7:
@@ -96,7 +96,7 @@ def test_crash_between_checkpoints(
         return step(self, number, want_stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(accelerate_engine.Trainer, "step", crashing)
+        patch.setattr(accelerate_engine.Trainer, "start", crashing)
         with pytest.raises(CrashError):
             run(tmp_path / "crashed", steps=STEPS)
     assert [row["step"] for row in read_metrics(tmp_path / "crashed")] == [1, 2, 3, 4, 5, 6]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -85,10 +84,17 @@ class NoisyBatch:
 
     def to(self, device: torch.device) -> NoisyBatch:
         """The same batch on another device, copied without waiting where the memory is pinned."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
-        def move(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return value.to(device, non_blocking=True)
-            return None if value is None else value.to(device)
+    def pin(self) -> NoisyBatch:
+        """The same in pinned memory."""
+        return self._each(lambda tensor: tensor.pin_memory())
 
-        return NoisyBatch(**{name: move(value) for name, value in vars(self).items()})
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> NoisyBatch:
+        values = dict(vars(self))
+        for name, value in values.items():
+            if isinstance(value, Visibility):
+                values[name] = Visibility(change(value.codes))
+            elif isinstance(value, torch.Tensor):
+                values[name] = change(value)
+        return NoisyBatch(**values)

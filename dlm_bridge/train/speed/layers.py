@@ -1,0 +1,33 @@
+"""Decoder layers compiled one by one: one compilation serves them all, and norms, rotary and SwiGLU become kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks that a model repeats, by the class names in transformers' `_no_split_modules`."""
+    names = {
+        name
+        for module in model.modules()
+        if isinstance(listed := getattr(module, "_no_split_modules", None), list | tuple | set)
+        for name in listed
+    }
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def compile_layers(model: nn.Module) -> int:
+    """Compile the forward of every decoder layer, and return how many there are.
+
+    Only the forward itself: what others put around a layer, activation checkpointing and FSDP's hooks, stays outside
+    and finds the module as it was. Layers have their weights as inputs of one graph, so that all of them run the code
+    that the first one compiled. Call it before `fully_shard`.
+    """
+    layers = decoder_layers(model)
+    for layer in layers:
+        compiled: Any = torch.compile(layer.forward)
+        layer.forward = compiled
+    return len(layers)
