@@ -1,0 +1,225 @@
+"""Countdown on one machine, offline: a small diffusion model is fine-tuned on solutions and then trained with rewards;
+held-out accuracy before and after, checked exactly, goes to a table, a JSON file and a figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "configs" / "countdown"
+EOS, MASK = "<eos>", "<mask>"
+SIGNS = "+-*/()=,:"
+HELD_OUT = 512  # problems
+# What a CPU can do in minutes: a smaller model and smaller numbers.
+TINY_MODEL = {"d_model": 128, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3, "mlp_hidden_size": 256}
+TINY_SFT = ["--steps", "800", "--global-batch-size", "128", "--precision", "fp32", "--warmup-steps", "20"]
+TINY_RL = ["--steps", "150", "--global-batch-size", "256", "--precision", "fp32", "--eval-interval", "25"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("countdown-output"), help="emptied first (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="a model and numbers for a CPU")
+    parser.add_argument("--seed", type=int, default=0, help="of data, weights, noise and rollouts (%(default)s)")
+    parser.add_argument("--sft", default="", help="further options of dlm-bridge sft, in one string")
+    parser.add_argument("--rl", default="", help="further options of dlm-bridge rl, in one string")
+    parser.add_argument("--keep-sft", action="store_true", help="take the SFT run that --output has")
+    given = parser.parse_args()
+    root: Path = given.output
+    console = Console()
+    mark = root / ".dlm-bridge-countdown"
+    if root.exists() and not mark.exists():
+        console.print(f"{root} exists and is not from an earlier run: choose another --output")
+        return 2
+    if not given.keep_sft:
+        shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+    largest, highest = (15, 60) if given.tiny else (30, 100)
+    train, held_out = root / "train.jsonl", root / "held-out.jsonl"
+    seed = ["--seed", str(given.seed)]
+    times = {}
+    if not given.keep_sft:
+        console.rule("[bold]1  problems, a tokenizer and an empty model")
+        count = write_problems(train, held_out, largest, highest, 8000 if given.tiny else 40_000, given.seed)
+        write_model(root / "seed", highest, TINY_MODEL if given.tiny else {})
+        console.print(f"{count} problems to train on, {HELD_OUT} others held out; numbers to {largest}")
+        console.rule("[bold]2  fine-tuning on solutions")
+        times["sft"] = dlm_bridge(
+            console, "sft", "--config", RECIPES / "sft.yaml", "--model", root / "seed", "--data", train,
+            "--output", root / "sft", *seed, *(TINY_SFT if given.tiny else []), *shlex.split(given.sft),
+        )  # fmt: skip
+    began = sorted((root / "sft" / "checkpoints").glob("step-*"))[-1]
+
+    console.rule("[bold]3  reinforcement learning on the same problems, without their solutions")
+    shutil.rmtree(root / "rl", ignore_errors=True)
+    times["rl"] = dlm_bridge(
+        console, "rl", "--config", RECIPES / "rl.yaml", "--model", began, "--data", train, "--eval-data", held_out,
+        "--output", root / "rl", *seed, *(TINY_RL if given.tiny else []), *shlex.split(given.rl),
+    )  # fmt: skip
+    ended = sorted((root / "rl" / "checkpoints").glob("step-*"))[-1]
+
+    console.rule("[bold]4  held-out problems, answered greedily and checked exactly")
+    problems = [json.loads(line) for line in held_out.read_text().splitlines()]
+    before, after = (accuracy(folder, problems) for folder in (began, ended))
+    rows = [json.loads(line) for line in (root / "rl" / "metrics.jsonl").read_text().splitlines()]
+    report(console, root, given, before, after, rows, times)
+    return 0
+
+
+def write_problems(train: Path, held_out: Path, largest: int, highest: int, count: int, seed: int) -> int:
+    """Problems of three numbers, each with one solution; those held out differ from all others in numbers or target,
+    in whatever order the numbers stand."""
+    draw = random.Random(seed)
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for _ in range(50 * (count + HELD_OUT)):
+        numbers = [draw.randint(1, largest) for _ in range(3)]
+        solution, target = expression(numbers, draw)
+        if target is not None and 1 <= target <= highest:
+            shown = numbers[:]
+            draw.shuffle(shown)
+            prompt = ",".join(map(str, shown)) + f"={target}:"
+            row = {"prompt": prompt, "completion": solution, "numbers": shown, "target": target}
+            found.setdefault((*sorted(numbers), target), row)
+        if len(found) == count + HELD_OUT:
+            break
+    problems = list(found.values())
+    draw.shuffle(problems)
+    for path, part in ((held_out, problems[:HELD_OUT]), (train, problems[HELD_OUT:])):
+        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+    return len(problems) - HELD_OUT
+
+
+def expression(numbers: list[int], draw: random.Random) -> tuple[str, int | None]:
+    """A random expression of the numbers in a random order, and its value: None unless all steps are whole."""
+    a, b, c = draw.sample(numbers, 3)
+    first, second = draw.choice("+-*/"), draw.choice("+-*/")
+    left = draw.random() < 0.5
+    inner = apply(first, a, b)
+    if inner is None:
+        return "", None
+    value = apply(second, inner, c) if left else apply(second, c, inner)
+    return (f"({a}{first}{b}){second}{c}" if left else f"{c}{second}({a}{first}{b})"), value
+
+
+def apply(sign: str, left: int, right: int) -> int | None:
+    if sign == "/":
+        return left // right if right and left % right == 0 else None
+    return {"+": left + right, "-": left - right, "*": left * right}[sign]
+
+
+def write_model(folder: Path, highest: int, sizes: dict[str, int]) -> None:
+    """A config.json, and a tokenizer whose tokens are whole numbers and signs."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [EOS, MASK, *SIGNS, *map(str, range(highest + 1))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d+|\D"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    folder.mkdir()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS, mask_token=MASK, clean_up_tokenization_spaces=False
+    )
+    fast.save_pretrained(folder)
+    config = json.loads((RECIPES / "config.json").read_text()) | sizes
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def dlm_bridge(console: Console, *words: Any) -> float:
+    """Run a command as a user would; the seconds that it took."""
+    command = [str(word) for word in words]
+    console.print(f"$ dlm-bridge {shlex.join(command)}", style="bold cyan", highlight=False, soft_wrap=True)
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-m", "dlm_bridge.cli", *command], check=True)
+    return time.monotonic() - began
+
+
+def accuracy(folder: Path, problems: list[dict[str, Any]]) -> float:
+    """The share of problems that a checkpoint's greedy answer solves."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import dlm_bridge  # noqa: F401  registers the families
+    from dlm_bridge.train.rl.rewards.countdown import solved
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [problem["prompt"] for problem in problems]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    output = model.generate(
+        batch["input_ids"].to(device), attention_mask=batch["attention_mask"].to(device), gen_length=8, temperature=0.0
+    )
+    texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return sum(solved(prompts, texts, problems)) / len(problems)
+
+
+def report(
+    console: Console,
+    root: Path,
+    given: argparse.Namespace,
+    before: float,
+    after: float,
+    rows: list[dict[str, Any]],
+    times: dict[str, float],
+) -> None:
+    """The table, ROOT/countdown.json and ROOT/countdown.png."""
+    import torch
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    error = 1.96 * max(before * (1 - before), after * (1 - after), 1e-9) ** 0.5 / HELD_OUT**0.5
+    evaluated = [row for row in rows if "eval_rewards" in row]
+    result = {
+        "command": shlex.join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "seed": given.seed,
+        "held_out_problems": HELD_OUT,
+        "accuracy_after_sft": before,
+        "accuracy_after_rl": after,
+        "confidence_95": error,
+        "seconds": times,
+        "rl_steps": [row["step"] for row in rows],
+        "rl_reward": [row["rewards"]["countdown"] for row in rows],
+        "rl_held_out": [[row["step"], row["eval_rewards"]["countdown"]] for row in evaluated],
+    }
+    (root / "countdown.json").write_text(json.dumps(result, indent=1) + "\n")
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step of reinforcement learning", ylabel="problems solved", ylim=(0, 1))
+    axes.plot(result["rl_steps"], result["rl_reward"], linewidth=0.8, label="sampled completions")
+    held_out = [(0, before), *result["rl_held_out"]]
+    axes.plot(*zip(*held_out, strict=True), "o-", label="held-out problems, greedy")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(root / "countdown.png")
+
+    table = Table(title=f"Countdown, three numbers, {HELD_OUT} held-out problems, seed {given.seed}")
+    for column in ("", "solved", "seconds"):
+        table.add_column(column)
+    table.add_row("after fine-tuning", f"{before:.1%}", f"{times.get('sft', 0):.0f}")
+    table.add_row("after reinforcement learning", f"{after:.1%}", f"{times['rl']:.0f}")
+    console.print(table)
+    console.print(f"95% interval: +-{error:.1%}; {root}/countdown.json, countdown.png", highlight=False)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
