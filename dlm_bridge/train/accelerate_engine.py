@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ from dlm_bridge.train.setup import (
     write_config,
 )
 from dlm_bridge.train.speed.attention import attention_kernels
-from dlm_bridge.train.speed.figures import Figures
+from dlm_bridge.train.speed.figures import Figures, Moment
 from dlm_bridge.train.speed.float8 import check_float8, convert_to_float8
 from dlm_bridge.train.speed.layers import compile_layers
 from dlm_bridge.train.speed.output import LossHead, chosen_positions, pinned, shared
@@ -158,7 +157,6 @@ class Trainer(Engine):
         # Counts travel between CPUs: agreeing on them never waits for the device.
         several = self.accelerator.num_processes > 1 and device.type == "cuda"
         self.cpu_group = dist.new_group(backend="gloo") if several else None
-        self.read_at = 0.0  # when the last step's figures were there
 
     @property
     def main(self) -> bool:
@@ -181,7 +179,7 @@ class Trainer(Engine):
     def start(self, step: int, want_stop: bool) -> tuple[Callable[[], Row], bool]:
         """One optimizer step. Nothing in it waits for the device; what comes back does, when it is called."""
         config, accelerator = self.config, self.accelerator
-        began = time.perf_counter()
+        began = Moment(accelerator.device)
         # Dropout's numbers, too, depend on nothing that a restart forgets.
         torch.manual_seed(torch_seed(config.seed, step, accelerator.process_index))
         self.objective = with_block_size(self.objective, self.plain_model, config, step)
@@ -209,21 +207,19 @@ class Trainer(Engine):
         self.optimizer.zero_grad()
         if self.half is not None:
             self.half.refresh()
-        figures = Figures(torch.cat([sums, norm.detach().to(sums)[None]]))
-        return (lambda: self._row(step, rate, began, figures)), stop
+        figures = Figures(torch.cat([sums, norm.detach().to(sums)[None]]), began)
+        return (lambda: self._row(step, rate, figures)), stop
 
-    def _row(self, step: int, rate: float, began: float, figures: Figures) -> Row:
+    def _row(self, step: int, rate: float, figures: Figures) -> Row:
         """The line of a step, once the device has taken it. Raises DlmBridgeError where the loss or the gradient is no
         number: the next step may have been taken by then, no checkpoint has been written."""
         config, accelerator = self.config, self.accelerator
-        *losses, norm = figures.read()
+        (*losses, norm), seconds = figures.read()
         loss = sum(losses)
         if not math.isfinite(loss):
             raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
         if not math.isfinite(norm) and accelerator.scaler is None:
             raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
-        now = time.perf_counter()
-        seconds, self.read_at = now - max(began, self.read_at), now
         tokens = config.global_batch_size * config.seq_length
         rate_of_tokens = tokens / seconds
         return Row(
