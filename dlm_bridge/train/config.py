@@ -113,6 +113,11 @@ class TrainConfig(AccelerateOptions, MegatronOptions):
     clip_grad: float = option(1.0, "Largest gradient norm, 0: no clipping.")
     split: str = option("99,1,0", "Training, validation and test shares, such as 99,1,0.")
     eval_interval: int = option(100, "Steps between validations, 0: never.")
+    sample_interval: int = option(0, "Steps between texts that the model writes to DIR/samples.jsonl, 0: never.")
+    sample_prompt: list[str] = field(
+        default_factory=list, metadata={"help": "What such a text follows; @FILE: each of its lines. May be repeated."}
+    )
+    sample_length: int = option(64, "Tokens of such a text.")
     save_interval: int = option(1000, "Steps between checkpoints, 0: only the last.")
     keep_last: int = option(0, "Checkpoints to keep, 0: all.")
     exit_duration: float | None = option(None, "Save and exit after so many minutes.")
@@ -235,7 +240,10 @@ def _typed(path: Path, key: str, value: Any, kind_of_config: type[TrainConfig]) 
                 continue
         if isinstance(kind, type) and type(value) is kind:
             return value
-    wanted = " or ".join("list of paths" if option == list[str] else option.__name__ for option in options)
+    wanted = " or ".join(
+        ("list of paths" if key == "data" else "list of texts") if option == list[str] else option.__name__
+        for option in options
+    )
     raise DlmBridgeError(f"--config {path}: {key} must be {wanted.replace('NoneType', 'null')}, not {value!r}")
 
 
@@ -252,11 +260,12 @@ def _check(config: TrainConfig) -> None:
     for name in ("model", "data", "output"):
         if not getattr(config, name):
             raise DlmBridgeError(f"--{name} is missing: give it on the command line or in the --config file")
-    for name in ("steps", "global_batch_size", "micro_batch_size", "seq_length"):
+    for name in ("steps", "global_batch_size", "micro_batch_size", "seq_length", "sample_length"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise DlmBridgeError(f"{flag(name)} must be at least 1, not {value}")
-    for name in ("warmup_steps", "eval_interval", "save_interval", "keep_last", "seed", "mask_annealing_steps"):
+    not_negative = ("warmup_steps", "eval_interval", "sample_interval", "save_interval", "keep_last", "seed")
+    for name in (*not_negative, "mask_annealing_steps"):
         if getattr(config, name) < 0:
             raise DlmBridgeError(f"{flag(name)} must not be negative, not {getattr(config, name)}")
     for name in ("lr", "min_lr", "weight_decay", "clip_grad", "adam_eps", "exit_duration"):
@@ -284,6 +293,8 @@ def _check(config: TrainConfig) -> None:
         task = chosen.metadata.get("task")
         if task not in (None, config.task) and getattr(config, chosen.name) not in (None, chosen.default):
             raise DlmBridgeError(f"{flag(chosen.name)} is an option of dlm-bridge {task}, not {config.task}")
+    if bool(config.sample_interval) != bool(config.sample_prompt):
+        raise DlmBridgeError("--sample-interval N and --sample-prompt TEXT belong together: give both")
     if config.min_lr > config.lr:
         raise DlmBridgeError(f"--min-lr {config.min_lr} is more than --lr {config.lr}")
     _split_numbers(config.split)

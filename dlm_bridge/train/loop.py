@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import MetricsFile, Row
 from dlm_bridge.train.progress import TrainingProgress
+from dlm_bridge.train.text_samples import TextSamples
 from dlm_bridge.train.trackers import Trackers
 
 EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always the same
@@ -28,6 +30,8 @@ class Engine(abc.ABC):
     config: TrainConfig
     output: Path
     console: Console
+    tokenizer: Any
+    plain_model: Any  # the Hub-side model that is trained, without its wrappers
     valid: Sized  # validation blocks
 
     @property
@@ -57,11 +61,20 @@ class Engine(abc.ABC):
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step`; the main process has the metrics."""
 
+    def sample(self, samples: TextSamples, step: int) -> None:
+        """Let the model write, as it is after `step`. All processes call it."""
+        samples.write(step, self.plain_model)
+
     def run(self, step: int) -> Path:
         """Train from after `step` and return the last checkpoint's folder."""
         config = self.config
         metrics = MetricsFile(self.output / "metrics.jsonl", step) if self.main else None
         trackers = Trackers(config, self.output) if self.main and config.trackers else None
+        samples = None
+        if config.sample_interval:
+            samples = TextSamples(config, self.tokenizer, self.output, step, self.main)
+            if step == 0:  # to compare with, and a prompt that cannot be sampled ends the run before it began
+                self.sample(samples, 0)
         deadline = math.inf if config.exit_duration is None else time.monotonic() + 60 * config.exit_duration
         with _catch_sigterm() as terminated, TrainingProgress(self.console, config.steps, step, self.main) as progress:
 
@@ -86,11 +99,14 @@ class Engine(abc.ABC):
                     len(self.valid) and config.eval_interval and (step % config.eval_interval == 0 or last)
                 )
                 saves = last or step in config.saves or (config.save_interval and step % config.save_interval == 0)
-                if not (evaluates or saves):
+                samples_now = samples is not None and (step % config.sample_interval == 0 or last)
+                if not (evaluates or saves or samples_now):
                     before = figures
                     continue
                 row = figures()
                 write(self.evaluated(row) if evaluates else row)
+                if samples is not None and samples_now:
+                    self.sample(samples, step)
                 if saves:
                     folder = self.save(step, metrics)
                 if last:

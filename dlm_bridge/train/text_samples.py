@@ -27,9 +27,9 @@ class TextSamples:
     random numbers, and the model's mode, as they were.
     """
 
-    def __init__(self, config: TrainConfig, tokenizer: Any, output: Path, step: int) -> None:
-        """Opening the file drops the rows past `step`, and a torn last line. Raises DlmBridgeError for prompts that
-        cannot be read or encoded."""
+    def __init__(self, config: TrainConfig, tokenizer: Any, output: Path, step: int, main: bool) -> None:
+        """In the `main` process, which alone writes, opening the file drops the rows past `step` and a torn last line.
+        Raises DlmBridgeError for prompts that cannot be read or encoded."""
         if tokenizer is None:
             raise DlmBridgeError("--sample-prompt is a text, and no tokenizer is there: name one with --tokenizer")
         self._config = config
@@ -41,15 +41,17 @@ class TextSamples:
             (as_message(text, None) if chat else WrittenPrompt(text=text)).encode(tokenizer, name)
             for text in self._prompts
         ]
-        self._path = output / NAME
+        self._path = output / NAME if main else None
+        if self._path is None:
+            return
         kept = [row for row in read_rows(self._path) if row["step"] <= step]
         temporary = self._path.with_name(f".{NAME}.tmp")
         temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
         os.replace(temporary, self._path)
 
-    def write(self, step: int, model: Any, main: bool = True) -> None:
-        """Sample after `step` and, in the `main` process, append a row for each prompt. All processes that share the
-        model's weights call it together. Raises DlmBridgeError where the model cannot be sampled from."""
+    def write(self, step: int, model: Any) -> None:
+        """Sample after `step` and append a row for each prompt; every process that has a share of the model's weights
+        calls it. Raises DlmBridgeError where the model cannot be sampled from."""
         family = model_family(model)
         diffusion = family is not None and family.kind == "diffusion"
         settings: dict[str, Any] = {"gen_length": self._config.sample_length, "seed": self._config.seed}
@@ -61,9 +63,11 @@ class TextSamples:
             # A layer that training compiled would be compiled anew for each length.
             with random_state_kept(), torch.compiler.set_stance("force_eager"):
                 result = write_texts(model, self._tokenizer, self._tokens, settings, diffusion=diffusion)
+        except DlmBridgeError as error:
+            raise DlmBridgeError(f"--sample-prompt after step {step}: {error}") from error
         finally:
             model.train(training)
-        if main:
+        if self._path is not None:
             rows = [
                 {"step": step, "prompt": prompt, "text": text}
                 for prompt, text in zip(self._prompts, result.texts, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -21,6 +22,7 @@ from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
 from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
 from dlm_bridge.parallel.gpt import arguments
+from dlm_bridge.parallel.handover import refresh_hf_model, stream_hf_weights
 from dlm_bridge.parallel.model import build_megatron_model
 from dlm_bridge.train.adaptation import block_size, with_block_size
 from dlm_bridge.train.config import TrainConfig
@@ -46,6 +48,7 @@ from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flo
 from dlm_bridge.train.objectives import NoisyBatch, Objective, TwoStreams, divisors
 from dlm_bridge.train.optimisation import check_finite, learning_rate
 from dlm_bridge.train.setup import check_data, load_data, make_objective, open_output, with_objective, write_config
+from dlm_bridge.train.text_samples import TextSamples
 
 T = TypeVar("T")
 
@@ -284,6 +287,27 @@ class MegatronTrainer(Engine):
                 sums = self._forward_backward(batches.batches, torch.ones(objective.terms), forward_only=True)
                 totals += torch.stack([sums.cpu(), summed])
         return float((totals[0] / divisors(totals[1])).sum())
+
+    def sample(self, samples: TextSamples, step: int) -> None:
+        """On the main process, which holds the whole model for it; the others hand over what they have of it."""
+        bridge = self.source.bridge
+        with self._without_gather():
+            if self.main:
+                refresh_hf_model(bridge, self.hub_model, self.chunks)
+            else:
+                for _ in stream_hf_weights(bridge, self.chunks):
+                    pass
+        if self.main:
+            for name in ("mask_token_id", "block_size"):  # which the run may have changed
+                if (value := getattr(self.source.model.config, name, None)) is not None:
+                    setattr(self.hub_model.config, name, value)
+            samples.write(step, self.hub_model.to(self.device))
+            self.hub_model.to("cpu")  # the device's memory is training's
+
+    @functools.cached_property
+    def hub_model(self) -> Any:
+        """The Hub-side model that samples, on the CPU in between."""
+        return self.source.bridge.build_hf_model(dtype=DTYPES[self.config.precision])
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         self._check_finite(step)

@@ -1,0 +1,121 @@
+"""Texts written while training: what is in them, and that training is the same with and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.metrics import read_rows
+from tests.train.conftest import Run, read_metrics, without_speed
+
+PROMPTS = ["def f1(x):", "    return", "def"]
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    """Samples at steps 0, 4, 8 and 10; one prompt on the command line, two in a file."""
+    (tmp_path / "prompts.txt").write_text("    return\n\ndef\n")
+    given = [PROMPTS[0], f"@{tmp_path / 'prompts.txt'}"]
+    return {"sample_interval": 4, "sample_prompt": given, "sample_length": 16}
+
+
+@pytest.fixture
+def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """`run` on the Megatron engine, on the CPU, in a world of one."""
+    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+    from dlm_bridge.parallel import groups, overrides
+    from dlm_bridge.train.megatron.engine import train
+
+    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
+        config = TrainConfig(**{**values, "engine": "megatron", "output": str(output), **changes})
+        train(config, resume, Console(quiet=True))
+        return read_metrics(output)
+
+    yield _run
+    if dist.is_initialized():
+        groups.destroy()
+        dist.destroy_process_group()
+    overrides.uninstall()
+
+
+def written_by(checkpoint: Path) -> list[str]:
+    """What a checkpoint says after the prompts, by hand."""
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(checkpoint),
+    )
+    tokenizer.pad_token = tokenizer.eos_token
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side="left")
+    new = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], gen_length=16, seed=0)
+    return list(tokenizer.batch_decode(new[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def test_training_is_the_same_with_samples(tmp_path: Path, run: Run, options: dict[str, Any]) -> None:
+    plain, sampled = tmp_path / "plain", tmp_path / "sampled"
+    assert without_speed(run(plain)) == without_speed(run(sampled, **options))
+    weights = [load_file(root / "checkpoints/step-0000010/model.safetensors") for root in (plain, sampled)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    rows = read_rows(sampled / "samples.jsonl")
+    assert [(row["step"], row["prompt"]) for row in rows] == [(s, p) for s in (0, 4, 8, 10) for p in PROMPTS]
+    for number, step in enumerate((4, 8, 10), 1):
+        texts = [row["text"] for row in rows[3 * number :][:3]]
+        assert texts == written_by(sampled / f"checkpoints/step-{step:07d}")
+    assert len({row["text"] for row in rows}) > 3  # it learns to write something else
+    assert not (plain / "samples.jsonl").exists()
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path, run: Run, options: dict[str, Any]) -> None:
+    output = tmp_path / "run"
+    run(output, **{**options, "steps": 8, "lr_schedule": "constant"})
+    rows = read_rows(output / "samples.jsonl")
+    with (output / "samples.jsonl").open("a") as file:
+        file.write('{"step": 9, "prompt": "lost", "text": ""}\n{"step": 10, "prom')
+    run(output, resume=True, **{**options, "lr_schedule": "constant"})
+    again = read_rows(output / "samples.jsonl")
+    assert again[: len(rows)] == rows
+    assert [row["step"] for row in again] == [0] * 3 + [4] * 3 + [8] * 3 + [10] * 3
+
+
+def test_the_megatron_engine_hands_its_weights_to_the_hub_side(
+    tmp_path: Path, on_megatron: Run, run: Run, options: dict[str, Any]
+) -> None:
+    from dlm_bridge import Bridge
+
+    plain, sampled = tmp_path / "plain", tmp_path / "sampled"
+    assert without_speed(on_megatron(plain)) == without_speed(on_megatron(sampled, **options))
+    rows = read_rows(sampled / "samples.jsonl")
+    assert [(row["step"], row["prompt"]) for row in rows] == [(s, p) for s in (0, 4, 8, 10) for p in PROMPTS]
+    Bridge.from_megatron(sampled / "checkpoints").to_hf(tmp_path / "hub")
+    assert [row["text"] for row in rows[-3:]] == written_by(tmp_path / "hub")
+    # Both engines start from the same weights.
+    run(tmp_path / "accelerate", **{**options, "steps": 1})
+    assert read_rows(tmp_path / "accelerate/samples.jsonl")[:3] == rows[:3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sample_interval": 0}, "--sample-interval N and --sample-prompt TEXT belong together"),
+        ({"sample_prompt": []}, "--sample-interval N and --sample-prompt TEXT belong together"),
+        ({"sample_prompt": ["@/nowhere.txt"]}, "--sample-prompt @/nowhere.txt: No such file"),
+        ({"sample_length": 0}, "--sample-length must be at least 1"),
+        ({"sample_length": 500}, "--sample-prompt after step 0: gen_length 500"),
+    ],
+)
+def test_what_cannot_be_sampled_ends_a_run_before_it_began(
+    tmp_path: Path, run: Run, options: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DlmBridgeError, match=said) as raised:
+        run(tmp_path / "run", **{**options, **changes})
+    assert "\n" not in str(raised.value)
+    assert not list(tmp_path.glob("run/checkpoints/*"))
