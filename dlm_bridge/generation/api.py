@@ -13,6 +13,8 @@ from transformers.utils import ModelOutput
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.algorithms.base import Tokens
+from dlm_bridge.generation.constraints import read_constraints
+from dlm_bridge.generation.ending import Ending
 from dlm_bridge.generation.loop import denoise
 from dlm_bridge.generation.noise import Noise
 from dlm_bridge.generation.observe import DenoisingStep, Observer
@@ -84,7 +86,8 @@ def generate(
         **kwargs: any setting, for this call. `eos_token_id=None` turns stopping off.
 
     Returns:
-        [B, P + new] token ids on the device of the model's embedding. Prompts that were padded on the right come back
+        [B, P + new] token ids, with `num_return_sequences` n [B * n, P + new], on the device of the model's
+        embedding. Prompts that were padded on the right come back
         padded on the left, so that the new tokens always are `output[:, P:]`. After its first end-of-sequence
         token a row is filled up with `pad_token_id`, and the longest row ends the output; without stopping, new is
         `gen_length`. With `return_dict_in_generate=True` a `DiffusionGenerateOutput`.
@@ -97,12 +100,13 @@ def generate(
         raise DlmBridgeError("inputs and input_ids are the same argument: give one of them")
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
     settings = resolve(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
-    recipe = settings.algorithm.recipe(Tokens(settings.pad_token_id, settings.eos_token_ids))
+    recipe = settings.algorithm.recipe(Tokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
+    copies = settings.num_return_sequences
     if commit_rule is not None:
         recipe = replace(recipe, rule=Checked(commit_rule))
     prompt = Prompt.build(
-        tokens_BP,
-        attention_mask,
+        tokens_BP.repeat_interleave(copies, dim=0),
+        None if attention_mask is None else attention_mask.repeat_interleave(copies, dim=0),
         mask_token_id=settings.mask_token_id,
         vocabulary=settings.vocabulary,
         gen_length=settings.algorithm.gen_length,
@@ -121,7 +125,15 @@ def generate(
         gen_length=settings.algorithm.gen_length,
         mask_token_id=settings.mask_token_id,
         pad_token_id=settings.pad_token_id,
-        eos_token_ids=settings.eos_token_ids,
+        ending=Ending(settings.eos_token_ids, prompt.tokens.device, settings.stop_strings, kwargs.get("tokenizer")),
+        constraints=read_constraints(
+            settings.constraints.get,
+            prompt_width=tokens_BP.shape[1],
+            vocabulary=settings.vocabulary,
+            eos_token_ids=settings.eos_token_ids,
+            pad_token_id=settings.pad_token_id,
+            suppress=recipe.suppress,
+        ),
         shift=settings.shift,
         observer=observer,
         cache=settings.cache,

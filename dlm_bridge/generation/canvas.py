@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from dlm_bridge.generation.ending import Ending
 from dlm_bridge.generation.prompt import Prompt
 
 Columns = slice | torch.Tensor  # the same columns of every row, or a [rows, N] tensor of each row's own
@@ -36,7 +36,7 @@ class Canvas:
         gen_length: int,
         mask_token_id: int,
         pad_token_id: int,
-        eos_token_ids: Sequence[int],
+        ending: Ending,
     ) -> None:
         device = prompt.tokens.device
         batch, self.prompt_width = prompt.tokens.shape
@@ -58,7 +58,7 @@ class Canvas:
         self.blocks = [slice(begin, min(begin + block, stop)) for begin in range(first, stop, block)]
         self.mask_token_id = mask_token_id
         self._pad_token_id = pad_token_id
-        self._eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)
+        self._ending = ending
 
         self.tokens = torch.full((batch, self.width), mask_token_id, device=device)
         for row, (origin, length) in enumerate(zip(self.origins, lengths, strict=True)):
@@ -99,6 +99,20 @@ class Canvas:
         columns = self._columns[columns] if isinstance(columns, slice) else columns
         return columns >= starts_A1
 
+    def columns(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
+        """[A, N], the columns as a tensor."""
+        count = len(self.names if rows is None else rows)
+        return self._columns[columns].expand(count, -1) if isinstance(columns, slice) else columns
+
+    def first_new(self, rows: list[int] | None) -> torch.Tensor:
+        """[A], the column of a row's first new token."""
+        return self._starts if rows is None else self._starts[rows]
+
+    def real(self, rows: list[int] | None) -> torch.Tensor:
+        """[A, S], False at padding."""
+        origins = self.origins if rows is None else [self.origins[row] for row in rows]
+        return self._columns >= torch.tensor(origins, device=self._columns.device)[:, None]
+
     def _wanted(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
         """[A, N], True at the new tokens that are asked for: behind the prompt, `gen_length` of them."""
         starts_A1 = (self._starts if rows is None else self._starts[rows])[:, None]
@@ -109,12 +123,12 @@ class Canvas:
         return [block.stop - max(block.start, start) for start in self.starts]
 
     def unfinished(self, rows: list[int] | None, block: slice) -> torch.Tensor:
-        """[A], True where a new token of the block is still a mask that no end-of-sequence token precedes."""
+        """[A], True where a new token of the block is still a mask, and the row does not end before it."""
         tokens_AN = self.take(rows, slice(0, block.stop))
         new_AN = self._wanted(rows, slice(0, block.stop))
         open_AN = new_AN & (tokens_AN == self.mask_token_id)
-        if len(self._eos):
-            open_AN &= (new_AN & torch.isin(tokens_AN, self._eos)).cumsum(dim=1) == 0
+        if self._ending.happens:
+            open_AN &= self._ending.marks(tokens_AN, new_AN, self.mask_token_id).cumsum(dim=1) == 0
         return open_AN.any(dim=1)
 
     def retire(self, block: slice) -> list[int] | None:
@@ -122,9 +136,10 @@ class Canvas:
         done = [start + self._gen_length <= block.stop for start in self.starts]
         if block is self.blocks[-1]:
             done = [True] * len(done)
-        elif len(self._eos):
+        elif self._ending.happens:
             columns = slice(0, block.stop)
-            ended_B = (torch.isin(self.tokens[:, columns], self._eos) & self._wanted(None, columns)).any(dim=1)
+            new_BN = self._wanted(None, columns)
+            ended_B = self._ending.marks(self.tokens[:, columns], new_BN, self.mask_token_id).any(dim=1)
             done = [a or b for a, b in zip(done, ended_B.tolist(), strict=True)]
         if not any(done):
             return None
@@ -138,9 +153,9 @@ class Canvas:
         return stay
 
     def output(self) -> torch.Tensor:
-        """[B, P + new], prompts padded on the left: padding from each row's first end-of-sequence token on, and no
+        """[B, P + new], prompts padded on the left: padding from each row's end on, and no
         column that is padding in every row."""
-        if not len(self._eos):
+        if not self._ending.happens:
             return self._output
         after_BS = self._after_end(self._output)
         width = int((~after_BS).sum(dim=1).max())
@@ -179,7 +194,7 @@ class Canvas:
         output_BS[self.names[row], left : left + len(settled)] = settled
 
     def _after_end(self, output_BS: torch.Tensor) -> torch.Tensor:
-        """[B, P + gen_length], True behind a row's first new end-of-sequence token."""
-        ends_BS = torch.isin(output_BS, self._eos)
-        ends_BS[:, : self.prompt_width] = False
+        """[B, P + gen_length], True behind the first new token that ends the row."""
+        new_BS = (torch.arange(output_BS.shape[1], device=output_BS.device) >= self.prompt_width).expand_as(output_BS)
+        ends_BS = self._ending.marks(output_BS, new_BS, self.mask_token_id)
         return ends_BS.long().cumsum(dim=1) - ends_BS.long() > 0

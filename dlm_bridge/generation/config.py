@@ -25,7 +25,8 @@ PARAMETERS = list(
 OWN_FIELDS = ["algorithm", *PARAMETERS, "cache", "execution", "mask_token_id", "seed", "output_history"]
 
 _ABOVE_ZERO = (
-    "max_new_tokens", "max_length", "block_length", "block_size", "small_block_size", "steps", "denoising_steps",
+    "max_new_tokens", "max_length", "num_return_sequences",
+    "block_length", "block_size", "small_block_size", "steps", "denoising_steps",
     "diffusion_steps", "num_diffusion_steps", "minimal_topk", "num_to_transfer", "wedlm_window_size",
 )  # fmt: skip
 _COUNTS = ("max_post_steps", "top_k")
@@ -33,6 +34,7 @@ _NUMBERS = (
     "temperature", "cfg_scale", "alg_temp", "threshold", "factor", "confidence_threshold", "editing_threshold",
     "eb_threshold", "eb_gamma", "wedlm_entropy_threshold", "wedlm_pos_penalty_factor",
 )  # fmt: skip
+_FLAGS = ("greedy", "add_eos_at_end", "logits_eos_inf", "confidence_eos_eot_inf", "output_history")
 _CHOICES = {
     "cache": get_args(Cache),
     "execution": EXECUTIONS,
@@ -59,6 +61,9 @@ class DiffusionGenerationConfig(GenerationConfig):
         steps: denoising steps, over all blocks (llada, mdlm, bd3lm, dream) or of each block (illada, llada2).
         denoising_steps, diffusion_steps, num_diffusion_steps: the same of sdar (each block), diffullama and rnd1.
         small_block_size: (fast_dllm_v2) tokens of a block that are settled before the next ones.
+        logits_eos_inf, confidence_eos_eot_inf: (llada) end-of-sequence tokens are never proposed; or they and
+            `eot_token_id` are settled last, since they have no confidence.
+        eot_token_id: (llada) the end-of-turn token where it is none of `eos_token_id`.
         cfg_scale: w of classifier-free guidance, logits = un + (w + 1) * (cond - un); 0 is off.
         remasking: (llada, illada, mdlm, bd3lm) which positions a step settles: "low_confidence" (the most probable)
             or "random".
@@ -81,6 +86,10 @@ class DiffusionGenerationConfig(GenerationConfig):
             and Nemotron's); "prefix" or "dual" (approximate, of bidirectional models; Fast-dLLM v1).
         execution: how forwards run: "eager", "graph" (recorded as CUDA graphs, the default on a GPU) or "compiled"
             (recorded, and decoder layers are compiled: faster, after up to a minute once for each model).
+        repetition_penalty, suppress_tokens, bad_words_ids, min_new_tokens, min_length, no_repeat_ngram_size: as in
+            transformers; see `dlm_bridge.generation.constraints` for what they mean to a denoiser.
+        stop_strings: text that ends a row, with `tokenizer=` at the call.
+        num_return_sequences: samples of each prompt, next to each other.
         seed: makes the noise a function of the seed and of each row's own prompt.
         output_history: with `return_dict_in_generate`, the result holds every step.
         **kwargs: any other field of transformers' GenerationConfig; those that would change the result and that the
@@ -182,9 +191,13 @@ def check_values(values: Mapping[str, Any]) -> None:
     check(_NUMBERS, lambda value: _is_number(value) and 0 <= value < math.inf, "a number, 0 or above")
     check(["top_p"], lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
     check(["eps"], lambda value: _is_number(value) and 0 < value < 1, "a number between 0 and 1")
-    check(["mask_token_id", "pad_token_id"], lambda value: _is_int(value) and value >= 0, "a token id")
+    check(["mask_token_id", "pad_token_id", "eot_token_id"], lambda value: _is_int(value) and value >= 0, "a token id")
     check(["seed"], _is_int, "a whole number")
-    check(["greedy", "add_eos_at_end", "output_history"], lambda value: isinstance(value, bool), "True or False")
+    check(
+        ["greedy", "add_eos_at_end", "output_history", "logits_eos_inf", "confidence_eos_eot_inf"],
+        lambda value: isinstance(value, bool),
+        "True or False",
+    )
     for name, known in {"algorithm": tuple(ALGORITHMS), **_CHOICES}.items():
         if name in given and given[name] not in known:
             raise DlmBridgeError(f"unknown {name} {given[name]!r}: known are {', '.join(known)}")

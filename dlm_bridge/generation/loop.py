@@ -7,14 +7,15 @@ from). A published sampler is one choice of each (`algorithms`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import Canvas, Columns, Layout
+from dlm_bridge.generation.constraints import Constraints
+from dlm_bridge.generation.ending import Ending
 from dlm_bridge.generation.execution.runner import Execution, Runner, can_keep
 from dlm_bridge.generation.noise import Noise
 from dlm_bridge.generation.observe import Observer
@@ -22,6 +23,7 @@ from dlm_bridge.generation.predict import Cache, Predictor
 from dlm_bridge.generation.prompt import Prompt
 from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.generation.rules.base import CommitRule, Step
+from dlm_bridge.generation.rules.threshold import Leftmost
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Recipe:
     # A block's first token is settled alone, by the prediction of the position before it: the best one, or sampled.
     seed: Literal["greedy", "sampled"] | None = None
     window: int | None = None  # so many columns from a row's first mask are looked at, instead of the whole block
+    suppress: tuple[int, ...] = ()  # tokens that are never proposed
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ def denoise(
     gen_length: int,
     mask_token_id: int,
     pad_token_id: int,
-    eos_token_ids: Sequence[int],
+    ending: Ending,
+    constraints: Constraints,
     shift: bool,
     observer: Observer,
     cache: Cache | None = None,
@@ -73,8 +77,10 @@ def denoise(
         gen_length=gen_length,
         mask_token_id=mask_token_id,
         pad_token_id=pad_token_id,
-        eos_token_ids=eos_token_ids,
+        ending=ending,
     )
+    if constraints.ordered:
+        recipe = replace(recipe, rule=Leftmost())
     cache = _cache(recipe.predictor, model, cache)
     copies = 2 if recipe.predictor_options.get("cfg_scale") else 1
     with Runner.open(
@@ -85,9 +91,9 @@ def denoise(
         for block in canvas.blocks:
             masks = canvas.masks(block)
             predictor.open(block)
-            for row in seed_block(canvas, block, predictor, recipe, noise, observer):
+            for row in seed_block(canvas, block, predictor, recipe, constraints, noise, observer):
                 masks[row] -= 1
-            settle_block(canvas, block, masks, predictor, recipe, noise, observer)
+            settle_block(canvas, block, masks, predictor, recipe, constraints, noise, observer)
             observer.block(canvas, block)
             stay = canvas.retire(block)
             if stay is not None:
@@ -117,6 +123,7 @@ def settle_block(
     masks: list[int],
     predictor: Predictor,
     recipe: Recipe,
+    constraints: Constraints,
     noise: Noise,
     observer: Observer,
 ) -> None:
@@ -128,7 +135,7 @@ def settle_block(
     while active:
         rows = None if len(active) == len(canvas.rows) else active
         columns = block if recipe.window is None else window(canvas, rows, block, recipe.window)
-        logits = predictor(rows, columns)
+        logits = constraints(predictor(rows, columns), canvas, active, columns)
         shaped, tokens = propose(logits, active, recipe.sampling, canvas.mask_token_id, noise)
         before = canvas.take(rows, columns)
         step = Step(
@@ -157,7 +164,13 @@ def settle_block(
 
 
 def seed_block(
-    canvas: Canvas, block: slice, predictor: Predictor, recipe: Recipe, noise: Noise, observer: Observer
+    canvas: Canvas,
+    block: slice,
+    predictor: Predictor,
+    recipe: Recipe,
+    constraints: Constraints,
+    noise: Noise,
+    observer: Observer,
 ) -> list[int]:
     """Settle the block's first token where it is new and has something before it, as an autoregressive model would.
 
@@ -170,7 +183,7 @@ def seed_block(
         rows = None if len(active) == len(canvas.rows) else active
         first = slice(block.start, block.start + 1)
         sampling = recipe.sampling if recipe.seed == "sampled" else Sampling()
-        logits = predictor(rows, first, shift=True)
+        logits = constraints(predictor(rows, first, shift=True), canvas, active, first)
         canvas.put(rows, first, propose(logits, active, sampling, canvas.mask_token_id, noise)[1])
         observer.step(canvas, active, predictor.forwards, final=not recipe.rule.edits)
     return active

@@ -13,6 +13,8 @@ from transformers.utils import logging
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.algorithms import ALGORITHMS, Algorithm
 from dlm_bridge.generation.config import ALIASES, OWN_FIELDS, PARAMETERS, check_values, eos_token_ids, merge_names
+from dlm_bridge.generation.constraints import FIELDS as CONSTRAINTS
+from dlm_bridge.generation.ending import check_stop_strings
 from dlm_bridge.generation.execution.runner import Execution
 from dlm_bridge.generation.predict import Cache
 from dlm_bridge.models.spec import FamilySpec
@@ -27,7 +29,9 @@ SHARED_FIELDS = (
     "do_sample",
     "eos_token_id",
     "pad_token_id",
+    "num_return_sequences",
     "return_dict_in_generate",
+    "stop_strings",
 )
 # Those that cannot change the result of a sampler with caches of its own (`cache`), whatever their value. (LLaDA2's
 # eos_early_stop is among them since no tokens behind the end are ever returned.)
@@ -59,7 +63,6 @@ SAMPLING_ONLY = {
 OFF = {
     "num_beams": 1,
     "num_beam_groups": 1,
-    "num_return_sequences": 1,
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "length_penalty": 1.0,
@@ -97,6 +100,7 @@ class SamplerSettings:
     algorithm: Algorithm
     shift: bool  # the model's logits[i - 1] are about token i
     eos_token_ids: tuple[int, ...]  # empty: no stopping
+    end_token_ids: tuple[int, ...]  # the model's end-of-sequence tokens, whether a row stops at them or not
     pad_token_id: int
     mask_token_id: int
     seed: int | None
@@ -104,6 +108,9 @@ class SamplerSettings:
     execution: Execution | None  # None: by the device
     return_dict: bool
     output_history: bool  # the steps are part of the returned dict
+    num_return_sequences: int
+    stop_strings: tuple[str, ...]
+    constraints: Mapping[str, Any]  # the settings that `constraints.read_constraints` reads, as far as they are given
     vocabulary: int
     context: int | None  # the longest sequence that the model was made for, in tokens
 
@@ -147,17 +154,23 @@ def resolve(
         raise DlmBridgeError("the model's config names no mask token: pass mask_token_id")
     eos, _ = _find(levels, "eos_token_id", getattr(config, "eos_token_id", None))
     eos = eos_token_ids(eos)
+    said = [ids for level in levels if (ids := eos_token_ids(level.values.get("eos_token_id")))]
+    ends = said[0] if said else eos_token_ids(getattr(config, "eos_token_id", None))
     pad_token_id, _ = _find(levels, "pad_token_id", getattr(config, "pad_token_id", None))
     if pad_token_id is None:
         pad_token_id = eos[0] if eos else 0  # without stopping nothing is filled up
     if not 0 <= mask_token_id < vocabulary:
         raise DlmBridgeError(f"mask_token_id {mask_token_id} is outside the vocabulary of {vocabulary}")
+    eot = parameters.get("eot_token_id")
+    if eot is not None and eot >= vocabulary:
+        raise DlmBridgeError(f"eot_token_id {eot} is outside the vocabulary of {vocabulary}")
     if eos and pad_token_id == mask_token_id:
         raise DlmBridgeError(f"pad_token_id {pad_token_id} is the mask token: pass another pad_token_id")
     return SamplerSettings(
         algorithm=kind(**parameters),
         shift=spec.shift,
         eos_token_ids=eos,
+        end_token_ids=ends,
         pad_token_id=pad_token_id,
         mask_token_id=mask_token_id,
         seed=_find(levels, "seed", None)[0],
@@ -165,6 +178,9 @@ def resolve(
         execution=_find(levels, "execution", None)[0],
         return_dict=bool(_find(levels, "return_dict_in_generate", False)[0]),
         output_history=bool(_find(levels, "output_history", False)[0]),
+        num_return_sequences=_find(levels, "num_return_sequences", 1)[0],
+        stop_strings=check_stop_strings(_find(levels, "stop_strings", ())[0]),
+        constraints=_constraints(levels),
         vocabulary=vocabulary,
         context=getattr(config, "max_position_embeddings", None),
     )
@@ -239,6 +255,17 @@ def _set_fields(config: GenerationConfig) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if value is not None}
 
 
+def _constraints(levels: list[_Level]) -> dict[str, Any]:
+    """What the caller says; a checkpoint's own file is not read for these, see `_refuse_unsupported`."""
+    said = [level for level in levels if level.where in (KEYWORD, GIVEN)]
+    found = {name: _find(said, name, None)[0] for name in CONSTRAINTS}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and value != OFF.get(name) and not (hasattr(value, "__len__") and not len(value))
+    }
+
+
 def _find(levels: list[_Level], name: str, default: Any) -> tuple[Any, str | None]:
     """The first source's value and that source's name."""
     for level in levels:
@@ -299,10 +326,14 @@ def _refuse_unsupported(levels: list[_Level], temperature: float, kind: type[Alg
             continue
         if name in SAMPLING_ONLY and (temperature == 0 or value == SAMPLING_ONLY[name]):
             continue
-        if where == STORED and name in OFF:
+        if name in CONSTRAINTS and where in (KEYWORD, GIVEN):
+            continue
+        if where == STORED and (name in OFF or name in CONSTRAINTS):
             # Checkpoints inherit such settings from the autoregressive model that they were made of; the published
             # samplers never read them.
-            logger.warning_once(f"{STORED} has {name} {value!r}, which the {kind.name} sampler does not have: ignored")
+            logger.warning_once(
+                f"{STORED} has {name} {value!r}, which the published {kind.name} sampler does not read: ignored"
+            )
             continue
         raise DlmBridgeError(f"the {kind.name} sampler has no {name} ({where}: {value!r}): {_remedy(name, where)}")
 

@@ -135,7 +135,7 @@ def test_transformers_own_words(model: Any) -> None:
         ({"zzz": 3}, r"does not know 'zzz' .*: known are gen_length, temperature, algorithm"),
         ({"num_beams": 4}, r"has no num_beams \(keyword argument: 4\): leave it out"),
         ({"min_p": 0.9, "temperature": 1.0}, "has no min_p"),
-        ({"repetition_penalty": 1.2}, "has no repetition_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0, not 0"),
         ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature 0.7"),
         ({"max_length": 4}, "max_length 4 .* leaves no room after a prompt of 4 tokens"),
     ],

@@ -18,6 +18,7 @@ class Tokens:
 
     pad_token_id: int
     eos_token_ids: tuple[int, ...]  # empty: no stopping
+    end_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence tokens, whether a row stops at them or not
 
 
 @dataclass(frozen=True, kw_only=True)

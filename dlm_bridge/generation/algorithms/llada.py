@@ -14,7 +14,13 @@ from dlm_bridge.generation.predict import Growing, Predictor
 from dlm_bridge.generation.rules.base import CommitRule
 from dlm_bridge.generation.rules.quota import Quota
 from dlm_bridge.generation.rules.schedules import even
-from dlm_bridge.generation.rules.scores import low_confidence, precise_confidence, random_order
+from dlm_bridge.generation.rules.scores import (
+    Score,
+    low_confidence,
+    precise_confidence,
+    random_order,
+    without_tokens,
+)
 from dlm_bridge.generation.rules.threshold import Factor, Threshold
 from dlm_bridge.models.spec import Topology
 
@@ -37,6 +43,9 @@ class LLaDA(Algorithm):
     remasking: str = "low_confidence"
     threshold: float | None = None
     factor: float | None = None
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: bool = False
+    eot_token_id: int | None = None
 
     def recipe(self, tokens: Tokens) -> Recipe:
         blocks = check_blocks(self.gen_length, self.block_length)
@@ -50,21 +59,34 @@ class LLaDA(Algorithm):
             )
         return Recipe(
             layout=Layout(self.block_length),
-            rule=self._rule(steps // blocks),
+            rule=self._rule(steps // blocks, tokens),
             sampling=self.sampling(),
             predictor=Predictor,
             predictor_options={"cfg_scale": self.cfg_scale},
+            suppress=_some_end(tokens.end_token_ids, "logits_eos_inf") if self.logits_eos_inf else (),
         )
 
-    def _rule(self, steps: int) -> CommitRule:
+    def _rule(self, steps: int, tokens: Tokens) -> CommitRule:
         if self.threshold is not None and self.factor is not None:
             raise DlmBridgeError("threshold and factor are two rules for the same choice: give one of them")
-        random = self.remasking == "random"
+        parallel = self.threshold is not None or self.factor is not None
+        score: Score = (
+            random_order if self.remasking == "random" else precise_confidence if parallel else low_confidence
+        )
+        if self.confidence_eos_eot_inf:
+            ends = tokens.end_token_ids + (() if self.eot_token_id is None else (self.eot_token_id,))
+            score = without_tokens(score, _some_end(ends, "confidence_eos_eot_inf"))
         if self.threshold is not None:
-            return Threshold(self.threshold, random_order if random else precise_confidence)
+            return Threshold(self.threshold, score)
         if self.factor is not None:
-            return Factor(self.factor, random_order if random else precise_confidence)
-        return Quota(random_order if random else low_confidence, partial(even, steps=steps))
+            return Factor(self.factor, score)
+        return Quota(score, partial(even, steps=steps))
+
+
+def _some_end(tokens: tuple[int, ...], name: str) -> tuple[int, ...]:
+    if not tokens:
+        raise DlmBridgeError(f"{name}: the model's config names no end-of-sequence token: pass eos_token_id")
+    return tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +104,7 @@ class ILLaDA(Algorithm):
 
     def recipe(self, tokens: Tokens) -> Recipe:
         check_blocks(self.gen_length, self.block_length)
-        score = random_order if self.remasking == "random" else low_confidence
+        score: Score = random_order if self.remasking == "random" else low_confidence
         return Recipe(
             layout=Layout(self.block_length),
             rule=Quota(score, partial(even, steps=self.steps or self.block_length)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,20 @@ def low_confidence(step: Step) -> torch.Tensor:
 def random_order(step: Step) -> torch.Tensor:
     """LLaDA's random remasking (algorithm 4)."""
     return step.noise.per_position(step.rows, step.width, step.origins)[:, step.columns]
+
+
+def without_tokens(score: Score, tokens: tuple[int, ...]) -> Score:
+    """The score as if the model's logits of these tokens were minus infinity: where they are proposed, it is zero.
+
+    LLaDA's `confidence_eos_eot_inf` (appendix B.4), so that ends of text are settled last.
+    """
+
+    def scored(step: Step) -> torch.Tensor:
+        logits = step.logits.clone()
+        logits[..., list(tokens)] = -torch.inf
+        return score(replace(step, logits=logits))
+
+    return scored
 
 
 def precise_confidence(step: Step) -> torch.Tensor:

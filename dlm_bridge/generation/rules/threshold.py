@@ -107,6 +107,13 @@ class Sequential(CommitRule):
         return step.masked & (rank_AN <= torch.tensor(step.quotas, device=rank_AN.device)[:, None])
 
 
+class Leftmost(OneByOne):
+    """Settles one token a step, from left to right, as an autoregressive model writes."""
+
+    def select(self, step: Step) -> torch.Tensor:
+        return step.masked & (step.masked.long().cumsum(dim=1) == 1)
+
+
 class Budget(CommitRule):
     """Fast-dLLM's confidence_threshold for Dream: a threshold within a step budget of equal shares.
 

@@ -1,0 +1,233 @@
+"""What a call asks of the logits before tokens are proposed: penalties, bans, allowed tokens, the caller's hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+from transformers.generation.logits_process import (
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.canvas import Canvas, Columns
+
+# Settings of transformers' generate that are read here: never from a checkpoint's own generation_config.json, since
+# the published samplers read none of them there.
+FIELDS = (
+    "bad_words_ids",
+    "logits_processor",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "prefix_allowed_tokens_fn",
+    "repetition_penalty",
+    "suppress_tokens",
+)
+AllowedTokens = Callable[[int, torch.Tensor], Sequence[int]]
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Changes the logits of every position, as if the model had them: confidences are those of what is left.
+
+    - `repetition_penalty` looks at every settled token of the row, prompt included, on both sides of the position.
+    - `suppress_tokens`, `bad_words_ids` of one token, and the end-of-sequence tokens in the first `min_new_tokens`
+      new columns are never proposed.
+    - `processors`, the caller's, are called once for each position of the block: `input_ids` [A, c] is what stands
+      before the position now, padded on the left with the padding token, with the mask token where nothing is
+      settled; `scores` [A, V] are the position's logits. A position that is settled already is shown, too.
+    - `prefix_allowed_tokens_fn`, `no_repeat_ngram_size` and `bad_words_ids` of several tokens depend on the text
+      before a position. With one of these the sampler settles one token of a row in each step, from left to right
+      (`ordered`), so that they hold as they do in transformers.
+    """
+
+    repetition_penalty: float = 1.0
+    suppress: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_new_tokens: int = 0
+    no_repeat_ngram_size: int = 0
+    allowed: AllowedTokens | None = None
+    processors: tuple[Processor, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int = 0
+    _everywhere: list[LogitsProcessor] = field(init=False, default_factory=list)
+    _after_text: list[LogitsProcessor] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        words = [list(word) for word in self.bad_words]
+        if self.suppress:
+            self._everywhere.append(SuppressTokensLogitsProcessor(list(self.suppress), device="cpu"))
+        if any(len(word) == 1 for word in words):
+            self._everywhere.append(NoBadWordsLogitsProcessor([word for word in words if len(word) == 1]))
+        if any(len(word) > 1 for word in words):
+            self._after_text.append(NoBadWordsLogitsProcessor([word for word in words if len(word) > 1]))
+        if self.no_repeat_ngram_size:
+            self._after_text.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
+
+    @property
+    def ordered(self) -> bool:
+        """Whether they need the text before a position, so that tokens are settled from left to right."""
+        return self.allowed is not None or bool(self._after_text)
+
+    def __call__(self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int], columns: Columns) -> torch.Tensor:
+        """The logits of these rows of the canvas at these columns, changed; those given are left as they are.
+
+        Raises:
+            DlmBridgeError: a constraint leaves a position no token, or a hook's answer has another shape.
+        """
+        if not (self._everywhere or self.ordered or self.processors or self._penalises or self._delays_the_end):
+            return logits_ANV
+        logits_ANV = logits_ANV.clone()
+        chosen = None if len(rows) == len(canvas.rows) else rows
+        columns_AN = canvas.columns(chosen, columns)
+        if self._penalises:
+            self._penalise(logits_ANV, canvas, chosen, columns_AN)
+        flat = logits_ANV.flatten(0, 1)
+        for processor in self._everywhere:
+            flat = processor(columns_AN.reshape(-1, 1), flat)
+        logits_ANV = flat.view_as(logits_ANV)
+        if self._delays_the_end:
+            new_AN = columns_AN - canvas.first_new(chosen)[:, None]
+            early_AN1 = ((new_AN >= 0) & (new_AN < self.min_new_tokens))[..., None]
+            ends = list(self.eos_token_ids)
+            logits_ANV[..., ends] = logits_ANV[..., ends].masked_fill(early_AN1, -torch.inf)
+        if self.processors:
+            self._ask_hooks(logits_ANV, canvas, chosen, columns_AN)
+        if self.ordered:
+            self._follow_text(logits_ANV, canvas, rows, columns_AN)
+        return logits_ANV
+
+    @property
+    def _penalises(self) -> bool:
+        return self.repetition_penalty != 1.0
+
+    @property
+    def _delays_the_end(self) -> bool:
+        return self.min_new_tokens > 0 and bool(self.eos_token_ids)
+
+    def _penalise(
+        self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
+    ) -> None:
+        positions = columns_AN.shape[1]
+        seen_ANS = canvas.take(rows, slice(0, canvas.width))[:, None].repeat(1, positions, 1)
+        seen_ANS.scatter_(2, columns_AN[..., None], canvas.mask_token_id)  # no token repeats itself
+        # Padding is mask tokens, too: their own logit is put back.
+        of_mask_AN = logits_ANV[..., canvas.mask_token_id].clone()
+        penalise = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)
+        logits_ANV.copy_(penalise(seen_ANS.flatten(0, 1), logits_ANV.flatten(0, 1)).view_as(logits_ANV))
+        logits_ANV[..., canvas.mask_token_id] = of_mask_AN
+
+    def _ask_hooks(
+        self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
+    ) -> None:
+        tokens_AS = canvas.take(rows, slice(0, canvas.width))
+        tokens_AS = tokens_AS.masked_fill(~canvas.real(rows), self.pad_token_id)
+        if (columns_AN == columns_AN[:1]).all():
+            groups = [list(range(len(tokens_AS)))]
+        else:  # each row has its own window
+            groups = [[row] for row in range(len(tokens_AS))]
+        for group in groups:
+            for place, column in enumerate(columns_AN[group[0]].tolist()):
+                scores_AV = logits_ANV[group, place]
+                for processor in self.processors:
+                    shape = scores_AV.shape
+                    scores_AV = processor(tokens_AS[group, :column], scores_AV)
+                    if not isinstance(scores_AV, torch.Tensor) or scores_AV.shape != shape:
+                        raise DlmBridgeError(
+                            f"logits_processor {type(processor).__name__} must give scores of shape {tuple(shape)}"
+                        )
+                logits_ANV[group, place] = scores_AV
+
+    def _follow_text(
+        self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int], columns_AN: torch.Tensor
+    ) -> None:
+        """At each row's first mask, the position that is settled now."""
+        for number, row in enumerate(rows):
+            tokens_S = canvas.tokens[row]
+            place = int((tokens_S[columns_AN[number]] == canvas.mask_token_id).int().argmax())
+            text = tokens_S[canvas.origins[row] : int(columns_AN[number, place])]
+            scores_1V = logits_ANV[number, place][None]
+            for processor in self._after_text:
+                if len(text):
+                    scores_1V = processor(text[None], scores_1V)
+            if self.allowed is not None:
+                scores_1V = _keep(scores_1V, self.allowed(canvas.names[row], text), canvas.names[row])
+            others_V = scores_1V[0].clone()
+            others_V[canvas.mask_token_id] = -torch.inf
+            if not (others_V > -torch.inf).any():
+                raise DlmBridgeError(
+                    f"row {canvas.names[row]}: no token is allowed after its {len(text)} tokens: loosen the "
+                    "constraints (prefix_allowed_tokens_fn, no_repeat_ngram_size, bad_words_ids)"
+                )
+            logits_ANV[number, place] = scores_1V[0]
+
+
+def _keep(scores_1V: torch.Tensor, allowed: Any, name: int) -> torch.Tensor:
+    tokens = [int(token) for token in allowed]
+    outside = next((token for token in tokens if not 0 <= token < scores_1V.shape[1]), None)
+    if outside is not None:
+        raise DlmBridgeError(
+            f"prefix_allowed_tokens_fn allows row {name} the token {outside}, outside the vocabulary of "
+            f"{scores_1V.shape[1]}"
+        )
+    kept_1V = torch.full_like(scores_1V, -torch.inf)
+    kept_1V[:, tokens] = scores_1V[:, tokens]
+    return kept_1V
+
+
+def read_constraints(
+    asked: Callable[[str], Any],
+    *,
+    prompt_width: int,
+    vocabulary: int,
+    eos_token_ids: tuple[int, ...],
+    pad_token_id: int,
+    suppress: tuple[int, ...] = (),
+) -> Constraints:
+    """The constraints of a call; `asked` gives a setting of `FIELDS` or None, `suppress` are the sampler's own bans.
+
+    Raises:
+        DlmBridgeError: a value that is wrong, by its setting's name.
+    """
+    penalty = asked("repetition_penalty")
+    if penalty is not None and not (isinstance(penalty, (int, float)) and penalty > 0):
+        raise DlmBridgeError(f"repetition_penalty must be a number above 0, not {penalty!r}")
+    counts = {}
+    for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size"):
+        counts[name] = asked(name) or 0
+        if not isinstance(counts[name], int) or counts[name] < 0:
+            raise DlmBridgeError(f"{name} must be a whole number, 0 or above, not {counts[name]!r}")
+    words = asked("bad_words_ids") or []
+    if not isinstance(words, (list, tuple)) or not all(isinstance(word, (list, tuple)) and word for word in words):
+        raise DlmBridgeError(f"bad_words_ids must be a list of lists of token ids, not {words!r}")
+    banned = asked("suppress_tokens")
+    banned = [] if banned is None else banned.tolist() if isinstance(banned, torch.Tensor) else list(banned)
+    for name, tokens in (("bad_words_ids", [token for word in words for token in word]), ("suppress_tokens", banned)):
+        wrong = next((token for token in tokens if not isinstance(token, int) or not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise DlmBridgeError(f"{name} holds {wrong!r}, which is no token of the vocabulary of {vocabulary}")
+    allowed = asked("prefix_allowed_tokens_fn")
+    processors = asked("logits_processor")
+    processors = [] if processors is None else list(processors) if isinstance(processors, list) else [processors]
+    for name, hook in [("prefix_allowed_tokens_fn", allowed), *(("logits_processor", one) for one in processors)]:
+        if hook is not None and not callable(hook):
+            raise DlmBridgeError(f"{name} must be callable, not {hook!r}")
+    return Constraints(
+        repetition_penalty=float(penalty or 1.0),
+        suppress=tuple(dict.fromkeys([*suppress, *banned])),
+        bad_words=tuple(tuple(word) for word in words),
+        min_new_tokens=max(counts["min_new_tokens"], counts["min_length"] - prompt_width),
+        no_repeat_ngram_size=counts["no_repeat_ngram_size"],
+        allowed=allowed,
+        processors=tuple(processors),
+        eos_token_ids=eos_token_ids,
+        pad_token_id=pad_token_id,
+    )

@@ -1,0 +1,270 @@
+"""Penalties, bans, allowed prefixes, hooks, stop strings and several samples of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation import generate
+from tests.generation.published_samplers import bidirectional
+from tests.generation.scripted import Scripted
+from tests.generation.standin import MASK, VOCABULARY, StandIn, family, ragged
+from tests.generation.test_samplers import CASES, build
+
+Edit = Callable[[torch.Tensor, int, list[int]], torch.Tensor]  # logits [V], the position, the row -> logits
+
+
+def llada(model: Any, row: list[int], new: int, edit: Edit, *, leftmost: bool = False) -> list[int]:
+    """LLaDA's sampler, one row, one token a step, with `edit` on the logits of every position."""
+    logits, tokens = bidirectional(model), row + [MASK] * new
+    while MASK in tokens:
+        masked = [position for position, token in enumerate(tokens) if token == MASK]
+        found = logits(tokens)
+        edited = {position: edit(found[position].clone(), position, tokens) for position in masked}
+        choices = {position: int(edited[position][:MASK].argmax()) for position in masked}
+        sure = {position: float(edited[position].softmax(-1)[choices[position]]) for position in masked}
+        position = masked[0] if leftmost else max(masked, key=lambda p: sure[p])
+        tokens[position] = choices[position]
+    return tokens
+
+
+def both(edit: Edit, *, leftmost: bool = False, rows: Any = (5, 9, 2), **arguments: Any) -> list[list[int]]:
+    """The rows that `generate` samples with the arguments; checked against `llada`, and against no arguments."""
+    model = StandIn(family(algorithm="llada"), peak=3.0)
+    prompts, ids, mask = ragged(rows)
+    output = generate(model, ids, attention_mask=mask, gen_length=10, eos_token_id=None, **arguments).tolist()
+    width = ids.shape[1]
+    for row, line in zip(prompts, output, strict=True):
+        assert line[width - len(row) :] == llada(model, row, 10, edit, leftmost=leftmost)
+    assert output != generate(model, ids, attention_mask=mask, gen_length=10, eos_token_id=None).tolist()
+    return [line[width - len(row) :] for row, line in zip(prompts, output, strict=True)]
+
+
+def test_a_repetition_penalty_looks_at_both_sides() -> None:
+    def edit(logits: torch.Tensor, position: int, tokens: list[int]) -> torch.Tensor:
+        for token in {*tokens} - {MASK}:
+            logits[token] = logits[token] / 1.7 if logits[token] > 0 else logits[token] * 1.7
+        return logits
+
+    both(edit, repetition_penalty=1.7)
+
+
+def test_what_is_suppressed_is_never_proposed() -> None:
+    usual = llada(StandIn(family(algorithm="llada"), peak=3.0), ragged((5,))[0][0], 10, lambda logits, *_: logits)[5:]
+
+    def edit(logits: torch.Tensor, position: int, tokens: list[int]) -> torch.Tensor:
+        logits[usual] = -torch.inf
+        return logits
+
+    for setting in ({"suppress_tokens": usual}, {"bad_words_ids": [[token] for token in usual]}):
+        found = both(edit, rows=(5,), **setting)
+        assert not {*found[0][5:]} & {*usual}
+
+
+def test_an_end_is_not_proposed_too_early() -> None:
+    table = torch.zeros(12, 4)
+    table[:, 1] = 1.0  # the end, everywhere
+    ids, mask = torch.tensor([[2, 2], [0, 2]]), torch.tensor([[1, 1], [0, 1]])
+    arguments = {"attention_mask": mask, "gen_length": 8, "eos_token_id": 1, "pad_token_id": 0}
+    output = generate(Scripted(table), ids, min_new_tokens=3, **arguments)
+    assert output[:, 2:].tolist() == [[0, 0, 0, 1]] * 2
+    output = generate(Scripted(table), ids, min_length=4, **arguments)  # of the padded prompt and what follows
+    assert output[:, 2:].tolist() == [[0, 0, 1]] * 2
+
+
+def test_hooks_are_asked_for_every_position_with_what_stands_before_it() -> None:
+    seen: list[torch.Tensor] = []
+
+    class Hook(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append(input_ids)
+            changed = scores.clone()
+            changed[:, 7] += input_ids.shape[1] / 10 + (input_ids[:, -1] % 3).double() * 30
+            return changed
+
+    def edit(logits: torch.Tensor, position: int, tokens: list[int]) -> torch.Tensor:
+        # Columns are those of the batch, as in transformers: this batch has one row.
+        logits[7] += position / 10 + tokens[position - 1] % 3 * 30
+        return logits
+
+    both(edit, rows=(5,), logits_processor=LogitsProcessorList([Hook()]))
+    assert [ids.shape for ids in seen[:10]] == [(1, column) for column in range(5, 15)]
+    assert seen[4][0, 5:].tolist() == [MASK] * 4
+
+    seen.clear()
+    _, ids, mask = ragged((2, 5))
+    model = StandIn(family(algorithm="llada"))
+    generate(
+        model, ids, attention_mask=mask, gen_length=2, eos_token_id=None, pad_token_id=9, logits_processor=[Hook()]
+    )
+    assert seen[0].shape == (2, 5)
+    assert seen[0][0, :3].tolist() == [9] * 3
+
+
+def test_an_allowed_prefix_is_followed_from_left_to_right() -> None:
+    calls: list[tuple[int, list[int]]] = []
+
+    def follow(row: int, text: torch.Tensor) -> list[int]:
+        calls.append((row, text.tolist()))
+        return [(int(text[-1]) + 1) % 40, (int(text[-1]) + 2) % 40]
+
+    def edit(logits: torch.Tensor, position: int, tokens: list[int]) -> torch.Tensor:
+        kept = [(tokens[position - 1] + 1) % 40, (tokens[position - 1] + 2) % 40]
+        return torch.full_like(logits, -torch.inf).scatter(0, torch.tensor(kept), logits[kept])
+
+    found = both(edit, leftmost=True, prefix_allowed_tokens_fn=follow)
+    for line, start in zip(found, (5, 9, 2), strict=True):
+        assert all((b - a) % 40 in (1, 2) for a, b in pairwise(line[start - 1 :]))
+    assert {row for row, _ in calls} == {0, 1, 2}
+    for row, text in calls:
+        assert text == found[row][: len(text)]  # the text before the position, whatever the padding
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("rnd1")])
+def test_every_sampler_follows_an_allowed_prefix(name: str) -> None:
+    model, arguments = build(name)
+    _, ids, mask = ragged((5, 9, 2))
+
+    def follow(row: int, text: torch.Tensor) -> list[int]:
+        return [(int(text.sum()) + row) % 41, (int(text.sum()) + row + 1) % 41]
+
+    arguments |= {"attention_mask": mask, "eos_token_id": None, "prefix_allowed_tokens_fn": follow}
+    output = generate(model, ids, return_dict_in_generate=True, seed=1, **arguments)
+    for row, (line, width) in enumerate(zip(output.sequences.tolist(), (5, 9, 2), strict=True)):
+        line = line[9 - width :]
+        for place in range(width, len(line)):
+            assert (line[place] - sum(line[:place]) - row) % 41 in (0, 1)
+
+
+def test_no_ngram_comes_twice_and_no_bad_words() -> None:
+    def edit(logits: torch.Tensor, position: int, tokens: list[int]) -> torch.Tensor:
+        return NoRepeatNGramLogitsProcessor(2)(torch.tensor([tokens[:position]]), logits[None])[0]
+
+    def once(logits: torch.Tensor, position: int, tokens: list[int]) -> torch.Tensor:
+        if tokens[position - 1] == pair[0]:
+            logits[pair[1]] = -torch.inf
+        return logits
+
+    # Repetitive enough that a pair would come twice.
+    model = StandIn(family(algorithm="llada"), peak=3.0)
+    usual = llada(model, ragged((5,))[0][0], 10, lambda logits, *_: logits, leftmost=True)
+    pair = (usual[6], usual[7])
+    found = both(once, leftmost=True, rows=(5,), bad_words_ids=[list(pair)])
+    assert pair not in [*pairwise(found[0][4:])]
+    for line in both(edit, leftmost=True, no_repeat_ngram_size=2):
+        assert len({*pairwise(line)}) == len([*pairwise(line)]) or len(line) < 12
+
+
+class Letters:
+    """Token n is the letter n; decoding joins them."""
+
+    def decode(self, tokens: list[int], **kwargs: Any) -> str:
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("rnd1")])
+def test_a_stop_string_ends_a_row(name: str) -> None:
+    model, arguments = build(name)
+    _, ids, mask = ragged((5, 9, 2, 8))
+    arguments |= {"attention_mask": mask, "seed": 3}
+    full = generate(model, ids, eos_token_id=None, **arguments)[:, 9:].tolist()
+    texts = [Letters().decode(line) for line in full]
+    stops = [texts[0][3:5], texts[1][6:9]]
+    output = generate(
+        model, ids, eos_token_id=None, pad_token_id=0, stop_strings=stops, tokenizer=Letters(), **arguments
+    )
+    expected = []
+    for line, text in zip(full, texts, strict=True):
+        ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+        expected.append(line[: min(ends, default=len(line))])
+    width = max(map(len, expected))
+    assert output[:, 9:].tolist() == [line + [0] * (width - len(line)) for line in expected]
+
+
+def test_a_stop_string_saves_forwards() -> None:
+    table = torch.zeros(16, 27)
+    table[:, :26] = torch.eye(26)[:16]
+    arguments = {"gen_length": 16, "block_length": 4, "eos_token_id": None, "return_dict_in_generate": True}
+    result = generate(Scripted(table), torch.empty(1, 0).long(), stop_strings="ef", tokenizer=Letters(), **arguments)
+    assert (result.sequences.tolist(), result.forwards) == ([[0, 1, 2, 3, 4, 5]], 8)
+    assert result.tokens_per_forward == 6 / 8
+
+
+def test_several_samples_of_a_prompt_stand_together() -> None:
+    model = StandIn(family(algorithm="llada"))
+    _, ids, mask = ragged((5, 9))
+    arguments = {"gen_length": 8, "eos_token_id": None, "temperature": 1.0, "seed": 4}
+    output = generate(model, ids, attention_mask=mask, num_return_sequences=3, **arguments)
+    repeated = generate(model, ids.repeat_interleave(3, 0), attention_mask=mask.repeat_interleave(3, 0), **arguments)
+    assert torch.equal(output, repeated)
+    assert output.shape == (6, 17)
+    assert len({tuple(line) for line in output.tolist()}) == 6
+    assert torch.equal(output[3:4], generate(model, ids[1:], **arguments))  # the first of a prompt is the only one
+
+
+@pytest.mark.parametrize("rule", [{}, {"threshold": 0.4}, {"factor": 1.0}])
+def test_ends_without_confidence_are_settled_last(rule: dict[str, float]) -> None:
+    model = StandIn(family(algorithm="llada"), peak=3.0)
+    row = ragged((5,))[0][0]
+    arguments = {"gen_length": 12, "eos_token_id": None, "seed": 0, **rule}
+    usual = generate(model, torch.tensor([row]), **arguments)[0, 5:].tolist()
+    model.config.eos_token_id, eot = usual[0], usual[-1]
+    found = generate(
+        model, torch.tensor([row]), confidence_eos_eot_inf=True, eot_token_id=eot, return_dict_in_generate=True,
+        output_history=True, **arguments,
+    )  # fmt: skip
+    ends = {usual[0], eot}
+    order = [int(step.tokens[0, place]) for step in found.history for place in step.settled[0].nonzero()[:, 0]]
+    if not rule:
+        assert {*order} & ends
+        first = min(i for i, token in enumerate(order) if token in ends)
+        assert {*order[first:]} <= ends
+    never = generate(model, torch.tensor([row]), logits_eos_inf=True, **arguments)[0, 5:].tolist()
+    assert usual[0] not in never
+
+
+def test_a_penalty_s_text_is_the_row_s_own() -> None:
+    model, arguments = build("llada2.1")  # settled tokens are proposed anew: their own column does not count
+    rows, ids, mask = ragged((5, 9, 2))
+    arguments |= {"eos_token_id": None, "seed": 1, "repetition_penalty": 1.5}
+    together = generate(model, ids, attention_mask=mask, **arguments)
+    for row, line in zip(rows, together, strict=True):
+        assert torch.equal(line[9 - len(row) :], generate(model, torch.tensor([row]), **arguments)[0])
+    assert RepetitionPenaltyLogitsProcessor(1.5).penalty == 1.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"repetition_penalty": -1}, "repetition_penalty must be a number above 0, not -1"),
+        ({"min_new_tokens": -1}, "min_new_tokens must be a whole number, 0 or above, not -1"),
+        ({"no_repeat_ngram_size": 1.5}, "no_repeat_ngram_size must be a whole number"),
+        ({"bad_words_ids": [1, 2]}, "bad_words_ids must be a list of lists of token ids"),
+        ({"bad_words_ids": [[VOCABULARY]]}, "bad_words_ids holds 48, which is no token of the vocabulary of 48"),
+        ({"suppress_tokens": ["a"]}, "suppress_tokens holds 'a'"),
+        ({"prefix_allowed_tokens_fn": 3}, "prefix_allowed_tokens_fn must be callable, not 3"),
+        ({"prefix_allowed_tokens_fn": lambda row, text: []}, "row 0: no token is allowed after its 3 tokens"),
+        ({"prefix_allowed_tokens_fn": lambda row, text: [MASK]}, "row 0: no token is allowed after its 3 tokens"),
+        ({"prefix_allowed_tokens_fn": lambda row, text: [99]}, "allows row 0 the token 99, outside the vocabulary"),
+        ({"logits_processor": [lambda ids, scores: scores[0]]}, r"must give scores of shape \(1, 48\)"),
+        ({"logits_processor": ["x"]}, "logits_processor must be callable, not 'x'"),
+        ({"stop_strings": ["a"]}, "stop_strings are found in decoded text: pass tokenizer="),
+        ({"stop_strings": [""]}, "stop_strings must be a string or a list of them, none empty"),
+        ({"num_return_sequences": 0}, "num_return_sequences must be a whole number above 0, not 0"),
+        ({"eot_token_id": 48, "confidence_eos_eot_inf": True}, "eot_token_id 48 is outside the vocabulary of 48"),
+        ({"logits_eos_inf": True}, "logits_eos_inf: the model's config names no end-of-sequence token"),
+        ({"guidance_scale": 2.0}, "the llada sampler has no guidance_scale"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
+    model = StandIn(family(algorithm="llada"))
+    with pytest.raises(DlmBridgeError, match=message) as error:
+        generate(model, torch.tensor([[1, 2, 3]]), gen_length=4, eos_token_id=None, **arguments)
+    assert "\n" not in str(error.value)
