@@ -1,0 +1,211 @@
+"""Sampled and judged: the gradient is that of the expected reward, likelihoods are what they claim, rewards rise."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dlm_bridge.train.rl.judge import Judged
+from dlm_bridge.train.rl.likelihood import Sequences, blockwise, one_step, token_logps
+from dlm_bridge.train.rl.policy import policy_loss
+from dlm_bridge.train.rl.rollout import Rollouts, group_advantages
+from dlm_bridge.train.rl.rows import Problem
+from tests.families.sdar import CASES as SDAR
+from tests.rl.conftest import Run, letters, write_llada
+
+PROMPT, NEW = [2, 3], 2
+
+
+def sequences_of(completions: list[tuple[int, ...]], prompt: list[int] = PROMPT) -> Sequences:
+    tokens = torch.tensor([[*prompt, *completion] for completion in completions])
+    is_prompt = torch.zeros_like(tokens, dtype=torch.bool)
+    is_prompt[:, : len(prompt)] = True
+    return Sequences(tokens, is_prompt, ~is_prompt, ~is_prompt)
+
+
+def reward_of(completion: tuple[int, ...]) -> float:
+    """Not a sum over positions: tokens matter together."""
+    return float(completion[0] == completion[1]) + 0.3 * completion[1]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Any:
+    """Three tokens beside the mask, which has no probability, as in the sampler; no token ends a row."""
+    folder = write_llada(tmp_path / "small", vocabulary=4)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).double()
+    model.lm_head.register_forward_hook(lambda module, args, output: output.index_fill(-1, torch.tensor([1]), -1e9))
+    return model
+
+
+def exact_gradient(model: Any) -> tuple[torch.Tensor, list[tuple[int, ...]], torch.Tensor]:
+    """The gradient of the expected reward over all completions, those, and their probabilities: by one forward on
+    the masked canvas, without any of the code under test."""
+    canvas = torch.tensor([[*PROMPT, 1, 1]])
+    logps = model(input_ids=canvas).logits[0, 2:].log_softmax(-1)
+    completions = list(itertools.product([0, 2, 3], repeat=NEW))
+    probabilities = torch.stack([(logps[0, a] + logps[1, b]).exp() for a, b in completions])
+    expected = (probabilities * torch.tensor([reward_of(one) for one in completions])).sum()
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    return torch.cat([gradient.flatten() for gradient in gradients]), completions, probabilities.detach()
+
+
+def flat_gradient(model: Any) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def test_the_gradient_is_that_of_the_expected_reward(small: Any) -> None:
+    """Over all pairs of completions, weighed by their probability: the loss is the mean over NEW tokens, and centring
+    on a group of 2 leaves half."""
+    exact, completions, probabilities = exact_gradient(small)
+    assert torch.allclose(probabilities.sum(), torch.tensor(1.0, dtype=torch.float64))
+    small.zero_grad()
+    rewards = [reward_of(one) for one in completions]
+    pairs = list(itertools.product(range(len(completions)), repeat=2))
+    rows = [completions[place] for pair in pairs for place in pair]
+    advantages = group_advantages(torch.tensor([rewards[place] for pair in pairs for place in pair]), 2, scaled=False)
+    weights = torch.stack([probabilities[a] * probabilities[b] for a, b in pairs]).repeat_interleave(2)
+    sequences = sequences_of(rows)
+    logps = token_logps(small, one_step(small, sequences, 0, 1, list(range(len(rows))), 0.0))
+    loss, _ = policy_loss(
+        logps.double(), logps.detach().double(), None, weights * advantages, sequences.scored, 0.2, 0.0
+    )
+    loss.backward()
+    assert torch.allclose(flat_gradient(small), -exact * (1 - 1 / 2) / NEW * 2, atol=1e-6)
+
+
+def test_rollouts_follow_the_likelihood(small: Any) -> None:
+    """Sampled in one step, completions come from the distribution that the estimate is of: the mean gradient of many
+    is the exact one."""
+    exact, _, _ = exact_gradient(small)
+    small.zero_grad()
+
+    class Exact:
+        functions: tuple[Any, ...] = ()
+
+        def __call__(self, prompts: Any, completions: Any, rows: Any) -> Judged:
+            found = [tuple(0 if letter == "_" else "ab".index(letter) + 2 for letter in text) for text in completions]
+            return Judged([reward_of(one) for one in found], {}, 0)
+
+    class Letters:
+        def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
+            return ["".join("_?ab"[token] for token in row) for row in rows]
+
+    sampler = {"steps": 1, "eos_token_id": None}
+    rollouts = Rollouts(small, Letters(), Exact(), 0, 8, NEW, 1.0, sampler)  # type: ignore[arg-type]
+    small.config.eos_token_id = None
+    small.generation_config.eos_token_id = None
+    problem = Problem("ab", "ab", PROMPT, {}, "")
+    rollout = rollouts.sample([problem] * 800, step=1, first=0)
+    logps = token_logps(small, one_step(small, rollout.sequences, 0, 1, rollout.samples, 0.0)).double()
+    loss, _ = policy_loss(logps, logps.detach(), None, rollout.advantages, rollout.sequences.scored, 0.2, 0.0)
+    (loss / len(rollout)).backward()
+    found, wanted = flat_gradient(small), -exact * (1 - 1 / 8) / NEW
+    assert torch.cosine_similarity(found, wanted, dim=0) > 0.98
+    assert (found - wanted).norm() < 0.2 * wanted.norm()
+
+
+def test_one_step_is_the_masked_canvas(policy: Any) -> None:
+    """With prompt tokens hidden by the keyed noise, the same again for the same key, with or without other rows."""
+    sequences = sequences_of([(4, 5), (6, 7), (4, 4)])
+    query = one_step(policy, sequences, 3, 1, [5, 6, 7], 0.5)
+    hidden = query.noisy.input_ids == 1
+    assert hidden[:, 2:].all()
+    assert 0 < hidden[:, :2].sum() < 6
+    logps = policy(input_ids=query.noisy.input_ids).logits.log_softmax(-1)
+    wanted = logps[:, 2:].gather(-1, sequences.tokens[:, 2:, None])[..., 0]
+    found = token_logps(policy, query)
+    assert torch.allclose(found[:, 2:], wanted, atol=1e-5)
+    assert (found[:, :2] == 0).all()
+    alone = one_step(policy, sequences.rows(slice(1, 2)), 3, 1, [6], 0.5)
+    assert torch.equal(alone.noisy.input_ids[0], query.noisy.input_ids[1])
+    other = one_step(policy, sequences, 3, 2, [5, 6, 7], 0.5)
+    assert not torch.equal(other.noisy.input_ids, query.noisy.input_ids)
+
+
+def test_blockwise_of_a_bidirectional_model(policy: Any) -> None:
+    """Blocks of two of a completion of five, which ends at its fourth token: by a forward for each block."""
+    completion = (4, 5, 6, 0, 7)
+    sequences = sequences_of([completion])
+    scored = sequences.scored.clone()
+    scored[0, -1] = False
+    found = token_logps(policy, blockwise(policy, Sequences(*list(vars(sequences).values())[:3], scored), 2))[0]
+    for start in (0, 2):
+        canvas = torch.tensor([[*PROMPT, *completion[:start], *[1] * (5 - start)]])
+        logps = policy(input_ids=canvas).logits[0].log_softmax(-1)
+        for place in range(2 + start, 4 + start):
+            assert torch.allclose(found[place], logps[place, sequences.tokens[0, place]], atol=1e-5)
+    assert found[-1] == 0
+
+
+def test_blockwise_of_a_block_causal_model(tmp_path: Path) -> None:
+    """SDAR in blocks of four, of which the prompt fills one and a half: each block behind clean ones, by the family's
+    own attention in a forward for each."""
+    case = SDAR[0]
+    model = case.load(case.write(tmp_path / "sdar", mask_token_id=127), dtype=torch.float32)
+    prompt, completion = [5, 6, 7, 8, 9, 10], (11, 12, 13, 14, 15, 16)
+    sequences = sequences_of([completion], prompt)
+    found = token_logps(model, blockwise(model, sequences, 99))[0]
+    tokens = sequences.tokens[0]
+    for first, last in ((4, 8), (8, 12)):
+        canvas = tokens[:last].clone()
+        canvas[max(first, len(prompt)) :] = 127
+        logps = model(input_ids=canvas[None]).logits[0].log_softmax(-1)
+        for place in range(max(first, len(prompt)), last):
+            assert torch.allclose(found[place], logps[place, tokens[place]], atol=1e-4)
+
+
+def test_the_loss_by_hand() -> None:
+    """Two rows of two and one tokens: clipped upwards, not clipped downwards, and the KL term."""
+    old = torch.tensor([[-1.0, -2.0], [-1.0, 0.0]])
+    new = (old + torch.tensor([[0.5, -0.1], [0.5, 0.0]])).requires_grad_()
+    scored = torch.tensor([[True, True], [True, False]])
+    reference = old - 0.3
+    advantages = torch.tensor([2.0, -1.0])
+    loss, measured = policy_loss(new, old, reference, advantages, scored, 0.2, 0.1)
+    e = torch.tensor([0.5, -0.1, 0.5]).exp()
+    away = torch.tensor([-0.8, -0.2, -0.8])
+    kl = away.exp() - away - 1
+    rows = (-2 * 1.2 - 2 * e[1]) / 2 + e[2] + 0.1 * ((kl[0] + kl[1]) / 2 + kl[2])
+    assert torch.allclose(loss, rows)
+    assert measured["clipped"] == 1
+    assert torch.allclose(measured["kl"], (kl[0] + kl[1]) / 2 + kl[2])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"updates": 2, "beta": 0.01, "micro_batch_size": 8}, {"method": "block-grpo", "block_length": 2}],
+    ids=["diffu", "several-updates", "block"],
+)
+def test_the_reward_rises(run: Run, tmp_path: Path, problems: Path, changes: dict[str, Any]) -> None:
+    settings = {"steps": 25, "beta": 0.0, "eval_data": [str(problems)], "eval_interval": 25, **changes}
+    rows = run(tmp_path, **settings)
+    assert rows[0]["reward"] < 0.35
+    assert rows[-1]["reward"] > 0.8
+    assert rows[-1]["eval_reward"] > 0.9
+    assert (rows[-1]["kl"] is not None) == ("updates" in changes)
+
+
+def test_a_resume_goes_on_as_if_nothing_had_been(run: Run, tmp_path: Path) -> None:
+    changes = {"updates": 2, "beta": 0.05, "save_interval": 2}
+    whole = run(tmp_path / "whole", **changes)
+    run(tmp_path / "cut", **changes, steps=2)
+    resumed = run(tmp_path / "cut", resume=True, **changes)
+
+    def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{key: value for key, value in row.items() if "per_s" not in key} for row in rows]
+
+    assert kept(resumed) == kept(whole)
+    folders = [tmp_path / name / "checkpoints" / "step-0000004" for name in ("whole", "cut")]
+    one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_letters() -> None:
+    """What the tests above take for granted of their tokenizer."""
+    assert letters()("ab")["input_ids"] == PROMPT
+    assert letters().decode([2, 3, 0], skip_special_tokens=True) == "ab"
