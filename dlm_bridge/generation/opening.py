@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 
 from dlm_bridge.convert.formats.megatron_store import is_megatron
 from dlm_bridge.convert.hub import read_config, resolve
-from dlm_bridge.convert.tensors import parse_dtype
+from dlm_bridge.convert.tensors import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models import find_family
 from dlm_bridge.models.spec import FamilySpec
@@ -179,7 +182,7 @@ def _load(folder: Path, where: dict[str, Any], dtype: torch.dtype | None, spec: 
 
     import dlm_bridge  # noqa: F401  registers the families
 
-    arguments: dict[str, Any] = {**where, "dtype": dtype or "auto", "output_loading_info": True}
+    arguments: dict[str, Any] = {**where, "dtype": dtype or _stored_dtype(folder), "output_loading_info": True}
     model_class: Any = AutoModelForCausalLM
     try:
         if spec is not None:
@@ -193,6 +196,21 @@ def _load(folder: Path, where: dict[str, Any], dtype: torch.dtype | None, spec: 
     if missing := sorted(info["missing_keys"]):  # which transformers' own classes would leave at random values
         raise DlmBridgeError(f"{name}: the checkpoint lacks {missing[0]}")
     return model
+
+
+def _stored_dtype(folder: Path) -> torch.dtype | str:
+    """The dtype that most weights are stored in, whatever the config says; "auto", transformers' own choice, where it
+    is none that a model computes in."""
+    sizes: Counter[str] = Counter()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not a dict)
+                    part = tensors.get_slice(name)
+                    sizes[part.get_dtype()] += prod(part.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise DlmBridgeError(f"{file}: not a whole safetensors file: {one_line(error)}") from error
+    return SAFETENSORS_DTYPES.get(sizes.most_common(1)[0][0], "auto") if sizes else "auto"
 
 
 def _device_map(choice: str) -> Any:
