@@ -216,7 +216,7 @@ class DiffusionLM:
         data, so that tools that run the original remote code load the result too."""
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
-            _carry_remote_code(self.config, Path(save_directory))  # type: ignore[attr-defined]
+            carry_remote_code(self.config, Path(save_directory))  # type: ignore[attr-defined]
 
 
 def _refuse_loss_weights(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -248,7 +248,7 @@ def _assert_all_loaded(info: Any, where: Any) -> None:
         raise DlmBridgeError(f"{where}: {str(info['error_msgs'][0]).splitlines()[0]}")
 
 
-def _carry_remote_code(config: Any, folder: Path) -> None:
+def carry_remote_code(config: Any, folder: Path) -> None:
     """Copy the .py files that the config's auto_map names from where the model was loaded; they are never run."""
     files = {
         reference.split("--")[-1].split(".")[0] + ".py"

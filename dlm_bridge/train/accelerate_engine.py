@@ -24,11 +24,13 @@ from dlm_bridge.train.checkpoints import clean, find_checkpoints, load_state, sa
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import Prefetcher, Samples
 from dlm_bridge.train.keyed import Purpose, torch_seed
-from dlm_bridge.train.loading import load_hub_model, load_model
+from dlm_bridge.train.loading import starting_model
 from dlm_bridge.train.loop import EVAL_BATCHES, Engine
+from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
-from dlm_bridge.train.objectives import NoisyBatch, Objective, Uniforms, divisors
+from dlm_bridge.train.objectives import IGNORE, NoisyBatch, Objective, Uniforms, divisors
 from dlm_bridge.train.optimisation import check_finite, learning_rate, parameter_groups
+from dlm_bridge.train.rows import Rows
 from dlm_bridge.train.sampling import Sampler
 from dlm_bridge.train.setup import (
     check_data,
@@ -38,6 +40,8 @@ from dlm_bridge.train.setup import (
     with_objective,
     write_config,
 )
+from dlm_bridge.train.sharded_checkpoints import load_optimizer, save_sharded
+from dlm_bridge.train.sharding import as_launched, clip, process_group, shard, sharding_of
 from dlm_bridge.train.speed.attention import attention_kernels
 from dlm_bridge.train.speed.figures import Figures, Moment
 from dlm_bridge.train.speed.float8 import check_float8, convert_to_float8
@@ -56,6 +60,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     stops being a number.
     """
     console = console or Console(stderr=True)
+    config = as_launched(config)
     accelerator = _accelerator(config)
     micro_batch_size, _ = config.accumulation(accelerator.num_processes)
     output = Path(config.output)
@@ -69,8 +74,8 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         return checkpoint
 
     check_data(config)
-    model = load_model(config) if checkpoint is None else load_hub_model(str(checkpoint), config.family)
-    config = with_objective(config, model)
+    model = starting_model(config, checkpoint, accelerator.is_main_process)
+    config = with_lora(with_objective(config, model), model)
     if (size := block_size(config, step + 1)) is not None:
         model.config.block_size = size  # which a model that begins with a schedule need not have
     objective = make_objective(config, model)
@@ -82,30 +87,34 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
             f"--data gives {len(train)} training blocks, the run began with {state['train_blocks']}: "
             "resume with the data that it began with"
         )
-    trainer = Trainer(
-        config=config,
-        accelerator=accelerator,
-        model=model,
-        tokenizer=tokenizer,
-        objective=objective,
-        train=train,
-        valid=valid,
-        micro_batch_size=micro_batch_size,
-        output=output,
-        console=console,
-    )
-    if accelerator.is_main_process:
-        write_config(config, output)
-        console.print(
-            f"{'training' if step == 0 else f'resuming at step {step}:'} {len(train):,} blocks of {config.seq_length} "
-            f"tokens, {len(valid):,} for validation",
-            highlight=False,
+    with process_group(config):
+        trainer = Trainer(
+            config=config,
+            accelerator=accelerator,
+            model=model,
+            adapter=add_adapter(config, model, checkpoint) if config.adapts else None,
+            tokenizer=tokenizer,
+            objective=objective,
+            train=train,
+            valid=valid,
+            micro_batch_size=micro_batch_size,
+            output=output,
+            console=console,
         )
-    if state is not None:
-        trainer.load_state(state)
-    folder = trainer.run(step)
-    accelerator.wait_for_everyone()
-    return folder
+        if accelerator.is_main_process:
+            write_config(config, output)
+            begun = "training" if step == 0 else f"resuming at step {step}:"
+            console.print(
+                f"{begun} {len(train):,} blocks of {config.seq_length} tokens, {len(valid):,} for validation",
+                highlight=False,
+            )
+            if trainer.adapter is not None:
+                console.print(trainer.adapter.described(), highlight=False)
+        if checkpoint is not None and state is not None:
+            trainer.load_state(checkpoint, state)
+        folder = trainer.run(step)
+        accelerator.wait_for_everyone()
+        return folder
 
 
 @dataclass
@@ -115,6 +124,7 @@ class Trainer(Engine):
     config: TrainConfig
     accelerator: Accelerator
     model: Any
+    adapter: Adapter | None  # of the model, in its place
     tokenizer: Any
     objective: Objective
     train: Samples
@@ -135,9 +145,12 @@ class Trainer(Engine):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self.peak_flops = peak_flops(name, config.precision)
         self.sampler = Sampler(config.global_batch_size)
-        self.plain_model = self.model.to(device)
-        # In half precision one process computes with copies of the weights, several under autocast.
-        half = config.precision in HALF and self.accelerator.mixed_precision == "no"
+        self.sharding = sharding_of(config, device)
+        # What will be cut gets to the device in parts; what is quantized is there.
+        stays = self.sharding is not None or config.lora_quantize is not None
+        self.plain_model = self.model if stays else self.model.to(device)
+        # In half precision one process computes with copies of the weights, several under autocast, or FSDP's.
+        half = config.precision in HALF and self.accelerator.mixed_precision == "no" and self.sharding is None
         self.half = HalfWeights(self.plain_model) if half else None
         self.computing = self.plain_model if self.half is None else self.half.model
         if config.precision == "fp8":
@@ -145,7 +158,10 @@ class Trainer(Engine):
         if device.type == "cuda" if config.compile is None else config.compile:
             compile_layers(self.computing)
         self.head = LossHead(self.computing)
-        self.model = self.computing if half else self.accelerator.prepare(self.plain_model)
+        if self.sharding is not None:
+            shard(self.plain_model, self.sharding)
+        whole = half or self.sharding is not None
+        self.model = self.computing if whole else self.accelerator.prepare(self.plain_model)
         optimizer = torch.optim.AdamW(
             parameter_groups(self.plain_model, config.weight_decay),
             lr=config.lr,
@@ -153,7 +169,7 @@ class Trainer(Engine):
             eps=config.adam_eps,
             fused=device.type == "cuda",
         )
-        self.optimizer = self.accelerator.prepare(optimizer)
+        self.optimizer: Any = optimizer if self.sharding is not None else self.accelerator.prepare(optimizer)
         # Counts travel between CPUs: agreeing on them never waits for the device.
         several = self.accelerator.num_processes > 1 and device.type == "cuda"
         self.cpu_group = dist.new_group(backend="gloo") if several else None
@@ -162,9 +178,13 @@ class Trainer(Engine):
     def main(self) -> bool:
         return self.accelerator.is_main_process
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Set the optimizer's state, and the gradient scaler's, to what a checkpoint has."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.sharding is None and "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            plain = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate around it
+            load_optimizer(checkpoint, self.plain_model, plain, state)
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 
@@ -193,16 +213,21 @@ class Trainer(Engine):
 
         sums = torch.zeros(len(shares), dtype=torch.float64, device=accelerator.device)
         for number, (batch, chosen) in enumerate(batches, 1):
-            # Gradients are summed over the processes once, with the last micro-batch.
-            sync = contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(self.model)
+            # Gradients are summed over the processes once, with the last micro-batch; where they are cut each time,
+            # since a process has no room for whole ones.
+            whole = number == len(batches) or self.sharding is not None
+            sync = contextlib.nullcontext() if whole else accelerator.no_sync(self.model)
             with sync, self._attention(batch):
                 loss, terms = self._loss(self.model, batch, chosen, shares)
                 # Data parallelism averages over processes; the global normaliser wants the sum.
                 accelerator.backward(loss * accelerator.num_processes)
             sums += terms
         sums = self._sum(sums)
-        # An infinite bound only measures.
-        norm = accelerator.clip_grad_norm_(self.plain_model.parameters(), config.clip_grad or math.inf)
+        bound = config.clip_grad or math.inf  # which only measures
+        if self.sharding is not None:
+            norm = clip(list(self.plain_model.parameters()), bound, accelerator.device)
+        else:
+            norm = accelerator.clip_grad_norm_(self.plain_model.parameters(), bound)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.half is not None:
@@ -242,14 +267,16 @@ class Trainer(Engine):
         this step is used: with its block size, and with its family's own attention, annealed or not."""
         accelerator = self.accelerator
         count = min(len(self.valid), EVAL_BATCHES * self.config.global_batch_size)
-        samples = range(count)[accelerator.process_index :: accelerator.num_processes]
         objective = dataclasses.replace(self.objective, length_variation=0.0)
         totals = torch.zeros(2, objective.terms, dtype=torch.float64)  # loss sums and normalisers
         self.model.eval()
+        # All processes take as many turns: those of cut weights gather them together.
+        samples = range(accelerator.process_index, -(-count // accelerator.num_processes) * accelerator.num_processes)
+        samples = samples[:: accelerator.num_processes]
         for start in range(0, len(samples), self.micro_batch_size):
             chosen = list(samples[start : start + self.micro_batch_size])
             uniforms = Uniforms.keyed(self.config.seed, 0, chosen, self.config.seq_length, Purpose.EVAL_NOISE)
-            batch = objective.noise(uniforms=uniforms, **vars(self.valid.rows(chosen)))
+            batch = objective.noise(uniforms=uniforms, **vars(_rows(self.valid, chosen, count)))
             with self._attention(batch):
                 _, sums = self._loss(self.computing, batch, chosen_positions(batch), torch.ones(objective.terms))
             totals += torch.stack([sums.double().cpu(), batch.normaliser])
@@ -258,17 +285,30 @@ class Trainer(Engine):
         return float((loss_sums / divisors(normaliser)).sum())
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
-        """Write the checkpoint of `step` on the main process, while the others wait."""
-        check_finite(step, self.plain_model.parameters())
+        """Write the checkpoint of `step` on the main process, while the others wait, or give it their parts."""
+        check_finite(step, (weight for weight in self.plain_model.parameters() if weight.requires_grad))
+        scaler = self.accelerator.scaler
+        state: dict[str, Any] = {
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "train_blocks": len(self.train),
+        }
         if metrics is not None:
             metrics.sync()
-            scaler = self.accelerator.scaler
-            state = {
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": None if scaler is None else scaler.state_dict(),
-                "train_blocks": len(self.train),
-            }
-            save_checkpoint(self.output, step, self.plain_model, self.tokenizer, state)
+        if self.sharding is not None:
+            save_sharded(
+                self.output,
+                step,
+                self.plain_model,
+                self.optimizer,
+                self.adapter,
+                self.tokenizer,
+                state,
+                self.accelerator.device,
+            )
+        elif metrics is not None:
+            state["optimizer"] = self.optimizer.state_dict()
+            save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
+        if metrics is not None:
             clean(self.output, self.config.keep_last)
             plot_loss(metrics.rows, self.output / "loss.png")
         self.accelerator.wait_for_everyone()
@@ -324,6 +364,16 @@ class Trainer(Engine):
         return values
 
 
+def _rows(blocks: Samples, samples: list[int], count: int) -> Rows:
+    """The rows of some samples, of which those from `count` on are not there, and count nothing."""
+    rows = blocks.rows([sample if sample < count else 0 for sample in samples])
+    there = torch.tensor([sample < count for sample in samples])
+    if there.all():
+        return rows
+    labels = rows.input_ids if rows.labels is None else rows.labels
+    return dataclasses.replace(rows, labels=torch.where(there[:, None], labels, IGNORE))
+
+
 def set_attention(model: Any, backend: str) -> None:
     """Use one of transformers' attention implementations. Raises DlmBridgeError for one that is not there."""
     try:
@@ -339,12 +389,12 @@ def _accelerator(config: TrainConfig) -> Accelerator:
     if config.precision == "fp8":
         check_float8()
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}[config.precision]
-    if config.precision in HALF and PartialState(cpu=cpu).num_processes == 1:
+    if config.shards or (config.precision in HALF and PartialState(cpu=cpu).num_processes == 1):
         mixed = "no"
     accelerator = Accelerator(cpu=cpu, mixed_precision=mixed)
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise DlmBridgeError(
-            f"accelerate is configured for {accelerator.distributed_type.value}: only data parallelism is supported, "
-            "launch with torchrun or accelerate launch --multi_gpu"
+            f"accelerate is configured for {accelerator.distributed_type.value}: data parallelism and FSDP2 are "
+            "supported, launch with torchrun or accelerate launch --multi_gpu"
         )
     return accelerator

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +33,42 @@ def find_checkpoints(output: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), folder) for match, folder in named if match and (folder / STATE).is_file())
 
 
-def save_checkpoint(output: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any]) -> Path:
-    """Write a `save_pretrained` folder with the tokenizer and `state`. A kill leaves no folder of this name or a whole
-    one. Raises DlmBridgeError where the disk refuses."""
+def unfinished(output: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written, until it is whole."""
     folder = step_folder(output, step)
-    temporary = folder.with_name(f".{folder.name}.tmp")
+    return folder.with_name(f".{folder.name}.tmp")
+
+
+@contextlib.contextmanager
+def writing(output: Path, step: int) -> Iterator[Path]:
+    """The empty folder `unfinished`, which becomes the checkpoint of `step` when the block ends without an exception.
+    A kill leaves no folder of this name or a whole one. Raises DlmBridgeError where the disk refuses."""
+    folder, temporary = step_folder(output, step), unfinished(output, step)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        model.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        torch.save({"step": step, **state}, temporary / STATE)
+        yield temporary
         sync_tree(temporary)
         os.replace(temporary, folder)
         sync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise DlmBridgeError(f"{folder}: cannot be written: {' '.join(str(error).split())}") from error
-    return folder
+
+
+def save_checkpoint(output: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any]) -> Path:
+    """Write a `save_pretrained` folder of a model or an adapter, with the tokenizer and `state`, as `writing` does."""
+    with writing(output, step) as folder:
+        model.save_pretrained(folder)
+        write_state(folder, step, tokenizer, state)
+    return step_folder(output, step)
+
+
+def write_state(folder: Path, step: int, tokenizer: Any, state: dict[str, Any]) -> None:
+    """Write what a checkpoint has beside the weights; `state` is what `load_state` gives."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    torch.save({"step": step, **state}, folder / STATE)
 
 
 def load_state(folder: Path) -> dict[str, Any]:

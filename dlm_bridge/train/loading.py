@@ -1,7 +1,9 @@
-"""From `--model` and `--tokenizer` to a model in fp32 and its tokenizer, whatever they name."""
+"""From `--model` and `--tokenizer` to a model and its tokenizer, whatever they name."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,21 @@ from dlm_bridge.train.config import TrainConfig
 
 def load_model(config: TrainConfig) -> Any:
     """The PreTrainedModel that `--model` means: a Hub folder or id, a Megatron checkpoint, or, from scratch, a
-    config.json, of the family that `--family` or the config names. Master weights are fp32. Raises DlmBridgeError."""
+    config.json, of the family that `--family` or the config names. In fp32, but for the frozen base of an adapter,
+    which is in the precision of the run, or quantized. Raises DlmBridgeError."""
     model = _load(config)
     if config.mask_token_id is not None:
         model.config.mask_token_id = config.mask_token_id  # saved with every checkpoint
     return model
+
+
+def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> Any:
+    """What a run starts from: `load_model`, or its own checkpoint, of an adapter the base. Where weights are cut over
+    processes, those that are not `main` get theirs from it, and have a model without weights until then. Raises
+    DlmBridgeError."""
+    if checkpoint is not None and not config.adapts:
+        config = dataclasses.replace(config, model=str(checkpoint), from_scratch=False)
+    return load_model(config) if main or not config.shards else empty_model(config)
 
 
 def _load(config: TrainConfig) -> Any:
@@ -32,14 +44,36 @@ def _load(config: TrainConfig) -> Any:
     if (folder / TRACKER).is_file():
         from dlm_bridge.bridge import Bridge
 
-        return Bridge.from_megatron(config.model, family=config.family).build_hf_model().float()
+        check_quantization(config)
+        return Bridge.from_megatron(config.model, family=config.family).build_hf_model(base_dtype(config))
     check_weights(config.model)
-    return load_hub_model(config.model, config.family)
+    return load_hub_model(config.model, config.family, base_dtype(config), _quantization(config))
+
+
+def base_dtype(config: TrainConfig) -> torch.dtype:
+    """What weights are loaded in: fp32 where they are trained, else what the run computes in."""
+    if not config.adapts:
+        return torch.float32
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(config.precision, torch.bfloat16)
+
+
+def check_quantization(config: TrainConfig) -> None:
+    """Raise DlmBridgeError where the base of an adapter cannot be quantized as asked for."""
+    if config.lora_quantize is None:
+        return
+    if (Path(config.model) / TRACKER).is_file():
+        raise DlmBridgeError(
+            f"--lora-quantize: --model {config.model} is a Megatron checkpoint: export it to the Hub's layout first"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise DlmBridgeError("--lora-quantize needs bitsandbytes: pip install 'dlm-bridge[quantize]'")
 
 
 def check_weights(model: str) -> None:
     """Raise DlmBridgeError where `--model` is no Hub folder with weights, nor a Hub id."""
     check_exists("--model", model)
+    if (Path(model) / "adapter_config.json").is_file():
+        raise DlmBridgeError(f"--model {model}: is an adapter: give its base as --model and it as --adapter")
     if Path(model).is_dir() and not any(Path(model).glob("*.safetensors")):
         raise DlmBridgeError(f"--model {model}: no weights there (*.safetensors): add --from-scratch to start anew")
 
@@ -71,9 +105,14 @@ def empty_model(config: TrainConfig) -> Any:
         return AutoModelForCausalLM.from_config(hub_config) if spec is None else spec.load("model_class")(hub_config)
 
 
-def load_hub_model(model: str, family: str | None = None) -> Any:
-    """A Hub folder or id as an fp32 model; `family` names the family where the config cannot. Raises
-    DlmBridgeError."""
+def load_hub_model(
+    model: str,
+    family: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    quantization: dict[str, Any] | None = None,
+) -> Any:
+    """A Hub folder or id as a model in `dtype`; `family` names the family where the config cannot, `quantization` are
+    further arguments of `from_pretrained`. Raises DlmBridgeError."""
     check_exists("--model", model)
     from transformers import AutoModelForCausalLM
 
@@ -84,7 +123,9 @@ def load_hub_model(model: str, family: str | None = None) -> Any:
         # Not every family's output layer is behind AutoModelForCausalLM.
         spec = getattr(type(config), "family", None)
         model_class: Any = AutoModelForCausalLM if spec is None else spec.load("model_class")
-        loaded, info = model_class.from_pretrained(model, config=config, dtype=torch.float32, output_loading_info=True)
+        loaded, info = model_class.from_pretrained(
+            model, config=config, dtype=dtype, output_loading_info=True, **(quantization or {})
+        )
     except OSError as error:
         raise DlmBridgeError(f"--model {model}: {one_line(error)}") from error
     if missing := sorted(info["missing_keys"]):  # which transformers' own classes would train from random values
@@ -116,6 +157,25 @@ def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise DlmBridgeError(f"{flag} {place}: no tokenizer that loads there ({one_line(error)}){remedy}") from error
+
+
+def _quantization(config: TrainConfig) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that quantize, on this process's device, what is loaded."""
+    check_quantization(config)
+    if config.lora_quantize is None:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(load_in_8bit=True)
+    if config.lora_quantize == "4bit":
+        settings = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=base_dtype(config),
+        )
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else "cpu"
+    return {"quantization_config": settings, "device_map": {"": device}}
 
 
 def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:

@@ -43,9 +43,10 @@ def check_finite(step: int, parameters: Iterable[torch.Tensor]) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """AdamW's parameter groups: the parameters that decay, then those that do not."""
+    """AdamW's parameter groups: the parameters that decay, then those that do not; without an empty one."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return [
+    groups: list[dict[str, object]] = [
         {"params": [p for name, p in trained if decays(name, p)], "weight_decay": weight_decay},
         {"params": [p for name, p in trained if not decays(name, p)], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]

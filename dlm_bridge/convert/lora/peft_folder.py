@@ -45,7 +45,7 @@ class PeftAdapter(Adapter):
     def __init__(self, folder: Path, base: Checkpoint) -> None:
         where = str(folder)
         config = read_config(folder / CONFIG)
-        _check_config(config, folder / CONFIG)
+        check_plain(config, folder / CONFIG)
         _check_base(config, base, where)
         if not (folder / WEIGHTS).is_file():
             raise DlmBridgeError(f"{folder}: has no {WEIGHTS}: save the adapter with safetensors")
@@ -159,7 +159,8 @@ def body_names(family: FamilySpec, names: Iterable[str]) -> dict[str, str]:
     return {name: rename_source_key(name, renamings, [])[0] for name in names}
 
 
-def _check_config(config: dict[str, Any], path: Path) -> None:
+def check_plain(config: dict[str, Any], path: Path) -> None:
+    """Raise DlmBridgeError unless adapter_config.json says plain LoRA."""
     if config.get("peft_type") != "LORA":
         raise DlmBridgeError(f"{path}: peft_type {config.get('peft_type')!r}: only LORA adapters are converted")
     for key in _REFUSED:

@@ -1,0 +1,179 @@
+"""LoRA adapters of a run, by PEFT: which linear layers they change, how they begin, how they are saved and go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from dlm_bridge.convert.hub import HUB_ID, read_config
+from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS, check_plain
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.keyed import torch_seed
+from dlm_bridge.train.loading import model_family
+from dlm_bridge.train.megatron_options import names
+from dlm_bridge.train.speed.layers import decoder_layers
+
+BASE = "base.json"  # beside an adapter: the base that it was trained on
+STEP = 0  # of the seed that an adapter's first weights are drawn with: before the first step
+SAMPLED = 64  # rows of the embedding, and elements of each, that tell a base from another
+
+
+def with_lora(config: TrainConfig, model: Any) -> TrainConfig:
+    """The configuration with its adapter's settings resolved. Raises DlmBridgeError for targets that are not linear
+    layers of the model, and for an adapter that is not plain LoRA or names another base."""
+    if config.adapter is not None:
+        check_adapter(Path(config.adapter), config.model)
+    if not config.lora_rank:
+        return config
+    family = model_family(model)
+    assert family is not None, "with_objective has refused a model of no family"
+    targets = names(config.lora_targets) or list(family.lora_targets)
+    for target in targets:
+        _check_target(model, target)
+    alpha = 2.0 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
+    return dataclasses.replace(config, lora_targets=",".join(targets), lora_alpha=alpha)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a model: `peft` holds that model, whose own linear layers it has replaced."""
+
+    peft: Any
+    base: str  # as --model names it
+    fingerprint: str | None  # of the base's weights; None where this process has none
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by the names that PEFT's state dict has."""
+        return {name: weight for name, weight in self.peft.named_parameters() if weight.requires_grad}
+
+    def described(self) -> str:
+        """One line on what is trained."""
+        settings, weights = self.peft.peft_config["default"], self.parameters()
+        kinds = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in weights})
+        numbers = sum(weight.numel() for weight in weights.values())
+        return (
+            f"LoRA of rank {settings.r}, alpha {settings.lora_alpha:g}, in {len(weights) // 2} linear layers "
+            f"({', '.join(kinds)}): {numbers:,} parameters are trained"
+        )
+
+    def save_pretrained(self, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write PEFT's adapter_config.json and adapter_model.safetensors, and what tells the base from others;
+        `state_dict` in place of `parameters()`, where these are cut."""
+        tensors = self.parameters() if state_dict is None else state_dict
+        self.peft.save_pretrained(folder, state_dict=dict(tensors), save_embedding_layers=False)
+        (folder / BASE).write_text(json.dumps({"base": self.base, "fingerprint": self.fingerprint}, indent=2) + "\n")
+
+
+def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> Adapter:
+    """Put the adapter of a configuration that `with_lora` gave into `model`, whose own weights are then frozen: the
+    one in `folder` (a checkpoint of the run), else that of `--adapter`, else a new one, which changes nothing yet.
+
+    On the meta device it has no values. Raises DlmBridgeError for an adapter of another base.
+    """
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    folder = folder or (None if config.adapter is None else Path(config.adapter))
+    on_meta = model.get_input_embeddings().weight.is_meta
+    found = None if on_meta else fingerprint(model)
+    settings = _new(config)
+    if folder is not None:
+        settings = LoraConfig.from_pretrained(str(folder))
+        settings.inference_mode = False
+        settings.base_model_name_or_path = _base_name(config.model)
+        _check_fingerprint(folder, found, config.model)
+    torch.manual_seed(torch_seed(config.seed, STEP, 0))
+    try:
+        peft = get_peft_model(model, settings)
+        peft.peft_config["default"].base_model_name_or_path = _base_name(config.model)
+        if folder is not None and not on_meta:
+            result: Any = set_peft_model_state_dict(peft, load_peft_weights(str(folder), device="cpu"))
+            left = [*result.unexpected_keys, *(name for name in result.missing_keys if ".lora_" in name)]
+            if left:
+                raise ValueError(f"{left[0]} is not in both")
+    except (ValueError, RuntimeError, OSError) as error:
+        where = f"--adapter {folder}" if folder is not None else "--lora-rank"
+        raise DlmBridgeError(f"{where}: is no adapter of --model {config.model}: {one_line(error)[:300]}") from error
+    return Adapter(peft, _base_name(config.model), found)
+
+
+def check_adapter(folder: Path, base: str) -> None:
+    """Raise DlmBridgeError for a folder without a plain LoRA adapter, and for one of another Hub id than `base`."""
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        raise DlmBridgeError(f"--adapter {folder}: no PEFT adapter there ({CONFIG} and {WEIGHTS})")
+    settings = read_config(folder / CONFIG)
+    check_plain(settings, folder / CONFIG)
+    named = settings.get("base_model_name_or_path")
+    if named != base and all(isinstance(name, str) and HUB_ID.fullmatch(name) for name in (named, base)):
+        raise DlmBridgeError(f"--adapter {folder}: is an adapter of {named}, not of --model {base}")
+
+
+def fingerprint(model: Any) -> str:
+    """What tells a base's weights from another's, in whatever precision the base is loaded: a digest of some of its
+    embedding and of its norms, in bf16."""
+    digest = xxhash.xxh3_128()
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and weight is not model.get_input_embeddings().weight:
+            continue
+        rows = weight.detach()
+        if weight.dim() > 1:
+            rows = rows[:: max(1, len(rows) // SAMPLED), :SAMPLED]
+        digest.update(name.encode())
+        digest.update(rows.to(torch.bfloat16).contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _new(config: TrainConfig) -> Any:
+    from peft import LoraConfig
+
+    alpha = config.lora_alpha or 1.0
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=max(1, config.lora_rank),
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=config.lora_dropout,
+        target_modules=names(config.lora_targets),
+    )
+
+
+def _check_target(model: Any, target: str) -> None:
+    """Raise DlmBridgeError unless `target` is the last part of the name of a linear layer in the decoder layers."""
+    layers = decoder_layers(model)
+    linear = {
+        name.rpartition(".")[2]
+        for layer in layers
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    if target in linear:
+        return
+    stacks = [name for layer in layers for name, weight in layer.named_parameters() if weight.dim() == 3]
+    why = "the model has no such linear layer in its decoder layers"
+    if any(target in name.replace("gate_up_proj", "gate_proj.up_proj") for name in stacks):
+        why = "the experts' weights are one stack, which PEFT's LoRA of linear layers does not hold"
+    raise DlmBridgeError(f"--lora-targets {target}: {why}: choose of {', '.join(sorted(linear))}")
+
+
+def _check_fingerprint(folder: Path, found: str | None, model: str) -> None:
+    path = folder / BASE
+    if found is None or not path.is_file():
+        return
+    recorded = read_config(path)
+    if recorded.get("fingerprint") not in (None, found):
+        raise DlmBridgeError(
+            f"{folder}: is an adapter of {recorded.get('base')}, which has other weights than --model {model}"
+        )
+
+
+def _base_name(model: str) -> str:
+    """The base as an adapter names it: a Hub id, or a folder from wherever it is opened."""
+    return str(Path(model).absolute()) if Path(model).exists() else model
