@@ -75,7 +75,7 @@ def fork(
     root: Path,
     processes: int,
     checks: Callable[[], Iterable[tuple[str, Callable[[], None]]]],
-    timeout_s: float = 200,
+    timeout_s: float = 400,
 ) -> None:
     """`work` on the checks in several processes, each forked from this one with what it has imported, and wait for
     them; `forked` says what each check said. The caller must have no threads and no process groups. A process that

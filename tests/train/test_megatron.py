@@ -48,7 +48,7 @@ def said(files: Files) -> Said:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (files.root / "log.txt").open("w") as log:
         subprocess.run(
-            command, cwd=Path(__file__).parents[2], env=environment, stdout=log, stderr=log, timeout=500, check=True
+            command, cwd=Path(__file__).parents[2], env=environment, stdout=log, stderr=log, timeout=550, check=True
         )
     return {processes: forked(files.root / f"world{processes}", processes) for processes in WORLDS}
 
