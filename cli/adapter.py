@@ -65,9 +65,16 @@ def import_(
 
 
 def export(
-    source: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Megatron adapter checkpoint, or PEFT folder.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ADAPTER", help="PEFT folder, training run of an adapter, or Megatron adapter checkpoint."
+        ),
+    ],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The PEFT folder, or the merged model, to write.")],
-    base: Base,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The adapter's base; the one that a PEFT folder names.")
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Write the base's Hub weights with the adapter in them.")
     ] = False,
@@ -82,17 +89,22 @@ def export(
     Example: dlm-bridge adapter export lora-megatron my-lora --base Qwen/Qwen3-8B
 
     Example: dlm-bridge adapter export my-lora merged --base Qwen/Qwen3-8B --merge
+
+    Example: dlm-bridge adapter export run merged --merge
     """
     from dlm_bridge.convert.engine import Options, write_hub
-    from dlm_bridge.convert.lora.convert import export_adapter, open_adapter
+    from dlm_bridge.convert.lora.convert import export_adapter, named_base, open_adapter
     from dlm_bridge.convert.lora.merge import MergedCheckpoint
     from dlm_bridge.convert.opening import open_any
     from dlm_bridge.convert.tensors import parse_dtype
     from dlm_bridge.errors import DlmBridgeError
+    from dlm_bridge.train.checkpoints import find_checkpoints
 
     if not merge and dtype != "keep":
         raise DlmBridgeError("--dtype casts merged weights: it needs --merge")
-    opened = open_any(base, family=family)
+    if checkpoints := find_checkpoints(source):
+        source = checkpoints[-1][1]
+    opened = open_any(base or named_base(source), family=family)
     adapter = open_adapter(source, opened)
     if not merge:
         _show(export_adapter(adapter, opened, output, overwrite).as_dict(), as_json)

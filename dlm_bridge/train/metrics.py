@@ -136,19 +136,26 @@ def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
 
 def flops_per_token(model: nn.Module, seq_length: int) -> float:
     """Model FLOPs of training on one token: 6 N + 12 L h s (arXiv 2204.02311, appendix B), where N leaves out an
-    input embedding that is only looked up, and counts of the experts those that a token goes to. Recomputation does
-    not count."""
+    input embedding that is only looked up, and counts of the experts those that a token goes to. A frozen weight has
+    no gradient of its own: 4 N. Recomputation does not count."""
     config: Any = model.config
-    parameters = sum(
-        parameter.numel() * (_expert_share(config) if ".experts." in name else 1.0)
-        for name, parameter in model.named_parameters()
-    )
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    if not config.tie_word_embeddings:
-        parameters -= embedding.weight.numel()
+    flops = sum(
+        _elements(parameter)
+        * (_expert_share(config) if ".experts." in name else 1.0)
+        * (6 if parameter.requires_grad else 4)
+        for name, parameter in model.named_parameters()
+        if config.tie_word_embeddings or parameter is not embedding.weight
+    )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_length
-    return 6 * parameters + attention
+    return flops + attention
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """A weight's elements, of which bitsandbytes holds two in a byte."""
+    quantized: Any = getattr(parameter, "quant_state", None)
+    return parameter.numel() if quantized is None else quantized.shape.numel()
 
 
 def _expert_share(config: Any) -> float:

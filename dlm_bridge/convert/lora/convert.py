@@ -6,9 +6,10 @@ from pathlib import Path
 
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.hub import read_config
 from dlm_bridge.convert.lora.adapter import Adapter
 from dlm_bridge.convert.lora.megatron_adapter import AdapterReport, MegatronAdapter, is_megatron_adapter
-from dlm_bridge.convert.lora.peft_folder import PeftAdapter, is_peft_folder, write_peft_folder
+from dlm_bridge.convert.lora.peft_folder import CONFIG, PeftAdapter, is_peft_folder, write_peft_folder
 from dlm_bridge.convert.tensors import dtype_name
 from dlm_bridge.errors import DlmBridgeError
 
@@ -20,6 +21,16 @@ def open_adapter(path: Path, base: Checkpoint) -> Adapter:
     if is_megatron_adapter(path):
         return MegatronAdapter(path, base)
     raise DlmBridgeError(f"{path} is no adapter: it has neither an adapter_config.json nor Megatron adapter weights")
+
+
+def named_base(path: Path) -> str:
+    """The base that a PEFT folder names. Raises DlmBridgeError where it names none, or what is there is not one."""
+    if not is_peft_folder(path):
+        raise DlmBridgeError(f"{path}: does not name its base: give it with --base")
+    named = read_config(path / CONFIG).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise DlmBridgeError(f"{path / CONFIG}: names no base (base_model_name_or_path): give it with --base")
+    return named
 
 
 def export_adapter(adapter: Adapter, base: Checkpoint, output: Path, overwrite: bool = False) -> AdapterReport:
