@@ -10,6 +10,7 @@ import torch
 
 import dlm_bridge  # noqa: F401
 from tests.families.case import FamilyCase, all_cases
+from tests.families.tp_worker import sampled
 from tests.processes import launch
 
 
@@ -42,7 +43,9 @@ def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
     root = tmp_path_factory.mktemp("tensor_parallel")
     for case in all_cases():
         input_ids = torch.randint(0, 100, (2, case.length), generator=torch.Generator().manual_seed(1))
+        model = case.load(case.write(root / case.id))
         with torch.no_grad():
-            logits = case.load(case.write(root / case.id))(input_ids).logits
-        torch.save({"input_ids": input_ids, "logits": logits}, root / f"{case.id}.pt")
+            logits = model(input_ids).logits
+        saved = {"input_ids": input_ids, "logits": logits, "sampled": sampled(model, input_ids)}
+        torch.save(saved, root / f"{case.id}.pt")
     return launch("tests.families.tp_worker", root, timeout_s=300)

@@ -326,7 +326,9 @@ def test_tensor_parallel_plan_covers_every_matrix(case: FamilyCase, model: Any) 
         assert any(fnmatch.fnmatch(each, pattern) for each in candidates for pattern in cut), name
 
 
-def test_tensor_parallel_logits_are_the_same(case: FamilyCase, tensor_parallel: dict[str, list[str]]) -> None:
+def test_tensor_parallel_logits_and_samples_are_the_same(
+    case: FamilyCase, tensor_parallel: dict[str, list[str]]
+) -> None:
     """`from_pretrained` with transformers' tensor parallelism on two processes."""
     assert_ok(case.id, tensor_parallel)
 

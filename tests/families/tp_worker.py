@@ -1,6 +1,7 @@
-"""One of two processes that load every family with transformers' tensor parallelism and compare logits.
+"""One of two processes that load every family with transformers' tensor parallelism and compare logits and
+samples.
 
-Usage: tp_worker.py FOLDER, where FOLDER/<case> is a checkpoint and FOLDER/<case>.pt its input_ids and logits.
+Usage: tp_worker.py FOLDER, where FOLDER/<case> is a checkpoint and FOLDER/<case>.pt its input_ids, logits and sampled.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,8 +28,15 @@ def check(case: FamilyCase, root: Path) -> str:
     with torch.no_grad():
         logits = model(saved["input_ids"]).logits
     torch.testing.assert_close(logits, saved["logits"], atol=1e-5, rtol=1e-5)
+    assert torch.equal(sampled(model, saved["input_ids"]), saved["sampled"])
     cut = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor) and held(parameter)]
     return OK if len(cut) >= 2 * model.config.num_hidden_layers else f"only these are cut: {cut}"
+
+
+def sampled(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """The best tokens after some of the input."""
+    prompt = input_ids[:, :7].where(input_ids[:, :7] != 99, 98)
+    return model.generate(prompt, gen_length=8, temperature=0.0, seed=1, mask_token_id=99, eos_token_id=None)
 
 
 def held(parameter: DTensor) -> bool:

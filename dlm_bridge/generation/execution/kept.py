@@ -17,22 +17,28 @@ class KeptKeysValues:
 
     def __init__(self, model: Any, rows: int, width: int) -> None:
         self._layers = attention_layers(model)
-        heads = model.config.num_attention_heads // (getattr(model, "_tp_size", None) or 1)
-        self._buffers = []
+        processes = getattr(model, "_tp_size", None) or 1
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        layer: Any
         for layer in self._layers:
-            like = next(layer.parameters())
-            shape = (2, rows, heads // layer.num_key_value_groups, width, layer.head_dim)
-            self._buffers.append(torch.zeros(shape, dtype=model.dtype, device=like.device))
+            device = next(layer.parameters()).device
+            # What is cut over processes are the heads, but of a fused matrix, whose output every process gathers.
+            share = 1 if hasattr(layer, "query_key_value") else processes
+            heads = model.config.num_attention_heads // share
+            shape = (rows, heads // layer.num_key_value_groups, width, layer.head_dim)
+            keys, values = (torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2))
+            self._buffers.append((keys, values))
 
     def show(self, rows: int) -> None:
         """Let the layers see the first so many rows."""
-        for layer, buffer in zip(self._layers, self._buffers, strict=True):
-            layer.kv_keys, layer.kv_values = buffer[0, :rows], buffer[1, :rows]
+        for layer, (keys, values) in zip(self._layers, self._buffers, strict=True):
+            layer.kv_keys, layer.kv_values = keys[:rows], values[:rows]
 
     def keep(self, rows: list[int]) -> None:
         """Move these rows to the front."""
-        for buffer in self._buffers:
-            buffer[:, : len(rows)] = buffer[:, rows]
+        for buffers in self._buffers:
+            for buffer in buffers:
+                buffer[: len(rows)] = buffer[rows]
 
     def detach(self) -> None:
         """Take the buffers away from the layers."""
