@@ -76,7 +76,7 @@ class Engine(abc.ABC):
             if step == 0:  # to compare with, and a prompt that cannot be sampled ends the run before it began
                 self.sample(samples, 0)
         deadline = math.inf if config.exit_duration is None else time.monotonic() + 60 * config.exit_duration
-        with _catch_sigterm() as terminated, TrainingProgress(self.console, config.steps, step, self.main) as progress:
+        with catch_sigterm() as terminated, TrainingProgress(self.console, config.steps, step, self.main) as progress:
 
             def write(row: Row) -> None:
                 if metrics is not None:
@@ -121,7 +121,7 @@ class Engine(abc.ABC):
 
 
 @contextlib.contextmanager
-def _catch_sigterm() -> Iterator[threading.Event]:
+def catch_sigterm() -> Iterator[threading.Event]:
     """An event that SIGTERM sets; outside the main thread, where handlers cannot be set, nobody sets it."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
