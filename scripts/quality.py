@@ -58,7 +58,7 @@ PRESETS = {
         feed_forward=1536,
         seq_length=512,
         global_batch_size=64,
-        steps={"stories": 1800, "python": 900},
+        steps={"stories": 1600, "python": 800},
         vocabulary={"stories": 1024, "python": 4096},
         lr=2e-3,
         warmup_steps=200,
@@ -184,7 +184,8 @@ def options(model: Path, data: Path, run: Path, text: str, preset: Preset) -> li
         "length-variation": 0.0,
     }
     words: list[str | Path] = ["--model", model, "--from-scratch", "--data", data, "--output", run]
-    return words + [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    words += [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return [*words, "--no-compile"]  # which takes longer than it saves in runs as short as these
 
 
 def sample(model: Any, tokenizer: Any, kind: str, text: str, preset: Preset) -> list[dict[str, Any]]:
