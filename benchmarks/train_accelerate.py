@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
+from torch.nn.attention import SDPBackend
 from train import SEQUENCE, SHAPES  # the script beside this one
 
 TINY = {
@@ -62,7 +63,9 @@ def main() -> None:
         "gpus": WORLD,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if CUDA else "cpu",
-        "settings": {name: getattr(arguments, name) for name in ("seq_length", "gqa", "attention", "weights", "set")},
+        "settings": {
+            name: getattr(arguments, name) for name in ("seq_length", "gqa", "attention", "weights", "keep", "set")
+        },
     }
     for side in arguments.sides:
         batch = {"ours": arguments.batch, "eager": arguments.eager_batch, "compiled": arguments.compiled_batch}[side]
@@ -106,10 +109,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--only", choices=SIDES, help="one side")
     parser.add_argument(
-        "--gqa", choices=("native", "repeat"), default="native", help="ours: grouped heads in the kernel"
+        "--gqa", choices=("repeat", "native"), default="repeat", help="ours: keys and values of grouped heads"
     )
-    parser.add_argument("--attention", choices=("cudnn", "torch"), default="cudnn", help="ours: torch's own order")
+    parser.add_argument("--attention", choices=("cudnn", "flash"), default="cudnn", help="ours: its kernel")
     parser.add_argument("--weights", choices=("half", "autocast"), default="half", help="ours: how bf16 is computed")
+    parser.add_argument(
+        "--keep", action="store_true", help="ours under FSDP: keep whole weights until the backward pass"
+    )
     parser.add_argument("--set", action="append", default=[], help="of ours: a field of the run's configuration, K=V")
     parser.add_argument("--profile", action="store_true", help="print where the time of one of our steps goes")
     parser.add_argument("--json")
@@ -131,15 +137,15 @@ def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]
     """Steps of the engine, as `pretrain` takes them."""
     import yaml
 
+    import dlm_bridge.train.speed.attention as attention
     from dlm_bridge.train import accelerate_engine
     from dlm_bridge.train.config import TrainConfig
 
-    if arguments.gqa == "repeat":
-        import transformers.integrations.sdpa_attention as integration
-
-        integration.use_gqa_in_sdpa = lambda *_: False
-    if arguments.attention == "torch":
-        accelerate_engine.attention_kernels = lambda *_: contextlib.nullcontext()
+    if arguments.gqa == "native":
+        attention.repeated_heads = contextlib.nullcontext
+    if arguments.attention == "flash":
+        attention.KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    os.environ["FSDP_RESHARD_AFTER_FORWARD"] = str(not arguments.keep).lower()
     if arguments.weights == "autocast":
         accelerate_engine.HALF = ()
     with tempfile.TemporaryDirectory() as folder:
@@ -191,8 +197,10 @@ def assemble(config: Any, batch: int) -> Any:
     from dlm_bridge.train.setup import load_data, make_objective, with_objective
 
     accelerator = engine._accelerator(config)
-    model = empty_model(config).to_empty(device=accelerator.device)
-    initialise(model)
+    model = empty_model(config)
+    if MAIN or not config.shards:  # others get their parts of it
+        model.to_empty(device=accelerator.device)
+        initialise(model)
     config = with_objective(config, model)
     objective = make_objective(config, model)
     with accelerator.main_process_first():
@@ -201,6 +209,7 @@ def assemble(config: Any, batch: int) -> Any:
         config=config,
         accelerator=accelerator,
         model=model,
+        adapter=None,
         tokenizer=tokenizer,
         objective=objective,
         train=train,

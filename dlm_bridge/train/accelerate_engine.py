@@ -155,7 +155,8 @@ class Trainer(Engine):
         self.computing = self.plain_model if self.half is None else self.half.model
         if config.precision == "fp8":
             convert_to_float8(self.computing)
-        if device.type == "cuda" if config.compile is None else config.compile:
+        self.compiled = device.type == "cuda" if config.compile is None else config.compile
+        if self.compiled:
             compile_layers(self.computing)
         self.head = LossHead(self.computing)
         if self.sharding is not None:
@@ -351,7 +352,8 @@ class Trainer(Engine):
     def _attention(self, batch: NoisyBatch) -> contextlib.AbstractContextManager[None]:
         """The kernels of a micro-batch's attention, for its forward and its backward pass."""
         own = batch.attention_mask is not None or batch.visibility is not None or batch.pairs is not None
-        return attention_kernels(self.accelerator.device, own or "block_causal" in self.objective.topologies)
+        masked = own or "block_causal" in self.objective.topologies
+        return attention_kernels(self.accelerator.device, masked, self.compiled)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Each value summed over the processes, in float64, on the device."""

@@ -14,12 +14,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.utils import counters
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.a2d.configuration import A2DQwen3Config
 from dlm_bridge.models.a2d.modeling import A2DQwen3LMHeadModel
 from dlm_bridge.train.metrics import Row
 from dlm_bridge.train.objectives import MaskedDiffusion, NoisyBatch, Uniforms, divisors
+from dlm_bridge.train.speed.attention import repeated_heads
 from dlm_bridge.train.speed.float8 import check_float8
 from dlm_bridge.train.speed.layers import compile_layers
 from dlm_bridge.train.speed.output import LossHead, chosen_positions, shared
@@ -168,6 +170,26 @@ def test_compiled_layers_train_as_plain_ones_under_recomputation(monkeypatch: py
     wanted = _gradients(plain, _plain_loss(plain, batch, shares))
     _same(_gradients(compiled, _plain_loss(compiled, batch, shares)), wanted, 1e-5)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_repeated_heads_give_the_attention_of_groups(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a whole model, forward and backward, also compiled; and transformers' own function is back afterwards."""
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    plain, repeated, batch = _model(), _model(), _batch()
+    for model in (plain, repeated):
+        model.config.is_causal = causal
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = causal
+    shares = divisors(batch.normaliser)
+    wanted = _gradients(plain, _plain_loss(plain, batch, shares))
+    with repeated_heads():
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not usual
+        _same(_gradients(repeated, _plain_loss(repeated, batch, shares)), wanted, 1e-5)
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
+        compile_layers(repeated)
+        _same(_gradients(repeated, _plain_loss(repeated, batch, shares)), wanted, 1e-5)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is usual
 
 
 def test_a_compiled_run_is_the_run(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
