@@ -16,6 +16,7 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.models import FAMILIES, UNSUPPORTED, find_family
 from dlm_bridge.models.initialisation import initial_weights
 from tests.families.case import FamilyCase, all_cases, config_of
+from tests.families.tp_worker import sampled
 from tests.processes import assert_ok
 
 
@@ -342,11 +343,25 @@ def test_the_familys_own_sampler_fills_every_mask(case: FamilyCase, folder: Path
     prompt = ids[:2, :7].clone()
     prompt[prompt == 99] = 98
 
-    def sampled(seed: int) -> torch.Tensor:
+    def drawn(seed: int) -> torch.Tensor:
         return model.generate(prompt, gen_length=32, eos_token_id=None, seed=seed)
 
-    output = sampled(1)
+    output = drawn(1)
     assert torch.equal(output[:, :7], prompt)
     assert output.shape == (2, 39)
     assert not (output == 99).any()
-    assert torch.equal(output, sampled(1))
+    assert torch.equal(output, drawn(1))
+
+
+def test_samples_are_the_same_with_weights_on_the_disk(
+    case: FamilyCase, folder: Path, model: Any, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """accelerate brings each part in when it is needed: a device map, as for a model that memory does not hold."""
+    names = [name for name, _ in model.named_children() if name != model.base_model_prefix]
+    names += [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
+    places = dict.fromkeys(names, "cpu")
+    for layer in range(model.config.num_hidden_layers):
+        places[f"model.layers.{layer}"] = "disk" if layer % 2 else "cpu"
+    offloaded = case.load(folder, device_map=places, offload_folder=tmp_path)
+    assert any(parameter.device.type == "meta" for parameter in offloaded.parameters())
+    assert torch.equal(sampled(offloaded, ids), sampled(model, ids))

@@ -21,7 +21,7 @@ class KeptKeysValues:
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         layer: Any
         for layer in self._layers:
-            device = next(layer.parameters()).device
+            device = _device(layer)
             # What is cut over processes are the heads, but of a fused matrix, whose output every process gathers.
             share = 1 if hasattr(layer, "query_key_value") else processes
             heads = model.config.num_attention_heads // share
@@ -46,6 +46,15 @@ class KeptKeysValues:
             for name in ("kv_keys", "kv_values"):
                 if hasattr(layer, name):
                     delattr(layer, name)
+
+
+def _device(layer: nn.Module) -> torch.device:
+    """Where a layer computes: where its weights are, or where accelerate brings them from the CPU or the disk."""
+    device = next(layer.parameters()).device
+    if device.type == "meta":
+        hooks = (getattr(module, "_hf_hook", None) for module in layer.modules())
+        device = torch.device(next(hook.execution_device for hook in hooks if hasattr(hook, "execution_device")))
+    return device
 
 
 def attention_layers(model: Any) -> list[nn.Module]:
