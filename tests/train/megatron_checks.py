@@ -89,6 +89,22 @@ def resumes_as_if_nothing_had_been(files: Files, name: str, like: str = "whole",
     assert before
 
 
+def resumes_a_copy(files: Files, name: str, of: str, like: str, **changes: Any) -> None:
+    """Of a stopped run, at another kind of layout: to the figures and the weights of the uninterrupted run."""
+    if dist.get_rank() == 0:
+        shutil.copytree(files.run(of), files.run(name))
+        Path(files.run(name) / "config.yaml").unlink()
+    dist.barrier()
+    resumes_as_if_nothing_had_been(files, name, like, **changes)
+    if dist.get_rank() > 0:
+        return
+    found, wanted = (Bridge.from_megatron(files.run(run) / "checkpoints") for run in (name, like))
+    for tensor in wanted.hub_names():
+        value = wanted.read(tensor)
+        apart = float((found.read(tensor) - value).norm() / value.norm())
+        assert apart <= TOLERANCE, f"{tensor}: {apart:.1e}"
+
+
 def crashes_while_a_save_is_written(files: Files, name: str, step: int, **changes: Any) -> None:
     """The files of a background save are there, but nobody has said that they are whole."""
 

@@ -18,7 +18,8 @@ from tests.processes import fork
 from tests.train.megatron_cases import STEPS, Cell, Files, cells
 
 WORLDS = (1, 2, 4)
-
+# Adam's steps of gradients that are next to nothing are noise, but for an epsilon that is larger than they are.
+EXPERTS = {"subject": "masked-moe", "steps": 6, "adam_eps": 1e-3}
 
 Plan = dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]
 
@@ -36,7 +37,7 @@ def plan(processes: int, root: Path = Path()) -> Plan:
         "experts, ep2 then ep2-pp2": (
             "resumes_as_if_nothing_had_been",
             ("experts-cut", "experts"),
-            {"subject": "masked-moe", "layout": "ep2-pp2", "steps": 6},
+            {**EXPERTS, "layout": "ep2-pp2"},
         ),
         "the last two are kept": ("checkpoints_are", ("terminated", (STEPS - 4, STEPS)), {}),
     }
@@ -53,7 +54,13 @@ def _alone() -> Plan:
         "imported": ("starts_from_an_imported_checkpoint", (Cell("masked", False, "one"),), {}),
         "whole": ("trains", ("whole",), {}),
         "causal": ("trains", ("causal",), {"subject": "causal", "steps": 6}),
-        "experts": ("trains", ("experts",), {"subject": "masked-moe", "steps": 6}),
+        "experts": ("trains", ("experts",), EXPERTS),
+        "experts stop": ("trains", ("experts-alone",), {**EXPERTS, "steps": 3}),
+        "experts stop, unsharded": (
+            "trains",
+            ("experts-plain",),
+            {**EXPERTS, "steps": 3, "distributed_optimizer": False},
+        ),
         "blocks": ("trains", ("blocks",), {"subject": "block", **blocks}),
         "validation noise": ("evaluates_with_the_same_noise", (), {}),
         "finished": ("resumes_a_finished_run", ("whole",), {}),
@@ -62,22 +69,35 @@ def _alone() -> Plan:
 
 
 def _two(files: Files) -> Plan:
-    experts = {"model": str(files.hub("masked-moe"))}
     resumed = "resumes_as_if_nothing_had_been"
     crashed = {"name": "crashed", "step": 8, "layout": "dp2"}
     terminated = {"name": "terminated", "step": 5, "layout": "pp2-vp2", "save_steps": "3", "keep_last": 2}
-    kind = (
-        "its optimizer was made at another kind of layout",
-        {**experts, "output": str(files.run("experts-cut")), "ep": 1, "pp": 2, "steps": 6},
-        "--resume",
-    )
+    plain = {**EXPERTS, "distributed_optimizer": False}
     return {
         "killed at tp2-sp, then pp2": (resumed, ("killed",), {"layout": "pp2"}),
         "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
         "crashed, then tp2-sp": (resumed, ("crashed",), {"layout": "tp2-sp"}),
         "terminated": ("saves_when_terminated", (), {**terminated, "kept": (4, 6)}),
-        "experts stop": ("trains", ("experts-cut",), {"subject": "masked-moe", "layout": "ep2", "steps": 3}),
-        "experts, without groups of their own": ("refuses", ("kind", *kind), {}),
+        "experts stop, unsharded": (
+            "trains",
+            ("experts-plain-cut",),
+            {**plain, "layout": "ep2", "steps": 3},
+        ),
+        "experts stop": ("trains", ("experts-cut",), {**EXPERTS, "layout": "ep2", "steps": 3}),
+        **{
+            f"experts, {of} then {name}": (
+                "resumes_a_copy",
+                (name, f"experts-{of}", "experts"),
+                {**options, "layout": to},
+            )
+            for of, name, to, options in (
+                ("cut", "joined", "pp2", EXPERTS),
+                ("alone", "apart", "ep2", EXPERTS),
+                ("alone", "whole-each", "tp2-etp1-sp", EXPERTS),
+                ("plain", "plain-apart", "ep2", plain),
+                ("plain-cut", "plain-joined", "dp2", plain),
+            )
+        },
     }
 
 

@@ -25,7 +25,7 @@ from dlm_bridge.convert.outputs import write_carried, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpointing, parallel_state, unwrap_model
 from dlm_bridge.train.checkpoints import sync, sync_tree
-from dlm_bridge.train.megatron import fsdp_checkpoints
+from dlm_bridge.train.megatron import fsdp_checkpoints, optimizer_state
 from dlm_bridge.train.megatron.source import Source
 
 NAME = re.compile(r"iter_(\d{7,})")
@@ -151,7 +151,10 @@ class Saver:
         try:
             if self.fsdp:
                 return fsdp_checkpoints.load(folder, self.chunks[0], self.optimizer)
-            state = dist_checkpointing.load(self._state(is_loading=True), str(folder))
+            asked = self._state(is_loading=True)
+            parts = optimizer_state.request(self.optimizer, asked.pop(optimizer_state.SAVED))
+            wanted = optimizer_state.outline(parts)
+            state = dist_checkpointing.load({**asked, optimizer_state.WANTED: parts}, str(folder))
         except DlmBridgeError:
             raise
         except (Exception, CheckpointException) as error:  # megatron-core and torch raise what they like
@@ -159,12 +162,9 @@ class Saver:
         for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True):
             chunk.load_state_dict(state[key], strict=True)
         try:
-            self.optimizer.load_state_dict(state["optimizer"])
-        except KeyError:  # megatron-core has an optimizer of their own for experts that are cut apart
-            raise DlmBridgeError(
-                f"{folder}: its optimizer was made at another kind of layout, with or without experts that have "
-                "groups of their own (--ep above 1, or --etp other than --tp): resume with the like"
-            ) from None
+            optimizer_state.restore(self.optimizer, wanted, state)
+        except DlmBridgeError as error:
+            raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
         return dict(state[STATE])
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Saver:
             for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True)
         }
         optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        return {**model, "optimizer": optimizer}
+        return {**model, optimizer_state.SAVED: optimizer}
 
     def _publish(self, hidden: Path, folder: Path, step: int) -> None:
         """Give a whole iteration its name, and let the tracker name it; then remove what is too old."""

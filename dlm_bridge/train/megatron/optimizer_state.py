@@ -1,0 +1,90 @@
+"""The optimizer's state out of a checkpoint of any layout: megatron-core makes an optimizer of their own for experts
+that are cut apart, and lays down what its optimizers count (steps, settings) as many times as there are of them.
+
+The tensors are global ones under names that no layout changes. What is counted is the same for all parameters; it lies
+in groups, which are told apart by how they decay and by whether they are of experts that are cut apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase
+
+SAVED, WANTED = "optimizer", "wanted_optimizer"  # keys in a checkpoint, and of what is asked of it
+_EXPERTS = "is_expert_parallel"
+_KINDS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # what else tells megatron-core's groups apart
+
+
+def request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:
+    """What to load for each of a rank's optimizers, from their `sharded_state_dict`."""
+    parts = optimizer.chained_optimizers
+    return {0: state} if len(parts) == 1 else {number: state[number] for number in range(len(parts))}
+
+
+def outline(state: Any) -> Any:
+    """The same tree, whose leaves are shared: loading replaces what a request holds."""
+    if isinstance(state, Mapping):
+        return {key: outline(value) for key, value in state.items()}
+    return [outline(value) for value in state] if isinstance(state, list) else state
+
+
+def restore(optimizer: Any, wanted: dict[int, Any], loaded: Mapping[str, Any]) -> None:
+    """Set every optimizer of a rank to what was `loaded` of a `request`, whose outline is `wanted`. Raises
+    DlmBridgeError where the checkpoint's optimizer has no such groups."""
+    saved = _parts(loaded[SAVED])
+    found = loaded.get(WANTED, {})
+    states = {number: _filled(part, found.get(number)) for number, part in wanted.items()}
+    for state in states.values():
+        inner = _inner(state)
+        inner["param_groups"] = [_counted(group, saved) for group in inner["param_groups"]]
+        counts = [_inner(part).get("state", {}) for part in saved]
+        if steps := [count["common_step"] for count in counts if "common_step" in count]:
+            inner["state"]["common_step"] = steps[0]
+        if scalers := [part["grad_scaler"] for part in saved if "grad_scaler" in part]:
+            state["grad_scaler"] = scalers[0]
+    optimizer.load_state_dict(states if len(states) != 1 else states[0])
+
+
+def _parts(saved: Any) -> list[Any]:
+    """The states of the optimizers of the rank that wrote what is counted."""
+    if "optimizer" in saved or "param_groups" in saved:
+        return [saved]
+    return [part for key, part in sorted(saved.items(), key=lambda item: str(item[0])) if isinstance(part, Mapping)]
+
+
+def _inner(state: Any) -> Any:
+    """The state of torch's optimizer within that of megatron-core's around it."""
+    return state.get("optimizer", state)
+
+
+def _counted(group: dict[str, Any], saved: list[Any]) -> dict[str, Any]:
+    """A group with the settings and the steps of the saved one of its kind, whether that is of experts or not."""
+    groups = [known for part in saved for known in _inner(part)["param_groups"]]
+    alike = [known for known in groups if all(known[name] == group[name] for name in _KINDS)]
+    alike.sort(key=lambda known: known[_EXPERTS] != group[_EXPERTS])
+    if not alike:
+        kind = ", ".join(f"{name} {group[name]}" for name in _KINDS)
+        raise DlmBridgeError(f"its optimizer has no parameters with {kind}")
+    kept = {name: group[name] for name in (*_KINDS, _EXPERTS, "params") if name in group}
+    return {**{name: value for name, value in alike[0].items() if name != "params"}, **kept}
+
+
+def _filled(wanted: Any, found: Any) -> Any:
+    """`wanted` with what was loaded in the places where something is to be loaded; lists may come back as mappings
+    from their indices."""
+    if isinstance(wanted, ShardedBase | LocalNonpersistentObject):
+        return found
+    if isinstance(wanted, Mapping):
+        return {key: _filled(value, _at(found, key)) for key, value in wanted.items()}
+    if isinstance(wanted, list):
+        return [_filled(value, _at(found, number)) for number, value in enumerate(wanted)]
+    return wanted
+
+
+def _at(found: Any, key: Any) -> Any:
+    if isinstance(found, Mapping):
+        return found.get(key)
+    return found[key] if isinstance(found, list) and isinstance(key, int) and key < len(found) else None
