@@ -17,7 +17,7 @@ class Frame:
     Args:
         forwards: how many times the model has been run.
         pieces: [S] the text of each token, None where nothing is settled.
-        since: [S] after how many forwards what stands there was settled; 0 for what was given.
+        since: [S] after how many forwards what stands there was settled; 0 for what was given and what is open.
     """
 
     forwards: int
@@ -49,13 +49,13 @@ class Film:
 
     def add(self, forwards: int, tokens: Sequence[int]) -> None:
         """What stands in the row after `forwards` runs of the model."""
-        before, since = self._tokens, self.last.since
+        before, since, pieces = self._tokens, self.last.since, self._pieces.of(tokens)
         now = [
-            since[place] if place < len(before) and before[place] == token else forwards
-            for place, token in enumerate(tokens)
+            0 if piece is None else since[place] if before[place : place + 1] == [token] else forwards
+            for place, (token, piece) in enumerate(zip(tokens, pieces, strict=True))
         ]
         self._tokens = list(tokens)
-        self.frames.append(Frame(forwards, tuple(self._pieces.of(tokens)), tuple(now)))
+        self.frames.append(Frame(forwards, tuple(pieces), tuple(now)))
 
     def tokens(self) -> Any:
         """A streamer for transformers' generate: a frame for each token."""

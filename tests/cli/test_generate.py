@@ -1,0 +1,436 @@
+"""`dlm-bridge generate` as a user meets it: both kinds of model, files of prompts, what is watched and refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.cli.app import main
+from dlm_bridge.cli.generate import SETTINGS
+from dlm_bridge.generation import DenoisingStep, DiffusionGenerationConfig
+from dlm_bridge.generation.show.film import Film
+from dlm_bridge.generation.show.html import film_data, page
+from dlm_bridge.generation.show.pieces import Pieces
+from dlm_bridge.generation.show.terminal import OPEN, frame_text, live
+from tests.checkpoints import write_llada, write_tokenizer
+
+MASK, EOS = 259, 258
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": "<eos>",
+    "mask_token": "<mask>",
+    "clean_up_tokenization_spaces": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LLaDA whose tokenizer has no chat template."""
+    sizes = {"vocab_size": 272, "embedding_size": 272, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
+    folder = write_llada(tmp_path_factory.mktemp("models") / "llada", **sizes)
+    write_tokenizer(folder, TOKENIZER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny autoregressive model whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=272,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        initializer_range=0.5,
+        eos_token_id=EOS,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(folder, TOKENIZER)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Cli:
+    """Runs the command in this process: its exit code, stdout and stderr."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._patch, self._capsys = patch, capsys
+
+    def __call__(self, *words: Any) -> tuple[int, str, str]:
+        self._patch.setattr(sys, "argv", ["dlm-bridge", "generate", *map(str, words)])
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        out, err = self._capsys.readouterr()
+        return int(exit_.value.code or 0), out, err
+
+    def report(self, *words: Any) -> dict[str, Any]:
+        code, out, err = self(*words, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(monkeypatch, capsys)
+
+
+def by_hand(folder: Path, prompt: str, **settings: Any) -> list[int]:
+    """The new tokens that the model itself gives, of a plain prompt."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    return model.generate(ids, **settings)[0, ids.shape[1] :].tolist()
+
+
+# ------------------------------------------------------------------------------------------------- one prompt
+
+
+def test_a_diffusion_model_is_sampled_with_the_settings_that_are_given(cli: Cli, llada: Path) -> None:
+    words = ["--prompt", "the cat", "--gen-length", 16, "--block-length", 8, "--steps", 8, "--temperature", 0.7]
+    report = cli.report(llada, *words, "--seed", 3, "--set", "remasking=random", "--set", "eos_token_id=None")
+    settings = {"gen_length": 16, "block_length": 8, "steps": 8, "temperature": 0.7, "seed": 3}
+    assert report["samples"][0]["token_ids"] == by_hand(
+        llada, "the cat", **settings, remasking="random", eos_token_id=None
+    )
+    assert (report["tokens"], report["forwards"], report["tokens_per_forward"]) == (16, 8, 2.0)
+    assert report["family"] == "llada"
+    assert report["seconds"] > 0
+    code, out, err = cli(llada, *words, "--seed", 3)
+    assert code == 0
+    assert re.search(r"^\d+ tokens in \d+ forwards \(\S+ a forward\), \S+ s$", err.strip())
+    assert out == cli(llada, *words, "--seed", 3, "--show")[1]  # no terminal: nothing but the text
+
+
+def test_an_autoregressive_model_goes_to_transformers_own_generate(cli: Cli, qwen3: Path) -> None:
+    greedy = cli.report(qwen3, "--prompt", "the cat", "--gen-length", 12, "--temperature", 0)
+    assert greedy["samples"][0]["token_ids"] == by_hand(qwen3, "the cat", max_new_tokens=12, do_sample=False)
+    assert (greedy["tokens"], greedy["forwards"], greedy["tokens_per_forward"]) == (12, 12, 1.0)
+    state = torch.random.get_rng_state()
+    drawn = ["--prompt", "the cat", "--gen-length", 12, "--temperature", 1.5, "--top-k", 50, "--seed", 1]
+    first, again = cli.report(qwen3, *drawn), cli.report(qwen3, *drawn)
+    assert first["samples"] == again["samples"] != greedy["samples"]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    two = cli.report(qwen3, *drawn, "--set", "num_return_sequences=2")
+    assert len({tuple(sample["token_ids"]) for sample in two["samples"]}) == 2
+
+
+def test_a_chat_goes_through_the_template(cli: Cli, qwen3: Path) -> None:
+    words = ["--prompt", "hi", "--gen-length", 8, "--temperature", 0]
+    report = cli.report(qwen3, "--chat", "--system", "be kind", *words)
+    plain = cli.report(qwen3, "--prompt", "system: be kind\nuser: hi\nassistant: ", *words[2:])
+    assert report["samples"] == plain["samples"]
+
+
+def test_a_megatron_checkpoint_is_sampled_as_its_hub_model(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    Bridge.from_hf(llada).to_megatron(tmp_path / "megatron", Layout(tp=2))
+    words = ["--prompt", "the cat", "--gen-length", 8, "--seed", 1]
+    ours = cli.report(tmp_path / "megatron", *words)
+    assert ours["samples"] == cli.report(llada, *words)["samples"]
+    assert ours["family"] == "llada"
+
+
+def test_weights_on_the_disk_give_the_same_text(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    places = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
+    places |= {f"model.layers.{layer}": "disk" if layer % 2 else "cpu" for layer in range(4)}
+    words = ["--prompt", "the cat", "--gen-length", 8]
+    offloaded = cli.report(
+        llada, *words, "--device-map", json.dumps(places), "--offload-folder", tmp_path / "disk", "--dtype", "fp32"
+    )
+    assert offloaded["samples"] == cli.report(llada, *words, "--device", "cpu")["samples"]
+
+
+def test_the_usual_settings_are_fields_of_the_configuration() -> None:
+    config = DiffusionGenerationConfig()
+    assert all(hasattr(config, name) for name in SETTINGS)
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("name", ["llada", "qwen3"])
+def test_a_file_of_prompts_is_sampled_in_batches(
+    cli: Cli, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(name)
+    texts = ["the cat", "a much longer line than that", "x", "the", "12 + 7"]
+    rows = [{"prompt": text, "id": number} for number, text in enumerate(texts)]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    words = ["--gen-length", 8, "--temperature", 0]
+    report = cli.report(folder, "--jsonl", source, "--batch-size", 2, "--output", target, *words)
+    written = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [(row["id"], row["prompt"]) for row in written] == list(enumerate(texts))
+    for row in written:
+        alone = cli.report(folder, "--prompt", row["prompt"], *words)
+        assert row["token_ids"] == alone["samples"][0]["token_ids"], row
+        assert (row["text"], row["tokens"]) == (alone["samples"][0]["text"], alone["tokens"])
+    assert report["prompts"] == 5
+    assert report["tokens"] == sum(row["tokens"] for row in written)
+    assert report["forwards"] == sum(row["forwards"] for row in written[::2])  # three batches
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_messages_and_stdin(cli: Cli, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"messages": [{"role": "user", "content": "hi"}]}, {"question": "hi"}]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(map(json.dumps, rows))))
+    words = ["--gen-length", 6, "--temperature", 0, "--field", "question", "--chat"]
+    code, out, err = cli(qwen3, "--jsonl", "-", *words)
+    assert code == 0, err
+    first, second = map(json.loads, out.splitlines())
+    assert first["text"] == second["text"]
+    assert first["messages"] == rows[0]["messages"]
+    assert second["prompt"] == second["question"] == "hi"
+
+
+def test_a_sampling_that_fails_leaves_no_output(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"prompt": "short"}) + "\n" + json.dumps({"prompt": "x" * 500}) + "\n")
+    code, _, err = cli(llada, "--jsonl", source, "--output", target, "--batch-size", 1, "--gen-length", 8)
+    assert code == 2
+    assert "beyond the model's context of 256" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+# ------------------------------------------------------------------------------------------------- watching
+
+
+class Page(HTMLParser):
+    """What a browser finds: the scripts' texts, every attribute, the text outside of scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.scripts: list[tuple[dict[str, Any], str]] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attributes]
+        self.open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attributes), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+        else:
+            self.text += data
+
+
+def played(film: dict[str, Any]) -> list[list[str | None]]:
+    """The text of each place in each frame, as the page plays it."""
+    places: list[str | None] = [""] * film["length"]
+    frames = []
+    for frame in film["frames"]:
+        for place, piece, _ in frame["changes"]:
+            places[place] = piece
+        frames.append(list(places))
+    return frames
+
+
+@pytest.mark.parametrize("name", ["llada", "qwen3"])
+def test_the_page_plays_what_was_sampled_and_loads_nothing(
+    cli: Cli, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(name)
+    evil = "</script><script>alert(1)</script> & <b>\u2028{{facts}}"
+    words = ["--prompt", evil, "--gen-length", 8, "--temperature", 0, "--set", "eos_token_id=null"]
+    report = cli.report(folder, *words, "--html", tmp_path / "out.html")
+    text = (tmp_path / "out.html").read_text("utf-8")
+    found = Page(text)
+    assert [attributes for attributes, _ in found.scripts] == [{"id": "film", "type": "application/json"}, {}]
+    assert not [each for each in found.attributes if each[1] in ("src", "href", "action") or each[1].startswith("on")]
+    assert "http:" not in text
+    assert "https:" not in text
+    assert "default-src 'none'" in text
+    assert str(folder) in found.text
+    film = json.loads(found.scripts[0][1])
+    frames = played(film)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    new = tokenizer.decode(report["samples"][0]["token_ids"], skip_special_tokens=False)
+    assert "".join(map(str, frames[-1])) == evil + new
+    assert [frame["forwards"] for frame in film["frames"]] == list(range(report["forwards"] + 1))
+    if name == "llada":
+        prompt = len(tokenizer(evil)["input_ids"])
+        open_places = [sum(piece is None for piece in frame) for frame in frames]
+        assert open_places == list(range(8, -1, -1))  # one token a step
+        assert all(given == (place < prompt) for place, piece, given in film["frames"][0]["changes"] if piece)
+    code, _, err = cli(folder, *words, "--html", tmp_path / "out.html")
+    assert code == 2
+    assert "out.html exists" in err
+
+
+def test_the_pages_script_is_a_script(llada: Path, tmp_path: Path) -> None:
+    """Only where node is installed: its parser takes the page's code."""
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    film = Film(Pieces(AutoTokenizer.from_pretrained(llada), MASK), [1, 2])
+    script = Page(page(film, "title", {})).scripts[1][1]
+    (tmp_path / "page.js").write_text(script)
+    subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
+
+
+def test_characters_of_several_tokens_appear_when_they_are_whole(llada: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(llada)
+    pieces = Pieces(tokenizer, MASK)
+    ids = tokenizer("é the 漢", add_special_tokens=False)["input_ids"]
+    assert len(ids) > len("é the 漢") - 2
+    assert "".join(map(str, pieces.of(ids))) == "é the 漢"
+    assert pieces.of([*ids[:1], MASK, *ids[2:]])[1] is None
+    assert "\ufffd" in str(pieces.of(ids[:1])[0])
+
+
+def test_the_terminal_shows_open_places_and_what_is_new(llada: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(llada)
+    prompt = tokenizer("the", add_special_tokens=False)["input_ids"]
+    film = Film(Pieces(tokenizer, MASK), prompt)
+    console = Console(force_terminal=True, width=40, height=10, file=(out := io.StringIO()))
+    with live(film, console):
+        for forwards, new in enumerate(([MASK, prompt[0]], [prompt[0], prompt[0]]), 1):
+            tokens = torch.tensor([[*prompt, *new]])
+            film.on_step(DenoisingStep(forwards, (0,), tokens, tokens == prompt[0]))
+            if forwards == 1:
+                text = frame_text(film.last)
+    assert text.plain == "the" + OPEN + "the"
+    assert [span.style for span in text.spans] == ["dim", "bright_black", "bold black on bright_green"]
+    assert [frame.since for frame in film.frames] == [(0, 0, 0), (0, 0, 1), (0, 2, 1)]
+    assert "forward 2, 2 tokens settled" in out.getvalue()
+    assert film_data(film)["length"] == 3
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no prompt: give --prompt TEXT, or a file of prompts with --jsonl FILE"),
+        (["--prompt", "x", "--jsonl", "f"], "--prompt is of one prompt, --jsonl of many"),
+        (["--jsonl", "f", "--show"], "--show is of one prompt"),
+        (["--jsonl", "f", "--json"], "--json with --jsonl sums up what --output FILE has"),
+        (["--jsonl", "/nowhere.jsonl"], "--jsonl /nowhere.jsonl: No such file"),
+        (["--prompt", "x", "--system", "y"], "--system is a message of a chat"),
+        (["--prompt", "x", "--chat"], "its tokenizer has no chat template"),
+        (["--prompt", "x", "--gen-length", "0"], "gen_length (max_new_tokens) must be a whole number above 0"),
+        (["--prompt", "x", "--set", "remaskng=random"], "did you mean remasking?"),
+        (["--prompt", "x", "--set", "remasking"], "--set remasking: a setting's name and value are needed"),
+        (["--prompt", "x", "--set", "seed=1", "--set", "seed=2"], "--set seed is given twice"),
+        (["--prompt", "x", "--set", "seed=1", "--seed", "1"], "--set seed: --seed says it already"),
+        (["--prompt", "x", "--steps", "7", "--block-length", "64"], "steps 7 is not a multiple of the 2 blocks"),
+        (["--prompt", "x", "--device", "nonsense"], "--device nonsense: no such device"),
+        (["--prompt", "x", "--device", "cuda:99"], "--device cuda:99: this machine has"),
+        (["--prompt", "x", "--device-map", "[1]"], "--device-map [1]: one of auto"),
+        (["--prompt", "x", "--device-map", "auto", "--device", "cpu"], "give one of them"),
+        (["--prompt", "x", "--offload-folder", "d"], "--offload-folder is a device map's"),
+        (["--prompt", "x", "--tp-plan", "auto"], "torchrun --nproc-per-node N"),
+        (["--prompt", "x", "--dtype", "int8"], "--dtype int8: choose one of keep"),
+        (["--prompt", "x", "--family", "nonsense"], "unknown family 'nonsense'"),
+        (["--prompt", "x", "--revision", "main"], "--revision main needs a Hub id"),
+        (["--prompt", "x", "--like", "y"], "names the Hub model of a Megatron checkpoint"),
+        (["--prompt", "x", "--tokenizer", "/nowhere"], "--tokenizer /nowhere: no tokenizer that loads there"),
+    ],
+)
+def test_bad_words_are_one_line(cli: Cli, llada: Path, words: list[str], said: str) -> None:
+    code, out, err = cli(llada, *words)
+    assert code == 2, out
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prompt", "x", "--steps", "4"], "steps is a setting of diffusion samplers, Qwen3ForCausalLM is autoreg"),
+        (["--prompt", "x", "--set", "nonsense=1"], "transformers' generate has no setting 'nonsense'"),
+        (["--prompt", ""], "an autoregressive model needs a prompt of at least one token"),
+        (["--prompt", "x", "--gen-length", "500"], "beyond the model's context of 128"),
+        (
+            ["--prompt", "x", "--set", "num_beams=2", "--gen-length", "8", "--html", "o.html"],
+            "generate refuses: `streamer`",
+        ),
+    ],
+)
+def test_what_an_autoregressive_model_refuses(cli: Cli, qwen3: Path, words: list[str], said: str) -> None:
+    code, _, err = cli(qwen3, *words)
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (['{"prompt": "a"}', '{"text": "b"}'], "in.jsonl, line 2: neither 'prompt' nor 'messages' there"),
+        (["", "{"], "in.jsonl, line 2: not JSON"),
+        (["[1]"], "in.jsonl, line 1: not a JSON object"),
+        (['{"prompt": 1}'], "in.jsonl, line 1: 'prompt' must be a text, not int"),
+        (['{"messages": []}'], "in.jsonl, line 1: 'messages' must be a list of objects"),
+        ([""], "in.jsonl: no prompts there"),
+    ],
+)
+def test_rows_without_a_prompt_are_named(cli: Cli, llada: Path, tmp_path: Path, lines: list[str], said: str) -> None:
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    code, _, err = cli(llada, "--jsonl", tmp_path / "in.jsonl")
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_is_no_text(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b"\xff\xfe\x00")
+    assert cli(llada, "--jsonl", tmp_path / "in.jsonl")[2].endswith("not a text in UTF-8\n")
+
+
+def test_what_is_no_model(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    def said(place: Any) -> str:
+        code, _, err = cli(place, "--prompt", "x")
+        assert code == 2
+        assert err.count("\n") == 1
+        return err
+
+    assert "/nowhere/at/all: no such folder, and not a Hub id" in said("/nowhere/at/all")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert f"{empty}: no tokenizer that loads there" in said(empty)
+    bert = tmp_path / "bert"
+    bert.mkdir()
+    write_tokenizer(bert, TOKENIZER)
+    assert "it has no config.json" in said(bert)
+    (bert / "config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"], "model_type": "bert"}))
+    assert "unknown architecture BertForMaskedLM" in said(bert)
+    # A stock name beside remote code may stand for something else.
+    (bert / "config.json").write_text(
+        json.dumps({"architectures": ["GPT2LMHeadModel"], "auto_map": {"AutoModel": "modeling_x.X"}})
+    )
+    assert "GPT2LMHeadModel" in said(bert)
+    (bert / "config.json").write_text(json.dumps({"architectures": ["LLaDAModelLM"], "model_type": "llada"}))
+    assert "no weights there" in said(bert)
