@@ -41,7 +41,7 @@ from dlm_bridge.train.setup import (
     write_config,
 )
 from dlm_bridge.train.sharded_checkpoints import load_optimizer, save_sharded
-from dlm_bridge.train.sharding import as_launched, clip, process_group, shard, sharding_of
+from dlm_bridge.train.sharding import as_launched, clip, process_group, reshard, shard, sharding_of
 from dlm_bridge.train.speed.attention import attention_kernels
 from dlm_bridge.train.speed.figures import Figures, Moment
 from dlm_bridge.train.speed.float8 import check_float8, convert_to_float8
@@ -287,6 +287,8 @@ class Trainer(Engine):
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step` on the main process, while the others wait, or give it their parts."""
+        if self.sharding is not None:
+            reshard(self.plain_model)
         check_finite(step, (weight for weight in self.plain_model.parameters() if weight.requires_grad))
         scaler = self.accelerator.scaler
         state: dict[str, Any] = {

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dlm_bridge.errors import DlmBridgeError
@@ -117,6 +117,13 @@ def shard(model: nn.Module, sharding: Sharding) -> DeviceMesh:
     model.to_empty(device="cpu" if sharding.offload else sharding.device)
     _fill(model, source, mesh, sharding.device)
     return mesh
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of whole weights that a forward pass without a backward pass has left: `parameters()` are parts again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def clip(parameters: list[nn.Parameter], bound: float, device: torch.device) -> torch.Tensor:

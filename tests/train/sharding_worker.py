@@ -1,0 +1,197 @@
+"""The processes that FSDP's checks run in, all forked from one that has imported what they need.
+
+python -m tests.train.sharding_worker FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from safetensors.torch import load_file
+
+from dlm_bridge.train import accelerate_engine
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.sharding import gathered
+from tests.processes import fork
+
+SUBJECTS = ("masked", "block", "causal", "tied", "experts")
+WORLDS = (1, 2, 4)
+STEPS = 4
+OPTIONS: dict[str, Any] = {
+    "task": "sft",
+    "from_scratch": True,
+    "length_variation": 0.0,
+    "warmup_steps": 0,
+    "lr_schedule": "constant",
+    "lr": 1e-3,
+    "seq_length": 96,
+    "global_batch_size": 8,
+    "micro_batch_size": 1,
+    "save_interval": 2,
+    "eval_interval": 2,
+    "split": "75,25,0",
+}
+
+Check = tuple[str, Callable[[], None]]
+
+
+def names(processes: int) -> list[str]:
+    return [name for name, _ in checks(Path(), processes)]
+
+
+def checks(root: Path, processes: int) -> Iterator[Check]:
+    """In order; later ones read what earlier ones wrote, those of more processes what those of fewer wrote."""
+    if processes == 1:
+        for subject in SUBJECTS:
+            yield subject, partial(train, root, f"{subject}-1", subject)
+        yield "an adapter", partial(train, root, "adapter-1", "masked", **_adapter(root))
+        yield "one process can be cut", partial(equals, root, "masked", "alone", sharding="fsdp", cpu_offload=True)
+        return
+    for subject in SUBJECTS:
+        yield subject, partial(equals, root, subject, f"{subject}-{processes}", sharding="fsdp")
+        yield f"{subject}, saved", partial(is_saved, root, subject, f"{subject}-{processes}")
+    if processes == 2:
+        more = {"sharding": "fsdp", "gradient_checkpointing": True, "cpu_offload": True}
+        yield "recomputed and offloaded", partial(equals, root, "block", "more-2", **more)
+        yield "data parallel", partial(equals, root, "masked", "ddp-2")
+        yield "an adapter", partial(adapter_equals, root)
+        yield "half precision", partial(half_precision, root)
+        yield "stops", partial(train, root, "stopped", "masked", sharding="fsdp", steps=2)
+        yield "goes on", partial(goes_on, root, "stopped", sharding="fsdp")
+        yield "goes on from one process", partial(goes_on, root, "masked-1", sharding="fsdp")
+    else:
+        yield "goes on, cut anew", partial(goes_on, root, "masked-2", sharding="fsdp")
+        yield "goes on, not cut", partial(goes_on, root, "masked-2")
+
+
+def train(root: Path, name: str, subject: str, resume: bool = False, **changes: Any) -> None:
+    """Run, and keep the gradients of the first step."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    options = {**OPTIONS, "steps": STEPS, "model": str(root / subject), "data": [str(root / "chats.jsonl")], **changes}
+    config = TrainConfig(**options, output=str(root / name), tokenizer=str(root / "tokenizer"))
+    step = torch.optim.AdamW.step
+    kept: list[list[torch.Tensor]] = []
+
+    def keeping(self: Any, *arguments: Any, **more: Any) -> Any:
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        if not kept and not resume:
+            kept.append([gathered(weight.grad, torch.device("cpu")).clone() for weight in weights])
+        return step(self, *arguments, **more)
+
+    with mock.patch.object(torch.optim.AdamW, "step", keeping):
+        accelerate_engine.train(config, resume, Console(quiet=True))
+    if kept and os.environ["RANK"] == "0":
+        torch.save(kept[0], root / f"{name}.pt")
+
+
+def equals(root: Path, subject: str, name: str, like: str | None = None, **changes: Any) -> None:
+    """Loss, validation and norm of every step, and every gradient of the first, are those of one process."""
+    train(root, name, subject, **changes)
+    like = like or f"{subject}-1"
+    for row, expected in zip(rows(root, name), rows(root, like), strict=True):
+        for key in ("loss", "grad_norm", "eval_loss"):
+            if key in expected:
+                assert abs(row[key] / expected[key] - 1) < 1e-5, (row["step"], key, row[key], expected[key])
+    if os.environ["RANK"] == "0":
+        found, wanted = (torch.load(root / f"{each}.pt") for each in (name, like))
+        assert len(found) == len(wanted) > 10
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).abs().max() <= 1e-5 * other.abs().max(), (one.shape, one - other)
+
+
+def is_saved(root: Path, subject: str, name: str) -> None:
+    """The checkpoint has the files, keys, dtypes and, but for rounding, the values of the one that transformers
+    wrote."""
+    ours, theirs = (root / each / f"checkpoints/step-{STEPS:07d}" for each in (name, f"{subject}-1"))
+    listed = [{path.name for path in folder.iterdir()} for folder in (ours, theirs)]
+    assert listed[0] == listed[1] | {"optimizer"}, listed
+    for file in ("config.json", "generation_config.json"):
+        if (theirs / file).exists():
+            assert (ours / file).read_text() == (theirs / file).read_text()
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert found[key].dtype == tensor.dtype
+        assert torch.allclose(found[key], tensor, atol=2e-4), key  # Adam's first steps go by signs
+
+
+def adapter_equals(root: Path) -> None:
+    equals(root, "masked", "adapter-2", "adapter-1", sharding="fsdp", **_adapter(root))
+    found, wanted = (
+        load_file(root / name / f"checkpoints/step-{STEPS:07d}/adapter_model.safetensors")
+        for name in ("adapter-2", "adapter-1")
+    )
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[key], tensor, atol=2e-4) for key, tensor in wanted.items())
+    settings = [
+        json.loads((root / name / f"checkpoints/step-{STEPS:07d}/adapter_config.json").read_text())
+        for name in ("adapter-2", "adapter-1")
+    ]
+    assert {**settings[0], "target_modules": 0} == {**settings[1], "target_modules": 0}
+
+
+def half_precision(root: Path) -> None:
+    """Layers are gathered in bf16, routers in fp32; what is saved is fp32."""
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMLP, Glm4MoeTopkRouter
+
+    seen: dict[type, set[torch.dtype]] = {Glm4MoeTopkRouter: set(), Glm4MoeMLP: set()}
+
+    def watched(kind: type) -> Any:
+        forward = kind.forward  # type: ignore[attr-defined]
+
+        def _forward(self: Any, *arguments: Any) -> Any:
+            seen[kind].add(next(self.parameters()).dtype)
+            return forward(self, *arguments)
+
+        return mock.patch.object(kind, "forward", _forward)
+
+    with watched(Glm4MoeTopkRouter), watched(Glm4MoeMLP):
+        train(root, "half", "experts", sharding="fsdp", precision="bf16")
+    assert seen == {Glm4MoeTopkRouter: {torch.float32}, Glm4MoeMLP: {torch.bfloat16}}
+    found, exact = ([row["loss"] for row in rows(root, name)] for name in ("half", "experts-1"))
+    assert found != exact
+    assert all(abs(one / other - 1) < 0.02 for one, other in zip(found, exact, strict=True))
+    saved = load_file(root / f"half/checkpoints/step-{STEPS:07d}/model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+def goes_on(root: Path, source: str, **changes: Any) -> None:
+    """From step 2 of another run, cut otherwise, to the losses of one that went through."""
+    name = f"{source}-resumed-{os.environ['WORLD_SIZE']}-{changes.get('sharding')}"
+    if os.environ["RANK"] == "0":
+        shutil.copytree(root / source, root / name, ignore=shutil.ignore_patterns(f"step-{STEPS:07d}"))
+    torch.distributed.barrier()
+    train(root, name, "masked", resume=True, **changes)
+    found, wanted = rows(root, name), rows(root, "masked-1")
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    for row, expected in zip(found, wanted, strict=True):
+        assert abs(row["loss"] / expected["loss"] - 1) < 1e-5, (row, expected)
+
+
+def rows(root: Path, name: str) -> list[dict[str, Any]]:
+    torch.distributed.is_initialized() and torch.distributed.barrier()
+    return [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def _adapter(root: Path) -> dict[str, Any]:
+    return {"model": str(root / "weights"), "from_scratch": False, "lora_rank": 4}
+
+
+def main(root: Path) -> None:
+    for processes in WORLDS:
+        fork(root / f"reports-{processes}", processes, partial(checks, root, processes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

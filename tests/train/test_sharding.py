@@ -1,0 +1,104 @@
+"""FSDP2 on 2 and 4 processes is one process: losses, gradients, checkpoints, resumes; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from dlm_bridge import DlmBridgeError
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.loading import load_model
+from dlm_bridge.train.sharding import as_launched, sharding_of
+from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
+from tests.families import dream, illada, llada2_moe, sdar
+from tests.processes import assert_ok, forked
+from tests.train.chats import chatty, conversation, write_rows
+from tests.train.sharding_worker import WORLDS, names
+
+VOCAB = 288
+CONFIGS = {
+    "masked": illada.CASES[0].config,
+    "block": sdar.CASES[0].config,
+    "causal": AUTOREGRESSIVE[0].config,
+    "tied": {**dream.CASE.config, "tie_word_embeddings": True},
+    "experts": llada2_moe.CASE.config,
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Where the checks have run."""
+    root = tmp_path_factory.mktemp("sharding")
+    own = {"vocab_size": VOCAB, "mask_token_id": tokenizer.mask_token_id, "eos_token_id": 0, "pad_token_id": 0}
+    for name, config in CONFIGS.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps({**config, **own, "max_position_embeddings": 256}))
+    chatty(tokenizer).save_pretrained(root / "tokenizer")
+    write_rows(root / "chats.jsonl", [conversation(number) for number in range(24)])
+    weights = TrainConfig(model=str(root / "masked"), data=["mock"], output="o", from_scratch=True)
+    load_model(weights).save_pretrained(root / "weights")
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_CACHE": str(root / "cache")}
+    subprocess.run(
+        [sys.executable, "-m", "tests.train.sharding_worker", str(root)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **environment},
+        timeout=400,
+        check=False,  # the reports say what failed
+    )
+    return root
+
+
+@pytest.mark.parametrize(("processes", "name"), [(number, name) for number in WORLDS for name in names(number)])
+def test_check(processes: int, name: str, root: Path) -> None:
+    assert_ok(name, forked(root / f"reports-{processes}", processes), processes)
+
+
+def _config(**changes: Any) -> TrainConfig:
+    return TrainConfig(model="m", data=["d"], output="o", **changes)
+
+
+def test_what_accelerate_launch_says_of_fsdp_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    assert as_launched(_config()) == _config()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(DlmBridgeError, match="launch with --fsdp_version 2"):
+        as_launched(_config())
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    config = as_launched(_config(precision="bf16"))
+    assert (config.sharding, config.cpu_offload, config.gradient_checkpointing) == ("fsdp", True, True)
+    sharding = sharding_of(config, torch.device("cpu"))
+    assert sharding is not None
+    assert (sharding.dtype, sharding.offload, sharding.reshard) == (torch.bfloat16, True, False)
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP")
+    with pytest.raises(DlmBridgeError, match="--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"):
+        as_launched(_config())
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(DlmBridgeError, match="configured for bf16, the run for --precision fp32"):
+        as_launched(_config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sharding": "zero"}, "--sharding 'zero' is unknown: known are none, fsdp"),
+        ({"cpu_offload": True}, "--cpu-offload needs --sharding fsdp"),
+        ({"sharding": "fsdp", "precision": "fp16"}, "--precision fp16 with --sharding fsdp"),
+        ({"sharding": "fsdp", "lora_rank": 2, "lora_quantize": "4bit"}, "--lora-quantize with --sharding fsdp"),
+        ({"sharding": "fsdp", "engine": "megatron"}, "--sharding needs --engine accelerate"),
+    ],
+)
+def test_bad_input_is_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=message) as raised:
+        _config(**changes)
+    assert "\n" not in str(raised.value)
