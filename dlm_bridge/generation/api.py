@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.algorithms.base import Tokens
 from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.ending import Ending
+from dlm_bridge.generation.lengths import fit_spans
 from dlm_bridge.generation.loop import denoise
 from dlm_bridge.generation.noise import Noise
 from dlm_bridge.generation.observe import DenoisingStep, Observer
@@ -30,7 +32,8 @@ class DiffusionGenerateOutput(ModelOutput):
 
     Args:
         sequences: [B, prompt + new] token ids.
-        forwards: how many times the model was run (guidance counts as one, of twice the rows).
+        forwards: how many times the model was run (guidance counts as one, of twice the rows), those that chose among
+            `span_lengths` included.
         tokens_per_forward: new tokens of a row, as far as its end, for each forward that it took part in; the mean
             over all of them.
         time: seconds that the call took.
@@ -101,18 +104,32 @@ def generate(
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
     settings = resolve(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
     recipe = settings.algorithm.recipe(Tokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
-    copies = settings.num_return_sequences
     if commit_rule is not None:
         recipe = replace(recipe, rule=Checked(commit_rule))
-    prompt = Prompt.build(
-        tokens_BP.repeat_interleave(copies, dim=0),
-        None if attention_mask is None else attention_mask.repeat_interleave(copies, dim=0),
+    prompt_of = partial(
+        Prompt.build,
         mask_token_id=settings.mask_token_id,
         vocabulary=settings.vocabulary,
-        gen_length=settings.algorithm.gen_length,
+        gen_length=settings.gen_length,
         context=settings.context,
         device=_input_device(model),
+        infill=settings.infill,
     )
+    prompt, trials = prompt_of(tokens_BP, attention_mask), 0
+    if settings.span_lengths:
+        make = partial(_left_padded, prompt_of, settings.pad_token_id)
+        rows, trials = fit_spans(
+            model,
+            prompt.rows,
+            settings.span_lengths,
+            recipe,
+            make,
+            gen_length=settings.gen_length,
+            mask_token_id=settings.mask_token_id,
+            shift=settings.shift,
+        )
+        prompt = make(rows)
+    prompt = prompt.repeated(settings.num_return_sequences)
     noise = Noise.build(generator, settings.seed, prompt.rows, prompt.tokens.device)
     observer = Observer(
         streamer, keep_history=settings.return_dict and settings.output_history, batch=len(prompt.rows)
@@ -122,13 +139,13 @@ def generate(
         prompt,
         recipe,
         noise,
-        gen_length=settings.algorithm.gen_length,
+        gen_length=settings.gen_length,
         mask_token_id=settings.mask_token_id,
         pad_token_id=settings.pad_token_id,
         ending=Ending(settings.eos_token_ids, prompt.tokens.device, settings.stop_strings, kwargs.get("tokenizer")),
         constraints=read_constraints(
             settings.constraints.get,
-            prompt_width=tokens_BP.shape[1],
+            prompt_width=prompt.tokens.shape[1],
             vocabulary=settings.vocabulary,
             eos_token_ids=settings.eos_token_ids,
             pad_token_id=settings.pad_token_id,
@@ -145,11 +162,18 @@ def generate(
         torch.cuda.synchronize(outcome.sequences.device)
     return DiffusionGenerateOutput(
         sequences=outcome.sequences,
-        forwards=outcome.forwards,
+        forwards=outcome.forwards + trials,
         tokens_per_forward=int(outcome.new_tokens) / max(outcome.row_forwards, 1),
         time=time.perf_counter() - began,
         history=tuple(observer.history) if settings.output_history else None,
     )
+
+
+def _left_padded(prompt_of: Callable[..., Prompt], pad_token_id: int, rows: list[list[int]]) -> Prompt:
+    width = max(map(len, rows))
+    tokens = torch.tensor([[pad_token_id] * (width - len(row)) + row for row in rows])
+    real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return prompt_of(tokens, real)
 
 
 def _input_device(model: Any) -> torch.device:

@@ -21,6 +21,7 @@ class Layout:
     # new tokens, and the last block may go on behind the last new token. False: they start where the prompt ends, and
     # the last one may be shorter.
     aligned: bool = False
+    whole: bool = False  # True: one block, however long, also of a prompt to fill
     spare: int = 0  # mask columns behind the last new token, part of the last block
     closing: int | None = None  # a token that stands in the last new column from the start
 
@@ -50,12 +51,17 @@ class Canvas:
             self.origins = list(prompt.pads)
         self.starts = [origin + length for origin, length in zip(self.origins, lengths, strict=True)]
         self._gen_length = gen_length
-        new = gen_length - (layout.closing is not None)
+        closing = layout.closing if gen_length else None
+        new = gen_length - (closing is not None)
         stop = max(self.starts) + new + layout.spare
         if layout.aligned:
             stop = first - (first - stop) // block * block  # whole blocks
-        self.width = stop + (layout.closing is not None)
+        self.width = stop + (closing is not None)
+        if prompt.holes:
+            first, block = (0, stop) if layout.whole else (first % block, block)
         self.blocks = [slice(begin, min(begin + block, stop)) for begin in range(first, stop, block)]
+        if prompt.holes and first:
+            self.blocks.insert(0, slice(0, first))
         self.mask_token_id = mask_token_id
         self._pad_token_id = pad_token_id
         self._ending = ending
@@ -63,13 +69,30 @@ class Canvas:
         self.tokens = torch.full((batch, self.width), mask_token_id, device=device)
         for row, (origin, length) in enumerate(zip(self.origins, lengths, strict=True)):
             self.tokens[row, origin : origin + length] = prompt.tokens[row, self.prompt_width - length :]
-        if layout.closing is not None:
-            self.tokens[:, -1] = layout.closing
+        if closing is not None:
+            self.tokens[:, -1] = closing
         self._columns = torch.arange(self.width, device=device)
         self._starts = torch.tensor(self.starts, device=device)
         self._output = torch.full((batch, self.prompt_width + gen_length), pad_token_id, device=device)
         self._output[:, : self.prompt_width] = prompt.tokens
         self.names = list(range(batch))  # which row of the batch each row of the canvas is
+        holes = prompt.holes or ((),) * batch
+        self.holes = [{origin + hole for hole in gaps} for origin, gaps in zip(self.origins, holes, strict=True)]
+        self._is_hole: torch.Tensor | None = None  # [B, S]; None: no prompt has a hole
+        if any(self.holes):
+            self._is_hole = torch.zeros(batch, self.width, dtype=torch.bool)
+            for row, columns in enumerate(self.holes):
+                self._is_hole[row, sorted(columns)] = True
+            self._is_hole = self._is_hole.to(device)
+        self._hole_count = sum(map(len, holes))
+        # The first column of the output in which anything is to be settled, and which columns of prompts are not.
+        self._given = torch.ones(batch, self.prompt_width, dtype=torch.bool, device=device)
+        if self._is_hole is not None:
+            for row, (pad, gaps) in enumerate(zip(prompt.pads, holes, strict=True)):
+                self._given[row, [pad + gap for gap in gaps]] = False
+        self.first_open = min(
+            (pad + gaps[0] for pad, gaps in zip(prompt.pads, holes, strict=True) if gaps), default=self.prompt_width
+        )
 
     @property
     def rows(self) -> list[int]:
@@ -94,10 +117,16 @@ class Canvas:
             self.tokens[rows] = self.tokens[rows].scatter(1, columns, tokens_AN)
 
     def behind_prompt(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
-        """[A, N], True at the columns behind the row's prompt."""
-        starts_A1 = (self._starts if rows is None else self._starts[rows])[:, None]
-        columns = self._columns[columns] if isinstance(columns, slice) else columns
-        return columns >= starts_A1
+        """[A, N], True at the columns that are not given: behind the row's prompt, or a hole in it."""
+        columns_AN = self.columns(rows, columns)
+        behind_AN = columns_AN >= self.first_new(rows)[:, None]
+        if self._is_hole is None:
+            return behind_AN
+        return behind_AN | (self._is_hole if rows is None else self._is_hole[rows]).gather(1, columns_AN)
+
+    def masked(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
+        """[A, N], True at what is not settled yet; padding, though made of mask tokens, is not meant."""
+        return (self.take(rows, columns) == self.mask_token_id) & self.behind_prompt(rows, columns)
 
     def columns(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
         """[A, N], the columns as a tensor."""
@@ -115,12 +144,21 @@ class Canvas:
 
     def _wanted(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
         """[A, N], True at the new tokens that are asked for: behind the prompt, `gen_length` of them."""
-        starts_A1 = (self._starts if rows is None else self._starts[rows])[:, None]
-        return self.behind_prompt(rows, columns) & (self._columns[columns] < starts_A1 + self._gen_length)
+        new_AN = self._columns[columns] - self.first_new(rows)[:, None]
+        return (new_AN >= 0) & (new_AN < self._gen_length)
 
     def masks(self, block: slice) -> list[int]:
-        """How many columns of an untouched block are masks, by row."""
-        return [block.stop - max(block.start, start) for start in self.starts]
+        """How many columns of an untouched block are masks, by row; none where none of them is asked for."""
+        counts = []
+        for start, own in zip(self.starts, self.holes, strict=True):
+            holes = sum(block.start <= hole < block.stop for hole in own)
+            behind = max(0, block.stop - max(block.start, start)) if self._gen_length or holes else 0
+            counts.append(holes + behind)
+        return counts
+
+    def opens(self, row: int, column: int) -> bool:
+        """Whether the column of an untouched block is a mask behind some token of the row."""
+        return self.origins[row] < column and (self.starts[row] <= column or column in self.holes[row])
 
     def unfinished(self, rows: list[int] | None, block: slice) -> torch.Tensor:
         """[A], True where a new token of the block is still a mask, and the row does not end before it."""
@@ -129,6 +167,9 @@ class Canvas:
         open_AN = new_AN & (tokens_AN == self.mask_token_id)
         if self._ending.happens:
             open_AN &= self._ending.marks(tokens_AN, new_AN, self.mask_token_id).cumsum(dim=1) == 0
+        if self._is_hole is not None:
+            holes_AN = (self._is_hole if rows is None else self._is_hole[rows])[:, : block.stop]
+            open_AN |= holes_AN & (tokens_AN == self.mask_token_id)
         return open_AN.any(dim=1)
 
     def retire(self, block: slice) -> list[int] | None:
@@ -150,6 +191,9 @@ class Canvas:
         self.origins = [self.origins[row] for row in stay]
         self.starts = [self.starts[row] for row in stay]
         self.names = [self.names[row] for row in stay]
+        self.holes = [self.holes[row] for row in stay]
+        if self._is_hole is not None:
+            self._is_hole = self._is_hole[stay]
         return stay
 
     def output(self) -> torch.Tensor:
@@ -163,7 +207,7 @@ class Canvas:
 
     def new_tokens(self) -> torch.Tensor:
         """How many new tokens all rows have together, each as far as its end: a tensor, for no one may ask."""
-        return (~self._after_end(self._output)[:, self.prompt_width :]).sum()
+        return (~self._after_end(self._output)[:, self.prompt_width :]).sum() + self._hole_count
 
     def snapshot(self) -> torch.Tensor:
         """[B, P + gen_length], every row of the batch as it is now, in the columns of the output."""
@@ -177,9 +221,9 @@ class Canvas:
         settled in each row. Of the canvas only the columns before `stop` count."""
         tokens_BS = self.snapshot()
         closed_BS = tokens_BS != self.mask_token_id
-        closed_BS[:, : self.prompt_width] = True
+        closed_BS[:, : self.prompt_width] |= self._given
         for row, name in enumerate(self.names):
-            closed_BS[name, max(self.prompt_width, self._left(row) + stop - self.origins[row]) :] = False
+            closed_BS[name, max(self.first_open, self._left(row) + stop - self.origins[row]) :] = False
         after_BS = self._after_end(torch.where(closed_BS.cumprod(dim=1).bool(), tokens_BS, self.mask_token_id))
         counts = (closed_BS | after_BS).cumprod(dim=1).sum(dim=1).tolist()
         return tokens_BS.masked_fill(after_BS, self._pad_token_id), counts

@@ -22,7 +22,17 @@ PARAMETERS = list(
     dict.fromkeys(name for algorithm in ALGORITHMS.values() for name in algorithm.parameters() if name not in SHARED)
 )
 # What transformers' own class does not have.
-OWN_FIELDS = ["algorithm", *PARAMETERS, "cache", "execution", "mask_token_id", "seed", "output_history"]
+OWN_FIELDS = [
+    "algorithm",
+    *PARAMETERS,
+    "cache",
+    "execution",
+    "mask_token_id",
+    "seed",
+    "output_history",
+    "infill",
+    "span_lengths",
+]
 
 _ABOVE_ZERO = (
     "max_new_tokens", "max_length", "num_return_sequences",
@@ -34,7 +44,7 @@ _NUMBERS = (
     "temperature", "cfg_scale", "alg_temp", "threshold", "factor", "confidence_threshold", "editing_threshold",
     "eb_threshold", "eb_gamma", "wedlm_entropy_threshold", "wedlm_pos_penalty_factor",
 )  # fmt: skip
-_FLAGS = ("greedy", "add_eos_at_end", "logits_eos_inf", "confidence_eos_eot_inf", "output_history")
+_FLAGS = ("greedy", "add_eos_at_end", "logits_eos_inf", "confidence_eos_eot_inf", "output_history", "infill")
 _CHOICES = {
     "cache": get_args(Cache),
     "execution": EXECUTIONS,
@@ -90,6 +100,10 @@ class DiffusionGenerationConfig(GenerationConfig):
             transformers; see `dlm_bridge.generation.constraints` for what they mean to a denoiser.
         stop_strings: text that ends a row, with `tokenizer=` at the call.
         num_return_sequences: samples of each prompt, next to each other.
+        infill: fill the mask tokens inside the prompts, by the sampler's own rule; there are new tokens behind them
+            only where `gen_length` is passed. `steps` then are those of each block. A block-causal model fills a block
+            without seeing later ones.
+        span_lengths: with `infill`, lengths to try for each span of masks; see `dlm_bridge.generation.lengths`.
         seed: makes the noise a function of the seed and of each row's own prompt.
         output_history: with `return_dict_in_generate`, the result holds every step.
         **kwargs: any other field of transformers' GenerationConfig; those that would change the result and that the
@@ -193,11 +207,7 @@ def check_values(values: Mapping[str, Any]) -> None:
     check(["eps"], lambda value: _is_number(value) and 0 < value < 1, "a number between 0 and 1")
     check(["mask_token_id", "pad_token_id", "eot_token_id"], lambda value: _is_int(value) and value >= 0, "a token id")
     check(["seed"], _is_int, "a whole number")
-    check(
-        ["greedy", "add_eos_at_end", "output_history", "logits_eos_inf", "confidence_eos_eot_inf"],
-        lambda value: isinstance(value, bool),
-        "True or False",
-    )
+    check(_FLAGS, lambda value: isinstance(value, bool), "True or False")
     for name, known in {"algorithm": tuple(ALGORITHMS), **_CHOICES}.items():
         if name in given and given[name] not in known:
             raise DlmBridgeError(f"unknown {name} {given[name]!r}: known are {', '.join(known)}")

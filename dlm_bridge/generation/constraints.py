@@ -150,9 +150,10 @@ class Constraints:
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int], columns_AN: torch.Tensor
     ) -> None:
         """At each row's first mask, the position that is settled now."""
+        masked_AN = canvas.masked(rows, columns_AN)
         for number, row in enumerate(rows):
             tokens_S = canvas.tokens[row]
-            place = int((tokens_S[columns_AN[number]] == canvas.mask_token_id).int().argmax())
+            place = int(masked_AN[number].int().argmax())
             text = tokens_S[canvas.origins[row] : int(columns_AN[number, place])]
             scores_1V = logits_ANV[number, place][None]
             for processor in self._after_text:

@@ -129,15 +129,18 @@ def settle_block(
 ) -> None:
     """Denoise a block that holds so many masks by row. A row takes part until its own steps are over, so that it is
     what it would be alone."""
+    if not any(masks):  # a block that was given as a whole
+        return
     quotas = recipe.rule.begin(masks, noise)
-    active = [row for row in canvas.rows if quotas[row]]
+    active = [row for row in canvas.rows if masks[row] and quotas[row]]
     index = 0
     while active:
         rows = None if len(active) == len(canvas.rows) else active
         columns = block if recipe.window is None else window(canvas, rows, block, recipe.window)
         logits = constraints(predictor(rows, columns), canvas, active, columns)
-        shaped, tokens = propose(logits, active, recipe.sampling, canvas.mask_token_id, noise)
+        shaped, tokens = propose(logits, canvas, active, columns, recipe.sampling, noise)
         before = canvas.take(rows, columns)
+        new = canvas.behind_prompt(rows, columns)
         step = Step(
             rows=active,
             index=index,
@@ -146,8 +149,8 @@ def settle_block(
             shaped=shaped,
             tokens=tokens,
             before=before,
-            masked=before == canvas.mask_token_id,
-            new=canvas.behind_prompt(rows, columns),
+            masked=(before == canvas.mask_token_id) & new,
+            new=new,
             columns=columns,
             width=predictor.end(block),
             origins=[canvas.origins[row] for row in active],
@@ -178,28 +181,31 @@ def seed_block(
     """
     if recipe.seed is None:
         return []
-    active = [row for row in canvas.rows if canvas.starts[row] <= block.start and canvas.origins[row] < block.start]
+    active = [row for row in canvas.rows if canvas.opens(row, block.start)]
     if active:
         rows = None if len(active) == len(canvas.rows) else active
         first = slice(block.start, block.start + 1)
         sampling = recipe.sampling if recipe.seed == "sampled" else Sampling()
         logits = constraints(predictor(rows, first, shift=True), canvas, active, first)
-        canvas.put(rows, first, propose(logits, active, sampling, canvas.mask_token_id, noise)[1])
+        canvas.put(rows, first, propose(logits, canvas, active, first, sampling, noise)[1])
         observer.step(canvas, active, predictor.forwards, final=not recipe.rule.edits)
     return active
 
 
 def propose(
-    logits: torch.Tensor, rows: list[int], sampling: Sampling, mask_token_id: int, noise: Noise
+    logits: torch.Tensor, canvas: Canvas, rows: list[int], columns: Columns, sampling: Sampling, noise: Noise
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distribution [A, N, V] and the tokens [A, N] proposed from it."""
+    """The distribution [A, N, V] of these columns and the tokens [A, N] proposed from it."""
     shaped = sampling.shape(logits)
-    uniform = noise.per_token(rows, *logits.shape[1:]) if sampling.draws else None
-    return shaped, sampling.propose(logits, shaped, mask_token_id, uniform)
+    uniform = None
+    if sampling.draws:
+        first = columns.start if isinstance(columns, slice) else canvas.width
+        pads = [max(0, canvas.origins[row] - first) for row in rows]
+        uniform = noise.per_token(rows, *logits.shape[1:], pads)
+    return shaped, sampling.propose(logits, shaped, canvas.mask_token_id, uniform)
 
 
 def window(canvas: Canvas, rows: list[int] | None, block: slice, size: int) -> Columns:
     """[A, size] columns of the block from each row's first mask on; the canvas has `size` to spare at its end."""
-    masked = canvas.take(rows, block) == canvas.mask_token_id
-    first = block.start + masked.int().argmax(dim=1)
+    first = block.start + canvas.masked(rows, block).int().argmax(dim=1)
     return first[:, None] + torch.arange(size, device=first.device)

@@ -63,11 +63,18 @@ class Noise:
         if self._per_row is not None:
             self._per_row = [self._per_row[row] for row in rows]
 
-    def per_token(self, rows: Sequence[int], positions: int, vocabulary: int) -> torch.Tensor:
-        """float64 [rows, positions, vocabulary], uniform in [0, 1), for these rows of the current batch."""
+    def per_token(self, rows: Sequence[int], positions: int, vocabulary: int, pads: Sequence[int]) -> torch.Tensor:
+        """float64 [rows, positions, vocabulary], uniform in [0, 1), for these rows of the current batch; zero at the
+        first `pads` positions of a row if rows have their own generators."""
         if self._per_row is None:
             return self._draw((len(rows), positions, vocabulary), torch.float64, self._shared)
-        return torch.stack([self._draw((positions, vocabulary), torch.float64, self._per_row[row]) for row in rows])
+        if not any(pads):
+            shape = (positions, vocabulary)
+            return torch.stack([self._draw(shape, torch.float64, self._per_row[row]) for row in rows])
+        uniform = torch.zeros(len(rows), positions, vocabulary, dtype=torch.float64, device=self._device)
+        for line, row, pad in zip(uniform, rows, pads, strict=True):
+            line[pad:] = self._draw((positions - pad, vocabulary), torch.float64, self._per_row[row])
+        return uniform
 
     def per_position(self, rows: Sequence[int], width: int, pads: Sequence[int]) -> torch.Tensor:
         """float32 [rows, width], uniform in [0, 1); zero at a row's padding if rows have their own generators."""

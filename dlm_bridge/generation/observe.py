@@ -35,7 +35,8 @@ class Observer:
     """Tells the listeners of one call of `generate` what happens on its canvas.
 
     A listener may have `on_step(step)`, called after every forward with a `DenoisingStep`, or be a streamer as
-    transformers' are, with `put` and `end`, or both. A streamer is given the prompts [B, P], then each run of new
+    transformers' are, with `put` and `end`, or both. A streamer is given the prompts [B, P] (of prompts to fill,
+    what stands before the first hole), then each run of new
     tokens as soon as no later step can change it: [N] of a single row, [B, N] of several, as far as every row has
     got. A row that has ended is padding.
     """
@@ -68,7 +69,7 @@ class Observer:
     def begin(self, canvas: Canvas) -> None:
         if self.listens:
             self._previous = canvas.snapshot()
-            self._sent = canvas.prompt_width
+            self._sent = canvas.first_open
             self._send(self._previous[:, : self._sent])
 
     def step(self, canvas: Canvas, rows: Sequence[int], forwards: int, *, final: bool) -> None:

@@ -17,6 +17,7 @@ class Prompt:
     tokens: torch.Tensor  # [B, P]
     pads: tuple[int, ...]  # padding columns at the left of each row
     rows: list[list[int]]  # each row's real tokens
+    holes: tuple[tuple[int, ...], ...] = ()  # each row's masks that are to be filled, counted from its first token
 
     @classmethod
     def build(
@@ -29,12 +30,16 @@ class Prompt:
         gen_length: int,
         context: int | None,
         device: torch.device,
+        infill: bool = False,
     ) -> Prompt:
         """Check every row and align it. This is the one place where the host looks at the prompt.
 
+        With `infill` the mask tokens of a prompt are to be filled; without, there may be none.
+
         Raises:
-            DlmBridgeError: padding inside a row, a token outside the vocabulary, a mask token, or a row that does
-                not fit into the model's context together with what is to be generated.
+            DlmBridgeError: padding inside a row, a token outside the vocabulary, a mask token where none is meant,
+                no mask token where one is, or a row that does not fit into the model's context together with what is
+                to be generated.
         """
         width = tokens_BP.shape[1]
         ids = tokens_BP.tolist()
@@ -50,14 +55,31 @@ class Prompt:
                     f"attention_mask row {number} has padding between its tokens: pad on the left or on the right"
                 )
             prompt = row[first : first + count]
-            _check_row(prompt, number, mask_token_id, vocabulary)
+            _check_row(prompt, number, mask_token_id, vocabulary, infill)
             if context is not None and count + gen_length > context:
                 raise DlmBridgeError(_too_long(count, gen_length, context))
             rows.append(prompt)
             pads.append(width - count)
             aligned.append(row[first + count :] + row[:first] + prompt)
         tokens = torch.tensor(aligned, dtype=torch.long, device=device).view(len(ids), width)
-        return cls(tokens, tuple(pads), rows)
+        if not infill:
+            return cls(tokens, tuple(pads), rows)
+        holes = tuple(tuple(i for i, token in enumerate(row) if token == mask_token_id) for row in rows)
+        if not gen_length and not any(holes):
+            raise DlmBridgeError(f"infill: no row of input_ids holds the mask token {mask_token_id}: nothing to fill")
+        return cls(tokens, tuple(pads), rows, holes)
+
+    def repeated(self, copies: int) -> Prompt:
+        """Each row so many times, its copies next to each other."""
+        if copies == 1:
+            return self
+        which = [row for row in range(len(self.rows)) for _ in range(copies)]
+        return Prompt(
+            self.tokens.repeat_interleave(copies, dim=0),
+            tuple(self.pads[row] for row in which),
+            [self.rows[row] for row in which],
+            tuple(self.holes[row] for row in which) if self.holes else (),
+        )
 
 
 def check_ids(tokens: Any, attention_mask: Any) -> torch.Tensor:
@@ -86,11 +108,11 @@ def check_ids(tokens: Any, attention_mask: Any) -> torch.Tensor:
     return tokens
 
 
-def _check_row(prompt: list[int], number: int, mask_token_id: int, vocabulary: int) -> None:
-    if mask_token_id in prompt:
+def _check_row(prompt: list[int], number: int, mask_token_id: int, vocabulary: int, infill: bool) -> None:
+    if mask_token_id in prompt and not infill:
         raise DlmBridgeError(
             f"input_ids row {number} holds the mask token {mask_token_id} at its token {prompt.index(mask_token_id)}: "
-            "a prompt must be all real tokens (mask padding with attention_mask)"
+            "a prompt must be all real tokens (mask padding with attention_mask); infill=True fills its masks"
         )
     outside = next((token for token in prompt if not 0 <= token < vocabulary), None)
     if outside is not None:
@@ -100,6 +122,8 @@ def _check_row(prompt: list[int], number: int, mask_token_id: int, vocabulary: i
 def _too_long(count: int, gen_length: int, context: int) -> str:
     room = context - count
     remedy = f"use gen_length {room} or less" if room > 0 else f"shorten the prompt by at least {1 - room}"
+    if not gen_length:
+        return f"a prompt of {count} tokens is beyond the model's context of {context}: shorten it by {-room}"
     return (
         f"a prompt of {count} tokens and gen_length {gen_length} make {count + gen_length}, beyond the model's "
         f"context of {context}: {remedy}"

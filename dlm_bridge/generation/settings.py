@@ -98,6 +98,9 @@ class SamplerSettings:
     """A call's settings, complete and checked."""
 
     algorithm: Algorithm
+    gen_length: int  # new tokens behind the prompt; none, unless they are asked for, where masks inside it are filled
+    infill: bool
+    span_lengths: tuple[int, ...]  # lengths to try for each span of masks; none: they are as long as they are
     shift: bool  # the model's logits[i - 1] are about token i
     eos_token_ids: tuple[int, ...]  # empty: no stopping
     end_token_ids: tuple[int, ...]  # the model's end-of-sequence tokens, whether a row stops at them or not
@@ -141,8 +144,15 @@ def resolve(
     _refuse_unsupported(levels, temperature, kind)
     _refuse_foreign(levels, kind)
     parameters = {name: _parameter(levels, name, kind) for name in kind.parameters()}
-    parameters |= {"gen_length": _gen_length(levels, prompt_width), "temperature": temperature}
-    if kind.shortens_block and _find(levels, "block_length", None)[1] in (MODEL, FAMILY, ALGORITHM):
+    infill = bool(_find(levels, "infill", False)[0])
+    gen_length = _gen_length(levels, prompt_width, infill)
+    parameters |= {"gen_length": gen_length, "temperature": temperature}
+    if infill:
+        _refuse_infill(spec, kind, parameters)
+        # The recipe is that of one block, or of the whole canvas.
+        blocks = [parameters[name] for name in ("block_length", "block_size") if name in parameters]
+        parameters["gen_length"] = blocks[0] if blocks else prompt_width + gen_length + 1
+    elif kind.shortens_block and _find(levels, "block_length", None)[1] in (MODEL, FAMILY, ALGORITHM):
         parameters["block_length"] = min(parameters["block_length"], parameters["gen_length"])
 
     config = model.config
@@ -168,6 +178,9 @@ def resolve(
         raise DlmBridgeError(f"pad_token_id {pad_token_id} is the mask token: pass another pad_token_id")
     return SamplerSettings(
         algorithm=kind(**parameters),
+        gen_length=gen_length,
+        infill=infill,
+        span_lengths=_span_lengths(_find(levels, "span_lengths", None)[0], infill, spec),
         shift=spec.shift,
         eos_token_ids=eos,
         end_token_ids=ends,
@@ -274,7 +287,41 @@ def _find(levels: list[_Level], name: str, default: Any) -> tuple[Any, str | Non
     return default, None
 
 
-def _gen_length(levels: list[_Level], prompt_width: int) -> int:
+def _refuse_infill(spec: FamilySpec, kind: type[Algorithm], parameters: Mapping[str, Any]) -> None:
+    others = [
+        name
+        for name, other in ALGORITHMS.items()
+        if other.infills and spec.topology in other.topologies and not other.families
+    ]
+    if not kind.infills:
+        raise DlmBridgeError(
+            f"the {kind.name} sampler cannot fill masks inside a prompt, its blocks see nothing of what follows: use "
+            f"one of {', '.join(others)}"
+        )
+    if parameters.get("alg") == "confidence_threshold":
+        raise DlmBridgeError(
+            "alg 'confidence_threshold' settles equal shares of gen_length, which infilling does not have: use another"
+        )
+
+
+def _span_lengths(value: Any, infill: bool, spec: FamilySpec) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not infill:
+        raise DlmBridgeError("span_lengths are those of masks inside a prompt: pass infill=True as well")
+    if spec.topology != "bidirectional":
+        raise DlmBridgeError(
+            f"{spec.title} is {spec.topology}: it cannot judge a span's length by what follows; leave span_lengths out"
+        )
+    lengths = tuple(value) if isinstance(value, (list, tuple, range)) else (value,)
+    if not lengths or not all(isinstance(one, int) and one > 0 for one in lengths):
+        raise DlmBridgeError(f"span_lengths must be whole numbers above 0, not {value!r}")
+    return tuple(sorted({*lengths}))
+
+
+def _gen_length(levels: list[_Level], prompt_width: int, infill: bool) -> int:
+    if infill:
+        levels = [level for level in levels if level.where in (KEYWORD, GIVEN)]
     for level in levels:
         if "max_new_tokens" in level.values:
             return level.values["max_new_tokens"]
@@ -286,7 +333,7 @@ def _gen_length(levels: list[_Level], prompt_width: int) -> int:
                     "use gen_length, which counts new tokens only"
                 )
             return length - prompt_width
-    raise AssertionError("every sampler has a gen_length")
+    return 0  # of infilling; every sampler has a default
 
 
 def _temperature(levels: list[_Level]) -> float:

@@ -55,6 +55,7 @@ class BD3LM(MDLM):
     name: ClassVar[str] = "bd3lm"
     families: ClassVar[tuple[str, ...]] = ("a2d_qwen3", "a2d_qwen2", "a2d_llama")
 
+    infills: ClassVar[bool] = False  # a block sees nothing of what follows, and begins where the prompt ends
     _ranks_canvas: ClassVar[bool] = False
 
     block_size: int = 32

@@ -37,7 +37,7 @@ class Dream(Algorithm):
 
     def recipe(self, tokens: Tokens) -> Recipe:
         return Recipe(
-            layout=Layout(self.gen_length),
+            layout=Layout(self.gen_length, whole=True),
             rule=self._rule(),
             sampling=Sampling(self.temperature, self.top_k, self.top_p, order=("temperature", "top_p", "top_k")),
             predictor=Predictor,
@@ -75,7 +75,7 @@ class DiffuLLaMA(Algorithm):
 
     def recipe(self, tokens: Tokens) -> Recipe:
         return Recipe(
-            layout=Layout(self.gen_length),
+            layout=Layout(self.gen_length, whole=True),
             rule=Ancestral(self.diffusion_steps, eps=0.0),
             sampling=self.sampling(),
             predictor=Predictor,

@@ -95,6 +95,7 @@ class ILLaDA(Algorithm):
 
     name: ClassVar[str] = "illada"
     topologies: ClassVar[tuple[Topology, ...]] = ("bidirectional",)
+    infills: ClassVar[bool] = False  # a block sees nothing of what follows
     shortens_block: ClassVar[bool] = True
 
     block_length: int = 32

@@ -29,6 +29,7 @@ class Nemotron(Algorithm):
     name: ClassVar[str] = "nemotron"
     topologies: ClassVar[tuple[Topology, ...]] = ("bidirectional",)
     families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
+    infills: ClassVar[bool] = False  # a block sees nothing of what follows, and begins where the prompt ends
     model_blocks: ClassVar[bool] = True
     shortens_block: ClassVar[bool] = True
 

@@ -54,7 +54,7 @@ class RND1(Algorithm):
         if self.eb_gamma is not None:
             rule = ErrorBounded(self.eb_gamma, self.num_diffusion_steps)
         return Recipe(
-            layout=Layout(self.gen_length - (closing is not None), closing=closing),
+            layout=Layout(self.gen_length - (closing is not None), whole=True, closing=closing),
             rule=rule,
             sampling=Sampling(self.temperature, self.top_k, self.top_p, greedy=self.greedy),
             predictor=Predictor,

@@ -33,7 +33,7 @@ class WeDLM(Algorithm):
     def recipe(self, tokens: Tokens) -> Recipe:
         size = self.wedlm_window_size
         return Recipe(
-            layout=Layout(self.gen_length + size, spare=size),
+            layout=Layout(self.gen_length + size, whole=True, spare=size),
             rule=DistancePenalised(self.wedlm_entropy_threshold, self.wedlm_pos_penalty_factor),
             sampling=Sampling(self.temperature, self.top_k, self.top_p, order=("top_k", "top_p", "temperature")),
             predictor=Reordered,

@@ -23,11 +23,13 @@ class Editing(CommitRule):
         self._editing_threshold = editing_threshold
         self._max_post_steps = max_post_steps
         self._num_to_transfer = num_to_transfer
+        self._rows = 0
         self._post_steps: torch.Tensor | None = None  # [B], steps without masks that a row has had
         self._more_A: torch.Tensor | None = None
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
         self._post_steps = None
+        self._rows = len(masks)
         return [[1] * count + [0] * self._max_post_steps for count in masks]
 
     def select(self, step: Step) -> torch.Tensor:
@@ -40,8 +42,8 @@ class Editing(CommitRule):
         sure_AN = (scores_AN > self._editing_threshold) & (step.tokens != step.before)
         edits_AN = sure_AN & step.new & ~step.masked
 
-        if self._post_steps is None:  # a block's first step: all of its rows
-            self._post_steps = torch.zeros(len(step.rows), dtype=torch.long, device=scores_AN.device)
+        if self._post_steps is None:  # a block's first step
+            self._post_steps = torch.zeros(self._rows, dtype=torch.long, device=scores_AN.device)
         full_A = ~step.masked.any(dim=1)
         self._post_steps[step.rows] += full_A
         masks_left_A = (step.masked & ~filled_AN).any(dim=1)

@@ -61,7 +61,8 @@ class Ancestral(CommitRule):
 
     def __init__(self, steps: int, eps: float) -> None:
         self._rising_levels = times(steps, eps)[1:-1].flip(0)
-        self._order: list[torch.Tensor] = []
+        self._order: list[torch.Tensor] = []  # by row and mask, the step in which it is revealed
+        self._masks: dict[int, torch.Tensor] = {}  # by row, where its masks were
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
         width = max(masks)
@@ -77,8 +78,9 @@ class Ancestral(CommitRule):
         return quotas
 
     def select(self, step: Step) -> torch.Tensor:
+        if step.index == 0:
+            self._masks = dict(zip(step.rows, step.masked, strict=True))
         picked_AN = torch.zeros_like(step.masked)
         for picked_N, row in zip(picked_AN, step.rows, strict=True):
-            order = self._order[row]
-            picked_N[len(picked_N) - len(order) :] = order == step.index
+            picked_N.masked_scatter_(self._masks[row], self._order[row] == step.index)
         return picked_AN

@@ -1,0 +1,218 @@
+"""Masks inside a prompt: filled by each sampler's own rule, everything else left as it was; spans of chosen length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation import ALGORITHMS, generate
+from dlm_bridge.generation.lengths import spans
+from tests.generation import published_samplers as published
+from tests.generation.published_samplers import Logits, bidirectional, block_causal
+from tests.generation.standin import MASK, StandIn, family, ragged
+from tests.generation.test_observer import Watcher
+from tests.generation.test_samplers import CASES, build
+
+FILLING = [name for name, (facts, _, _) in CASES.items() if ALGORITHMS[facts.sampler["algorithm"]].infills]
+HOLES = ((2, 3), (0, 4, 5, 6, 10), (1,), ())
+
+
+def with_holes(lengths: tuple[int, ...] = (5, 11, 2, 8)) -> tuple[list[list[int]], torch.Tensor, torch.Tensor]:
+    rows, ids, mask = ragged(lengths)
+    width = ids.shape[1]
+    for number, (row, holes) in enumerate(zip(rows, HOLES, strict=False)):
+        for hole in holes:
+            row[hole] = MASK
+            ids[number, width - len(row) + hole] = MASK
+    return rows, ids, mask
+
+
+def fill(model: Any, new: int = 0, **arguments: Any) -> tuple[list[list[int]], list[list[int]]]:
+    rows, ids, mask = with_holes()
+    if new:
+        arguments["gen_length"] = new
+    arguments = {"temperature": 0.0, "eos_token_id": None, **arguments}
+    output = generate(model, ids, attention_mask=mask, infill=True, **arguments).tolist()
+    return rows, [line[11 - len(row) :] for row, line in zip(rows, output, strict=True)]
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("new", [0, 4])
+def test_dream_fills_by_its_schedule(shift: bool, new: int) -> None:
+    model = StandIn(family(shift=shift, algorithm="dream"))
+    for alg in ("entropy", "maskgit_plus"):
+        rows, found = fill(model, new, steps=3, alg=alg)
+        for row, line in zip(rows, found, strict=True):
+            assert line == published.dream(bidirectional(model), row, new, MASK, steps=3, alg=alg)
+
+
+def llada(logits: Logits, row: list[int], new: int, block: int) -> list[int]:
+    """One token a step, blocks counted from the prompt's end in both directions."""
+    tokens, width = row + [MASK] * new, len(row)
+    for begin in range(width % block - block, width + new, block):
+        columns = range(
+            max(begin, 0), min(begin + block, len(tokens)) if begin >= width else min(begin + block, width)
+        )
+        while any(tokens[column] == MASK for column in columns):
+            probabilities = logits(tokens).softmax(-1)
+            masked = [column for column in columns if tokens[column] == MASK]
+            best = max(masked, key=lambda column: float(probabilities[column].max()))
+            tokens[best] = int(probabilities[best].argmax())
+    return tokens
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("block", [3, 4, 32])
+def test_llada_fills_block_by_block_and_goes_on_behind_the_prompt(shift: bool, block: int) -> None:
+    model = StandIn(family(shift=shift, algorithm="llada"))
+    for new in (0, 5):
+        rows, found = fill(model, new, block_length=block)
+        for row, line in zip(rows, found, strict=True):
+            assert line == llada(bidirectional(model), row, new, block)
+
+
+@pytest.mark.parametrize("new", [0, 3])
+def test_a_block_causal_model_fills_a_block_from_what_it_sees(new: int) -> None:
+    model = StandIn(family("block_causal", algorithm="sdar"), block_size=4)
+    rows, found = fill(model, new, remasking_strategy="low_confidence_static")
+    for row, line in zip(rows, found, strict=True):
+        tokens = row + [MASK] * (-(-(len(row) + new) // 4) * 4 - len(row))
+        logits = block_causal(model, 4)
+        for begin in range(0, len(tokens), 4):
+            wanted = any(token == MASK for token in tokens[begin : min(begin + 4, len(row) + new)])
+            while wanted and MASK in tokens[begin : begin + 4]:
+                probabilities = logits(tokens).softmax(-1)
+                masked = [column for column in range(begin, begin + 4) if tokens[column] == MASK]
+                best = max(masked, key=lambda column: float(probabilities[column].max()))
+                tokens[best] = int(probabilities[best].argmax())
+        assert line == tokens[: len(row) + new]
+
+
+@pytest.mark.parametrize("name", FILLING)
+@pytest.mark.parametrize("new", [0, 4])
+def test_a_row_is_filled_alone_as_in_a_batch(name: str, new: int) -> None:
+    model, arguments = build(name)
+    del arguments["gen_length"]
+    rows, ids, mask = with_holes()
+    arguments |= {"gen_length": new} if new else {}
+    arguments |= {"infill": True, "eos_token_id": None, "seed": 5}
+    watcher = Watcher()
+    together = generate(model, ids, attention_mask=mask, streamer=watcher, **arguments)
+    assert torch.equal(torch.cat(watcher.runs, dim=1), together)
+    assert watcher.runs[0].shape == (4, 0)  # the second row begins with a hole
+    assert together.shape == (4, 11 + new)
+    for row, line in zip(rows, together, strict=True):
+        line = line[11 - len(row) :]
+        if MASK in row or new:
+            alone = generate(model, torch.tensor([row]), **arguments)[0]
+            assert torch.equal(line, alone)
+        assert MASK not in line
+        assert all(a in (MASK, b) for a, b in zip(row, line.tolist(), strict=False))  # what was given is untouched
+
+
+def test_an_end_inside_a_span_does_not_end_the_row() -> None:
+    model = StandIn(family(algorithm="llada"))
+    rows, found = fill(model, 4)
+    end = found[0][2]
+    rows, stopped = fill(model, 4, eos_token_id=end, pad_token_id=0)
+    for row, line, short in zip(rows, found, stopped, strict=True):
+        ends = [place for place in range(len(row), len(line)) if line[place] == end]
+        stop = min(ends, default=len(line)) + 1
+        assert short[:stop] == line[:stop]
+        assert not any(short[stop:])
+
+
+def test_what_later_blocks_hold_matters_where_it_is_seen() -> None:
+    for facts, config, sees in (
+        (family(algorithm="llada"), {}, True),
+        (family("causal", algorithm="wedlm"), {}, True),  # settled tokens come first, wherever they stand
+        (family("block_causal", algorithm="sdar"), {"block_size": 4}, False),
+    ):
+        model = StandIn(facts, **config)
+        model.value *= 20  # what is looked at weighs more than the position's own token
+        outputs = []
+        for last in range(0, 45, 4):
+            ids = torch.tensor([[5, MASK, MASK, 7, 8, 9, 10, last]])
+            result = generate(
+                model, ids, infill=True, temperature=0.0, eos_token_id=None, return_dict_in_generate=True,
+                output_history=True,
+            )  # fmt: skip
+            outputs.append(result.sequences[0, 1:3].tolist())
+        assert any(output != outputs[0] for output in outputs) == sees
+
+
+def test_a_span_gets_the_length_that_the_model_is_surest_of() -> None:
+    model = StandIn(family(shift=True, algorithm="dream"), peak=3.0)
+    rows = [[3, MASK, 5, 6, MASK, MASK, 8], [9, 9, MASK, 4], [1, 2, 3]]
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    lengths = (1, 2, 4, 7)
+
+    def best(row: list[int]) -> list[int]:
+        for number in range(len(spans(row, MASK))):
+            begin, end = spans(row, MASK)[number]
+            scores = {}
+            for length in lengths:
+                tried = row[:begin] + [MASK] * length + row[end:]
+                probabilities = bidirectional(model)(tried)[begin : begin + length, :MASK].float().softmax(-1)
+                scores[length] = float(probabilities.max(-1).values.mean())
+            length = max(lengths, key=lambda length: scores[length])
+            row = row[:begin] + [MASK] * length + row[end:]
+        return row
+
+    arguments = {"infill": True, "alg": "entropy", "steps": 20, "eos_token_id": None, "pad_token_id": 0}
+    result = generate(model, ids, attention_mask=mask, span_lengths=lengths, return_dict_in_generate=True, **arguments)
+    fitted = [best(row) for row in rows]
+    assert len({len(row) for row in fitted}) > 1
+    assert fitted[0] != rows[0]
+    longest = max(map(len, fitted))
+    assert result.sequences.shape == (3, longest)
+    for row, line in zip(fitted, result.sequences.tolist(), strict=True):
+        assert line[: longest - len(row)] == [0] * (longest - len(row))
+        expected = generate(model, torch.tensor([row]), **arguments)[0] if MASK in row else torch.tensor(row)
+        assert line[longest - len(row) :] == expected.tolist()
+    plain = generate(model, ids, attention_mask=mask, return_dict_in_generate=True, **arguments)
+    assert result.forwards >= plain.forwards + 2 * len(lengths) - 8
+
+
+def test_spans() -> None:
+    assert spans([MASK, MASK, 1, MASK], MASK) == [(0, 2), (3, 4)]
+    assert spans([], MASK) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("llada", {"infill": False}, "row 0 holds the mask token 47 at its token 1: .*; infill=True fills its masks"),
+        ("illada", {}, "the illada sampler cannot fill masks inside a prompt, .* use one of llada, mdlm, dream"),
+        ("nemotron", {}, "the nemotron sampler cannot fill masks inside a prompt"),
+        ("bd3lm", {}, "the bd3lm sampler cannot fill masks inside a prompt"),
+        ("dream-origin", {"alg": "confidence_threshold"}, "settles equal shares of gen_length, which infilling does"),
+        ("llada", {"infill": 1}, "infill must be True or False, not 1"),
+        ("llada", {"span_lengths": [0]}, r"span_lengths must be whole numbers above 0, not \[0\]"),
+        ("llada", {"infill": None, "span_lengths": [2]}, "span_lengths are those of masks inside a prompt: pass inf"),
+        ("sdar", {"span_lengths": [2]}, "is block_causal: it cannot judge a span's length by what follows"),
+    ],
+)
+def test_what_cannot_be_filled(name: str, arguments: dict[str, Any], message: str) -> None:
+    model, own = build(name)
+    own.pop("block_length", own.pop("gen_length"))
+    with pytest.raises(DlmBridgeError, match=message) as error:
+        generate(model, torch.tensor([[1, MASK, 2]]), **{"infill": True, **own, **arguments})
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_to_fill_and_too_long() -> None:
+    model = StandIn(family(algorithm="llada"), max_position_embeddings=4)
+    with pytest.raises(DlmBridgeError, match="no row of input_ids holds the mask token 47: nothing to fill"):
+        generate(model, torch.tensor([[1, 2]]), infill=True)
+    with pytest.raises(
+        DlmBridgeError, match="a prompt of 5 tokens is beyond the model's context of 4: shorten it by 1"
+    ):
+        generate(model, torch.tensor([[1, 2, MASK, 3, 4]]), infill=True)
+    with pytest.raises(DlmBridgeError, match="a prompt of 6 tokens is beyond the model's context of 4"):
+        generate(model, torch.tensor([[1, MASK, 3]]), infill=True, span_lengths=[4])
