@@ -110,13 +110,13 @@ def load(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
     unset = set(live)
     tasks = []
     for link in checkpoint.links:
-        targets = {name: live[name] for name in _places(link) if name in live}
+        targets = {name: live[name] for name in places(link) if name in live}
         for name in targets:
             if name not in unset:
                 raise DlmBridgeError(f"{name}: the mapping sets this parameter twice")
             unset.remove(name)
         if targets:
-            tasks.append((_bytes(checkpoint, link), partial(_load_link, checkpoint, link, targets)))
+            tasks.append((link_bytes(checkpoint, link), partial(_load_link, checkpoint, link, targets)))
     if unset:
         raise DlmBridgeError(f"{min(unset)}: the mapping does not set this parameter of the Megatron model")
     run_tasks(tasks, worker_count(None))
@@ -125,17 +125,23 @@ def load(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
 @torch.no_grad()
 def _load_link(checkpoint: Checkpoint, link: Link, targets: dict[str, torch.Tensor]) -> None:
     whole = link.to_megatron(checkpoint.read_link(link))
-    rank, size = tensor_parallel(link)
     for name, target in targets.items():
-        if is_vocabulary(link):
-            shard = whole.narrow(0, *vocabulary_range(link, rank, target.shape[0]))
-        else:
-            shard = link.shard(whole, rank, size)
+        shard = shard_of(link, whole, target)
         with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
             _fill(name, target, shard, link)
 
 
-def _bytes(checkpoint: Checkpoint, link: Link) -> int:
+def shard_of(link: Link, whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """What this process's tensor parallel rank holds of a link's whole tensor, in the parameter `target`: without the
+    rows of a padded vocabulary, which `target` may have besides."""
+    rank, size = tensor_parallel(link)
+    if is_vocabulary(link):
+        return whole.narrow(0, *vocabulary_range(link, rank, target.shape[0]))
+    return link.shard(whole, rank, size)
+
+
+def link_bytes(checkpoint: Checkpoint, link: Link) -> int:
+    """The size of a link's stored tensors."""
     specs = [checkpoint.spec(name) for name in link.hub_names]
     return sum(dtype.itemsize * math.prod(shape) for dtype, shape in specs)
 
@@ -148,7 +154,7 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
     return dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor.detach()
 
 
-def _places(link: Link) -> tuple[str, ...]:
+def places(link: Link) -> tuple[str, ...]:
     """Where a link's tensor stands in a model: a tied embedding also is the last pipeline stage's output layer."""
     if link.dims.tied and link.megatron_name == EMBEDDING:
         return (EMBEDDING, OUTPUT)

@@ -23,6 +23,8 @@ from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.context import ParallelConfig
+from dlm_bridge.parallel.core import parallel_state
+from dlm_bridge.parallel.model import build_megatron_model
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.megatron import engine
@@ -64,6 +66,46 @@ def starts_from_an_imported_checkpoint(files: Files, cell: Cell) -> None:
     imported = files.root / "imported"
     Bridge.from_hf(files.hub(cell.subject)).to_megatron(imported, Layout(tp=2, pp=2))
     equals_one_process(files, cell, model=str(imported))
+
+
+def masters_are_as_stored(files: Files, cell: Cell, **changes: Any) -> None:
+    """In half precision the optimizer's fp32 weights begin with the checkpoint's, bit for bit."""
+    options = files.options(cell, optimizer="adamw", **changes)
+    _fit_groups(options)
+    config = TrainConfig(**options, precision="bf16")
+    trainer = engine.assemble(config, Console(quiet=True))
+    trainer.close()
+    stored = build_megatron_model(trainer.source.bridge, config.layout, "fp32", config.context)
+    rounded = 0
+    for wrapped, plain in zip(trainer.chunks, stored, strict=True):
+        wanted = dict(plain.named_parameters())
+        for name, parameter in wrapped.module.named_parameters():
+            if parameter.dtype == torch.float32:  # a router: the optimizer has no other
+                assert torch.equal(parameter, wanted[name])
+                continue
+            assert torch.equal(parameter, wanted[name].bfloat16()), name
+            assert torch.equal(_master(trainer.optimizer, wrapped, parameter), wanted[name].reshape(-1)), name
+            rounded += int((parameter != wanted[name]).sum())
+    assert rounded > 1000
+
+
+def _master(optimizer: Any, chunk: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """All of a parameter's fp32 values, flat, from the data parallel ranks that hold shares of them."""
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return parameter.main_param.reshape(-1)
+    whole = torch.zeros(parameter.numel())
+    for part in optimizer.chained_optimizers:
+        if parameter in part.model_param_gbuf_map:
+            share = part._get_model_param_range_map(parameter)["param"]
+            whole[share.start : share.end] = parameter.main_param
+    of_expert = not getattr(parameter, "allreduce", True)
+    dist.all_reduce(
+        whole,
+        group=parallel_state.get_expert_data_parallel_group()
+        if of_expert
+        else parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    return whole
 
 
 def trains(files: Files, name: str, resume: bool = False, **changes: Any) -> None:

@@ -74,6 +74,19 @@ def _two(files: Files) -> Plan:
     terminated = {"name": "terminated", "step": 5, "layout": "pp2-vp2", "save_steps": "3", "keep_last": 2}
     plain = {**EXPERTS, "distributed_optimizer": False}
     return {
+        **{
+            f"masters {cell}{' unsharded' * (not sharded)}": (
+                "masters_are_as_stored",
+                (cell,),
+                {"distributed_optimizer": sharded},
+            )
+            for cell, sharded in (
+                (Cell("masked", False, "dp2"), True),
+                (Cell("masked-tied", False, "pp2"), True),
+                (Cell("masked", False, "tp2-sp"), False),
+                (Cell("block-moe", False, "ep2"), True),
+            )
+        },
         "killed at tp2-sp, then pp2": (resumed, ("killed",), {"layout": "pp2"}),
         "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
         "crashed, then tp2-sp": (resumed, ("crashed",), {"layout": "tp2-sp"}),

@@ -23,6 +23,7 @@ from dlm_bridge.parallel.batch import MicroBatch, micro_batch
 from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
 from dlm_bridge.parallel.gpt import arguments
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_hf_weights
+from dlm_bridge.parallel.masters import start_masters
 from dlm_bridge.parallel.model import build_megatron_model
 from dlm_bridge.train.adaptation import block_size, with_block_size
 from dlm_bridge.train.config import TrainConfig
@@ -111,11 +112,14 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     overrides = transformer_overrides(config, source.bridge, objective)
     dtype = DTYPES[config.precision]
     chunks = wrap(build_megatron_model(source.bridge, config.layout, dtype, config.context, **overrides), config)
+    optimizer = build_optimizer(chunks, config)
+    if checkpoint is None and dtype != torch.float32:
+        start_masters(chunks, optimizer, source.bridge.checkpoint)
     trainer = MegatronTrainer(
         config=config,
         source=source,
         chunks=chunks,
-        optimizer=build_optimizer(chunks, config),
+        optimizer=optimizer,
         tokenizer=tokenizer,
         objective=objective,
         train=blocks,

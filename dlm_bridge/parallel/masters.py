@@ -1,0 +1,75 @@
+"""The fp32 weights that megatron-core's optimizers keep beside half-precision parameters: they begin with what the
+source stores, not with the parameters' rounding of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.mapping import Link
+from dlm_bridge.convert.pool import run_tasks, worker_count
+from dlm_bridge.parallel.core import unwrap_model
+from dlm_bridge.parallel.weights import link_bytes, live_tensors, places, shard_of
+
+
+@dataclass(frozen=True)
+class Master:
+    """The fp32 values of the elements from `start` on of a flattened parameter: all of them, or a data parallel rank's
+    share."""
+
+    values: torch.Tensor
+    start: int
+
+
+def start_masters(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoint) -> None:
+    """Set the masters of a rank's wrapped chunks to the values in `checkpoint`, from which the chunks were loaded.
+
+    Read are only tensors that are stored in another dtype than the parameters', of which this rank has masters.
+    Megatron FSDP and megatron-core's precision-aware optimizer keep theirs elsewhere: those begin with the rounded
+    values.
+    """
+    masters = dict(_masters(optimizer))
+    live = live_tensors(unwrap_model(list(chunks)))
+    tasks = []
+    for link in checkpoint.links:
+        targets = [live[name] for name in places(link) if name in live and live[name] in masters]
+        stored = {checkpoint.spec(name)[0] for name in link.hub_names}
+        targets = [target for target in targets if stored != {target.dtype} and masters[target].values.numel()]
+        if targets:
+            pairs = [(target, masters[target]) for target in targets]
+            tasks.append((link_bytes(checkpoint, link), partial(_start, checkpoint, link, pairs)))
+    run_tasks(tasks, worker_count(None))
+    for part in optimizer.chained_optimizers:
+        # With masters on the CPU these are copies, made when the optimizer was.
+        for master, copy in getattr(part.optimizer, "gpu_params_map_cpu_copy", {}).items():
+            copy.data.copy_(master.data)
+
+
+def _masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, Master]]:
+    for part in optimizer.chained_optimizers:
+        if hasattr(part, "shard_fp32_from_float16_groups"):  # the distributed optimizer
+            for parameters, shards in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
+                for parameter, shard in zip(parameters, shards, strict=True):
+                    if shard is not None:
+                        yield parameter, Master(shard, part._get_model_param_range_map(parameter)["param"].start)
+        elif hasattr(part, "fp32_from_float16_groups"):
+            for parameters, wholes in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+                for parameter, whole in zip(parameters, wholes, strict=True):
+                    yield parameter, Master(whole.view(-1), 0)
+
+
+@torch.no_grad()
+def _start(checkpoint: Checkpoint, link: Link, pairs: Sequence[tuple[torch.Tensor, Master]]) -> None:
+    whole = link.to_megatron(checkpoint.read_link(link))
+    for target, master in pairs:
+        flat = shard_of(link, whole, target).reshape(-1)
+        size = master.values.numel()
+        values = flat[master.start : master.start + size]
+        with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
+            master.values[: len(values)].copy_(values)
+            master.values[len(values) :].zero_()  # rows of a padded vocabulary
