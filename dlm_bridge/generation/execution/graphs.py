@@ -96,7 +96,7 @@ class GraphedBody:
         *,
         record: bool,
     ) -> torch.Tensor:
-        """[A, Q, H]; see `runner.run_body`. The next forward may overwrite the result."""
+        """[A, Q, H]; see `run_body`. The next forward may overwrite the result."""
         rows, width = tokens_AQ.shape
         batch = self._batch_for(rows)
         key = (batch, width, end, None if mask is None else tuple(mask.shape[1:]))
@@ -125,9 +125,7 @@ class GraphedBody:
         return self._batch
 
     def _run(self, *inputs: Any) -> torch.Tensor:
-        from dlm_bridge.generation.execution.runner import run_body
-
-        return run_body(self._model, *inputs, self.kept)
+        return run_body(self._model, self.kept, *inputs)
 
     def _record(
         self,
@@ -139,13 +137,14 @@ class GraphedBody:
         columns_Q: torch.Tensor | None,
         end: int | None,
     ) -> _Recorded | None:
-        static = _filled(tokens_AQ, batch), _filled(mask, batch), _filled(positions_AQ, batch)
+        tokens, positions = _filled(tokens_AQ, batch), _filled(positions_AQ, batch)
+        static_mask = None if mask is None else _filled(mask, batch)
         columns = None if columns_Q is None else columns_Q.clone()
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                hidden = self._run(*static, columns, end)
+                hidden = self._run(tokens, static_mask, positions, columns, end)
         except RuntimeError as error:  # such as experts whose code looks at the routing on the CPU
             logger.warning_once(
                 f"{type(self._model).__name__} cannot be recorded as a CUDA graph ({str(error).splitlines()[0]}): "
@@ -153,7 +152,7 @@ class GraphedBody:
             )
             self._records = False
             return None
-        recorded = _Recorded(graph, *static, columns, hidden)
+        recorded = _Recorded(graph, tokens, static_mask, positions, columns, hidden)
         self._recorded[key] = recorded
         if len(self._recorded) > MOST_GRAPHS:
             self._recorded.popitem(last=False)
@@ -166,12 +165,32 @@ def batch_size_for(rows: int) -> int:
     return size * 3 // 4 if size >= 4 and rows <= size * 3 // 4 else size
 
 
-def _filled(tensor: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+def run_body(
+    model: Any,
+    kept: KeptKeysValues | None,
+    tokens_AQ: torch.Tensor,
+    mask: torch.Tensor | None,
+    positions_AQ: torch.Tensor,
+    columns_Q: torch.Tensor | None,
+    end: int | None,
+) -> torch.Tensor:
+    """[A, Q, H], the last hidden states of a model whose attention is `attention.attend`."""
+    if kept is not None:
+        kept.show(len(tokens_AQ))
+    output = model.model(
+        input_ids=tokens_AQ,
+        attention_mask=mask,
+        position_ids=positions_AQ,
+        use_cache=False,
+        kv_columns=columns_Q,
+        kv_end=end,
+    )
+    return output.last_hidden_state
+
+
+def _filled(tensor: torch.Tensor, batch: int) -> torch.Tensor:
     """A tensor of its own, with the last row repeated up to `batch` rows."""
-    if tensor is None:
-        return None
-    more = batch - len(tensor)
-    return torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])]) if more else tensor.clone()
+    return torch.cat([tensor, tensor[-1:].expand(batch - len(tensor), *tensor.shape[1:])])
 
 
 def _state(model: Any) -> tuple[Any, ...]:

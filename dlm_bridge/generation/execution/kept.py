@@ -11,6 +11,7 @@ from torch import nn
 class KeptKeysValues:
     """Buffers [rows, groups, width, head size] of every attention layer.
 
+    Keys and values have storage of their own: compiled code takes two changed views of one tensor for each other.
     The layers reach theirs as their attributes `kv_keys` and `kv_values`: `attention.attend` is given the layer, and
     compiled code is the same for all of them.
     """

@@ -13,7 +13,7 @@ from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.execution import attention
-from dlm_bridge.generation.execution.graphs import GraphedBody, batch_size_for
+from dlm_bridge.generation.execution.graphs import GraphedBody, batch_size_for, run_body
 from dlm_bridge.generation.execution.kept import KeptKeysValues, attention_layers
 
 Execution = Literal["eager", "graph", "compiled"]
@@ -123,7 +123,7 @@ class Runner:
             columns = torch.arange(view.first, view.first + view.tokens.shape[1], device=view.tokens.device)
         if self._body is not None:
             return self._body(view.tokens, mask, positions_AQ, columns, view.end, record=not once)
-        return run_body(self._model, view.tokens, mask, positions_AQ, columns, view.end, self._kept)
+        return run_body(self._model, self._kept, view.tokens, mask, positions_AQ, columns, view.end)
 
     def head(self, hidden_AQH: torch.Tensor, keep: slice) -> torch.Tensor:
         """[A, N, V] logits of these hidden states."""
@@ -144,29 +144,6 @@ class Runner:
             logits_to_keep=keep,
         )
         return output.logits.to(view.tokens.device)
-
-
-def run_body(
-    model: Any,
-    tokens_AQ: torch.Tensor,
-    mask: torch.Tensor | None,
-    positions_AQ: torch.Tensor,
-    columns_Q: torch.Tensor | None,
-    end: int | None,
-    kept: KeptKeysValues | None,
-) -> torch.Tensor:
-    """[A, Q, H], the last hidden states of a model whose attention is `attention.attend`."""
-    if kept is not None:
-        kept.show(len(tokens_AQ))
-    output = model.model(
-        input_ids=tokens_AQ,
-        attention_mask=mask,
-        position_ids=positions_AQ,
-        use_cache=False,
-        kv_columns=columns_Q,
-        kv_end=end,
-    )
-    return output.last_hidden_state
 
 
 def unwrapped(model: Any) -> Any:

@@ -1,0 +1,81 @@
+"""On a GPU: recorded and compiled forwards give what eager ones give, call after call, whatever happens in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlm_bridge.generation.execution import runner
+from tests.generation.conftest import load, prompts
+from tests.generation.test_caches import load_case
+from tests.generation.test_families import DIFFUSION
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs")
+EXECUTIONS = ("graph", "compiled")
+
+
+@pytest.fixture(scope="module")
+def on_gpu(folder: Path) -> Any:
+    return load(folder).cuda()
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_bidirectional(on_gpu: Any, cache: str, execution: str) -> None:
+    tokens = prompts(3, 9).cuda()
+    real = torch.ones_like(tokens)
+    real[1, :4] = 0
+    for mask in (None, real):
+        settings = {"attention_mask": mask, "gen_length": 32, "block_length": 8, "cache": cache, "eos_token_id": None}
+        expected = on_gpu.generate(tokens, **settings, execution="eager")
+        for _ in range(2):  # the second call replays what the first has recorded
+            assert torch.equal(on_gpu.generate(tokens, **settings, execution=execution), expected)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("name", ["sdar", "fast_dllm_v2"])
+def test_block_causal_rows_that_end(name: str, execution: str, tmp_path: Path) -> None:
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == name), tmp_path)
+    model.cuda()
+    block = model.config.block_size
+    tokens = torch.randint(4, 60, (5, block + 3), generator=torch.Generator().manual_seed(5)).cuda()
+    real = torch.ones_like(tokens)
+    real[0, :block], real[3, :2] = 0, 0
+    settings = {"attention_mask": real, "gen_length": 4 * block, "temperature": 0.0, "mask_token_id": mask}
+    settings |= {"pad_token_id": 0} | ({"small_block_size": min(block, 8)} if name == "fast_dllm_v2" else {})
+    free = model.generate(tokens, **settings, eos_token_id=None, execution="eager", cache="none")
+    stops = sorted({int(free[row, block + 4 + row]) for row in range(4)})  # so that rows leave one after the other
+    for eos in (None, stops):
+        expected = model.generate(tokens, **settings, eos_token_id=eos, execution="eager", cache="none")
+        for _ in range(2):
+            assert torch.equal(model.generate(tokens, **settings, eos_token_id=eos, execution=execution), expected)
+
+
+def test_weights_that_change(on_gpu: Any) -> None:
+    """A recorded forward reads the weights where they are; where they have moved it is recorded anew."""
+    tokens, settings = prompts(2, 9).cuda(), {"gen_length": 16, "block_length": 8, "eos_token_id": None}
+    on_gpu.generate(tokens, **settings, execution="graph")
+    weight = on_gpu.model.layers[0].mlp.down_proj.weight
+    before = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.mul_(-3)
+        changed = on_gpu.generate(tokens, **settings, execution="eager")
+        assert torch.equal(on_gpu.generate(tokens, **settings, execution="graph"), changed)
+        weight.data = before.clone()
+        restored = on_gpu.generate(tokens, **settings, execution="eager")
+        assert torch.equal(on_gpu.generate(tokens, **settings, execution="graph"), restored)
+        assert not torch.equal(changed, restored)
+    finally:
+        weight.data = before
+
+
+def test_the_default_records_and_release_gives_back(on_gpu: Any) -> None:
+    runner.release(on_gpu)
+    on_gpu.generate(prompts(2, 9).cuda(), gen_length=16, block_length=8, cache="dual", eos_token_id=None)
+    assert len(runner._kept_graphs[on_gpu]._recorded) > 0
+    runner.release(on_gpu)
+    assert on_gpu not in runner._kept_graphs
