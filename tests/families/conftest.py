@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import dlm_bridge  # noqa: F401
+from dlm_bridge import Bridge, Layout
+from tests.checkpoints import write_tokenizer
 from tests.families.case import FamilyCase, all_cases
 from tests.families.tp_worker import sampled
 from tests.processes import launch
@@ -48,4 +49,7 @@ def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
             logits = model(input_ids).logits
         saved = {"input_ids": input_ids, "logits": logits, "sampled": sampled(model, input_ids)}
         torch.save(saved, root / f"{case.id}.pt")
+    llada = root / "llada"
+    write_tokenizer(llada, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    Bridge.from_hf(llada).to_megatron(root / "megatron", Layout(pp=2))
     return launch("tests.families.tp_worker", root, timeout_s=300)

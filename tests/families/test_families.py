@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import fnmatch
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,13 @@ def test_tensor_parallel_logits_and_samples_are_the_same(
 ) -> None:
     """`from_pretrained` with transformers' tensor parallelism on two processes."""
     assert_ok(case.id, tensor_parallel)
+
+
+def test_the_command_draws_the_same_tokens_on_every_process(tensor_parallel: dict[str, list[str]]) -> None:
+    """Of a Megatron checkpoint, without a seed."""
+    first, second = map(json.loads, tensor_parallel["command"])
+    assert first == second
+    assert len(first[0]) == 16
 
 
 # ------------------------------------------------------------------------------------------------- sampling

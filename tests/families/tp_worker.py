@@ -6,6 +6,7 @@ Usage: tp_worker.py FOLDER, where FOLDER/<case> is a checkpoint and FOLDER/<case
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import dlm_bridge  # noqa: F401
+from dlm_bridge.generation.texts import Texts, write_texts
 from tests.families.case import FamilyCase, all_cases
 from tests.processes import OK
 
@@ -39,6 +41,24 @@ def sampled(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     return model.generate(prompt, gen_length=8, temperature=0.0, seed=1, mask_token_id=99, eos_token_id=None)
 
 
+def drawn_by_the_command(place: Path) -> str:
+    """The tokens that this process draws, as JSON, where `dlm-bridge generate` is given no seed."""
+    from dlm_bridge.cli import app, generate_run
+
+    results: list[Texts] = []
+
+    def seen(*args: Any, **kwargs: Any) -> Texts:
+        results.append(write_texts(*args, **kwargs))
+        return results[-1]
+
+    generate_run.write_texts = seen
+    words = f"generate {place} --prompt cat --gen-length 16 --temperature 2 --set eos_token_id=null --tp-plan auto"
+    sys.argv = ["dlm-bridge", *words.split()]
+    with contextlib.suppress(SystemExit):
+        app.main()
+    return json.dumps(results[0].token_ids)
+
+
 def held(parameter: DTensor) -> bool:
     """Whether this process has less than the whole."""
     return parameter.to_local().numel() < parameter.numel()
@@ -53,6 +73,7 @@ def main() -> None:
             report[case.id] = check(case, root)
         except Exception:
             report[case.id] = traceback.format_exc()
+    report["command"] = drawn_by_the_command(root / "megatron")  # the last: it ends the process group
     (root / f"report_{os.environ['RANK']}.json").write_text(json.dumps(report))
 
 
