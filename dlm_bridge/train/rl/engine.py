@@ -16,7 +16,6 @@ from accelerate.utils import DistributedType
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.spec import FamilySpec
 from dlm_bridge.train.accelerate_engine import set_attention
 from dlm_bridge.train.checkpoints import clean, find_checkpoints, load_state, save_checkpoint
 from dlm_bridge.train.data import check_tokenizer
@@ -26,7 +25,8 @@ from dlm_bridge.train.loop import Engine
 from dlm_bridge.train.metrics import MetricsFile, Row, plot_loss
 from dlm_bridge.train.objectives import NoisyBatch, mask_token_id
 from dlm_bridge.train.optimisation import check_finite, learning_rate, parameter_groups
-from dlm_bridge.train.rl.config import AUTOREGRESSIVE, METHODS, SAMPLED, RLConfig
+from dlm_bridge.train.rl.checks import check_length, check_method
+from dlm_bridge.train.rl.config import AUTOREGRESSIVE, SAMPLED, RLConfig
 from dlm_bridge.train.rl.judge import Judge
 from dlm_bridge.train.rl.likelihood import Query, Sequences, blockwise, bound_sums, one_step, token_logps
 from dlm_bridge.train.rl.metrics import PreferenceRow, RolloutRow
@@ -89,25 +89,6 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
         trainer.close()
     accelerator.wait_for_everyone()
     return folder
-
-
-def check_method(config: RLConfig, family: FamilySpec | None) -> None:
-    """Raise DlmBridgeError for a model of no known family, and a method of the other kind of model."""
-    if family is None:
-        raise DlmBridgeError(f"--model {config.model}: of no known family: see dlm-bridge families for what rl takes")
-    autoregressive = family.kind == "autoregressive"
-    if autoregressive != (config.method in AUTOREGRESSIVE):
-        fits = [name for name in METHODS if (name in AUTOREGRESSIVE) == autoregressive]
-        raise DlmBridgeError(
-            f"--method {config.method} is not for {family.title}, which is {family.kind}: use {', '.join(fits)}"
-        )
-
-
-def check_length(config: RLConfig, model: Any) -> None:
-    """Raise DlmBridgeError for rows that may be longer than the model."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and config.seq_length > limit:
-        raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
 
 
 @dataclass

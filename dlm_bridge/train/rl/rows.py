@@ -66,7 +66,7 @@ def load_problems(items: Sequence[str], tokenizer: Any, longest: int, mask_token
             token, a template that refuses it, each with its file and line; no rows at all.
     """
     problems = []
-    for record in _records(items):
+    for record in read_rows(items):
         prompt = _prompt(record)
         text = prompt if isinstance(prompt, str) else _rendered(prompt, record, tokenizer)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -83,7 +83,7 @@ def load_pairs(items: Sequence[str], tokenizer: Any, longest: int, mask_token_id
     """The pairs of `items`: rows {"prompt", "chosen", "rejected"}, three texts or three lists of messages. Raises
     DlmBridgeError as `load_problems` does."""
     pairs = []
-    records = _records(items)
+    records = read_rows(items)
     while chunk := list(itertools.islice(records, CHUNK)):
         for record in chunk:
             if missing := [name for name in ("prompt", "chosen", "rejected") if record.fields.get(name) is None]:
@@ -101,7 +101,8 @@ def load_pairs(items: Sequence[str], tokenizer: Any, longest: int, mask_token_id
     return pairs
 
 
-def _records(items: Sequence[str]) -> Iterator[Record]:
+def read_rows(items: Sequence[str]) -> Iterator[Record]:
+    """The rows that some paths and names mean, in order. Raises DlmBridgeError for what cannot be read as rows."""
     found = find_data(items)
     if found.weights:
         raise DlmBridgeError(f"--data {' '.join(items)}: rows are not blended: leave the weights out")

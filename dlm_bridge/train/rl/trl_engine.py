@@ -1,0 +1,353 @@
+"""Autoregressive models: TRL's GRPOTrainer and DPOTrainer on our rows, rewards, metrics and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PrinterCallback, TrainerCallback
+
+from dlm_bridge.convert.formats.torch_dist import TRACKER
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.accelerate_engine import set_attention
+from dlm_bridge.train.checkpoints import NAME, step_folder
+from dlm_bridge.train.data import check_tokenizer
+from dlm_bridge.train.loading import load_model, load_tokenizer, model_family
+from dlm_bridge.train.loop import catch_sigterm
+from dlm_bridge.train.metrics import MetricsFile, plot_loss
+from dlm_bridge.train.optimisation import learning_rate, parameter_groups
+from dlm_bridge.train.progress import TrainingProgress
+from dlm_bridge.train.rl.checks import check_length, check_method
+from dlm_bridge.train.rl.config import SAMPLED, RLConfig
+from dlm_bridge.train.rl.judge import Judge
+from dlm_bridge.train.rl.metrics import PreferenceRow, RolloutRow
+from dlm_bridge.train.rl.rows import Problem, load_pairs, load_problems, read_rows
+from dlm_bridge.train.setup import open_output, write_config
+
+STATE = "trainer_state.json"  # which transformers' Trainer writes last
+UNFINISHED = re.compile(r"checkpoint-\d+")  # as it names folders
+
+
+def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
+    """As `dlm_bridge.train.rl.engine.train`, for `grpo` and `dpo`."""
+    if importlib.util.find_spec("trl") is None:
+        raise DlmBridgeError(
+            f"--method {config.method} is TRL's, which is not installed: pip install 'dlm-bridge[rl]'"
+        )
+    main = os.environ.get("RANK", "0") == "0"
+    output = Path(config.output)
+    if main:
+        open_output(output, resume)
+        for folder in (output / "checkpoints").glob("checkpoint-*"):
+            if UNFINISHED.fullmatch(folder.name):
+                shutil.rmtree(folder)
+    found = find_checkpoints(output) if resume else []
+    step, checkpoint = found[-1] if found else (0, None)
+    if checkpoint is not None and step >= config.steps:
+        if main:
+            console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
+        return checkpoint
+    if (Path(config.model) / TRACKER).is_file():
+        raise DlmBridgeError(
+            f"--model {config.model}: TRL reads models in the Hub's layout: dlm-bridge export it first"
+        )
+    model = load_model(config)  # on a resume, too: TRL makes the reference of it, then reads the checkpoint
+    check_method(config, model_family(model))
+    check_length(config, model)
+    if config.attention_backend is not None:
+        set_attention(model, config.attention_backend)
+    tokenizer = load_tokenizer(config)
+    check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], None)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if main:
+        write_config(config, output)
+    judges = [Judge([name], config.reward_timeout, config.reward_failure) for name in config.reward]
+    try:
+        trainer = _trainer(config, model, tokenizer, judges)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(_Reporter(config, trainer, console, step, judges, tokenizer))
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        for judge in judges:
+            judge.close()
+    return find_checkpoints(output)[-1][1]
+
+
+def find_checkpoints(output: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint of a run of TRL's, oldest first."""
+    folders = sorted((output / "checkpoints").glob("step-*"))
+    return [(int(match[1]), folder) for folder in folders if (match := NAME.fullmatch(folder.name))]
+
+
+def trainer_arguments(config: RLConfig, processes: int) -> dict[str, Any]:
+    """What TRL's two trainers are told alike. A step of ours is `updates` of theirs."""
+    micro, accumulation = config.accumulation(processes)
+    interval = config.save_interval or config.steps
+    return {
+        "output_dir": str(Path(config.output) / "checkpoints"),
+        "max_steps": config.steps * config.updates,
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": accumulation,
+        "learning_rate": config.lr,
+        "max_grad_norm": config.clip_grad,
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "bf16": config.precision == "bf16",
+        "fp16": config.precision == "fp16",
+        "use_cpu": not torch.accelerator.is_available(),
+        "seed": config.seed,
+        "data_seed": config.seed,
+        "logging_steps": config.updates,
+        "logging_first_step": False,
+        "save_strategy": "steps",
+        "save_steps": interval * config.updates,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "disable_dropout": True,
+        "beta": config.kl_weight,
+    }
+
+
+def _trainer(config: RLConfig, model: Any, tokenizer: Any, judges: Sequence[Judge]) -> Any:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    common = trainer_arguments(config, processes)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, config.weight_decay),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+    )
+
+    def share(update: int) -> float:
+        return learning_rate(config, update // config.updates + 1) / config.lr if config.lr else 0.0
+
+    shared = {
+        "model": model,
+        "processing_class": tokenizer,
+        "optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share)),
+    }
+    if config.method == "dpo":
+        load_pairs(config.data, tokenizer, config.seq_length, None)  # which names a bad row, its file and line
+        return _own(DPOTrainer)(
+            args=DPOConfig(**common, max_length=config.seq_length),
+            train_dataset=Dataset.from_list(_preferences(config.data)),
+            **shared,
+        )
+    config.groups(processes)
+    problems = load_problems(config.data, tokenizer, config.seq_length - config.gen_length, None)
+    arguments = GRPOConfig(
+        **common,
+        num_generations=config.group_size,
+        num_iterations=config.updates,
+        max_completion_length=config.gen_length,
+        temperature=config.temperature,
+        generation_kwargs=config.sampler or None,
+        epsilon=config.clip_range,
+        scale_rewards="group" if config.advantages == "scaled" else "none",
+        loss_type="grpo",
+        reward_weights=[judge.functions[0].weight for judge in judges],
+    )
+    return _own(GRPOTrainer)(
+        args=arguments,
+        reward_funcs=[_reward(judge, problems) for judge in judges],
+        train_dataset=Dataset.from_list(
+            [{"prompt": problem.prompt, "problem": number} for number, problem in enumerate(problems)]
+        ),
+        **shared,
+    )
+
+
+def _reward(judge: Judge, problems: Sequence[Problem]) -> Callable[..., list[float]]:
+    """A reward as TRL calls it."""
+    (function,) = judge.functions
+
+    def reward(prompts: Any, completions: Any, problem: list[int], **_: Any) -> list[float]:
+        texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+        return judge(prompts, texts, [problems[number] for number in problem]).parts[function.name]
+
+    reward.__name__ = function.name
+    return reward
+
+
+def _preferences(items: list[str]) -> list[dict[str, Any]]:
+    return [{name: row.fields[name] for name in ("prompt", "chosen", "rejected")} for row in read_rows(items)]
+
+
+def _own(kind: type[Any]) -> type[Any]:
+    """One of TRL's trainers that names checkpoints as we do, once they are whole, and sends nothing."""
+
+    class Trainer(kind):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                self.finish_checkpoint()
+            self.accelerator.wait_for_everyone()
+
+        def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def _send_telemetry(self) -> None:
+            pass
+
+    Trainer.__name__ = kind.__name__
+    return Trainer
+
+
+class _Reporter(TrainerCallback):
+    """Metrics, held-out rewards, checkpoints' names, and the ends of a run that come from outside."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        trainer: Any,
+        console: Console,
+        step: int,
+        judges: Sequence[Judge],
+        tokenizer: Any,
+    ) -> None:
+        self.config, self.trainer, self.judges, self.tokenizer = config, trainer, judges, tokenizer
+        self.output, self.console = Path(config.output), console
+        self.main: bool = trainer.accelerator.is_main_process
+        self.metrics = MetricsFile(self.output / "metrics.jsonl", step) if self.main else None
+        self.stack = contextlib.ExitStack()
+        self.progress = TrainingProgress(console, config.steps, step, self.main)
+        self.problems = (
+            load_problems(config.eval_data, tokenizer, config.seq_length - config.gen_length, None)
+            if config.eval_data and config.method in SAMPLED
+            else []
+        )
+        trainer.finish_checkpoint = self.finish_checkpoint
+        self.tokens = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.terminated = self.stack.enter_context(catch_sigterm())
+        self.stack.enter_context(self.progress)
+        self.began = self.last = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.config.updates:
+            return
+        limit = self.config.exit_duration
+        late = limit is not None and time.monotonic() - self.began >= 60 * limit
+        own = torch.tensor(float(late or self.terminated.is_set()), device=self.trainer.accelerator.device)
+        step = state.global_step // self.config.updates
+        last = bool(self.trainer.accelerator.reduce(own, "sum") > 0)
+        if last or step == self.config.steps or step in self.config.saves:
+            control.should_save = True
+        control.should_training_stop = control.should_training_stop or last
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs is None or "loss" not in logs or state.global_step % self.config.updates:
+            return
+        step = state.global_step // self.config.updates
+        held_out: dict[str, Any] = {}
+        interval = self.config.eval_interval
+        if self.problems and interval and (step % interval == 0 or step == self.config.steps):
+            held_out = self._held_out()
+        now = time.monotonic()
+        tokens = logs["num_tokens"]
+        speed = (tokens - self.tokens) / max(now - self.last, 1e-9)
+        self.last, self.tokens = now, tokens
+        common: dict[str, Any] = {
+            "step": step,
+            "loss": logs["loss"],
+            "grad_norm": float(logs["grad_norm"]),
+            "lr": learning_rate(self.config, step),
+            "tokens": int(tokens),
+            "tokens_per_s": speed,
+            "tokens_per_s_per_device": speed / self.trainer.accelerator.num_processes,
+            "mfu": None,
+            "peak_memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        }
+        if self.metrics is not None:
+            row = self._sampled(common, logs, held_out) if self.config.method == "grpo" else _preferred(common, logs)
+            self.metrics.append(row)
+            self.progress.show(row)
+
+    def finish_checkpoint(self) -> None:
+        """Give the newest checkpoint its name, which says that it is whole, and remove old ones."""
+        root = self.output / "checkpoints"
+        for folder in root.glob("checkpoint-*"):
+            if UNFINISHED.fullmatch(folder.name) and (folder / STATE).is_file():
+                step = int(folder.name.rpartition("-")[2]) // self.config.updates
+                shutil.rmtree(step_folder(self.output, step), ignore_errors=True)
+                os.replace(folder, step_folder(self.output, step))
+        if self.config.keep_last:
+            for _, folder in find_checkpoints(self.output)[: -self.config.keep_last]:
+                shutil.rmtree(folder)
+        if self.metrics is not None:
+            self.metrics.sync()
+            plot_loss(self.metrics.rows, self.output / "loss.png")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stack.close()
+        if self.metrics is not None:
+            self.metrics.close()
+            folder = find_checkpoints(self.output)[-1][1]
+            self.console.print(f"done: the model is at {folder}", highlight=False, soft_wrap=True)
+
+    def _sampled(self, common: dict[str, Any], logs: dict[str, Any], held_out: dict[str, Any]) -> RolloutRow:
+        functions = [judge.functions[0].name for judge in self.judges]
+        return RolloutRow(
+            **common,
+            reward=logs["reward"],
+            reward_std=logs["reward_std"],
+            rewards={name: logs[f"rewards/{name}/mean"] for name in functions},
+            failed_rewards=0,
+            idle_groups=logs["frac_reward_zero_std"],
+            kl=logs.get("kl"),
+            clip_fraction=logs["clip_ratio/region_mean"],
+            completion_length=logs["completions/mean_length"],
+            **held_out,
+        )
+
+    @torch.no_grad()
+    def _held_out(self) -> dict[str, Any]:
+        """The rewards of greedy answers, each process answering its share."""
+        accelerator, model = self.trainer.accelerator, self.trainer.accelerator.unwrap_model(self.trainer.model)
+        own = self.problems[accelerator.process_index :: accelerator.num_processes]
+        texts: list[str] = []
+        training = model.training
+        model.eval()
+        for start in range(0, len(own), self.trainer.args.per_device_train_batch_size):
+            batch = self.tokenizer(
+                [problem.text for problem in own[start : start + self.trainer.args.per_device_train_batch_size]],
+                return_tensors="pt",
+                padding=True,
+                padding_side="left",
+                add_special_tokens=False,
+                return_token_type_ids=False,
+            ).to(accelerator.device)
+            output = model.generate(
+                **batch,
+                do_sample=False,
+                max_new_tokens=self.config.gen_length,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
+            texts += self.tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        model.train(training)
+        means, total = {}, 0.0
+        for judge in self.judges:
+            (function,) = judge.functions
+            part = sum(judge([problem.prompt for problem in own], texts, own).parts[function.name]) if own else 0.0
+            summed = accelerator.reduce(torch.tensor(part, device=accelerator.device), "sum")
+            means[function.name] = float(summed) / len(self.problems)
+            total += function.weight * means[function.name]
+        return {"eval_reward": total, "eval_rewards": means}
+
+
+def _preferred(common: dict[str, Any], logs: dict[str, Any]) -> PreferenceRow:
+    return PreferenceRow(**common, preferred=logs["rewards/accuracies"], margin=logs["rewards/margins"])
