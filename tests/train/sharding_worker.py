@@ -27,7 +27,7 @@ from tests.processes import fork
 
 SUBJECTS = ("masked", "block", "causal", "tied", "experts")
 WORLDS = (1, 2, 4)
-STEPS = 4
+STEPS = 3
 OPTIONS: dict[str, Any] = {
     "task": "sft",
     "from_scratch": True,
@@ -38,8 +38,9 @@ OPTIONS: dict[str, Any] = {
     "seq_length": 96,
     "global_batch_size": 8,
     "micro_batch_size": 1,
-    "save_interval": 2,
-    "eval_interval": 2,
+    "save_interval": 0,
+    "save_steps": "1",  # so that what goes on from there shows its optimizer's state in the last loss
+    "eval_interval": 3,
     "split": "75,25,0",
 }
 
@@ -58,20 +59,18 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         yield "an adapter", partial(train, root, "adapter-1", "masked", **_adapter(root))
         yield "one process can be cut", partial(equals, root, "masked", "alone", sharding="fsdp", cpu_offload=True)
         return
-    for subject in SUBJECTS:
-        yield subject, partial(equals, root, subject, f"{subject}-{processes}", sharding="fsdp")
-        yield f"{subject}, saved", partial(is_saved, root, subject, f"{subject}-{processes}")
+    for subject in SUBJECTS if processes == 2 else SUBJECTS[:3]:
+        name = f"{subject}-{processes}"
+        yield subject, partial(equals, root, subject, name, sharding="fsdp")
+        yield f"{subject}, saved", partial(is_saved, root, subject, name)
+    yield "goes on, cut by two", partial(goes_on, root, "masked-2", sharding="fsdp")
     if processes == 2:
         more = {"sharding": "fsdp", "gradient_checkpointing": True, "cpu_offload": True}
         yield "recomputed and offloaded", partial(equals, root, "block", "more-2", **more)
         yield "data parallel", partial(equals, root, "masked", "ddp-2")
         yield "an adapter", partial(adapter_equals, root)
         yield "half precision", partial(half_precision, root)
-        yield "stops", partial(train, root, "stopped", "masked", sharding="fsdp", steps=2)
-        yield "goes on", partial(goes_on, root, "stopped", sharding="fsdp")
         yield "goes on from one process", partial(goes_on, root, "masked-1", sharding="fsdp")
-    else:
-        yield "goes on, cut anew", partial(goes_on, root, "masked-2", sharding="fsdp")
         yield "goes on, not cut", partial(goes_on, root, "masked-2")
 
 
@@ -89,7 +88,10 @@ def train(root: Path, name: str, subject: str, resume: bool = False, **changes: 
             kept.append([gathered(weight.grad, torch.device("cpu")).clone() for weight in weights])
         return step(self, *arguments, **more)
 
-    with mock.patch.object(torch.optim.AdamW, "step", keeping):
+    with (
+        mock.patch.object(torch.optim.AdamW, "step", keeping),
+        mock.patch.object(accelerate_engine, "plot_loss"),  # which takes longer than a step
+    ):
         accelerate_engine.train(config, resume, Console(quiet=True))
     if kept and os.environ["RANK"] == "0":
         torch.save(kept[0], root / f"{name}.pt")
@@ -167,7 +169,7 @@ def half_precision(root: Path) -> None:
 
 
 def goes_on(root: Path, source: str, **changes: Any) -> None:
-    """From step 2 of another run, cut otherwise, to the losses of one that went through."""
+    """From step 1 of another run, cut otherwise, to the losses of one that went through."""
     name = f"{source}-resumed-{os.environ['WORLD_SIZE']}-{changes.get('sharding')}"
     if os.environ["RANK"] == "0":
         shutil.copytree(root / source, root / name, ignore=shutil.ignore_patterns(f"step-{STEPS:07d}"))

@@ -1,0 +1,234 @@
+"""LoRA through the engine: what is trained, PEFT's folder, merging, going on, quantized bases, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from dlm_bridge import DlmBridgeError
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.loading import load_model
+from dlm_bridge.train.lora import BASE, with_lora
+from dlm_bridge.train.setup import with_objective
+from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
+from tests.convert.adapters import back, set_config, to_megatron
+from tests.convert.helpers import hub_tensors, run_cli, same
+from tests.families import llada2_moe, sdar_moe
+from tests.train.chats import chatty, conversation, write_rows
+from tests.train.conftest import Run, without_speed
+
+OPTIONS: dict[str, Any] = {
+    "task": "sft",
+    "from_scratch": False,
+    "length_variation": 0.0,
+    "warmup_steps": 0,
+    "lr_schedule": "constant",
+    "lr": 1e-2,
+    "seq_length": 64,
+    "global_batch_size": 4,
+    "save_interval": 0,
+    "eval_interval": 0,
+    "lora_rank": 4,
+}
+LINEAR = 2 * 7  # in the two layers of the base
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, seed_folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A LLaDA with weights and a chat template."""
+    folder = tmp_path_factory.mktemp("base") / "llada"
+    load_model(TrainConfig(model=str(seed_folder), data=["mock"], output="o", from_scratch=True)).save_pretrained(
+        folder
+    )
+    chatty(tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tune(run: Run, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+    chats = write_rows(tmp_path_factory.mktemp("chats") / "chats.jsonl", [conversation(4 * i) for i in range(12)])
+
+    def _tune(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
+        return run(output, resume, **{**OPTIONS, "model": str(base), "data": [str(chats)], **changes})
+
+    return _tune
+
+
+def _checkpoint(output: Path, step: int) -> Path:
+    return output / f"checkpoints/step-{step:07d}"
+
+
+def _adapter(output: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(_checkpoint(output, step) / "adapter_model.safetensors")
+
+
+def test_an_adapter_is_trained_saved_merged_and_carried_over(
+    tmp_path: Path, tune: Any, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import PeftModel
+
+    before = hub_tensors(base)
+    rows = tune(tmp_path / "run", steps=6, save_interval=2, keep_last=2)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    output = tmp_path / "run"
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-0000004", "step-0000006"]
+    settings = json.loads((_checkpoint(output, 6) / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (4, 8, "LORA")
+    assert settings["base_model_name_or_path"] == str(base)
+    assert not list(_checkpoint(output, 6).glob("model*.safetensors"))
+    assert all(same(tensor, before[name]) for name, tensor in hub_tensors(base).items())
+    earlier, adapter = _adapter(output, 4), _adapter(output, 6)
+    assert len(adapter) == 2 * LINEAR
+    assert all(not torch.equal(tensor, earlier[name]) for name, tensor in adapter.items())
+
+    ids = torch.randint(0, 280, (2, 20), generator=torch.Generator().manual_seed(0))
+    plain = AutoModelForCausalLM.from_pretrained(base).eval()
+    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), _checkpoint(output, 6)).eval()
+    assert model.generate(ids[:, :4], max_new_tokens=8, steps=8, block_length=8).shape[1] > 4
+    assert run_cli(capsys, "adapter", "export", output, tmp_path / "merged", "--merge")[0] == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        expected = model(ids).logits
+        torch.testing.assert_close(merged(ids).logits, expected, atol=1e-5, rtol=1e-4)
+        assert (plain(ids).logits - expected).abs().max() > 1e-2
+    changed = {name for name, tensor in hub_tensors(tmp_path / "merged").items() if not same(tensor, before[name])}
+    assert len(changed) == LINEAR
+
+    back(base, to_megatron(base, _checkpoint(output, 6), tmp_path / "megatron"), tmp_path / "back")
+    returned = load_file(tmp_path / "back/adapter_model.safetensors")
+    assert returned.keys() == adapter.keys()
+    assert all(torch.equal(returned[name], tensor) for name, tensor in adapter.items())
+
+
+def test_the_first_loss_is_the_bases_and_a_resume_changes_nothing(tmp_path: Path, tune: Any) -> None:
+    whole = tune(tmp_path / "whole", steps=4, lora_dropout=0.1, save_interval=2)
+    full = tune(tmp_path / "full", steps=1, lora_rank=0)
+    assert whole[0]["loss"] == pytest.approx(full[0]["loss"], rel=1e-5)
+    tune(tmp_path / "resumed", steps=2, lora_dropout=0.1)
+    resumed = tune(tmp_path / "resumed", resume=True, steps=4, lora_dropout=0.1)
+    assert without_speed(resumed) == without_speed(whole)
+    ours, theirs = _adapter(tmp_path / "resumed", 4), _adapter(tmp_path / "whole", 4)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    cut = tune(tmp_path / "cut", steps=2, micro_batch_size=1)
+    plain = tune(tmp_path / "plain", steps=2)
+    assert [row["loss"] for row in cut] == pytest.approx([row["loss"] for row in plain], rel=1e-4)
+
+
+def test_half_precision_holds_the_base_in_it_and_the_adapter_in_fp32(tmp_path: Path, tune: Any) -> None:
+    exact = tune(tmp_path / "fp32", steps=3)
+    rounded = tune(tmp_path / "bf16", steps=3, precision="bf16")
+    assert [row["loss"] for row in rounded] == pytest.approx([row["loss"] for row in exact], rel=0.05)
+    assert {tensor.dtype for tensor in _adapter(tmp_path / "bf16", 3).values()} == {torch.float32}
+
+
+def test_an_adapter_goes_on_and_only_on_its_own_base(tmp_path: Path, tune: Any, base: Path, seed_folder: Path) -> None:
+    tune(tmp_path / "first", steps=2)
+    start = _checkpoint(tmp_path / "first", 2)
+    going_on = {"lora_rank": 0, "adapter": str(start), "steps": 1}
+    tune(tmp_path / "second", **going_on, lr=0.0)
+    assert all(
+        torch.equal(tensor, _adapter(tmp_path / "first", 2)[name])
+        for name, tensor in _adapter(tmp_path / "second", 1).items()
+    )
+    other = tmp_path / "other"
+    config = TrainConfig(model=str(seed_folder), data=["mock"], output="o", from_scratch=True, seed=7)
+    load_model(config).save_pretrained(other)
+    with pytest.raises(DlmBridgeError, match=f"is an adapter of {base}, which has other weights than --model {other}"):
+        tune(tmp_path / "third", **going_on, model=str(other), tokenizer=str(base))
+    (start / BASE).unlink()
+    smaller = json.loads((base / "config.json").read_text()) | {"mlp_hidden_size": 40}
+    (tmp_path / "smaller").mkdir()
+    (tmp_path / "smaller/config.json").write_text(json.dumps(smaller))
+    config = TrainConfig(model=str(tmp_path / "smaller"), data=["mock"], output="o", from_scratch=True)
+    load_model(config).save_pretrained(tmp_path / "weights")
+    with pytest.raises(DlmBridgeError, match=r"is no adapter of --model .*weights: .*size mismatch"):
+        tune(tmp_path / "fourth", **going_on, model=str(tmp_path / "weights"), tokenizer=str(base))
+    set_config(start, base_model_name_or_path="owner/base")
+    resolved = with_objective(
+        TrainConfig(**{**OPTIONS, **going_on, "model": "owner/other", "data": ["d"], "output": "o"}),
+        load_model(config),
+    )
+    with pytest.raises(DlmBridgeError, match="is an adapter of owner/base, not of --model owner/other"):
+        with_lora(resolved, load_model(config))
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_quantized_base(bits: str, tmp_path: Path, tune: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bitsandbytes")
+    exact = tune(tmp_path / "exact", steps=2)
+    rows = tune(tmp_path / "run", steps=2, lora_quantize=bits, precision="bf16")
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in exact], rel=0.1)
+    assert len(_adapter(tmp_path / "run", 2)) == 2 * LINEAR
+    assert run_cli(capsys, "adapter", "export", tmp_path / "run", tmp_path / "merged", "--merge")[0] == 0
+
+
+def test_an_autoregressive_model(tmp_path: Path, tune: Any, base: Path) -> None:
+    case = AUTOREGRESSIVE[0]
+    (tmp_path / "body").mkdir()
+    config = {**case.config, "vocab_size": 288, "eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 256}
+    (tmp_path / "body/config.json").write_text(json.dumps(config))
+    model = load_model(TrainConfig(model=str(tmp_path / "body"), data=["mock"], output="o", from_scratch=True))
+    model.save_pretrained(tmp_path / "model")
+    rows = tune(tmp_path / "run", steps=4, model=str(tmp_path / "model"), tokenizer=str(base), packing=True)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("case", "targets", "found", "refused"),
+    [
+        (llada2_moe.CASE, "query_key_value,o_proj", 2 * 4, ("q_proj", "no such linear layer")),
+        (sdar_moe.CASE, "q_proj,v_proj", 2 * 4, ("gate_proj", "the experts' weights are one stack")),
+    ],
+    ids=["fused", "experts"],
+)
+def test_targets_of_families(
+    case: Any, targets: str, found: int, refused: tuple[str, str], tmp_path: Path, run: Run
+) -> None:
+    options = {**OPTIONS, "task": "pretrain", "model": str(case.write(tmp_path / "model")), "data": ["mock"]}
+    options |= {"mask_token_id": 99, "steps": 1, "seq_length": case.length}
+    run(tmp_path / "run", **options, lora_targets=targets)
+    assert len(_adapter(tmp_path / "run", 1)) == 2 * found
+    to_megatron(tmp_path / "model", _checkpoint(tmp_path / "run", 1), tmp_path / "megatron")
+    with pytest.raises(DlmBridgeError, match=f"--lora-targets {refused[0]}: .*{refused[1]}.*: choose of "):
+        run(tmp_path / "other", **options, lora_targets=refused[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"from_scratch": True}, "--from-scratch with an adapter"),
+        ({"lora_rank": -1}, "--lora-rank must not be negative"),
+        ({"lora_dropout": 1.0}, r"--lora-dropout must be in \[0, 1\)"),
+        ({"lora_rank": 0, "lora_alpha": 3.0}, "--lora-alpha 3.0: it is of a new adapter"),
+        ({"lora_quantize": "2bit"}, "--lora-quantize '2bit' is unknown: known are 4bit, 8bit"),
+        ({"lora_rank": 0, "lora_quantize": "4bit"}, "--lora-quantize needs an adapter"),
+        ({"adapter": "somewhere"}, "--adapter has a rank of its own"),
+        ({"lora_rank": 0, "adapter": "nowhere"}, "--adapter nowhere: no PEFT adapter there"),
+        ({"lora_targets": "lm_head"}, "--lora-targets lm_head: the model has no such linear layer in its decoder"),
+        ({"engine": "megatron"}, "--lora-rank needs --engine accelerate"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, tune: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=message) as raised:
+        tune(tmp_path / "run", steps=1, **changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_missing_is_named(tmp_path: Path, tune: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
+    )
+    with pytest.raises(DlmBridgeError, match=r"needs bitsandbytes: pip install 'dlm-bridge\[quantize\]'"):
+        tune(tmp_path / "run", steps=1, lora_quantize="4bit")
+    tune(tmp_path / "adapter", steps=1)
+    with pytest.raises(DlmBridgeError, match="is an adapter: give its base as --model and it as --adapter"):
+        tune(tmp_path / "again", steps=1, model=str(_checkpoint(tmp_path / "adapter", 1)))
