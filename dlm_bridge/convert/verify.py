@@ -14,7 +14,9 @@ import torch
 
 from dlm_bridge.convert.checkpoint import HubSide, TensorSpec
 from dlm_bridge.convert.dcp_checkpoint import DcpCheckpoint, dcp_folder
-from dlm_bridge.convert.formats.dcp import read_file_digests
+from dlm_bridge.convert.file_digests import FILE_NAME as FILE_DIGESTS
+from dlm_bridge.convert.file_digests import check_files
+from dlm_bridge.convert.formats.dcp import read_file_digests, read_metadata
 from dlm_bridge.convert.formats.huggingface import HubReader
 from dlm_bridge.convert.formats.legacy_reader import LegacyReader
 from dlm_bridge.convert.formats.legacy_writer import legacy_file_digest
@@ -118,11 +120,14 @@ def verify_pair(
 def verify_manifest(
     path: str | os.PathLike[str], workers: int | None = None, progress: Progress | None = None
 ) -> Verdict:
-    """Compare a checkpoint with its own manifest: every tensor's dtype, shape and digest, every side file's digest.
+    """Compare a checkpoint with its own manifest: every tensor's dtype, shape and digest, every side file's digest; or
+    every file of a training run's newest checkpoint (or of the one that is named) with the digests beside them.
 
     Raises DlmBridgeError where there is no manifest, or none of what is there now.
     """
     folder = resolve(path)
+    if is_megatron(folder) and (newest_iteration(folder) / FILE_DIGESTS).is_file():
+        return _verify_files(newest_iteration(folder), workers, progress)
     side = _open_one(folder)
     manifest = side.manifest
     if manifest is None:
@@ -134,8 +139,8 @@ def verify_manifest(
         )
     if not manifest.tensors:
         raise DlmBridgeError(
-            f"{folder}: written by a training run, whose {FILE_NAME} has no digests: name a second checkpoint to "
-            "compare it with"
+            f"{folder}: written by a training run before those had digests: name a second checkpoint to compare it "
+            "with"
         )
     records = manifest.tensors
     differences = side.oddities()
@@ -165,6 +170,16 @@ def verify_manifest(
     differences += side.compare_copies()
     differences += [] if found else side.compare_headers(manifest)
     return Verdict(side.where, FILE_NAME, not differences, len(common), total, differences)
+
+
+def _verify_files(folder: Path, workers: int | None, progress: Progress | None) -> Verdict:
+    differences = [Difference(found.file, "file", found.detail) for found in check_files(folder, workers, progress)]
+    root = folder.absolute().parent
+    if (root / FILE_NAME).is_file() and not is_intact(root):
+        differences.append(Difference(FILE_NAME, "file", "is not as it was written"))
+    tensors = 0 if differences else len(read_metadata(folder).tensors)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    return Verdict(str(folder), FILE_DIGESTS, not differences, tensors, size, differences)
 
 
 class _Side:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -86,13 +87,36 @@ def test_commands_read_a_training_checkpoint(files: Files, said: Said, tmp_path:
     inspected = CliRunner().invoke(app, ["inspect", checkpoints, "--json"])
     assert inspected.exit_code == 0, inspected.output
     assert f'"iteration": {STEPS}' in json.dumps(json.loads(inspected.stdout))
-    alone = CliRunner().invoke(app, ["verify", checkpoints])
-    assert "has no digests: name a second checkpoint" in str(alone.exception)  # what training changes has none
+    alone = CliRunner().invoke(app, ["verify", checkpoints, "--json"])
+    assert alone.exit_code == 0, alone.output
     Bridge.from_megatron(checkpoints).to_hf(tmp_path / "exported")
     compared = CliRunner().invoke(app, ["verify", checkpoints, str(tmp_path / "exported"), "--json"])
     assert compared.exit_code == 0, compared.output
     different = CliRunner().invoke(app, ["verify", checkpoints, str(files.hub("masked")), "--json"])
     assert different.exit_code == 1, different.output
+
+
+@pytest.mark.parametrize("run", ["terminated", "crashed"])  # the second saved in the background
+def test_a_flipped_byte_of_a_training_checkpoint_is_found(run: str, files: Files, said: Said, tmp_path: Path) -> None:
+    shutil.copytree(files.run(run) / "checkpoints", tmp_path / "checkpoints")
+    folder = max((tmp_path / "checkpoints").glob("iter_*"))
+    assert json.loads((folder / "dlm_bridge_files.json").read_text())["files"].keys() >= {".metadata", "common.pt"}
+    for file in sorted(folder.iterdir()):
+        whole = file.read_bytes()
+        middle = len(whole) // 2
+        file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        found = CliRunner().invoke(app, ["verify", str(folder), "--json"])
+        if file.name != "dlm_bridge_files.json":
+            assert found.exit_code == 1, (file, found.output)
+            (difference,) = json.loads(found.stdout)["differences"]
+            assert difference["name"] == file.name
+            assert ("it holds parts of" in difference["detail"]) == (file.suffix == ".distcp")
+        else:
+            assert found.exit_code != 0
+        file.write_bytes(whole)
+    assert CliRunner().invoke(app, ["verify", str(folder)]).exit_code == 0
+    max(folder.glob("*.distcp")).unlink()
+    assert "is missing" in CliRunner().invoke(app, ["verify", str(folder), "--json"]).stdout
 
 
 def _kill_a_run(files: Files) -> None:

@@ -10,13 +10,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dlm_bridge.convert.file_digests import digests_of, write_digests
 from dlm_bridge.convert.formats.torch_dist import TRACKER
 from dlm_bridge.convert.hub_checkpoint import CONFIG
 from dlm_bridge.convert.manifest import Manifest
@@ -29,6 +31,8 @@ from dlm_bridge.train.megatron import fsdp_checkpoints, optimizer_state
 from dlm_bridge.train.megatron.source import Source
 
 NAME = re.compile(r"iter_(\d{7,})")
+WRITER = re.compile(r"__(\d+)_\d+\.distcp$")  # the rank that wrote a file
+NOTES = ".digests_"  # of one rank, while a save is under way
 STATE = "dlm_bridge_run"  # the key of our own values in `common.pt`
 
 
@@ -113,6 +117,7 @@ class Saver:
         if self.fsdp:
             try:
                 fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer)
+                _note_digests(hidden, dist.get_rank())
             except (OSError, CheckpointException) as error:
                 raise DlmBridgeError(f"{folder}: cannot be written: {one_line(error)}") from error
             self._publish(hidden, folder, step)
@@ -122,12 +127,16 @@ class Saver:
             request = dist_checkpointing.save(
                 state, str(hidden), content_metadata=_content(), async_sharded_save=self.queue is not None
             )
+            if self.queue is None:
+                _note_digests(hidden, dist.get_rank())
         except OSError as error:
             raise DlmBridgeError(f"{folder}: cannot be written: {one_line(error)}") from error
         if self.queue is None:
             self._publish(hidden, folder, step)
         else:
             assert isinstance(request, AsyncRequest)
+            write = partial(_write_and_note, request.async_fn, hidden, dist.get_rank())
+            request = request._replace(async_fn=write)
             request.add_finalize_fn(lambda: self._publish(hidden, folder, step))
             self.queue.schedule_async_request(request)
         return folder
@@ -178,7 +187,9 @@ class Saver:
 
     def _publish(self, hidden: Path, folder: Path, step: int) -> None:
         """Give a whole iteration its name, and let the tracker name it; then remove what is too old."""
+        dist.barrier()  # every rank has noted its digests
         if dist.get_rank() == 0:
+            _gather_digests(hidden)
             sync_tree(hidden)
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(hidden, folder)
@@ -194,6 +205,27 @@ class Saver:
                     os.replace(old, gone)  # out of sight first: a kill leaves nothing that looks like a checkpoint
                     shutil.rmtree(gone)
         dist.barrier()
+
+
+def _write_and_note(write: Callable[..., None], folder: Path, rank: int, *arguments: Any, **options: Any) -> None:
+    """A background save's work, in a process of its own."""
+    write(*arguments, **options)
+    _note_digests(folder, rank)
+
+
+def _note_digests(folder: Path, rank: int) -> None:
+    """Digests of what this rank has just written, for the first rank to gather."""
+    own = [file for file in folder.iterdir() if (match := WRITER.search(file.name)) and int(match[1]) == rank]
+    (folder / f"{NOTES}{rank}").write_text(json.dumps(digests_of(own)))
+
+
+def _gather_digests(folder: Path) -> None:
+    """All ranks' digests in one file, with those of what no rank calls its own."""
+    digests: dict[str, str] = {}
+    for notes in folder.glob(f"{NOTES}*"):
+        digests |= json.loads(notes.read_text())
+        notes.unlink()
+    write_digests(folder, digests | digests_of([file for file in folder.iterdir() if file.name not in digests]))
 
 
 def _content() -> dict[str, Any]:
