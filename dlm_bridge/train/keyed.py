@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     DOCUMENT_ORDER = 7
     ROLLOUT = 8
     PROMPT_MASK = 9
+    LIKELIHOOD = 10
 
 
 def stream(seed: int, purpose: Purpose, major: int = 0, minor: int = 0, lane: int = 0) -> np.random.Generator:

@@ -1,0 +1,129 @@
+"""Perplexity of a text: exact for an autoregressive model, a bound for a diffusion model; by token and by byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.evaluation.bounds import Answer, bounds
+
+WINDOW = 1024
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Of `tokens` tokens, `bytes` bytes of text. `nats` is the negative log-likelihood a token, or what bounds it from
+    above; `error` its standard error over the noise, 0 where nothing is drawn."""
+
+    exact: bool
+    tokens: int
+    bytes: int
+    windows: int
+    window: int
+    nats: float
+    error: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.nats, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats * self.tokens / self.bytes / math.log(2)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+
+
+def text_perplexity(
+    model: Any,
+    tokenizer: Any,
+    file: Path,
+    *,
+    diffusion: bool,
+    samples: int,
+    window: int = WINDOW,
+    limit: int | None = None,
+    seed: int = 0,
+    batch_size: int = 8,
+) -> Perplexity:
+    """The perplexity of a text file, cut into windows that begin with the last token of the one before; the first
+    begins with the tokenizer's first token of a text. At most `limit` windows are read.
+
+    Raises DlmBridgeError for a file that is no UTF-8 text or is empty.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise DlmBridgeError(f"--perplexity {file}: not UTF-8 text") from None
+    except OSError as error:
+        raise DlmBridgeError(f"--perplexity {file}: {error.strerror}") from None
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise DlmBridgeError(f"--perplexity {file}: no text in it")
+    rows = list(_windows(ids, first_token(model, tokenizer), window))
+    shortened = rows[:limit]
+    read = [token for row in shortened for token in row.answer]
+    size = len(text.encode()) if len(shortened) == len(rows) else len(tokenizer.decode(read).encode())
+    if diffusion:
+        found = bounds(model, shortened, samples, seed, batch_size)
+        total, spread = -sum(bound.value for bound in found), math.sqrt(sum(bound.error**2 for bound in found))
+    else:
+        total, spread = -sum(exact_log_likelihoods(model, shortened, batch_size)), 0.0
+    return Perplexity(
+        exact=not diffusion,
+        tokens=len(read),
+        bytes=size,
+        windows=len(shortened),
+        window=window,
+        nats=total / len(read),
+        error=spread / len(read),
+    )
+
+
+@torch.no_grad()
+def exact_log_likelihoods(model: Any, answers: Sequence[Answer], batch_size: int = 8) -> list[float]:
+    """The log-likelihood of each answer by an autoregressive model, in nats."""
+    device = model.get_input_embeddings().weight.device
+    found: list[float] = []
+    for start in range(0, len(answers), batch_size):
+        rows = answers[start : start + batch_size]
+        length = max(row.length for row in rows)
+        tokens = torch.zeros(len(rows), length, dtype=torch.long)
+        real, asked = torch.zeros(2, len(rows), length, dtype=torch.bool)
+        for number, row in enumerate(rows):
+            tokens[number, : row.length] = torch.tensor([*row.prompt, *row.answer])
+            real[number, : row.length] = True
+            asked[number, len(row.prompt) : row.length] = True
+        logits = model(input_ids=tokens.to(device), attention_mask=real.to(device), use_cache=False).logits[:, :-1]
+        losses = F.cross_entropy(logits[asked[:, 1:].to(device)].float(), tokens[asked].to(device), reduction="none")
+        owners = asked.nonzero()[:, 0]
+        found += torch.zeros(len(rows), dtype=torch.float64).index_add(0, owners, -losses.double().cpu()).tolist()
+    return found
+
+
+def first_token(model: Any, tokenizer: Any) -> int:
+    """What stands before a text: the token that begins texts, else the one that ends them."""
+    for token in (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        model.config.bos_token_id,
+        model.config.eos_token_id,
+    ):
+        if token is not None:
+            return token[0] if isinstance(token, list) else int(token)
+    raise DlmBridgeError("the tokenizer has neither a token that begins a text nor one that ends it")
+
+
+def _windows(ids: Sequence[int], first: int, window: int) -> Iterator[Answer]:
+    """Rows of at most `window` tokens, the one before included."""
+    for start in range(0, len(ids), window - 1):
+        before = first if start == 0 else ids[start - 1]
+        yield Answer((before,), tuple(ids[start : start + window - 1]))
