@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge.train.rl.judge import Judged
-from dlm_bridge.train.rl.likelihood import Sequences, blockwise, one_step, token_logps
+from dlm_bridge.train.rl.likelihood import NEVER, Sequences, blockwise, one_step, token_logps
 from dlm_bridge.train.rl.policy import policy_loss
 from dlm_bridge.train.rl.rollout import Rollouts, group_advantages
 from dlm_bridge.train.rl.rows import Problem
@@ -25,7 +26,7 @@ def sequences_of(completions: list[tuple[int, ...]], prompt: list[int] = PROMPT)
     tokens = torch.tensor([[*prompt, *completion] for completion in completions])
     is_prompt = torch.zeros_like(tokens, dtype=torch.bool)
     is_prompt[:, : len(prompt)] = True
-    return Sequences(tokens, is_prompt, ~is_prompt, ~is_prompt)
+    return Sequences(tokens, is_prompt, ~is_prompt, ~is_prompt, torch.full_like(tokens, NEVER))
 
 
 def reward_of(completion: tuple[int, ...]) -> float:
@@ -128,18 +129,47 @@ def test_one_step_is_the_masked_canvas(policy: Any) -> None:
 
 
 def test_blockwise_of_a_bidirectional_model(policy: Any) -> None:
-    """Blocks of two of a completion of five, which ends at its fourth token: by a forward for each block."""
+    """A completion of five that ends at its fourth token, settled in the order 2, 5, 1 and 4, 3: two forwards at a
+    time, by a forward of the model for each two."""
     completion = (4, 5, 6, 0, 7)
-    sequences = sequences_of([completion])
-    scored = sequences.scored.clone()
+    whole = sequences_of([completion])
+    scored, order = whole.scored.clone(), whole.order.clone()
     scored[0, -1] = False
-    found = token_logps(policy, blockwise(policy, Sequences(*list(vars(sequences).values())[:3], scored), 2))[0]
-    for start in (0, 2):
-        canvas = torch.tensor([[*PROMPT, *completion[:start], *[1] * (5 - start)]])
-        logps = policy(input_ids=canvas).logits[0].log_softmax(-1)
-        for place in range(2 + start, 4 + start):
-            assert torch.allclose(found[place], logps[place, sequences.tokens[0, place]], atol=1e-5)
+    order[0, 2:] = torch.tensor([3, 1, 4, 3, 2])
+    found = token_logps(policy, blockwise(policy, dataclasses.replace(whole, scored=scored, order=order), 2))[0]
+    for canvas, places in (([1, 1, 1, 1, 1], [1]), ([1, 5, 1, 1, 7], [0, 2, 3])):
+        logps = policy(input_ids=torch.tensor([[*PROMPT, *canvas]])).logits[0].log_softmax(-1)
+        for place in places:
+            assert torch.allclose(found[2 + place], logps[2 + place, completion[place]], atol=1e-5)
     assert found[-1] == 0
+
+
+@torch.no_grad()
+def test_single_forwards_are_what_was_drawn(policy: Any) -> None:
+    """Of prompts of several lengths: each token's likelihood is that of the canvas that its own forward looked at, by
+    the sampler's history."""
+    prompts = [[2, 3], [4], [5, 6, 7]]
+    problems = [Problem("", "", prompt, {}, "") for prompt in prompts]
+
+    class Unjudged:
+        functions: tuple[Any, ...] = ()
+
+        def __call__(self, prompts: Any, completions: Any, rows: Any) -> Judged:
+            return Judged([0.0] * len(rows), {}, 0)
+
+    rollouts = Rollouts(policy, letters(), Unjudged(), 5, 2, 6, 1.0, {"steps": 3})  # type: ignore[arg-type]
+    rollout = rollouts.sample(problems, step=1, first=0)
+    sequences = rollout.sequences
+    found = token_logps(policy, blockwise(policy, sequences, 1))
+    for row in range(6):
+        prompt = prompts[row // 2]
+        begin, length = len(prompt), int(sequences.scored[row].sum())
+        tokens, order = sequences.tokens[row, begin : begin + 6], sequences.order[row, begin : begin + 6]
+        assert sorted(order.tolist()) == [1, 1, 2, 2, 3, 3]
+        for place in range(length):
+            canvas = torch.where(order < order[place], tokens, 1)
+            logps = policy(input_ids=torch.tensor([[*prompt, *canvas.tolist()]])).logits[0].log_softmax(-1)
+            assert torch.allclose(found[row, begin + place], logps[begin + place, tokens[place]], atol=1e-5)
 
 
 def test_blockwise_of_a_block_causal_model(tmp_path: Path) -> None:
@@ -178,7 +208,7 @@ def test_the_loss_by_hand() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"updates": 2, "beta": 0.01, "micro_batch_size": 8}, {"method": "block-grpo", "block_length": 2}],
+    [{}, {"updates": 2, "beta": 0.01, "micro_batch_size": 8}, {"method": "block-grpo", "trace_steps": 2}],
     ids=["diffu", "several-updates", "block"],
 )
 def test_the_reward_rises(run: Run, tmp_path: Path, problems: Path, changes: dict[str, Any]) -> None:

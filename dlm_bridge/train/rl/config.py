@@ -41,7 +41,7 @@ class RLConfig(TrainConfig):
     fixed: ClassVar[tuple[str, ...]] = (
         "family", "mask_token_id", "seq_length", "global_batch_size", "seed", "method", "reward", "eval_data",
         "group_size", "updates", "gen_length", "temperature", "generation", "advantages", "prompt_masking",
-        "block_length", "elbo_levels", "elbo_masks",
+        "trace_steps", "elbo_levels", "elbo_masks",
     )  # fmt: skip
 
     task: str = field(default="rl", metadata={"help": None})
@@ -70,7 +70,9 @@ class RLConfig(TrainConfig):
     clip_range: float = option(0.2, "How far a token's probability ratio may move with profit.")
     beta: float | None = option(None, "Weight of the KL term (0.04, 0: no reference model), of dpo and vrpo 0.1, 0.2.")
     prompt_masking: float = option(0.15, "Of diffu-grpo: the share of prompt tokens hidden in a likelihood.")
-    block_length: int = option(32, "Of block-grpo: tokens that a bidirectional model's likelihood settles at once.")
+    trace_steps: int = option(
+        32, "Of block-grpo and bidirectional models: forwards of the sampler that a likelihood takes at once."
+    )
     elbo_levels: int = option(8, "Of vrpo: noise levels drawn for each likelihood bound.")
     elbo_masks: int = option(1, "Of vrpo: masks drawn at each of them.")
 
@@ -130,7 +132,7 @@ def _check(config: RLConfig) -> None:
         raise DlmBridgeError("--engine megatron: reinforcement learning runs under accelerate only")
     if config.precision == "fp8":
         raise DlmBridgeError("--precision fp8: reinforcement learning runs in fp32, bf16 or fp16")
-    for name in ("group_size", "updates", "gen_length", "block_length", "elbo_levels", "elbo_masks"):
+    for name in ("group_size", "updates", "gen_length", "trace_steps", "elbo_levels", "elbo_masks"):
         if getattr(config, name) < 1:
             raise DlmBridgeError(f"{flag(name)} must be at least 1, not {getattr(config, name)}")
     for name in ("reward_timeout", "temperature", "clip_range"):

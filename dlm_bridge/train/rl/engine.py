@@ -316,7 +316,7 @@ class PolicyTrainer(Trainer[Problem]):
     def _query(self, sequences: Sequences, draw: int, samples: list[int]) -> Query:
         config, model = self.config, self.plain_model
         if config.method == "block-grpo":
-            return blockwise(model, sequences, config.block_length)
+            return blockwise(model, sequences, config.trace_steps)
         return one_step(model, sequences, config.seed, draw, samples, config.prompt_masking)
 
     def _reference_logps(self, query: Query) -> torch.Tensor:

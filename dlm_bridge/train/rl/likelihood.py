@@ -29,6 +29,8 @@ from dlm_bridge.train.objectives import (
     mask_token_id,
 )
 
+NEVER = torch.iinfo(torch.int64).max  # of `Sequences.order`: a token that the sampler left masked
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -38,15 +40,18 @@ class Sequences:
     prompt: torch.Tensor  # [B, L] bool
     completion: torch.Tensor  # [B, L] bool: all that the sampler filled
     scored: torch.Tensor  # [B, L] bool: of it, what is up to the first end-of-sequence token, that included
+    order: torch.Tensor  # [B, L] int64: the sampler's forward, from 1, that settled a token of it; `NEVER` elsewhere
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def rows(self, chosen: slice) -> Sequences:
-        return Sequences(*(value[chosen] for value in vars(self).values()))
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B, L."""
+        return self.tokens.shape[0], self.tokens.shape[1]
 
-    def to(self, device: torch.device) -> Sequences:
-        return Sequences(*(value.to(device) for value in vars(self).values()))
+    def rows(self, chosen: slice | torch.Tensor) -> Sequences:
+        return Sequences(*(value[chosen] for value in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,13 @@ def one_step(model: Any, sequences: Sequences, seed: int, draw: int, samples: Se
     return _all_masked(objective, torch.where(hidden, objective.mask_token_id, tokens), sequences)
 
 
-def blockwise(model: Any, sequences: Sequences, block_length: int) -> Query:
-    """The block-wise estimate: each block's tokens from a canvas in which that block is masked and the blocks before
-    it are clean, as the sampler had them when it began that block (compare TraceRL, arXiv 2509.06949).
+def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> Query:
+    """The block-wise estimate: tokens are predicted together, with those that were settled before them in view, as the
+    sampler had them (compare TraceRL, arXiv 2509.06949).
 
     A block-causal model reads all blocks in one pass of its two streams, in its own blocks. Of a bidirectional one
-    every sequence is repeated for each of its blocks of `block_length` tokens, counted from the completion's start,
-    with all later ones masked.
+    every sequence is repeated for each `trace_steps` forwards of its sampler, whose tokens are masked together with
+    all later ones; where those are single forwards, this is the probability with which the tokens were drawn.
 
     Raises:
         DlmBridgeError: a family whose blocks are neither.
@@ -91,22 +96,18 @@ def blockwise(model: Any, sequences: Sequences, block_length: int) -> Query:
     objective = _plain(model)
     if family.topology != "bidirectional" or family.objective in ("nemotron", "wedlm"):
         raise DlmBridgeError(f"--method block-grpo is not for {family.title}: use diffu-grpo")
-    places = sequences.completion.cumsum(dim=1) - 1
-    blocks = torch.where(sequences.completion, places // block_length, -1)
-    parts: list[torch.Tensor] = []
-    owners: list[torch.Tensor] = []
-    count = int(blocks.max()) + 1
-    for number in range(count):
-        asked = sequences.scored & (blocks == number)
+    groups = (sequences.order - 1) // trace_steps
+    asked_parts, hidden_parts, owners = [], [], []
+    for number in range(int(groups[sequences.scored].max()) + 1):
+        asked = sequences.scored & (groups == number)
         owner = asked.any(dim=1).nonzero()[:, 0]
-        parts.append(torch.stack([asked[owner], (sequences.completion & (blocks >= number))[owner]]))
+        asked_parts.append(asked[owner])
+        hidden_parts.append((sequences.completion & (groups >= number))[owner])
         owners.append(owner)
-    asked, hidden = torch.cat(parts, dim=1)
-    owner = torch.cat(owners)
-    repeated = Sequences(*(value[owner] for value in vars(sequences).values()))
-    tokens = torch.where(hidden, objective.mask_token_id, repeated.tokens)
-    query = _all_masked(objective, tokens, dataclasses.replace(repeated, scored=asked))
-    return Query(query.noisy, owner[query.rows], query.columns, tuple(sequences.tokens.shape))  # type: ignore[arg-type]
+    owner, hidden = torch.cat(owners), torch.cat(hidden_parts)
+    repeated = dataclasses.replace(sequences.rows(owner), scored=torch.cat(asked_parts))
+    query = _all_masked(objective, torch.where(hidden, objective.mask_token_id, repeated.tokens), repeated)
+    return Query(query.noisy, owner[query.rows], query.columns, sequences.shape)
 
 
 def token_logps(model: Any, query: Query) -> torch.Tensor:

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from dlm_bridge.generation.config import eos_token_ids
+from dlm_bridge.generation.observe import DenoisingStep
 from dlm_bridge.train.keyed import Purpose, stream
 from dlm_bridge.train.rl.judge import Judge, Judged
-from dlm_bridge.train.rl.likelihood import Sequences
+from dlm_bridge.train.rl.likelihood import NEVER, Sequences
 from dlm_bridge.train.rl.rows import Problem
 
 
@@ -98,7 +99,9 @@ class Rollouts:
     ) -> tuple[Sequences, list[str]]:
         device = self.model.get_input_embeddings().weight.device
         size = self.batch_size or len(problems)
-        found: list[list[int]] = []
+        texts: list[str] = []
+        rows: list[_Completed] = []
+        ends = _ends(self.model)
         training = self.model.training
         self.model.eval()
         for start in range(0, len(problems), size):
@@ -110,6 +113,7 @@ class Rollouts:
                 tokens[row, width - len(ids) :] = torch.tensor(ids)
                 real[row, width - len(ids) :] = 1
             generators = [_generator(self.seed, step, sample, device) for sample in samples[start : start + size]]
+            trace = _Trace(width)
             output = self.model.generate(
                 tokens.to(device),
                 attention_mask=real.to(device),
@@ -117,17 +121,43 @@ class Rollouts:
                 gen_length=self.gen_length,
                 temperature=temperature,
                 return_dict_in_generate=False,
+                streamer=trace,
                 **self.sampler,
             )
-            found += output[:, width:].tolist()
+            new = output[:, width:].tolist()
+            lengths = [next((n + 1 for n, token in enumerate(row) if token in ends), len(row)) for row in new]
+            kept = [row[:length] for row, length in zip(new, lengths, strict=True)]
+            texts += self.tokenizer.batch_decode(kept, skip_special_tokens=True)
+            rows += [_Completed(*row) for row in zip(prompts, *trace.found(), lengths, strict=True)]
         self.model.train(training)
-        ends = _ends(self.model)
-        lengths = [next((n + 1 for n, token in enumerate(row) if token in ends), len(row)) for row in found]
-        sequences = _rows([problem.input_ids for problem in problems], found, lengths, self.gen_length)
-        texts = self.tokenizer.batch_decode(
-            [row[:length] for row, length in zip(found, lengths, strict=True)], skip_special_tokens=True
-        )
-        return sequences, texts
+        return _sequences(rows, self.gen_length), texts
+
+
+@dataclass(frozen=True)
+class _Completed:
+    prompt: list[int]
+    tokens: torch.Tensor  # [gen_length], mask tokens where nothing was settled
+    order: torch.Tensor  # [gen_length]
+    length: int  # up to the end of the sequence, that included
+
+
+class _Trace:
+    """Listens to a sampler: which forward settled which token, also behind the end of a row."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width  # of the prompts
+        self.tokens = self.order = torch.empty(0)
+
+    def on_step(self, step: DenoisingStep) -> None:
+        settled, tokens = step.settled[:, self.width :], step.tokens[:, self.width :]
+        if step.forwards == 1 or not self.order.numel():
+            self.tokens, self.order = tokens.clone(), torch.full_like(tokens, NEVER)
+        self.tokens = torch.where(settled, tokens, self.tokens)
+        self.order = torch.where(settled, step.forwards, self.order)
+
+    def found(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Each row's tokens and their order, on the CPU."""
+        return list(self.tokens.cpu()), list(self.order.cpu())
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int, scaled: bool) -> torch.Tensor:
@@ -140,19 +170,21 @@ def group_advantages(rewards: torch.Tensor, group_size: int, scaled: bool) -> to
     return centred.reshape(-1)
 
 
-def _rows(
-    prompts: Sequence[Sequence[int]], found: Sequence[Sequence[int]], lengths: Sequence[int], gen_length: int
-) -> Sequences:
+def _sequences(rows: Sequence[_Completed], gen_length: int) -> Sequences:
     """Prompts, completions and padding on the right, all moved together."""
-    width = max(map(len, prompts)) + gen_length
-    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
-    prompt, completion, scored = (torch.zeros(len(prompts), width, dtype=torch.bool) for _ in range(3))
-    for row, (ids, new, length) in enumerate(zip(prompts, found, lengths, strict=True)):
-        tokens[row, : len(ids) + len(new)] = torch.tensor([*ids, *new])
-        prompt[row, : len(ids)] = True
-        completion[row, len(ids) : len(ids) + gen_length] = True
-        scored[row, len(ids) : len(ids) + length] = True
-    return Sequences(tokens, prompt, completion, scored)
+    width = max(len(row.prompt) for row in rows) + gen_length
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    order = torch.full_like(tokens, NEVER)
+    prompt, completion, scored = (torch.zeros_like(tokens, dtype=torch.bool) for _ in range(3))
+    for number, row in enumerate(rows):
+        begin, end = len(row.prompt), len(row.prompt) + gen_length
+        tokens[number, :begin] = torch.tensor(row.prompt)
+        tokens[number, begin:end] = row.tokens
+        order[number, begin:end] = row.order
+        prompt[number, :begin] = True
+        completion[number, begin:end] = True
+        scored[number, begin : begin + row.length] = True
+    return Sequences(tokens, prompt, completion, scored, order)
 
 
 def _ends(model: Any) -> set[int]:

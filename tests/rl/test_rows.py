@@ -1,0 +1,118 @@
+"""Rows and options that do not do: one line each, with file and line, or the flag."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.rl.config import RLConfig, load_rl_config
+from dlm_bridge.train.rl.rows import Shuffled, load_pairs, load_problems
+from tests.rl.conftest import letters
+from tests.train.chats import chatty
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_prompts_are_texts_or_messages(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}h{% endif %}"
+    said = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    file = write(tmp_path / "rows.jsonl", {"prompt": "ab", "x": 1}, {"prompt": said[:1]}, {"messages": said})
+    problems = load_problems([str(file)], chatty(letters(), template), 8, 1)
+    assert [problem.input_ids for problem in problems] == [[2, 3], [2, 3, 9], [2, 3, 9]]
+    assert problems[0].fields == {"prompt": "ab", "x": 1}
+    assert problems[2].prompt == said[:1]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "ab"}, r"line 2: no 'prompt' and no 'messages' \(it has 'question'\)"),
+        ({"prompt": ""}, "line 2: the prompt has no tokens"),
+        ({"prompt": "abcdabcda"}, "line 2: the prompt has 9 tokens, there is room for 8: raise --seq-length"),
+        ({"prompt": "a<mask>"}, r"line 2: the prompt holds the mask token \(id 1\): remove it"),
+        ({"prompt": 3}, "line 2: the prompt is neither a text nor a list of messages"),
+        ({"prompt": [{"content": "a"}]}, "line 2: message 1 of the prompt has no 'role'"),
+        ({"prompt": [{"role": "user", "content": "a"}]}, "has no chat template, which .*line 2 needs"),
+        ("{", "line 2: not JSON"),
+    ],
+)
+def test_prompts_that_do_not_do(tmp_path: Path, row: Any, message: str) -> None:
+    file = write(tmp_path / "rows.jsonl", {"prompt": "a"}, row)
+    with pytest.raises(DlmBridgeError, match=message):
+        load_problems([str(file)], letters(), 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, r"line 1: no 'rejected' \(it has 'prompt', 'chosen'\)"),
+        ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, "line 1, 'rejected': 'prompt' and 'completion' must both"),
+        ({"prompt": "abcd", "chosen": "b", "rejected": "cdef"}, "line 1: the rejected answer with its prompt has 9"),
+    ],
+)
+def test_pairs_that_do_not_do(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=message):
+        load_pairs([str(write(tmp_path / "rows.jsonl", row))], letters(), 8, 1)
+
+
+def test_no_rows(tmp_path: Path) -> None:
+    with pytest.raises(DlmBridgeError, match="no rows"):
+        load_problems([str(write(tmp_path / "rows.jsonl"))], letters(), 8, 1)
+
+
+def test_every_epoch_has_its_order() -> None:
+    shuffled = Shuffled(list(range(7)), seed=3)
+    epochs = [[shuffled[7 * epoch + place] for place in range(7)] for epoch in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(7))
+    assert epochs[0] != epochs[1]
+    assert [shuffled[place] for place in range(7)] == epochs[0]
+
+
+GIVEN: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "method": "diffu-grpo", "reward": ["countdown"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": ""}, "^--method is missing"),
+        ({"method": "ppo"}, "^--method 'ppo' is unknown: known are grpo"),
+        ({"reward": []}, "^--method diffu-grpo needs a --reward"),
+        ({"method": "vrpo"}, "^--reward: --method vrpo follows"),
+        ({"group_size": 1}, "^--group-size 1"),
+        ({"global_batch_size": 12}, r"^--global-batch-size 12 must be a multiple of 8 \(--group-size 8 x 1 processes"),
+        ({"gen_length": 1024}, "^--gen-length 1024 leaves no room for a prompt in --seq-length 1024"),
+        ({"temperature": 0.0}, "^--temperature must be a number above 0"),
+        ({"generation": ["steps"]}, "^--generation steps: NAME=VALUE"),
+        ({"generation": ["temperature=1"]}, "^--generation temperature=1: the option --temperature says it"),
+        ({"engine": "megatron"}, "^--engine megatron: "),
+        ({"objective": "masked"}, "^--objective is no option of dlm-bridge rl"),
+        ({"packing": True}, "^--packing is an option of dlm-bridge sft, not rl"),
+        ({"beta": -1.0}, "^--beta must be a number that is not negative"),
+        ({"reward_failure": "skip"}, "^--reward-failure 'skip' is unknown"),
+    ],
+)
+def test_options_that_do_not_do(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DlmBridgeError, match=message):
+        load_rl_config({**GIVEN, **changes})
+
+
+def test_a_file_of_options(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "rl.yaml", "method: block-grpo\nreward: [countdown, 0.1*countdown_form]\ngeneration: steps=4"
+    )
+    config = load_rl_config({"model": "m", "data": ["d"], "output": str(tmp_path), "steps": 3}, file)
+    assert config.reward == ["countdown", "0.1*countdown_form"]
+    assert config.sampler == {"steps": 4}
+    assert (config.steps, config.lr, config.kl_weight) == (3, 1e-6, 0.04)
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert load_rl_config({"output": str(tmp_path)}, resume=True) == config
+    with pytest.raises(DlmBridgeError, match=r"^--group-size 4 differs from the 8 that the run"):
+        load_rl_config({"output": str(tmp_path), "group_size": 4}, resume=True)
+    assert isinstance(config, RLConfig)
