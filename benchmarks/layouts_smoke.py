@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.layouts import LAUNCHER, ON_CPU, ON_GPU, Bench, Task, conditions
+from benchmarks.layouts import LAUNCHER, Bench, conditions
+from benchmarks.layouts_cells import ON_CPU, ON_GPU, Task
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError, one_line
 
