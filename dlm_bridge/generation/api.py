@@ -104,7 +104,12 @@ def generate(
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
     settings = resolve(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
     recipe = settings.algorithm.recipe(Tokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
+    mask_token_id = -1 if settings.mask_token_id is None else settings.mask_token_id  # -1: no token
     if commit_rule is not None:
+        if not settings.algorithm.needs_mask:
+            raise DlmBridgeError(
+                f"the {settings.algorithm.name} sampler has no masks that a commit_rule could settle: leave it out"
+            )
         recipe = replace(recipe, rule=Checked(commit_rule))
     prompt_of = partial(
         Prompt.build,
@@ -125,7 +130,7 @@ def generate(
             recipe,
             make,
             gen_length=settings.gen_length,
-            mask_token_id=settings.mask_token_id,
+            mask_token_id=mask_token_id,
             shift=settings.shift,
         )
         prompt = make(rows)
@@ -140,7 +145,8 @@ def generate(
         recipe,
         noise,
         gen_length=settings.gen_length,
-        mask_token_id=settings.mask_token_id,
+        mask_token_id=mask_token_id,
+        vocabulary=settings.vocabulary,
         pad_token_id=settings.pad_token_id,
         ending=Ending(settings.eos_token_ids, prompt.tokens.device, settings.stop_strings, kwargs.get("tokenizer")),
         constraints=read_constraints(

@@ -42,7 +42,7 @@ _ABOVE_ZERO = (
 _COUNTS = ("max_post_steps", "top_k")
 _NUMBERS = (
     "temperature", "cfg_scale", "alg_temp", "threshold", "factor", "confidence_threshold", "editing_threshold",
-    "eb_threshold", "eb_gamma", "wedlm_entropy_threshold", "wedlm_pos_penalty_factor",
+    "eb_threshold", "eb_gamma", "entropy_bound", "wedlm_entropy_threshold", "wedlm_pos_penalty_factor",
 )  # fmt: skip
 _FLAGS = ("greedy", "add_eos_at_end", "logits_eos_inf", "confidence_eos_eot_inf", "output_history", "infill")
 _CHOICES = {
@@ -50,6 +50,7 @@ _CHOICES = {
     "execution": EXECUTIONS,
     "remasking": ("low_confidence", "random"),
     "remasking_strategy": ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded"),
+    "resampling": ("posterior", "entropy_bound"),
     "alg": ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"),
 }
 
@@ -68,7 +69,7 @@ class DiffusionGenerationConfig(GenerationConfig):
         top_k, top_p: only the k most probable tokens, or the most probable up to a total of p, are drawn.
         block_length, block_size: tokens that are denoised together; blocks are settled from left to right. By default
             the model's own block.
-        steps: denoising steps, over all blocks (llada, mdlm, bd3lm, dream) or of each block (illada, llada2).
+        steps: denoising steps, over all blocks (llada, mdlm, bd3lm, dream, uniform) or of each block (illada, llada2).
         denoising_steps, diffusion_steps, num_diffusion_steps: the same of sdar (each block), diffullama and rnd1.
         small_block_size: (fast_dllm_v2) tokens of a block that are settled before the next ones.
         logits_eos_inf, confidence_eos_eot_inf: (llada) end-of-sequence tokens are never proposed; or they and
@@ -83,6 +84,8 @@ class DiffusionGenerationConfig(GenerationConfig):
         threshold, confidence_threshold: the confidence above which a token is settled at once.
         factor: (llada) the r most confident tokens are settled while the r-th reaches 1 - factor / (r + 1).
         eb_threshold, eb_gamma: (sdar, rnd1) how much entropy one step may settle.
+        resampling, entropy_bound: (uniform) tokens are drawn from the "posterior" of the noise, or those that the
+            bound on entropy lets pass are taken and the others made noise again.
         minimal_topk: (llada2) caps the steps of a block at gen_length / minimal_topk.
         editing_threshold, max_post_steps, num_to_transfer: (llada2.1) the confidence above which a settled token is
             rewritten, how many steps a block without masks may take, and how many masks a step settles at least.

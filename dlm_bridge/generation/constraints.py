@@ -72,6 +72,17 @@ class Constraints:
         if self.no_repeat_ngram_size:
             self._after_text.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
 
+    def refuse_text(self, reason: str) -> None:
+        """Raise DlmBridgeError for what looks at settled tokens."""
+        asked = {
+            "repetition_penalty": self._penalises,
+            "prefix_allowed_tokens_fn": self.allowed is not None,
+            "no_repeat_ngram_size or bad_words_ids of several tokens": bool(self._after_text),
+        }
+        for name, given in asked.items():
+            if given:
+                raise DlmBridgeError(f"{name} cannot be kept: {reason}; leave it out")
+
     @property
     def ordered(self) -> bool:
         """Whether they need the text before a position, so that tokens are settled from left to right."""

@@ -24,6 +24,7 @@ from dlm_bridge.generation.prompt import Prompt
 from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.generation.rules.base import CommitRule, Step
 from dlm_bridge.generation.rules.threshold import Leftmost
+from dlm_bridge.generation.uniform import Resampling, resample_block
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Recipe:
     """What a sampler is made of. A rule holds state: a recipe serves one call."""
 
     layout: Layout
-    rule: CommitRule
+    rule: CommitRule | Resampling
     sampling: Sampling
     predictor: type[Predictor]
     predictor_options: dict[str, Any]
@@ -60,6 +61,7 @@ def denoise(
     gen_length: int,
     mask_token_id: int,
     pad_token_id: int,
+    vocabulary: int,
     ending: Ending,
     constraints: Constraints,
     shift: bool,
@@ -79,6 +81,8 @@ def denoise(
         pad_token_id=pad_token_id,
         ending=ending,
     )
+    if isinstance(recipe.rule, Resampling):
+        constraints.refuse_text("a canvas of noise has no text that is settled")
     if constraints.ordered:
         recipe = replace(recipe, rule=Leftmost())
     cache = _cache(recipe.predictor, model, cache)
@@ -89,11 +93,11 @@ def denoise(
         predictor = recipe.predictor(runner, canvas, shift=shift, cache=cache, **recipe.predictor_options)
         observer.begin(canvas)
         for block in canvas.blocks:
-            masks = canvas.masks(block)
             predictor.open(block)
-            for row in seed_block(canvas, block, predictor, recipe, constraints, noise, observer):
-                masks[row] -= 1
-            settle_block(canvas, block, masks, predictor, recipe, constraints, noise, observer)
+            if isinstance(recipe.rule, Resampling):
+                resample_block(canvas, block, predictor, recipe, constraints, noise, observer, vocabulary)
+            else:
+                settle_block(canvas, block, predictor, recipe, constraints, noise, observer)
             observer.block(canvas, block)
             stay = canvas.retire(block)
             if stay is not None:
@@ -120,15 +124,17 @@ def _cache(predictor: type[Predictor], model: Any, wanted: Cache | None) -> Cach
 def settle_block(
     canvas: Canvas,
     block: slice,
-    masks: list[int],
     predictor: Predictor,
     recipe: Recipe,
     constraints: Constraints,
     noise: Noise,
     observer: Observer,
 ) -> None:
-    """Denoise a block that holds so many masks by row. A row takes part until its own steps are over, so that it is
-    what it would be alone."""
+    """Denoise a block. A row takes part until its own steps are over, so that it is what it would be alone."""
+    assert isinstance(recipe.rule, CommitRule)
+    masks = canvas.masks(block)
+    for row in seed_block(canvas, block, predictor, recipe, constraints, noise, observer):
+        masks[row] -= 1
     if not any(masks):  # a block that was given as a whole
         return
     quotas = recipe.rule.begin(masks, noise)
@@ -159,11 +165,11 @@ def settle_block(
         canvas.put(rows, columns, torch.where(recipe.rule.select(step), tokens, before))
         observer.step(canvas, active, predictor.forwards, final=not recipe.rule.edits)
         index += 1
-        if recipe.rule.exact:
-            active = [row for row in active if index < len(quotas[row])]
-        else:
-            more = recipe.rule.goes_on(step, canvas.unfinished(rows, block)).tolist()
-            active = [row for row, on in zip(active, more, strict=True) if on and index < len(quotas[row])]
+        more = [index < len(quotas[row]) for row in active]
+        if not recipe.rule.exact and any(more):  # looking at the device makes it wait for the next launch
+            unfinished = recipe.rule.goes_on(step, canvas.unfinished(rows, block)).tolist()
+            more = [a and b for a, b in zip(more, unfinished, strict=True)]
+        active = [row for row, on in zip(active, more, strict=True) if on]
 
 
 def seed_block(
@@ -201,7 +207,7 @@ def propose(
     if sampling.draws:
         first = columns.start if isinstance(columns, slice) else canvas.width
         pads = [max(0, canvas.origins[row] - first) for row in rows]
-        uniform = noise.per_token(rows, *logits.shape[1:], pads)
+        uniform = noise.per_token(rows, logits.shape[1], logits.shape[2], pads)
     return shaped, sampling.propose(logits, shaped, canvas.mask_token_id, uniform)
 
 

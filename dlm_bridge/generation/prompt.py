@@ -25,7 +25,7 @@ class Prompt:
         tokens_BP: torch.Tensor,
         attention_mask_BP: torch.Tensor | None,
         *,
-        mask_token_id: int,
+        mask_token_id: int | None,
         vocabulary: int,
         gen_length: int,
         context: int | None,
@@ -108,8 +108,8 @@ def check_ids(tokens: Any, attention_mask: Any) -> torch.Tensor:
     return tokens
 
 
-def _check_row(prompt: list[int], number: int, mask_token_id: int, vocabulary: int, infill: bool) -> None:
-    if mask_token_id in prompt and not infill:
+def _check_row(prompt: list[int], number: int, mask_token_id: int | None, vocabulary: int, infill: bool) -> None:
+    if mask_token_id is not None and mask_token_id in prompt and not infill:
         raise DlmBridgeError(
             f"input_ids row {number} holds the mask token {mask_token_id} at its token {prompt.index(mask_token_id)}: "
             "a prompt must be all real tokens (mask padding with attention_mask); infill=True fills its masks"

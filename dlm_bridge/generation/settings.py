@@ -105,7 +105,7 @@ class SamplerSettings:
     eos_token_ids: tuple[int, ...]  # empty: no stopping
     end_token_ids: tuple[int, ...]  # the model's end-of-sequence tokens, whether a row stops at them or not
     pad_token_id: int
-    mask_token_id: int
+    mask_token_id: int | None  # None: the sampler works without one
     seed: int | None
     cache: Cache | None  # None: the exact one, where there is one
     execution: Execution | None  # None: by the device
@@ -160,8 +160,11 @@ def resolve(
     mask_token_id, _ = _find(levels, "mask_token_id", getattr(config, "mask_token_id", None))
     if mask_token_id is None:
         mask_token_id = spec.mask_token_id
-    if mask_token_id is None:
-        raise DlmBridgeError("the model's config names no mask token: pass mask_token_id")
+    if mask_token_id is None and (kind.needs_mask or infill):
+        raise DlmBridgeError(
+            "the model's config names no mask token: pass mask_token_id, or algorithm='uniform' to a model that was "
+            "trained with random tokens instead"
+        )
     eos, _ = _find(levels, "eos_token_id", getattr(config, "eos_token_id", None))
     eos = eos_token_ids(eos)
     said = [ids for level in levels if (ids := eos_token_ids(level.values.get("eos_token_id")))]
@@ -169,7 +172,7 @@ def resolve(
     pad_token_id, _ = _find(levels, "pad_token_id", getattr(config, "pad_token_id", None))
     if pad_token_id is None:
         pad_token_id = eos[0] if eos else 0  # without stopping nothing is filled up
-    if not 0 <= mask_token_id < vocabulary:
+    if mask_token_id is not None and not 0 <= mask_token_id < vocabulary:
         raise DlmBridgeError(f"mask_token_id {mask_token_id} is outside the vocabulary of {vocabulary}")
     eot = parameters.get("eot_token_id")
     if eot is not None and eot >= vocabulary:
@@ -180,7 +183,7 @@ def resolve(
         algorithm=kind(**parameters),
         gen_length=gen_length,
         infill=infill,
-        span_lengths=_span_lengths(_find(levels, "span_lengths", None)[0], infill, spec),
+        span_lengths=_span_lengths(_find(levels, "span_lengths", None)[0], infill, spec, kind),
         shift=spec.shift,
         eos_token_ids=eos,
         end_token_ids=ends,
@@ -304,7 +307,7 @@ def _refuse_infill(spec: FamilySpec, kind: type[Algorithm], parameters: Mapping[
         )
 
 
-def _span_lengths(value: Any, infill: bool, spec: FamilySpec) -> tuple[int, ...]:
+def _span_lengths(value: Any, infill: bool, spec: FamilySpec, kind: type[Algorithm]) -> tuple[int, ...]:
     if value is None:
         return ()
     if not infill:
@@ -313,6 +316,8 @@ def _span_lengths(value: Any, infill: bool, spec: FamilySpec) -> tuple[int, ...]
         raise DlmBridgeError(
             f"{spec.title} is {spec.topology}: it cannot judge a span's length by what follows; leave span_lengths out"
         )
+    if not kind.needs_mask:
+        raise DlmBridgeError(f"the {kind.name} sampler works without masks: leave span_lengths out")
     lengths = tuple(value) if isinstance(value, (list, tuple, range)) else (value,)
     if not lengths or not all(isinstance(one, int) and one > 0 for one in lengths):
         raise DlmBridgeError(f"span_lengths must be whole numbers above 0, not {value!r}")

@@ -127,7 +127,7 @@ def test_an_allowed_prefix_is_followed_from_left_to_right() -> None:
         assert text == found[row][: len(text)]  # the text before the position, whatever the padding
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("rnd1")])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("rnd1", "uniform"))])
 def test_every_sampler_follows_an_allowed_prefix(name: str) -> None:
     model, arguments = build(name)
     _, ids, mask = ragged((5, 9, 2))

@@ -30,6 +30,7 @@ class Algorithm(ABC):
     families: ClassVar[tuple[str, ...]] = ()  # where not empty: the only ones whose training allows it
     model_blocks: ClassVar[bool] = False  # a default block is the one that the model's config states
     shortens_block: ClassVar[bool] = False  # a default block is no longer than what is to be generated
+    needs_mask: ClassVar[bool] = True  # False: it works without a mask token
     infills: ClassVar[bool] = True  # can fill masks inside a prompt
 
     gen_length: int = 128  # new tokens

@@ -1,0 +1,140 @@
+"""Sampling from random tokens: against transition matrices, for models with and without a mask token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation import generate
+from dlm_bridge.generation.rules.threshold import Leftmost
+from tests.generation.scripted import Scripted
+from tests.generation.standin import MASK, VOCABULARY, StandIn, family, ragged
+
+LOGITS = torch.tensor([0.3, 1.2, -0.5, 0.9])
+
+
+def no_mask(model: Any) -> Any:
+    model.config.mask_token_id = None
+    model.family = replace(model.family, mask_token_id=None)
+    return model
+
+
+def noised(keep: float, size: int) -> torch.Tensor:
+    """[from, to]: a token is kept, or replaced by any."""
+    return keep * torch.eye(size, dtype=torch.float64) + (1 - keep) / size
+
+
+def published_posterior(x: torch.Tensor, now: int, alpha_t: float, alpha_s: float) -> torch.Tensor:
+    """UDLM's equation for q(z_s | z_t, x), term by term."""
+    size, z = len(x), torch.zeros_like(x)
+    z[now] = 1.0
+    ratio = alpha_t / alpha_s
+    numerator = size * alpha_t * z * x + (ratio - alpha_t) * z + (alpha_s - alpha_t) * x
+    numerator = numerator + (1 - ratio) * (1 - alpha_s) / size
+    return numerator / (size * alpha_t * x[now] + 1 - alpha_t)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_posterior_s_chain(steps: int) -> None:
+    """A model that always predicts the same x: the distribution of the result is that of the chain."""
+    x = LOGITS.double().softmax(0)
+    chain = torch.full((4,), 0.25, dtype=torch.float64)
+    for step in range(steps):
+        alpha_t, alpha_s = step / steps, (step + 1) / steps
+        rows = []
+        for now in range(4):
+            row = noised(alpha_t / alpha_s, 4)[:, now] * (x @ noised(alpha_s, 4))  # Bayes, over matrices
+            rows.append(row / row.sum())
+            assert torch.allclose(rows[-1], published_posterior(x, now, alpha_t, alpha_s))
+        chain = chain @ torch.stack(rows)
+    model = no_mask(Scripted(LOGITS.expand(5, 4)))
+    output = generate(
+        model, torch.zeros(6000, 0, dtype=torch.long), algorithm="uniform", gen_length=5, steps=steps,
+        eos_token_id=None, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    counts, expected = torch.bincount(output.flatten(), minlength=4).double(), 30000 * chain
+    assert float(((counts - expected) ** 2 / expected).sum()) < 21.1  # once in ten thousand, 3 degrees of freedom
+
+
+def test_a_mask_token_is_no_noise() -> None:
+    model = StandIn(family(algorithm="llada"))
+    model.head[:, MASK] = 3 * model.head[:, 1]
+    seen: list[torch.Tensor] = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True)
+    output = generate(
+        model, torch.ones(40, 1).long(), algorithm="uniform", gen_length=40, steps=3, eos_token_id=None, seed=0
+    )
+    counts = torch.bincount(seen[0][:, 1:].flatten(), minlength=VOCABULARY)
+    assert counts[MASK] == 0
+    assert counts[:MASK].min() > 10  # of 1600 among 47: every other token comes
+    assert not (output == MASK).any()
+
+
+@pytest.mark.parametrize("resampling", ["posterior", "entropy_bound"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_model_without_a_mask_token(resampling: str, temperature: float) -> None:
+    model = no_mask(StandIn(family(algorithm="llada"), peak=3.0))
+    rows, ids, mask = ragged((5, 9, 2))
+    arguments = {
+        "algorithm": "uniform", "resampling": resampling, "gen_length": 7, "steps": 6, "temperature": temperature,
+        "seed": 2, "eos_token_id": None,
+    }  # fmt: skip
+    result = generate(model, ids, attention_mask=mask, return_dict_in_generate=True, **arguments)
+    assert (result.forwards, result.sequences.shape) == (6, (3, 16))
+    for row, line in zip(rows, result.sequences, strict=True):
+        assert torch.equal(line[9 - len(row) :], generate(model, torch.tensor([row]), **arguments)[0])
+        assert line[9 - len(row) : 9].tolist() == row
+
+
+def test_the_entropy_bound_accepts_what_is_sure_and_remakes_the_rest() -> None:
+    table = torch.zeros(6, 8)
+    table[:3, 5] = 50.0  # sure of token 5 in the first three columns, of nothing elsewhere
+    model = no_mask(Scripted(table))
+    generate(
+        model, torch.zeros(200, 0, dtype=torch.long), algorithm="uniform", resampling="entropy_bound", gen_length=6,
+        steps=4, entropy_bound=0.1, eos_token_id=None, temperature=1.0, seed=0,
+    )  # fmt: skip
+    seen = [call["input_ids"] for call in model.calls]
+    assert len(seen) == 4
+    for before, after in pairwise(seen):
+        assert (after[:, :3] == 5).all()
+        # One uncertain position passes (the largest entropy does not count); the others are new noise.
+        kept = (before[:, 3:] == after[:, 3:]).double().mean()
+        assert abs(float(kept) - 1 / 8) < 0.06
+    assert {len({*column}) for column in seen[0].T.tolist()} == {8}
+
+
+def test_pairs_of_positions_are_independent_noise() -> None:
+    model = no_mask(Scripted(torch.zeros(2, 3)))
+    generate(
+        model, torch.zeros(3000, 0, dtype=torch.long), algorithm="uniform", gen_length=2, steps=1, eos_token_id=None,
+        generator=torch.Generator().manual_seed(1),
+    )  # fmt: skip
+    first = model.calls[0]["input_ids"]
+    counts = {pair: int((first == torch.tensor(pair)).all(1).sum()) for pair in product(range(3), repeat=2)}
+    assert all(abs(count - 3000 / 9) < 5 * (3000 / 9) ** 0.5 for count in counts.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"algorithm": None}, "names no mask token: pass mask_token_id, or algorithm='uniform' to a model that was"),
+        ({"infill": True}, "names no mask token: pass mask_token_id"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty cannot be kept: a canvas of noise has no text"),
+        ({"prefix_allowed_tokens_fn": lambda row, text: [1]}, "prefix_allowed_tokens_fn cannot be kept"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size or bad_words_ids of several tokens cannot be kept"),
+        ({"commit_rule": Leftmost()}, "the uniform sampler has no masks that a commit_rule could settle"),
+        ({"resampling": "best"}, "unknown resampling 'best': known are posterior, entropy_bound"),
+        ({"infill": True, "span_lengths": [2], "mask_token_id": 1}, "the uniform sampler works without masks: leave"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
+    model = no_mask(StandIn(family(algorithm="llada")))
+    with pytest.raises(DlmBridgeError, match=message) as error:
+        generate(model, torch.tensor([[1, 2, 3]]), **{"algorithm": "uniform", **arguments})
+    assert "\n" not in str(error.value)
