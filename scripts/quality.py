@@ -120,7 +120,7 @@ def main() -> int:
 
 def compare(console: Console, folder: Path, text: str, preset: Preset) -> dict[str, Any]:
     """Train both models on one text and measure them: everything that the page says about it."""
-    from quality_measure import bound_nats, exact_nats, load, summary
+    from quality_measure import load, nats_of, summary
 
     folder.mkdir()
     corpus, make_held_out = CORPORA[text](folder, preset)
@@ -150,10 +150,7 @@ def compare(console: Console, folder: Path, text: str, preset: Preset) -> dict[s
         seconds = time.monotonic() - began
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         model, _ = load(sorted((run / "checkpoints").glob("step-*"))[-1])
-        if kind == "diffusion":
-            nats = bound_nats(model, held_out.rows, tokenizer.mask_token_id, preset.bound_samples)
-        else:
-            nats = exact_nats(model, held_out.rows)
+        nats = nats_of(model, held_out.rows, preset.bound_samples)
         found["models"][kind] = {
             "parameters": model.num_parameters(),
             "training_tokens": rows[-1]["tokens"],

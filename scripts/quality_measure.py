@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from quality_stories import Departure, read, understood
 
 CHUNK_TOKENS = 1 << 15  # of one forward pass
@@ -71,44 +70,17 @@ def rows_of_documents(tokenizer: Any, texts: Sequence[str], seq_length: int, row
     return HeldOut(found, size)
 
 
-@torch.no_grad()
-def exact_nats(model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
-    """-log p(row | its first token) of each row under an autoregressive model, in nats."""
-    found: list[float] = []
-    for chosen in _chunks(rows, 1):
-        tokens_BL, real_BL = _padded(chosen, model.device)
-        logits = model(input_ids=tokens_BL, use_cache=False).logits[:, :-1].float()  # what is padded lies to the right
-        losses = F.cross_entropy(logits.flatten(0, 1), tokens_BL[:, 1:].flatten(), reduction="none")
-        found += (losses.view(len(chosen), -1) * real_BL[:, 1:]).sum(dim=1, dtype=torch.float64).tolist()
-    return found
+def nats_of(model: Any, rows: Sequence[Sequence[int]], samples: int) -> list[float]:
+    """-log p(row | its first token) of each row in nats: exact for an autoregressive model; for a diffusion model a
+    bound from above, from so many Monte-Carlo samples of each row."""
+    from dlm_bridge.evaluation.bounds import Answer, bounds
+    from dlm_bridge.evaluation.perplexity import exact_log_likelihoods
 
-
-@torch.no_grad()
-def bound_nats(
-    model: Any, rows: Sequence[Sequence[int]], mask_token_id: int, samples: int, seed: int = 0
-) -> list[float]:
-    """An upper bound on -log p(row | its first token) of each row under a masked diffusion model, in nats: the mean of
-    `samples` draws of (N / n) x the cross-entropy at n of the N tokens masked, n uniform on 1..N (arXiv 2502.09992,
-    equation 6). The draws of n are spread evenly over 1..N, which keeps the mean and lowers the variance."""
-    generator = torch.Generator().manual_seed(seed)
-    found: list[float] = []
-    for chosen in _chunks(rows, samples):
-        copies = [row for row in chosen for _ in range(samples)]
-        tokens_BL, real_BL = _padded(copies, torch.device("cpu"))
-        lengths_B = real_BL.sum(dim=1) - 1  # N
-        offsets = torch.rand(len(chosen), generator=generator).repeat_interleave(samples)
-        places = (torch.arange(samples).repeat(len(chosen)) + offsets) / samples
-        masked_B = (places * lengths_B).long().clamp(max=lengths_B - 1) + 1  # n
-        keys_BL = torch.rand(tokens_BL.shape, generator=generator)
-        keys_BL[:, 0] = 2.0  # given
-        keys_BL[~real_BL] = 2.0
-        mask_BL = keys_BL.argsort(dim=1).argsort(dim=1) < masked_B[:, None]
-        weights_M = (lengths_B / masked_B)[mask_BL.nonzero()[:, 0]].double()
-        nats_M = _cross_entropy(model, tokens_BL, real_BL, mask_BL, mask_token_id)
-        sums_B = torch.zeros(len(copies), dtype=torch.float64)
-        sums_B.index_add_(0, mask_BL.nonzero()[:, 0], nats_M * weights_M)
-        found += sums_B.view(len(chosen), samples).mean(dim=1).tolist()
-    return found
+    answers = [Answer((row[0],), tuple(row[1:])) for row in rows]
+    together = max(1, CHUNK_TOKENS // max(map(len, rows)))
+    if hasattr(model, "family"):
+        return [-bound.value for bound in bounds(model, answers, samples, batch_size=together)]
+    return [-value for value in exact_log_likelihoods(model, answers, together)]
 
 
 def summary(held_out: HeldOut, nats: Sequence[float]) -> dict[str, float]:
@@ -171,35 +143,6 @@ def _is_story(text: str) -> bool:
     except Departure:
         return False
     return True
-
-
-def _cross_entropy(
-    model: Any, tokens_BL: torch.Tensor, real_BL: torch.Tensor, mask_BL: torch.Tensor, mask_token_id: int
-) -> torch.Tensor:
-    """[M] fp64 on the CPU, of the masked tokens in row-major order."""
-    rows = max(1, CHUNK_TOKENS // tokens_BL.shape[1])
-    found = []
-    for tokens, real, mask in zip(tokens_BL.split(rows), real_BL.split(rows), mask_BL.split(rows), strict=True):
-        tokens, real, mask = (value.to(model.device) for value in (tokens, real, mask))
-        noisy = torch.where(mask, mask_token_id, tokens)
-        logits_MV = model(input_ids=noisy, attention_mask=real, logits_to_keep=mask).logits.float()
-        found.append(F.cross_entropy(logits_MV, tokens[mask], reduction="none").double().cpu())
-    return torch.cat(found)
-
-
-def _chunks(rows: Sequence[Sequence[int]], copies: int) -> list[list[Sequence[int]]]:
-    size = max(1, CHUNK_TOKENS // (copies * max(map(len, rows))))
-    return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
-
-
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, L] tokens, filled up with 0 on the right, and whether each is real."""
-    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    real = torch.zeros_like(tokens, dtype=torch.bool)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = torch.tensor(row)
-        real[number, : len(row)] = True
-    return tokens.to(device), real.to(device)
 
 
 def _ratio(values: Sequence[float], tokens: Sequence[int]) -> tuple[float, float]:

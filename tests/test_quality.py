@@ -1,14 +1,12 @@
-"""What docs/quality.md stands on: the stories' probabilities, the exact loss and the bound."""
+"""What docs/quality.md stands on: the stories' probabilities and what is made of figures."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import quality_measure as measure
 import quality_page
 import quality_stories as stories
-
-VOCABULARY, MASK = 11, 10
 
 
 def test_what_is_written_is_read_with_the_same_probability() -> None:
@@ -84,55 +80,6 @@ def test_a_slip_is_found_where_it_is() -> None:
 def test_choices_that_a_reader_could_confuse_are_refused() -> None:
     with pytest.raises(ValueError, match="'car' begins 'cart'"):
         stories.even(("car", "cart"))
-
-
-@dataclass
-class ToyModel:
-    """Logits from a table, by the sum of the tokens that a position may see."""
-
-    causal: bool
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    def __call__(
-        self, input_ids: torch.Tensor, logits_to_keep: Any = None, attention_mask: Any = None, **_: Any
-    ) -> Any:
-        table = torch.randn(97, VOCABULARY, generator=torch.Generator().manual_seed(0))
-        table[:, MASK] = -1e9
-        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
-        seen = (input_ids * (torch.arange(input_ids.shape[1]) * 3 + 1) * real).cumsum(dim=1)
-        seen = seen if self.causal else seen[:, -1:].expand_as(seen) + torch.arange(seen.shape[1])
-        logits = table[seen % 97]
-        return SimpleNamespace(logits=logits if logits_to_keep is None else logits[logits_to_keep])
-
-
-ROWS = [[1, 4, 2, 9, 3], [1, 7, 7], [1, 5, 8, 2]]
-
-
-def test_the_exact_loss_is_the_chain_rule() -> None:
-    model = ToyModel(causal=True)
-    for row, nats in zip(ROWS, measure.exact_nats(model, ROWS), strict=True):
-        wanted = 0.0
-        for end in range(1, len(row)):
-            logits = model(torch.tensor([row[:end]])).logits[0, -1].double()
-            wanted -= float(torch.log_softmax(logits, dim=0)[row[end]])
-        assert nats == pytest.approx(wanted, rel=1e-5)
-
-
-def test_the_bound_is_the_mean_over_every_way_of_masking() -> None:
-    model = ToyModel(causal=False)
-    found = torch.tensor([measure.bound_nats(model, ROWS, MASK, samples=400, seed=seed) for seed in range(8)])
-    for row, estimates in zip(ROWS, found.T, strict=True):
-        number = len(row) - 1
-        wanted = 0.0
-        for count in range(1, number + 1):
-            sets = list(itertools.combinations(range(1, number + 1), count))
-            for masked in sets:
-                noisy = torch.tensor([[MASK if place in masked else token for place, token in enumerate(row)]])
-                scores = torch.log_softmax(model(noisy).logits[0].double(), dim=1)
-                wanted -= sum(float(scores[place, row[place]]) for place in masked) / count / len(sets)
-        error = float(estimates.std() / math.sqrt(len(estimates)))
-        assert abs(float(estimates.mean()) - wanted) < 4 * error
-        assert error < 0.05 * wanted
 
 
 def test_standard_errors_are_those_of_a_mean() -> None:
