@@ -34,6 +34,8 @@ def start_masters(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoint)
     values.
     """
     masters = dict(_masters(optimizer))
+    if not masters:
+        return
     live = live_tensors(unwrap_model(list(chunks)))
     tasks = []
     for link in checkpoint.links:
