@@ -110,6 +110,10 @@ def run(policy_folder: Path, problems: Path, reward: str) -> Run:
         }
         values |= {"reward": [reward]} if changes.get("method", "diffu-grpo") != "vrpo" else {}
         train(RLConfig(**{**values, **changes}), resume, Console(quiet=True))
-        return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        return read_metrics(output)
 
     return _run
+
+
+def read_metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

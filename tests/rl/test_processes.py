@@ -1,0 +1,34 @@
+"""The command line on two processes, with micro-batches, gives the run of one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from tests.rl.conftest import Run, read_metrics
+
+
+def test_two_processes_are_one(run: Run, tmp_path: Path, problems: Path) -> None:
+    changes = {"steps": 3, "updates": 2, "beta": 0.1, "eval_data": [str(problems)], "eval_interval": 3}
+    alone = run(tmp_path / "alone", **changes)
+    options = yaml.safe_load((tmp_path / "alone" / "config.yaml").read_text())
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(options | {"micro_batch_size": 8}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "dlm_bridge.cli", "rl", "--config", str(tmp_path / "rl.yaml"), "--output", str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    together = read_metrics(tmp_path / "two")
+    for one, two in zip(alone, together, strict=True):
+        for key in ("reward", "reward_std", "idle_groups", "completion_length", "tokens", "failed_rewards"):
+            assert two[key] == pytest.approx(one[key], abs=1e-9), key
+        for key in ("loss", "grad_norm", "kl", "clip_fraction", "eval_reward"):
+            assert two.get(key) == pytest.approx(one.get(key), abs=1e-5), key
+    folders = [tmp_path / name / "checkpoints" / "step-0000003" for name in ("alone", "two")]
+    one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
