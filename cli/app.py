@@ -8,7 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli import adapter, convert, convert_to_dlm, env, families, generate, plan, preprocess, push, rl, train
+from dlm_bridge.cli import (
+    adapter,
+    convert,
+    convert_to_dlm,
+    env,
+    eval,
+    families,
+    generate,
+    plan,
+    preprocess,
+    push,
+    rl,
+    train,
+)
 from dlm_bridge.errors import DlmBridgeError
 
 app = typer.Typer(
@@ -37,7 +50,7 @@ def _root(
     pass
 
 
-for group in (convert, convert_to_dlm, preprocess, train, rl, generate, families, plan, env, adapter, push):
+for group in (convert, convert_to_dlm, preprocess, train, rl, generate, eval, families, plan, env, adapter, push):
     group.register(app)
 
 

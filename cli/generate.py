@@ -106,7 +106,7 @@ def _command() -> Callable[..., None]:
     def command(**options: Any) -> None:
         usual = {name: options.pop(name) for name in SETTINGS}
         settings = {name: value for name, value in usual.items() if value is not None}
-        for name, value in _parse(options.pop("set") or []).items():
+        for name, value in parse_settings(options.pop("set") or []).items():
             if name in settings:
                 raise DlmBridgeError(f"--set {name}: --{name.replace('_', '-')} says it already")
             settings[name] = value
@@ -175,7 +175,7 @@ def _command() -> Callable[..., None]:
     return command
 
 
-def _parse(pairs: list[str]) -> dict[str, Any]:
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """The values of `--set name=value`: JSON, Python's True, False and None, or else text. Raises DlmBridgeError."""
     values: dict[str, Any] = {}
     for pair in pairs:

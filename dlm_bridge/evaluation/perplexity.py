@@ -68,7 +68,7 @@ def text_perplexity(
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise DlmBridgeError(f"--perplexity {file}: no text in it")
-    rows = list(_windows(ids, first_token(model, tokenizer), window))
+    rows = list(windows(ids, first_token(model, tokenizer), window))
     shortened = rows[:limit]
     read = [token for row in shortened for token in row.answer]
     size = len(text.encode()) if len(shortened) == len(rows) else len(tokenizer.decode(read).encode())
@@ -122,8 +122,8 @@ def first_token(model: Any, tokenizer: Any) -> int:
     raise DlmBridgeError("the tokenizer has neither a token that begins a text nor one that ends it")
 
 
-def _windows(ids: Sequence[int], first: int, window: int) -> Iterator[Answer]:
-    """Rows of at most `window` tokens, the one before included."""
+def windows(ids: Sequence[int], first: int, window: int) -> Iterator[Answer]:
+    """A text's tokens in rows of at most `window`, each behind the token before it; `first` stands before the text."""
     for start in range(0, len(ids), window - 1):
         before = first if start == 0 else ids[start - 1]
         yield Answer((before,), tuple(ids[start : start + window - 1]))

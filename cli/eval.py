@@ -1,0 +1,150 @@
+"""`dlm-bridge eval`: tasks of lm-evaluation-harness and perplexity of a text, for both kinds of model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dlm_bridge.cli import convert
+from dlm_bridge.cli.generate import parse_settings
+from dlm_bridge.errors import DlmBridgeError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("eval")(evaluate)
+
+
+@convert.says_when_interrupted
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")],
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(metavar="T[,T]", help="Tasks: orders and sums (local), of lm-evaluation-harness, or YAML files."),
+    ] = None,
+    perplexity: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A text whose perplexity is measured, or bounded.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write results.json and samples.jsonl.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --output has.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="results.json on stdout.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task, windows of a text.")] = None,
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt; the task's own by default.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask by the tokenizer's chat template.")] = False,
+    mc_samples: Annotated[int, typer.Option(min=1, help="Samples of a diffusion model's likelihood bound.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a pass.")] = 8,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a prompt with its answer.")] = 2048,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of --perplexity that are read together.")] = 1024,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise, the examples and the sampler.")] = 0,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting of generate, such as steps=64. Repeatable."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="keep (as stored), bf16, fp16 or fp32.")] = "keep",
+    device: Annotated[str | None, typer.Option(help="Such as cpu, cuda or cuda:1; a GPU by default.")] = None,
+    device_map: Annotated[str | None, typer.Option(metavar="MAP", help="Several GPUs, CPU and disk: auto.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or id; the model's own by default.")] = None,
+    family: Annotated[str | None, typer.Option(help="The model family, where config.json cannot tell.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    like: Annotated[
+        str | None, typer.Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.")
+    ] = None,
+) -> None:
+    """Measure a model: lm-evaluation-harness's tasks, and the perplexity of a text.
+
+    A diffusion model's likelihoods are Monte-Carlo bounds by its family's way of reading, its texts are its sampler's;
+    an autoregressive model's are exact, by the harness's own code. Everything that the figures depend on is recorded.
+
+    Example:
+
+      dlm-bridge eval GSAI-ML/LLaDA-8B-Instruct --tasks sums,orders --limit 32 --output results/
+
+      dlm-bridge eval MODEL --tasks gsm8k --chat --set gen_length=256 --set steps=128 --perplexity heldout.txt
+    """
+    names = [name.strip() for group in tasks or [] for name in group.split(",") if name.strip()]
+    if not names and perplexity is None:
+        raise DlmBridgeError("nothing to measure: give --tasks T[,T] or --perplexity FILE")
+    if output is not None and not overwrite and (output / "results.json").exists():
+        raise DlmBridgeError(f"{output / 'results.json'} exists: choose another --output or give --overwrite")
+    if names:
+        _check_harness()
+    sampler = parse_settings(set_ or [])
+    # Imported only now: a mistyped option should answer at once.
+    from transformers.utils import logging
+
+    from dlm_bridge.evaluation.perplexity import text_perplexity
+    from dlm_bridge.evaluation.report import report, show, write
+    from dlm_bridge.generation.opening import Placement, open_model
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    opened = open_model(
+        model,
+        Placement(device, device_map),
+        dtype=dtype,
+        family=family,
+        revision=revision,
+        like=like,
+        tokenizer=tokenizer,
+    )
+    context = getattr(opened.model.config, "max_position_embeddings", None) or max_length
+    max_length, window = min(max_length, context), min(window, context)
+    text = found = None
+    if perplexity is not None:
+        text = text_perplexity(
+            opened.model,
+            opened.tokenizer,
+            perplexity,
+            diffusion=opened.diffusion,
+            samples=mc_samples,
+            window=window,
+            limit=limit,
+            seed=seed,
+            batch_size=batch_size,
+        )
+    if names:
+        from dlm_bridge.evaluation.harness import HarnessSettings, run_tasks
+
+        found = run_tasks(
+            opened,
+            names,
+            HarnessSettings(
+                samples=mc_samples,
+                batch_size=batch_size,
+                max_length=max_length,
+                seed=seed,
+                limit=limit,
+                shots=shots,
+                chat=chat,
+                sampler=sampler,
+            ),
+        )
+    settings: dict[str, Any] = {
+        "tasks": names,
+        "perplexity": None if perplexity is None else str(perplexity),
+        "limit": limit,
+        "shots": shots,
+        "chat": chat,
+        "mc_samples": mc_samples if opened.diffusion else None,
+        "batch_size": batch_size,
+        "max_length": max_length,
+        "seed": seed,
+        "sampler": sampler,
+    }
+    facts = report(model, opened, settings, found, text)
+    if output is not None:
+        write(output, facts, found, overwrite)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2, default=str))
+    else:
+        show(facts)
+
+
+def _check_harness() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("lm_eval") is None:
+        raise DlmBridgeError("--tasks needs lm-evaluation-harness: pip install 'dlm-bridge[eval]'")

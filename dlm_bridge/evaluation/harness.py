@@ -1,0 +1,247 @@
+"""A diffusion model as lm-evaluation-harness asks for it, and its tasks run on a model of either kind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from lm_eval import evaluator
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.evaluation.bounds import Answer, bounds, is_greedy
+from dlm_bridge.evaluation.local_tasks import LOCAL, local_task
+from dlm_bridge.evaluation.perplexity import first_token, windows
+from dlm_bridge.generation.opening import Opened
+from dlm_bridge.generation.settings import resolve
+from dlm_bridge.generation.texts import write_texts
+
+NEW_TOKENS = 256  # where neither the task nor the caller says how many
+
+
+@dataclass(frozen=True)
+class HarnessSettings:
+    """How a model is asked; everything here is recorded with the results."""
+
+    samples: int = 128  # Monte-Carlo samples of a bound
+    batch_size: int = 8
+    max_length: int = 2048  # tokens of a prompt with its answer; longer prompts lose their beginning
+    seed: int = 0
+    limit: int | None = None  # documents of each task
+    shots: int | None = None  # examples in a prompt; None: the task's own
+    chat: bool = False
+    sampler: Mapping[str, Any] = field(default_factory=dict)  # settings of `generate`, before the task's
+
+
+class DiffusionHarness(TemplateLM):
+    """Log-likelihoods are Monte-Carlo bounds, texts are the family's sampler's."""
+
+    def __init__(self, opened: Opened, settings: HarnessSettings, greedy_tasks: frozenset[str] = frozenset()) -> None:
+        """`greedy_tasks` are those whose metrics ask whether an answer is what the model would write: it costs passes
+        of its own, and is false elsewhere."""
+        super().__init__()
+        self.model = opened.model
+        self.tokenizer = opened.tokenizer
+        self.settings = settings
+        self.greedy_tasks = greedy_tasks
+        self.sampled: dict[str, dict[str, Any]] = {}  # by task: how its texts were made
+        self._device = opened.model.device
+
+    @property
+    def eot_token_id(self) -> int:
+        return first_token(self.model, self.tokenizer)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer(string, **special)["input_ids"])
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(bound, whether it is what the model would write) of each continuation."""
+        found = super().loglikelihood(requests, disable_tqdm=True)
+        return [
+            (value, request.task_name in self.greedy_tasks and is_greedy(self.model, self._pair(*request.args)))
+            for (value, _), request in zip(found, requests, strict=True)
+        ]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        answers = [self._fitted(context, continuation) for _, context, continuation in requests]
+        return [(bound.value, False) for bound in self._bounds(answers)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The bound of each text, window by window."""
+        totals = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            rows = list(windows(ids, self.prefix_token_id, self.settings.max_length))
+            totals.append(sum(bound.value for bound in self._bounds(rows)))
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Texts up to the first of the task's stop strings, longest prompts first."""
+        texts = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+        for members in groups.values():
+            settings, until = self._sampler(requests[members[0]].args[1])
+            for number in members:
+                self.sampled.setdefault(str(requests[number].task_name), _record(self.model, settings))
+            room = self.settings.max_length - int(settings["gen_length"])
+            if room < 1:
+                raise DlmBridgeError(
+                    f"{settings['gen_length']} new tokens leave no room for a prompt in {self.settings.max_length}: "
+                    "give a longer --max-length"
+                )
+            prompts = {number: self.tok_encode(requests[number].args[0])[-room:] for number in members}
+            members.sort(key=lambda number: -len(prompts[number]))
+            for start in range(0, len(members), self.settings.batch_size):
+                part = members[start : start + self.settings.batch_size]
+                written = write_texts(
+                    self.model, self.tokenizer, [prompts[number] for number in part], settings, diffusion=True
+                )
+                for number, text in zip(part, written.texts, strict=True):
+                    texts[number] = _before(text, until)
+        return texts
+
+    def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The keywords of `generate` and the stop strings of a task's request. What the caller set comes first; of
+        what a task says, its number of tokens and, where it draws, its temperature."""
+        until = asked.get("until") or []
+        until = [until] if isinstance(until, str) else list(until)
+        settings: dict[str, Any] = {"gen_length": asked.get("max_gen_toks", NEW_TOKENS), "seed": self.settings.seed}
+        if asked.get("do_sample"):
+            settings["temperature"] = asked.get("temperature", 1.0)
+        if until:
+            settings["stop_strings"] = until
+        return {**settings, **self.settings.sampler}, until
+
+    def _bounds(self, answers: Sequence[Answer]) -> list[Any]:
+        settings = self.settings
+        return bounds(self.model, answers, settings.samples, settings.seed, settings.batch_size)
+
+    def _pair(self, context: str, continuation: str) -> Answer:
+        if context:
+            return self._fitted(*self._encode_pair(context, continuation))
+        return self._fitted([self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False))
+
+    def _fitted(self, context: list[int], continuation: list[int]) -> Answer:
+        room = self.settings.max_length - len(continuation)
+        if room < 1:
+            raise DlmBridgeError(
+                f"an answer of {len(continuation)} tokens is longer than --max-length {self.settings.max_length}"
+            )
+        return Answer(tuple((context or [self.prefix_token_id])[-room:]), tuple(continuation))
+
+
+def run_tasks(opened: Opened, names: Sequence[str], settings: HarnessSettings) -> dict[str, Any]:
+    """What lm-evaluation-harness reports of the tasks ("results" and "versions" by task, "samples", "n-samples"), and
+    "sampled", by task how a diffusion model's texts were made.
+
+    A name is one of `local_tasks.LOCAL`, of lm-evaluation-harness's own, or a YAML file. An autoregressive model is
+    asked by its HFLM. Raises DlmBridgeError for an unknown task, and one whose data cannot be had.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = TaskManager(include_defaults=any(_of_the_harness(name) for name in names))
+    known = {*LOCAL, *manager.all_tasks}
+    for name in names:
+        if _of_the_harness(name) and name not in known:
+            near = ", ".join(manager.match_tasks([f"*{name}*"])[:5]) or "see lm-eval ls tasks"
+            raise DlmBridgeError(f"--tasks {name}: unknown; here are {', '.join(LOCAL)}; the harness has {near}")
+        if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
+            raise DlmBridgeError(f"--tasks {name}: no such file")
+    try:
+        loaded = manager.load([local_task(name) if name in LOCAL else name for name in names])
+        kinds = {name: task.get_config("output_type") for name, task in loaded["tasks"].items()}
+        if settings.chat and opened.tokenizer.chat_template is None:
+            raise DlmBridgeError(
+                "--chat: the tokenizer has no chat template: leave it out, or name another --tokenizer"
+            )
+        asked = _asked(opened, settings, frozenset(name for name, kind in kinds.items() if kind == "loglikelihood"))
+        with patch.object(evaluator, "get_git_commit_hash", lambda: None):  # which complains outside of a repository
+            results = evaluator.simple_evaluate(
+                model=asked,
+                tasks=list(loaded["tasks"].values()) if not loaded["groups"] else names,
+                task_manager=manager,
+                num_fewshot=settings.shots,
+                limit=settings.limit,
+                batch_size=settings.batch_size,
+                apply_chat_template=settings.chat,
+                gen_kwargs=None if opened.diffusion else _of_transformers(settings) or None,
+                random_seed=settings.seed,
+                numpy_random_seed=settings.seed,
+                torch_random_seed=settings.seed,
+                fewshot_random_seed=settings.seed,
+                bootstrap_iters=1000,
+            )
+    except (OSError, ValueError, KeyError, ConnectionError) as error:
+        raise DlmBridgeError(f"--tasks {','.join(names)}: {one_line(error)[:300]}") from error
+    return {**results, "sampled": getattr(asked, "sampled", {})}
+
+
+def _asked(opened: Opened, settings: HarnessSettings, greedy_tasks: frozenset[str]) -> Any:
+    if opened.diffusion:
+        return DiffusionHarness(opened, settings, greedy_tasks)
+    return HFLM(
+        pretrained=opened.model,
+        tokenizer=opened.tokenizer,
+        batch_size=settings.batch_size,
+        max_length=settings.max_length,
+        truncation=True,
+    )
+
+
+def _record(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of a call of `generate`, wherever it comes from."""
+    found = resolve(model, None, settings, prompt_width=1)
+    return {
+        "algorithm": found.algorithm.name,
+        **{name: getattr(found.algorithm, name) for name in found.algorithm.parameters()},
+        "eos_token_ids": list(found.eos_token_ids),
+        "mask_token_id": found.mask_token_id,
+        "stop_strings": list(found.stop_strings),
+        "seed": found.seed,
+        "cache": str(found.cache) if found.cache is not None else None,
+    }
+
+
+def _of_transformers(settings: HarnessSettings) -> dict[str, Any]:
+    """A sampler's settings in the words that the harness has for autoregressive models."""
+    given = dict(settings.sampler)
+    given.pop("seed", None)  # the harness seeds everything
+    if "gen_length" in given:
+        given["max_gen_toks"] = given.pop("gen_length")
+    if "temperature" in given:
+        given["do_sample"] = given["temperature"] > 0
+    return given
+
+
+def _of_the_harness(name: str) -> bool:
+    return name not in LOCAL and not name.endswith((".yaml", ".yml"))
+
+
+def _before(text: str, until: Sequence[str]) -> str:
+    for stop in until:
+        text = text.split(stop)[0] if stop else text
+    return text
