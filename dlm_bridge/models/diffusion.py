@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
+from transformers.dynamic_module_utils import get_relative_imports
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple, logging
@@ -249,12 +250,15 @@ def _assert_all_loaded(info: Any, where: Any) -> None:
 
 
 def carry_remote_code(config: Any, folder: Path) -> None:
-    """Copy the .py files that the config's auto_map names from where the model was loaded; they are never run."""
-    files = {
-        reference.split("--")[-1].split(".")[0] + ".py"
-        for reference in (getattr(config, "auto_map", None) or {}).values()
-    }
-    for file in sorted(files):
+    """Copy the .py files that the config's auto_map names, and those that they import from beside them, from where the
+    model was loaded; they are never run."""
+    files = sorted(
+        {
+            reference.split("--")[-1].split(".")[0] + ".py"
+            for reference in (getattr(config, "auto_map", None) or {}).values()
+        }
+    )
+    for file in files:  # which grows
         if (folder / file).exists():
             continue
         try:
@@ -265,3 +269,5 @@ def carry_remote_code(config: Any, folder: Path) -> None:
             logger.warning(f"auto_map names {file}, which is not at {config.name_or_path or 'the source'}: not saved")
         else:
             shutil.copyfile(source, folder / file)
+            imported = sorted(f"{name.split('.')[0]}.py" for name in get_relative_imports(folder / file))
+            files += [name for name in imported if name not in files]

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.tokenizer_files import save_tokenizer
 
 STATE = "trainer_state.pt"
 NAME = re.compile(r"step-(\d{7,})")
@@ -67,7 +68,7 @@ def save_checkpoint(output: Path, step: int, model: Any, tokenizer: Any, state: 
 def write_state(folder: Path, step: int, tokenizer: Any, state: dict[str, Any]) -> None:
     """Write what a checkpoint has beside the weights; `state` is what `load_state` gives."""
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
     torch.save({"step": step, **state}, folder / STATE)
 
 

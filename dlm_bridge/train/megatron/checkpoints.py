@@ -29,6 +29,7 @@ from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpo
 from dlm_bridge.train.checkpoints import sync, sync_tree
 from dlm_bridge.train.megatron import fsdp_checkpoints, optimizer_state
 from dlm_bridge.train.megatron.source import Source
+from dlm_bridge.train.tokenizer_files import save_tokenizer
 
 NAME = re.compile(r"iter_(\d{7,})")
 WRITER = re.compile(r"__(\d+)_\d+\.distcp$")  # the rank that wrote a file
@@ -62,7 +63,7 @@ def prepare(output: Path, source: Source, tokenizer: Any) -> None:
     checkpoint = source.bridge.checkpoint
     write_side_files(checkpoint, folder, None, None)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
     own = [name for name, carried in checkpoint.carried.items() if not carried.copy_of]
     write_carried(folder / CARRIED_FILE, {name: checkpoint.read_carried(name) for name in own})
     write_hub_config(output, source)
