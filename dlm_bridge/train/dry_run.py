@@ -11,15 +11,19 @@ from typing import Any
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.plan import MemoryPlan, Model, memory_plan, open_model
 from dlm_bridge.plan.training import run_of
+from dlm_bridge.train.accelerate_options import AccelerateOptions
 from dlm_bridge.train.adaptation import block_size
 from dlm_bridge.train.checkpoints import find_checkpoints
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import Data, IndexedTokens, check_tokenizer
-from dlm_bridge.train.loading import check_exists, empty_model, load_tokenizer
+from dlm_bridge.train.loading import check_exists, check_quantization, empty_model, load_tokenizer
+from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.setup import check_data, check_output, make_objective, with_objective
 
 MASTERS = "the accelerate engine's fp32 weights are counted in optim, their 16-bit copies in weights"
 ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own keep more"
+ADAPTER = "no memory plan of an adapter: its base takes what its weights do, and nothing for gradients or optimizer"
+OFFLOADED = "with --cpu-offload weights, gradients and optimizer state are in the CPU's memory, not on the devices"
 HUB = "of a Hub id only the config was read: its weights and tokenizer are checked when the run starts"
 DEVICE = "what needs a GPU or Transformer Engine is checked when the run starts"
 
@@ -91,8 +95,8 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     step, checkpoint = _newest(config, output) if resume else (0, None)
     found = check_data(config, load=False)
     on_hub = not Path(config.model).is_dir()
-    model = _model(config, checkpoint, on_hub)
-    config = with_objective(config, model)
+    model = _model(config, None if config.adapts else checkpoint, on_hub)
+    config = with_lora(with_objective(config, model), model)
     if (size := block_size(config, step + 1)) is not None:
         model.config.block_size = size
     objective = make_objective(config, model)
@@ -163,18 +167,29 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
         _check_megatron(config, model)
         return memory_plan(model, run_of(config, str(config.objective), gpus)), []
     config.accumulation(gpus)
+    if config.adapts:
+        check_quantization(config)
+        return None, [ADAPTER]
     try:
         model = open_model(source, family=config.family)
     except DlmBridgeError as error:  # a model that megatron-core cannot hold trains here all the same
         return None, [f"no memory plan: {error}"]
     recompute = "full" if config.gradient_checkpointing else "none"
+    own: dict[str, Any] = {option.name: option.default for option in dataclasses.fields(AccelerateOptions)}
     as_planned = dataclasses.replace(
-        config, engine="megatron", optimizer="adamw", distributed_optimizer=False, recompute=recompute
+        config,
+        engine="megatron",
+        optimizer="adamw",
+        distributed_optimizer=False,
+        recompute=recompute,
+        fsdp="optim_grads_params" if config.shards else None,
+        **own,
     )
     run = run_of(as_planned, str(config.objective), gpus)
-    buckets = 2 if gpus > 1 else 1  # data parallel gradients stand in buckets beside the parameters' own
-    run = dataclasses.replace(run, gradient_bytes=4 * buckets)
-    return memory_plan(model, run), [*([] if config.precision == "fp32" else [MASTERS]), ESTIMATED]
+    # Data parallel gradients stand in buckets beside the parameters' own, those that are cut do not.
+    run = dataclasses.replace(run, gradient_bytes=8 if gpus > 1 and not config.shards else 4)
+    masters = [] if config.precision == "fp32" else [MASTERS]
+    return memory_plan(model, run), [*masters, *([OFFLOADED] if config.cpu_offload else []), ESTIMATED]
 
 
 def _check_megatron(config: TrainConfig, model: Model) -> None:

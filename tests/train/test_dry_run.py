@@ -16,6 +16,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig, read_yaml
 from dlm_bridge.train.data import IndexedWriter
 from dlm_bridge.train.dry_run import DryRun, dry_run
+from dlm_bridge.train.loading import load_model
 
 SHORT = {"split": "100,0,0", "global_batch_size": 8}
 
@@ -159,3 +160,22 @@ def test_its_options_are_no_others(command: Any, capsys: pytest.CaptureFixture[s
     assert command("--json") == 2
     assert command("--gpus", "2") == 2
     assert "--gpus needs --dry-run" in capsys.readouterr().err
+
+
+def test_weights_that_are_cut_take_less_and_adapters_have_no_plan(
+    show: Any, seed_folder: Path, tmp_path: Path
+) -> None:
+    whole, cut = (show(gpus=4, sharding=sharding, precision="bf16").memory for sharding in ("none", "fsdp"))
+    assert cut.peak.total < whole.peak.total
+    offloaded = show(gpus=4, sharding="fsdp", cpu_offload=True)
+    assert any("in the CPU's memory" in note for note in offloaded.notes)
+    model = tmp_path / "model"
+    load_model(TrainConfig(model=str(seed_folder), data=["mock"], output="o", from_scratch=True)).save_pretrained(
+        model
+    )
+    options = {"model": str(model), "from_scratch": False, "tokenizer": str(seed_folder), "lora_rank": 4}
+    planned = show(**options)
+    assert planned.memory is None
+    assert planned.config.lora_targets == "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    with pytest.raises(DlmBridgeError, match="--lora-targets lm_head: the model has no such linear layer"):
+        show(**options, lora_targets="lm_head")
