@@ -25,10 +25,11 @@ RECIPES = ROOT / "configs" / "countdown"
 EOS, MASK = "<eos>", "<mask>"
 SIGNS = "+-*/()=,:"
 HELD_OUT = 512  # problems
+FORWARDS = (4, 8)  # of the sampler for an answer of 8 tokens; the first is what rl samples with
 # What a CPU can do in minutes: a smaller model and smaller numbers.
 TINY_MODEL = {"d_model": 128, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3, "mlp_hidden_size": 256}
-TINY_SFT = ["--steps", "800", "--global-batch-size", "128", "--precision", "fp32", "--warmup-steps", "20"]
-TINY_RL = ["--steps", "150", "--global-batch-size", "256", "--precision", "fp32", "--eval-interval", "25"]
+TINY_SFT = "--steps 1500 --global-batch-size 128 --precision fp32 --warmup-steps 20 --exit-duration 60"
+TINY_RL = "--steps 100 --global-batch-size 512 --lr 3e-4 --precision fp32 --eval-interval 20 --exit-duration 60"
 
 
 def main() -> int:
@@ -51,44 +52,48 @@ def main() -> int:
     root.mkdir(parents=True, exist_ok=True)
     mark.touch()
 
-    largest, highest = (15, 60) if given.tiny else (30, 100)
-    train, held_out = root / "train.jsonl", root / "held-out.jsonl"
+    largest, highest, solved, unsolved = (15, 60, 3000, 3000) if given.tiny else (40, 100, 10_000, 25_000)
+    solutions, train, held_out = (root / f"{name}.jsonl" for name in ("solutions", "problems", "held-out"))
     seed = ["--seed", str(given.seed)]
     times = {}
     if not given.keep_sft:
         console.rule("[bold]1  problems, a tokenizer and an empty model")
-        count = write_problems(train, held_out, largest, highest, 8000 if given.tiny else 40_000, given.seed)
+        write_problems([(held_out, HELD_OUT), (solutions, solved), (train, unsolved)], largest, highest, given.seed)
         write_model(root / "seed", highest, TINY_MODEL if given.tiny else {})
-        console.print(f"{count} problems to train on, {HELD_OUT} others held out; numbers to {largest}")
+        console.print(
+            f"numbers to {largest}, targets to {highest}: {solved} problems with a solution, {unsolved} without, "
+            f"{HELD_OUT} held out"
+        )
         console.rule("[bold]2  fine-tuning on solutions")
         times["sft"] = dlm_bridge(
-            console, "sft", "--config", RECIPES / "sft.yaml", "--model", root / "seed", "--data", train,
-            "--output", root / "sft", *seed, *(TINY_SFT if given.tiny else []), *shlex.split(given.sft),
+            console, "sft", "--config", RECIPES / "sft.yaml", "--model", root / "seed", "--data", solutions,
+            "--output", root / "sft", *seed, *shlex.split(TINY_SFT if given.tiny else ""), *shlex.split(given.sft),
         )  # fmt: skip
     began = sorted((root / "sft" / "checkpoints").glob("step-*"))[-1]
 
-    console.rule("[bold]3  reinforcement learning on the same problems, without their solutions")
+    console.rule("[bold]3  reinforcement learning on other problems, without solutions")
     shutil.rmtree(root / "rl", ignore_errors=True)
     times["rl"] = dlm_bridge(
         console, "rl", "--config", RECIPES / "rl.yaml", "--model", began, "--data", train, "--eval-data", held_out,
-        "--output", root / "rl", *seed, *(TINY_RL if given.tiny else []), *shlex.split(given.rl),
+        "--output", root / "rl", *seed, *shlex.split(TINY_RL if given.tiny else ""), *shlex.split(given.rl),
     )  # fmt: skip
     ended = sorted((root / "rl" / "checkpoints").glob("step-*"))[-1]
 
     console.rule("[bold]4  held-out problems, answered greedily and checked exactly")
     problems = [json.loads(line) for line in held_out.read_text().splitlines()]
-    before, after = (accuracy(folder, problems) for folder in (began, ended))
+    before, after = ([accuracy(folder, problems, forwards) for forwards in FORWARDS] for folder in (began, ended))
     rows = [json.loads(line) for line in (root / "rl" / "metrics.jsonl").read_text().splitlines()]
     report(console, root, given, before, after, rows, times)
     return 0
 
 
-def write_problems(train: Path, held_out: Path, largest: int, highest: int, count: int, seed: int) -> int:
-    """Problems of three numbers, each with one solution; those held out differ from all others in numbers or target,
-    in whatever order the numbers stand."""
+def write_problems(files: list[tuple[Path, int]], largest: int, highest: int, seed: int) -> None:
+    """Problems of three numbers, each with a solution, so many in each file; no two in all files have the same
+    numbers, in whatever order, and the same target."""
     draw = random.Random(seed)
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for _ in range(50 * (count + HELD_OUT)):
+    count = sum(number for _, number in files)
+    while len(found) < count:
         numbers = [draw.randint(1, largest) for _ in range(3)]
         solution, target = expression(numbers, draw)
         if target is not None and 1 <= target <= highest:
@@ -97,13 +102,10 @@ def write_problems(train: Path, held_out: Path, largest: int, highest: int, coun
             prompt = ",".join(map(str, shown)) + f"={target}:"
             row = {"prompt": prompt, "completion": solution, "numbers": shown, "target": target}
             found.setdefault((*sorted(numbers), target), row)
-        if len(found) == count + HELD_OUT:
-            break
     problems = list(found.values())
     draw.shuffle(problems)
-    for path, part in ((held_out, problems[:HELD_OUT]), (train, problems[HELD_OUT:])):
-        path.write_text("".join(json.dumps(row) + "\n" for row in part))
-    return len(problems) - HELD_OUT
+    for path, number in files:
+        path.write_text("".join(json.dumps(problems.pop()) + "\n" for _ in range(number)))
 
 
 def expression(numbers: list[int], draw: random.Random) -> tuple[str, int | None]:
@@ -151,8 +153,8 @@ def dlm_bridge(console: Console, *words: Any) -> float:
     return time.monotonic() - began
 
 
-def accuracy(folder: Path, problems: list[dict[str, Any]]) -> float:
-    """The share of problems that a checkpoint's greedy answer solves."""
+def accuracy(folder: Path, problems: list[dict[str, Any]], forwards: int) -> float:
+    """The share of problems that a checkpoint's greedy answer solves, sampled in so many forwards."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -165,7 +167,11 @@ def accuracy(folder: Path, problems: list[dict[str, Any]]) -> float:
     prompts = [problem["prompt"] for problem in problems]
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     output = model.generate(
-        batch["input_ids"].to(device), attention_mask=batch["attention_mask"].to(device), gen_length=8, temperature=0.0
+        batch["input_ids"].to(device),
+        attention_mask=batch["attention_mask"].to(device),
+        gen_length=8,
+        steps=forwards,
+        temperature=0.0,
     )
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return sum(solved(prompts, texts, problems)) / len(problems)
@@ -175,8 +181,8 @@ def report(
     console: Console,
     root: Path,
     given: argparse.Namespace,
-    before: float,
-    after: float,
+    before: list[float],
+    after: list[float],
     rows: list[dict[str, Any]],
     times: dict[str, float],
 ) -> None:
@@ -185,13 +191,14 @@ def report(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    error = 1.96 * max(before * (1 - before), after * (1 - after), 1e-9) ** 0.5 / HELD_OUT**0.5
+    error = max(1.96 * (share * (1 - share) / HELD_OUT) ** 0.5 for share in before + after)
     evaluated = [row for row in rows if "eval_rewards" in row]
     result = {
         "command": shlex.join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "seed": given.seed,
         "held_out_problems": HELD_OUT,
+        "forwards_of_an_answer": FORWARDS,
         "accuracy_after_sft": before,
         "accuracy_after_rl": after,
         "confidence_95": error,
@@ -206,17 +213,17 @@ def report(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step of reinforcement learning", ylabel="problems solved", ylim=(0, 1))
     axes.plot(result["rl_steps"], result["rl_reward"], linewidth=0.8, label="sampled completions")
-    held_out = [(0, before), *result["rl_held_out"]]
+    held_out = [(0, before[0]), *result["rl_held_out"]]
     axes.plot(*zip(*held_out, strict=True), "o-", label="held-out problems, greedy")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(root / "countdown.png")
 
-    table = Table(title=f"Countdown, three numbers, {HELD_OUT} held-out problems, seed {given.seed}")
-    for column in ("", "solved", "seconds"):
+    table = Table(title=f"Countdown, three numbers: {HELD_OUT} held-out problems solved, seed {given.seed}")
+    for column in ("", *(f"{forwards} forwards" for forwards in FORWARDS), "seconds"):
         table.add_column(column)
-    table.add_row("after fine-tuning", f"{before:.1%}", f"{times.get('sft', 0):.0f}")
-    table.add_row("after reinforcement learning", f"{after:.1%}", f"{times['rl']:.0f}")
+    table.add_row("after fine-tuning", *(f"{share:.1%}" for share in before), f"{times.get('sft', 0):.0f}")
+    table.add_row("after reinforcement learning", *(f"{share:.1%}" for share in after), f"{times['rl']:.0f}")
     console.print(table)
     console.print(f"95% interval: +-{error:.1%}; {root}/countdown.json, countdown.png", highlight=False)
 

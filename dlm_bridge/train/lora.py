@@ -16,7 +16,7 @@ from torch import nn
 from dlm_bridge.convert.hub import HUB_ID, read_config
 from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS, check_plain
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config import Config, TrainConfig
 from dlm_bridge.train.keyed import torch_seed
 from dlm_bridge.train.loading import model_family
 from dlm_bridge.train.megatron_options import names
@@ -27,7 +27,7 @@ STEP = 0  # of the seed that an adapter's first weights are drawn with: before t
 SAMPLED = 64  # rows of the embedding, and elements of each, that tell a base from another
 
 
-def with_lora(config: TrainConfig, model: Any) -> TrainConfig:
+def with_lora(config: Config, model: Any) -> Config:
     """The configuration with its adapter's settings resolved. Raises DlmBridgeError for targets that are not linear
     layers of the model, and for an adapter that is not plain LoRA or names another base."""
     if config.adapter is not None:

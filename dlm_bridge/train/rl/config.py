@@ -27,7 +27,8 @@ SHARED = (
     "micro_batch_size", "seq_length", "seed", "precision", "lr", "lr_schedule", "warmup_steps", "min_lr",
     "weight_decay", "beta1", "beta2", "adam_eps", "clip_grad", "eval_interval", "save_interval", "keep_last",
     "exit_duration", "attention_backend", "gradient_checkpointing", "save_steps", "trackers",
-    "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_quantize",
+    "adapter",
 )  # fmt: skip
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -20,8 +22,9 @@ from dlm_bridge.train.accelerate_engine import set_attention
 from dlm_bridge.train.checkpoints import clean, find_checkpoints, load_state, save_checkpoint
 from dlm_bridge.train.data import check_tokenizer
 from dlm_bridge.train.keyed import Purpose, torch_seed
-from dlm_bridge.train.loading import load_hub_model, load_model, load_tokenizer, model_family
+from dlm_bridge.train.loading import load_model, load_tokenizer, model_family, starting_model
 from dlm_bridge.train.loop import Engine
+from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.metrics import MetricsFile, Row, plot_loss
 from dlm_bridge.train.objectives import NoisyBatch, mask_token_id
 from dlm_bridge.train.optimisation import check_finite, learning_rate, parameter_groups
@@ -62,9 +65,11 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
             console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
         return checkpoint
     check_trackers(config)
-    model = load_model(config) if checkpoint is None else load_hub_model(str(checkpoint), config.family)
+    model = starting_model(config, checkpoint, accelerator.is_main_process)
     check_method(config, model_family(model))
     check_length(config, model)
+    config = with_lora(config, model)
+    adapter = add_adapter(config, model, checkpoint) if config.adapts else None
     token = mask_token_id(model)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], token)
@@ -73,7 +78,7 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
     with accelerator.main_process_first():
         rows = kind.load(config, config.data, tokenizer, token)
         held_out = kind.load(config, config.eval_data, tokenizer, token) if config.eval_data else []
-    trainer = kind(config, accelerator, model, tokenizer, rows, held_out, output, console)
+    trainer = kind(config, accelerator, model, adapter, tokenizer, rows, held_out, output, console)
     if accelerator.is_main_process:
         write_config(config, output)
         console.print(
@@ -98,6 +103,7 @@ class Trainer(Engine, Generic[Item]):
     config: RLConfig
     accelerator: Accelerator
     model: Any
+    adapter: Adapter | None  # of the model, in its place
     tokenizer: Any
     rows: list[Item]
     valid: list[Item]
@@ -202,7 +208,7 @@ class Trainer(Engine, Generic[Item]):
                 "rows": len(self.rows),
                 "tokens": self.tokens,
             }
-            save_checkpoint(self.output, step, self.plain_model, self.tokenizer, state)
+            save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
             clean(self.output, self.config.keep_last)
             plot_loss(metrics.rows, self.output / "loss.png")
         self.accelerator.wait_for_everyone()
@@ -216,13 +222,26 @@ class Trainer(Engine, Generic[Item]):
         return dict(zip(values, row.tolist(), strict=True))
 
     def _reference(self) -> Any:
-        """The model as it began, on this process's device; None where nothing asks for it."""
-        if self.config.kl_weight == 0:
+        """The model as it began, on this process's device; None where nothing asks for it, and where it is the model
+        without the adapter that this run began."""
+        if self.config.kl_weight == 0 or self.config.lora_rank:
             return None
-        reference = load_model(self.config).requires_grad_(False).eval().to(self.accelerator.device)
+        reference = load_model(self.config)
+        if self.config.adapter is not None:
+            add_adapter(self.config, reference)
         if self.config.attention_backend is not None:
             set_attention(reference, self.config.attention_backend)
-        return reference
+        return reference.requires_grad_(False).eval().to(self.accelerator.device)
+
+    @contextlib.contextmanager
+    def as_it_began(self) -> Iterator[Any]:
+        """The model as it began, without gradients."""
+        without: Any = contextlib.nullcontext()
+        if self.reference_model is None:
+            assert self.adapter is not None
+            without = self.adapter.peft.disable_adapter()
+        with torch.no_grad(), self.accelerator.autocast(), without:
+            yield self.plain_model if self.reference_model is None else self.reference_model
 
 
 class PolicyTrainer(Trainer[Problem]):
@@ -253,7 +272,7 @@ class PolicyTrainer(Trainer[Problem]):
             model=self.model,
             optimizer=self.optimizer,
             ask=self._query,
-            reference=None if self.reference_model is None else self._reference_logps,
+            reference=self._reference_logps if config.kl_weight else None,
             updates=config.updates,
             micro_batch_size=config.micro_batch_size or self.share,
             total=config.global_batch_size,
@@ -293,7 +312,7 @@ class PolicyTrainer(Trainer[Problem]):
             rewards={name[3:]: value / count for name, value in sums.items() if name.startswith("of ")},
             failed_rewards=int(sums["failed"]),
             idle_groups=sums["idle"] * self.config.group_size / count,
-            kl=None if self.reference_model is None else sums["kl"] / count,
+            kl=sums["kl"] / count if self.config.kl_weight else None,
             clip_fraction=sums["clipped"] / sums["scored"],
             completion_length=sums["scored"] / count,
         )
@@ -320,8 +339,8 @@ class PolicyTrainer(Trainer[Problem]):
         return one_step(model, sequences, config.seed, draw, samples, config.prompt_masking)
 
     def _reference_logps(self, query: Query) -> torch.Tensor:
-        with torch.no_grad(), self.accelerator.autocast():
-            return token_logps(self.reference_model, query)
+        with self.as_it_began() as model:
+            return token_logps(model, query)
 
 
 class PreferenceTrainer(Trainer[Pair]):
@@ -334,7 +353,7 @@ class PreferenceTrainer(Trainer[Pair]):
     def set_up(self) -> None:
         config = self.config
         config.accumulation(self.accelerator.num_processes)
-        if self.reference_model is None:
+        if not config.kl_weight:
             raise DlmBridgeError("--beta 0: vrpo compares with the model as it began, give a positive number")
         self.updater = PreferenceUpdater(
             accelerator=self.accelerator,
@@ -387,8 +406,8 @@ class PreferenceTrainer(Trainer[Pair]):
         return {name: value / len(self.valid) for name, value in self.summed(sums).items()}
 
     def _reference_bounds(self, noisy: NoisyBatch) -> torch.Tensor:
-        with torch.no_grad(), self.accelerator.autocast():
-            return bound_sums(self.reference_model, noisy)
+        with self.as_it_began() as model:
+            return bound_sums(model, noisy)
 
 
 def _accelerator(config: RLConfig) -> Accelerator:

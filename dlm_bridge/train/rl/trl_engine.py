@@ -23,6 +23,7 @@ from dlm_bridge.train.checkpoints import NAME, step_folder
 from dlm_bridge.train.data import check_tokenizer
 from dlm_bridge.train.loading import load_model, load_tokenizer, model_family
 from dlm_bridge.train.loop import catch_sigterm
+from dlm_bridge.train.lora import add_adapter, with_lora
 from dlm_bridge.train.metrics import MetricsFile, plot_loss
 from dlm_bridge.train.optimisation import learning_rate, parameter_groups
 from dlm_bridge.train.progress import TrainingProgress
@@ -65,6 +66,9 @@ def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
     check_length(config, model)
     if config.attention_backend is not None:
         set_attention(model, config.attention_backend)
+    config = with_lora(config, model)
+    if config.adapts:
+        model = add_adapter(config, model).peft
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], None)
     if tokenizer.pad_token_id is None:
