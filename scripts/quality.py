@@ -220,8 +220,8 @@ def stories(folder: Path, preset: Preset) -> tuple[dict[str, Any], Callable[[Any
     """Write enough stories that no run reads one twice; and what makes the held-out rows, from another seed."""
     from quality_measure import rows_of_stories
 
-    # A story has 185 tokens on average, at a vocabulary that has every word.
-    wanted = preset.steps["stories"] * preset.global_batch_size * preset.seq_length // 160
+    # A story has 144 tokens on average, where the vocabulary has every word; a hundredth of them is for validation.
+    wanted = preset.steps["stories"] * preset.global_batch_size * preset.seq_length // 135
     batches = -(-wanted // BATCH)
     size, log_probability = 0, 0.0
     with (folder / "corpus.jsonl").open("w") as file, ProcessPoolExecutor() as pool:
