@@ -106,6 +106,8 @@ def _command() -> Callable[..., None]:
     def command(**options: Any) -> None:
         usual = {name: options.pop(name) for name in SETTINGS}
         settings = {name: value for name, value in usual.items() if value is not None}
+        if options.pop("infill"):
+            settings["infill"] = True
         for name, value in parse_settings(options.pop("set") or []).items():
             if name in settings:
                 raise DlmBridgeError(f"--set {name}: --{name.replace('_', '-')} says it already")
@@ -122,6 +124,9 @@ def _command() -> Callable[..., None]:
         "prompt": Annotated[str | None, Option(metavar="TEXT", help="What is to be continued or answered.")],
         "chat": Annotated[bool, Option("--chat", help="The prompt is a user's message: use the chat template.")],
         "system": Annotated[str | None, Option(metavar="TEXT", help="Of --chat: the system's message.")],
+        "infill": Annotated[
+            bool, Option("--infill", help="Fill the prompt's [MASK] or [MASK:n], a token or n of them.")
+        ],
         "jsonl": Annotated[str | None, Option(metavar="FILE", help="Prompts, one JSON object a line; - is stdin.")],
         "field": Annotated[str, Option(help="Of --jsonl: where a row has its prompt.")],
         "batch_size": Annotated[int, Option(min=1, help="Of --jsonl: prompts that are sampled together.")],
@@ -164,7 +169,7 @@ def _command() -> Callable[..., None]:
         "field": "prompt",
         "batch_size": 8,
         "dtype": "keep",
-        **dict.fromkeys(("chat", "overwrite", "show", "as_json"), False),
+        **dict.fromkeys(("chat", "infill", "overwrite", "show", "as_json"), False),
     }
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)

@@ -24,7 +24,7 @@ from dlm_bridge.generation.show.film import Film
 from dlm_bridge.generation.show.html import page
 from dlm_bridge.generation.show.pieces import Pieces
 from dlm_bridge.generation.show.terminal import live
-from dlm_bridge.generation.texts import Texts, write_texts
+from dlm_bridge.generation.texts import Texts, mask_token, write_texts
 
 
 def run(request: Request) -> None:
@@ -56,10 +56,10 @@ def run(request: Request) -> None:
 def _sample_one(request: Request, opened: Opened, settings: dict[str, Any]) -> None:
     text = str(request.prompt)
     prompt = as_message(text, request.system) if request.chat else WrittenPrompt(text=text)
-    ids = prompt.encode(opened.tokenizer, request.model)
+    ids = prompt.encode(opened.tokenizer, request.model, _span_token(opened, settings))
     film = None
     if (request.show or request.html) and _is_main():
-        film = Film(Pieces(opened.tokenizer, _mask_token(opened, settings)), ids)
+        film = Film(Pieces(opened.tokenizer, mask_token(opened.model, settings) if opened.diffusion else None), ids)
     with live(film, Console()) if film is not None and request.show else nullcontext():
         result = _sample(opened, [ids], settings, film)
     if not _is_main():
@@ -80,7 +80,8 @@ def _sample_one(request: Request, opened: Opened, settings: dict[str, Any]) -> N
 
 
 def _sample_file(request: Request, opened: Opened, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]) -> None:
-    tokens = [prompt.encode(opened.tokenizer, request.model) for prompt in prompts]
+    span_token = _span_token(opened, settings)
+    tokens = [prompt.encode(opened.tokenizer, request.model, span_token) for prompt in prompts]
     done: list[Texts] = []
     began = time.perf_counter()
     size = request.batch_size
@@ -89,11 +90,13 @@ def _sample_file(request: Request, opened: Opened, settings: dict[str, Any], pro
             result = _sample(opened, tokens[start : start + size], settings, None)
             done.append(result)
             each = len(result.texts) // len(tokens[start : start + size])  # several, with num_return_sequences
-            for place, (text, ids) in enumerate(zip(result.texts, result.token_ids, strict=True)):
+            for place, (text, ids, count) in enumerate(
+                zip(result.texts, result.token_ids, result.counts, strict=True)
+            ):
                 row = {
                     **prompts[start + place // each].row,
                     "text": text,
-                    "tokens": len(ids),
+                    "tokens": count,
                     "forwards": result.forwards,
                     "token_ids": ids,
                 }
@@ -130,11 +133,9 @@ def _read(request: Request) -> list[WrittenPrompt]:
     return read_prompts(str(request.jsonl), request.field, request.chat, request.system)
 
 
-def _mask_token(opened: Opened, settings: dict[str, Any]) -> int | None:
-    if not opened.diffusion:
-        return None
-    given = settings.get("mask_token_id", getattr(opened.model.config, "mask_token_id", None))
-    return opened.model.family.mask_token_id if given is None else given
+def _span_token(opened: Opened, settings: dict[str, Any]) -> int | None:
+    """What [MASK] in a prompt stands for, where it is to be filled."""
+    return mask_token(opened.model, settings) if opened.diffusion and settings.get("infill") else None
 
 
 def _figures(result: Texts) -> dict[str, Any]:

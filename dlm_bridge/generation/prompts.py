@@ -21,11 +21,12 @@ class WrittenPrompt:
     messages: tuple[dict[str, Any], ...] = ()
     row: dict[str, Any] = field(default_factory=dict)
 
-    def encode(self, tokenizer: Any, name: str) -> list[int]:
-        """Its tokens; `name` is what the tokenizer is called in errors. Raises DlmBridgeError."""
+    def encode(self, tokenizer: Any, name: str, mask_token_id: int | None = None) -> list[int]:
+        """Its tokens; `name` is what the tokenizer is called in errors, a mask token that of spans to fill (None:
+        there are none). Raises DlmBridgeError."""
         if self.text is None:
-            return encode_chat(tokenizer, self.messages, name)
-        return encode_text(tokenizer, self.text)
+            return encode_chat(tokenizer, self.messages, name, mask_token_id)
+        return encode_text(tokenizer, self.text, mask_token_id)
 
 
 def as_message(text: str, system: str | None) -> WrittenPrompt:

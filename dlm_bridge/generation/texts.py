@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from transformers import GenerationConfig
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.config import OWN_FIELDS, check_values, eos_token_ids, merge_names
 
+SPAN = re.compile(r"\[MASK(?::(\d+))?\]")  # as many tokens to fill, or one
 NEW_TOKENS = 128  # of an autoregressive model, where nobody says how many; a diffusion sampler has its own default
 
 
@@ -23,8 +25,9 @@ class Texts:
     """What a batch of prompts was continued with.
 
     Args:
-        texts: by prompt, without special tokens.
-        token_ids: by prompt, the new tokens up to and with the one that ends the row.
+        texts: by prompt, without special tokens; with `infill` the prompt too, its spans filled.
+        token_ids: by prompt, the tokens of that text, up to and with the one that ends the row.
+        counts: by prompt, how many of them are new.
         forwards: how many times the model was run, for all rows together.
         tokens_per_forward: new tokens of a row for each forward that it took part in, on average.
         seconds: how long all of it took.
@@ -32,22 +35,27 @@ class Texts:
 
     texts: tuple[str, ...]
     token_ids: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]
     forwards: int
     tokens_per_forward: float
     seconds: float
 
     @property
     def tokens(self) -> int:
-        return sum(len(ids) for ids in self.token_ids)
+        return sum(self.counts)
 
 
-def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """A plain prompt's tokens, as the tokenizer begins a text."""
-    return list(tokenizer(text)["input_ids"])
+def encode_text(tokenizer: Any, text: str, mask_token_id: int | None = None) -> list[int]:
+    """A plain prompt's tokens, as the tokenizer begins a text; with a mask token, [MASK] stands for one of it and
+    [MASK:n] for n."""
+    return _with_spans(tokenizer, text, mask_token_id, begins=True)
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str) -> list[int]:
-    """A conversation's tokens by the tokenizer's chat template, up to where the assistant answers.
+def encode_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, mask_token_id: int | None = None
+) -> list[int]:
+    """A conversation's tokens by the tokenizer's chat template, up to where the assistant answers; masks as in
+    `encode_text`.
 
     Raises DlmBridgeError, which calls the tokenizer `name`, where it has no template, or the template refuses.
     """
@@ -59,7 +67,13 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is a program of its own
         raise DlmBridgeError(f"{name}: its chat template refuses the messages: {one_line(error)}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _with_spans(tokenizer, text, mask_token_id, begins=False)
+
+
+def mask_token(model: Any, settings: Mapping[str, Any]) -> int | None:
+    """The token that a diffusion model is sampled with; None where it has none."""
+    given = settings.get("mask_token_id", getattr(model.config, "mask_token_id", None))
+    return model.family.mask_token_id if given is None else given
 
 
 def write_texts(
@@ -80,6 +94,10 @@ def write_texts(
     Raises:
         DlmBridgeError: a setting or a prompt that the model cannot be sampled with.
     """
+    if settings.get("span_lengths") and len(prompts) > 1:
+        raise DlmBridgeError(
+            "span_lengths makes rows of lengths of their own: sample one prompt at a time (batch size 1)"
+        )
     width = max(len(prompt) for prompt in prompts)
     input_ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], dtype=torch.long)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
@@ -89,15 +107,42 @@ def write_texts(
         output = _diffusion(model, tokenizer, input_ids, mask, settings, watcher)
     else:
         output = _autoregressive(model, tokenizer, input_ids, mask, settings, watcher)
-    rows = output.sequences[:, width:].tolist()
+    rows = output.sequences.tolist()
     seconds = time.perf_counter() - began  # the tokens have arrived
-    ends = set(output.ends)
-    token_ids = tuple(_until_end(row, ends) for row in rows)
+    copies = len(rows) // len(prompts)  # of each prompt
+    pairs = [_texts_ids(row, prompts[number // copies], width, settings, output) for number, row in enumerate(rows)]
+    token_ids, counts = tuple(ids for ids, _ in pairs), tuple(count for _, count in pairs)
     texts = tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids)
     each = output.tokens_per_forward
     if each is None:
-        each = sum(len(ids) for ids in token_ids) / len(token_ids) / max(output.forwards, 1)
-    return Texts(texts, token_ids, output.forwards, each, seconds)
+        each = sum(counts) / len(counts) / max(output.forwards, 1)
+    return Texts(texts, token_ids, counts, output.forwards, each, seconds)
+
+
+def _with_spans(tokenizer: Any, text: str, mask_token_id: int | None, begins: bool) -> list[int]:
+    if mask_token_id is None:
+        return list(tokenizer(text, add_special_tokens=begins)["input_ids"])
+    ids: list[int] = []
+    place = 0
+    for span in SPAN.finditer(text):
+        ids += tokenizer(text[place : span.start()], add_special_tokens=begins and not place)["input_ids"]
+        ids += [mask_token_id] * int(span[1] or 1)
+        place = span.end()
+    return [*ids, *tokenizer(text[place:], add_special_tokens=begins and not place)["input_ids"]]
+
+
+def _texts_ids(
+    row: Sequence[int], prompt: Sequence[int], width: int, settings: Mapping[str, Any], output: _Output
+) -> tuple[tuple[int, ...], int]:
+    """The tokens of a row's text, and how many are new; a row is padding up to `width`, prompt and new tokens."""
+    if not settings.get("infill"):
+        new = _until_end(row[width:], set(output.ends))
+        return new, len(new)
+    if settings.get("span_lengths"):  # a row alone, of its own length: it is no padding
+        filled = tuple(row)
+    else:
+        filled = (*row[width - len(prompt) : width], *_until_end(row[width:], set(output.ends)))
+    return filled, len(filled) - sum(token != output.mask_token_id for token in prompt)
 
 
 @contextmanager
@@ -114,6 +159,7 @@ class _Output:
     forwards: int
     ends: tuple[int, ...]  # tokens that end a row
     tokens_per_forward: float | None = None  # where `generate` counts it
+    mask_token_id: int | None = None
 
 
 def _diffusion(
@@ -125,7 +171,8 @@ def _diffusion(
     if watcher is not None:
         given["streamer"] = watcher
     output = model.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **given)
-    return _Output(output.sequences, output.forwards, _ends(model, settings), output.tokens_per_forward)
+    ends, token = _ends(model, settings), mask_token(model, settings)
+    return _Output(output.sequences, output.forwards, ends, output.tokens_per_forward, token)
 
 
 def _autoregressive(

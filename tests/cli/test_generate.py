@@ -163,6 +163,40 @@ def test_weights_on_the_disk_give_the_same_text(cli: Cli, llada: Path, tmp_path:
     assert offloaded["samples"] == cli.report(llada, *words, "--device", "cpu")["samples"]
 
 
+def test_spans_of_a_prompt_are_filled(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    prompt = "the [MASK:4] cat[MASK]"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(llada), AutoTokenizer.from_pretrained(llada)
+    first, second = (tokenizer(text)["input_ids"] for text in ("the ", " cat"))
+    ids = [*first, *[MASK] * 4, *second, MASK]
+    expected = model.generate(torch.tensor([ids]), infill=True, seed=0)[0].tolist()
+    words = ["--infill", "--seed", 0]
+    report = cli.report(llada, "--prompt", prompt, *words, "--html", tmp_path / "o.html")
+    sample = report["samples"][0]
+    assert sample["token_ids"] == expected
+    assert sample["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    assert report["tokens"] == 5
+    film = json.loads(Page((tmp_path / "o.html").read_text("utf-8")).scripts[0][1])
+    frames = played(film)
+    assert [piece is None for piece in frames[0]] == [token == MASK for token in ids]
+    assert "".join(map(str, frames[-1])) == tokenizer.decode(expected)
+    # In a file, beside a longer one; and of another length.
+    source = tmp_path / "in.jsonl"
+    rows = [{"prompt": prompt}, {"prompt": "something longer than that is [MASK:2] filled as well"}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, out, _ = cli(llada, "--jsonl", source, *words)
+    written = [json.loads(line) for line in out.splitlines()]
+    assert written[0]["token_ids"] == expected
+    assert [row["tokens"] for row in written] == [5, 2]
+    lengths = ["--set", "span_lengths=[3, 6]"]
+    longer = cli.report(llada, "--prompt", "the [MASK] cat", *words, *lengths)
+    assert longer["tokens"] in (3, 6)
+    assert len(longer["samples"][0]["token_ids"]) == len(first) + len(second) + longer["tokens"]
+    code, _, err = cli(llada, "--jsonl", source, *words, *lengths)
+    assert code == 2
+    assert "span_lengths makes rows of lengths of their own" in err
+    assert "nothing to fill" in cli(llada, "--prompt", "x", *words)[2]
+
+
 def test_the_usual_settings_are_fields_of_the_configuration() -> None:
     config = DiffusionGenerationConfig()
     assert all(hasattr(config, name) for name in SETTINGS)
@@ -317,7 +351,8 @@ def test_the_terminal_shows_open_places_and_what_is_new(llada: Path) -> None:
     with live(film, console):
         for forwards, new in enumerate(([MASK, prompt[0]], [prompt[0], prompt[0]]), 1):
             tokens = torch.tensor([[*prompt, *new]])
-            film.on_step(DenoisingStep(forwards, (0,), tokens, tokens == prompt[0]))
+            settled = torch.tensor([[False, forwards == 2, forwards == 1]])
+            film.on_step(DenoisingStep(forwards, (0,), tokens, settled))
             if forwards == 1:
                 text = frame_text(film.last)
     assert text.plain == "the" + OPEN + "the"

@@ -41,10 +41,11 @@ class Film:
     def on_step(self, step: DenoisingStep) -> None:
         """After a forward of a diffusion model."""
         tokens = step.tokens[0].tolist()
-        if len(self.frames) == 1:  # before it there were nothing but masks behind the prompt
-            first = self.frames[0]
-            more = len(tokens) - len(first.pieces)
-            self.frames[0] = Frame(0, first.pieces + (None,) * more, first.since + (0,) * more)
+        if len(self.frames) == 1:  # only now it is known how long the row is, and what of it was given
+            settled = step.settled[0].tolist()
+            pieces = zip(self._pieces.of(tokens), settled, strict=True)
+            self.frames[0] = Frame(0, tuple(None if new else piece for piece, new in pieces), (0,) * len(tokens))
+            self._tokens = [-1 if new else token for token, new in zip(tokens, settled, strict=True)]
         self.add(step.forwards, tokens)
 
     def add(self, forwards: int, tokens: Sequence[int]) -> None:
