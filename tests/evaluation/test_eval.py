@@ -1,0 +1,252 @@
+"""`dlm-bridge eval`: tasks and perplexity on tiny models of both kinds, what is recorded, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lm_eval.tasks import TaskManager
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dlm_bridge.cli.eval import evaluate
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.evaluation import harness
+from dlm_bridge.evaluation.bounds import Answer, bounds, is_greedy
+from dlm_bridge.evaluation.local_tasks import FOLDER, LOCAL
+from dlm_bridge.evaluation.perplexity import exact_log_likelihoods
+from dlm_bridge.generation.opening import Opened, Placement, open_model
+from dlm_bridge.models.llada.configuration import LLaDAConfig
+from dlm_bridge.models.llada.modeling import LLaDAModelLM
+from tests.checkpoints import llada_config
+
+TEXT = " ".join(f"Question: What is {n} + {n}?\nAnswer: {2 * n}" for n in range(40))
+Eval = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    import datasets
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        datasets.disable_progress_bars()
+        yield
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator([TEXT], vocab_size=280, special_tokens=["<eos>", "<mask>"], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<eos>", mask_token="<mask>")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 288, "mask_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
+    config = llada_config(
+        d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, mlp_hidden_size=48, embedding_size=288, **sizes
+    )
+    del config["auto_map"]
+    models: dict[str, Any] = {
+        "llada": LLaDAModelLM(LLaDAConfig(**{**config, "max_sequence_length": 256})),
+        "llama": LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                vocab_size=288,
+                max_position_embeddings=256,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        ),
+    }
+    for name, model in models.items():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=0.3)  # far from uniform answers
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return {name: root / name for name in models}
+
+
+@pytest.fixture(scope="module")
+def opened(folders: dict[str, Path]) -> dict[str, Opened]:
+    return {name: open_model(folder, Placement("cpu")) for name, folder in folders.items()}
+
+
+@pytest.fixture
+def run(folders: dict[str, Path], tmp_path: Path) -> Eval:
+    def _run(model: str, **options: Any) -> dict[str, Any]:
+        output = tmp_path / f"results-{model}"
+        given = {"mc_samples": 4, "max_length": 128, "device": "cpu", "overwrite": True, **options}
+        evaluate(str(folders[model]), output=output, **given)
+        facts: dict[str, Any] = json.loads((output / "results.json").read_text())
+        if (output / "samples.jsonl").exists():
+            facts["samples"] = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+        return facts
+
+    return _run
+
+
+def _answers(opened: Opened, row: dict[str, Any]) -> list[Answer]:
+    """The choices of a multiple choice document, split as the harness splits them."""
+    doc = row["doc"]
+    prompt = opened.tokenizer(f"{doc['question']}\nAnswer:")["input_ids"]
+    whole = [opened.tokenizer(f"{doc['question']}\nAnswer: {choice}")["input_ids"] for choice in doc["choices"]]
+    return [Answer(tuple(prompt), tuple(ids[len(prompt) :])) for ids in whole]
+
+
+def test_local_tasks_say_what_is_true() -> None:
+    assert LOCAL == ("orders", "sums")
+    sums = [json.loads(line) for line in (FOLDER / "sums.jsonl").read_text().splitlines()]
+    for row in sums:
+        left, sign, right = row["question"].removeprefix("Question: What is ").removesuffix("?").split()
+        assert int(row["answer"]) == int(left) + int(right) * (1 if sign == "+" else -1)
+    orders = [json.loads(line) for line in (FOLDER / "orders.jsonl").read_text().splitlines()]
+    for row in orders:
+        shown = row["question"].removeprefix("Question: What comes next? ").removesuffix(", ...").split(", ")
+        right = row["choices"][row["answer"]]
+        assert len({*row["choices"], *shown}) == 4 + len(shown)
+        if shown[0].isdigit():
+            numbers = [int(word) for word in [*shown, right]]
+            assert len({after - before for before, after in itertools.pairwise(numbers)}) == 1
+    assert len({row["question"] for row in sums}) == len({row["question"] for row in orders}) == 64
+
+
+def test_diffusion_model(run: Eval, opened: dict[str, Opened], capsys: pytest.CaptureFixture[str]) -> None:
+    """Choices by the bounds, texts by the sampler with the settings that are recorded; the same again the same."""
+    model = opened["llada"]
+    options = {"tasks": ["orders,sums"], "limit": 3, "set_": ["steps=8", "gen_length=16"]}
+    facts = run("llada", **options)
+    assert "orders" in capsys.readouterr().out
+    rows = {task: [row for row in facts["samples"] if row["task"] == task] for task in ("orders", "sums")}
+    right = []
+    for row in rows["orders"]:
+        found = [bound.value for bound in bounds(model.model, _answers(model, row), samples=4)]
+        assert [float(response[0][0]) for response in row["resps"]] == pytest.approx(found, rel=1e-4)
+        right.append(max(range(4), key=lambda number: found[number]) == row["doc"]["answer"])
+    entry = facts["tasks"]["orders"]
+    assert entry["metrics"]["acc,none"] == pytest.approx(sum(right) / 3)
+    assert entry["documents"] == {"original": 64, "effective": 3}
+    assert entry["sampler"] is None
+    sampler = facts["tasks"]["sums"]["sampler"]
+    assert {"algorithm": "llada", "steps": 8, "gen_length": 16, "block_length": 16}.items() <= sampler.items()
+    assert (sampler["eos_token_ids"], sampler["stop_strings"], sampler["temperature"]) == ([0], ["\n"], 0.0)
+    for row in rows["sums"]:
+        ids = model.tokenizer(f"{row['doc']['question']}\nAnswer:", return_tensors="pt")["input_ids"]
+        written = model.model.generate(ids, gen_length=16, steps=8)[0, ids.shape[1] :]
+        expected = model.tokenizer.decode(written, skip_special_tokens=True).split("\n")[0]
+        assert row["resps"] == [[expected]]
+    assert (facts["kind"], facts["family"], facts["settings"]["mc_samples"]) == ("diffusion", "llada", 4)
+    assert facts["likelihood"].startswith("bound: MaskedDiffusion")
+    assert facts["versions"]["lm-eval"]
+    again = run("llada", **options)
+    assert again["tasks"] == facts["tasks"]
+    assert [row["resps"] for row in again["samples"]] == [row["resps"] for row in facts["samples"]]
+
+
+def test_autoregressive_model_is_exact(run: Eval, opened: dict[str, Opened], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    facts = run("llama", tasks=["orders"], limit=3, perplexity=tmp_path / "text.txt", window=50)
+    model = opened["llama"]
+    for row in facts["samples"]:
+        answers = _answers(model, row)
+        found = exact_log_likelihoods(model.model, answers)
+        assert [float(response[0][0]) for response in row["resps"]] == pytest.approx(found, rel=1e-4)
+        for value, answer in zip(found, answers, strict=True):
+            logits = model.model(torch.tensor([[*answer.prompt, *answer.answer]])).logits[
+                0, len(answer.prompt) - 1 : -1
+            ]
+            assert value == pytest.approx(
+                -F.cross_entropy(logits, torch.tensor(answer.answer), reduction="sum").item(), rel=1e-4
+            )
+    ids = [0, *model.tokenizer(TEXT)["input_ids"]]  # behind the token that ends texts, for want of another
+    total = 0.0
+    for start in range(0, 3 * 49, 49):  # three windows
+        row = torch.tensor([ids[start : start + 50]])
+        total += F.cross_entropy(model.model(row).logits[0, :-1], row[0, 1:], reduction="sum").item()
+    text = facts["perplexity"]
+    assert (text["exact"], text["windows"], text["tokens"], text["error"]) == (True, 3, 147, 0.0)
+    assert text["nats"] == pytest.approx(total / 147, rel=1e-5)
+    assert text["perplexity"] == pytest.approx(math.exp(total / 147), rel=1e-4)
+    assert text["bits_per_byte"] == pytest.approx(total / math.log(2) / text["bytes"], rel=1e-5)
+    assert facts["likelihood"] == "exact"
+
+
+def test_perplexity_bound_of_a_text(run: Eval, opened: dict[str, Opened], tmp_path: Path) -> None:
+    """In windows of two tokens nothing is left to chance: each is predicted from the one before, alone."""
+    (tmp_path / "text.txt").write_text("What is 7?")
+    model = opened["llada"]
+    ids = [0, *model.tokenizer("What is 7?")["input_ids"]]
+    expected = 0.0
+    for before, token in itertools.pairwise(ids):
+        expected -= model.model(torch.tensor([[before, 1]])).logits[0, 1].log_softmax(-1)[token].item()
+    text = run("llada", perplexity=tmp_path / "text.txt", window=2)["perplexity"]
+    assert text["nats"] == pytest.approx(expected / (len(ids) - 1), rel=1e-5)
+    assert (text["exact"], text["bytes"], text["error"] < 1e-6) == (False, 10, True)
+    wider = run("llada", perplexity=tmp_path / "text.txt")["perplexity"]
+    assert wider["windows"] == 1
+    assert wider["error"] > 0
+
+
+def test_a_task_of_ones_own_may_ask_for_greedy_answers(run: Eval, opened: dict[str, Opened], tmp_path: Path) -> None:
+    """A YAML file; of its two documents the first has the token that the model would write."""
+    model = opened["llada"]
+    prompt = model.tokenizer("What is")["input_ids"]
+    logits = model.model(torch.tensor([[*prompt, 1]])).logits[0, -1]
+    words = {word: model.tokenizer(f" {word}")["input_ids"] for word in ("Answer", "What", "is", "Question", "+")}
+    likely = max((word for word, ids in words.items() if len(ids) == 1), key=lambda word: logits[words[word][0]])
+    docs = [{"text": "What is", "next": f" {likely}"}, {"text": "What is", "next": " 7 Answer"}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    (tmp_path / "own.yaml").write_text(
+        "task: own\ndataset_path: json\ndataset_kwargs:\n  data_files:\n"
+        f"    test: {tmp_path}/own.jsonl\n"
+        "test_split: test\noutput_type: loglikelihood\ndoc_to_text: '{{text}}'\ndoc_to_target: '{{next}}'\n"
+        "target_delimiter: ''\nmetric_list:\n  - metric: acc\n  - metric: perplexity\n"
+    )
+    facts = run("llada", tasks=[str(tmp_path / "own.yaml")])
+    rows = sorted(facts["samples"], key=lambda row: row["doc_id"])
+    for row, doc in zip(rows, docs, strict=True):
+        ids = model.tokenizer(doc["text"] + doc["next"])["input_ids"]
+        answer = Answer(tuple(prompt), tuple(ids[len(prompt) :]))
+        assert json.loads(str(row["resps"][0][0][1]).lower()) == is_greedy(model.model, answer)
+        assert float(row["resps"][0][0][0]) == pytest.approx(bounds(model.model, [answer], 4)[0].value, rel=1e-4)
+    assert "acc,none" in facts["tasks"]["own"]["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "nothing to measure: give --tasks T"),
+        ({"tasks": ["order"]}, "--tasks order: unknown; here are orders, sums"),
+        ({"tasks": ["missing.yaml"]}, "--tasks missing.yaml: no such file"),
+        ({"tasks": ["orders"], "chat": True}, "--chat: the tokenizer has no chat template"),
+        ({"tasks": ["sums"], "set_": ["stepz=4"]}, "stepz"),
+        ({"tasks": ["sums"], "set_": ["gen_length=128"]}, "leave no room for a prompt in 128"),
+        ({"perplexity": Path("/nowhere.txt")}, "--perplexity /nowhere.txt: No such file"),
+        ({"perplexity": Path("/dev/null")}, "--perplexity /dev/null: no text in it"),
+    ],
+)
+def test_bad_input_is_named(run: Eval, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "TaskManager", lambda include_defaults: TaskManager(include_defaults=False))
+    with pytest.raises(DlmBridgeError) as error:
+        run("llada", **options)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_refusals_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(DlmBridgeError, match=r"results.json exists: choose another --output"):
+        evaluate("no/model", tasks=["orders"], output=tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DlmBridgeError, match=r"pip install 'dlm-bridge\[eval\]'"):
+        evaluate("no/model", tasks=["orders"])
