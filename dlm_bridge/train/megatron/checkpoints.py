@@ -136,8 +136,9 @@ class Saver:
             self._publish(hidden, folder, step)
         else:
             assert isinstance(request, AsyncRequest)
-            write = partial(_write_and_note, request.async_fn, hidden, dist.get_rank())
-            request = request._replace(async_fn=write)
+            if request.async_fn is not None:  # None where a rank has nothing to write
+                write = partial(_write_and_note, request.async_fn, hidden, dist.get_rank())
+                request = request._replace(async_fn=write)
             request.add_finalize_fn(lambda: self._publish(hidden, folder, step))
             self.queue.schedule_async_request(request)
         return folder
