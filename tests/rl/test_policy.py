@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge.train.rl.judge import Judged
@@ -239,3 +240,21 @@ def test_letters() -> None:
     """What the tests above take for granted of their tokenizer."""
     assert letters()("ab")["input_ids"] == PROMPT
     assert letters().decode([2, 3, 0], skip_special_tokens=True) == "ab"
+
+
+def test_an_adapter_learns_and_the_base_stays(run: Run, tmp_path: Path, policy_folder: Path) -> None:
+    """The reference is the base without its adapter, held in memory once; a resume goes on with the adapter."""
+    changes = {"lora_rank": 4, "lr": 3e-2, "beta": 0.01, "save_interval": 10}
+    whole = run(tmp_path / "whole", **changes, steps=20)
+    assert whole[0]["kl"] == 0
+    assert whole[-1]["kl"] > 0
+    assert whole[-1]["reward"] > whole[0]["reward"] + 0.3
+    run(tmp_path / "cut", **changes, steps=10)
+    resumed = run(tmp_path / "cut", resume=True, **changes, steps=20)
+    for key in ("reward", "kl", "loss"):
+        assert [row[key] for row in resumed] == [row[key] for row in whole]
+    folder = tmp_path / "whole" / "checkpoints" / "step-0000020"
+    base = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, folder)
+    found = model.generate(torch.tensor([PROMPT]), gen_length=4, temperature=0.0)
+    assert letters().decode(found[0, 2:], skip_special_tokens=True).count("c") >= 3
