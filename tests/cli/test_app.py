@@ -57,7 +57,7 @@ def test_no_words_is_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "command", ["import", "export", "reshard", "inspect", "verify", "pretrain", "sft", "convert-to-dlm"]
+    "command", ["import", "export", "reshard", "inspect", "verify", "pretrain", "sft", "generate", "convert-to-dlm"]
 )
 def test_every_command_has_an_example(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
