@@ -202,9 +202,8 @@ def sample(model: Any, tokenizer: Any, kind: str, text: str, preset: Preset) -> 
             Sampling(f"most confident first, blocks of 32, {per} a step", {**block, "steps": length // per})
             for per in (1, 2, 4)
         ]
-    prompt = [tokenizer.eos_token_id]
-    if text == "python":
-        prompt += tokenizer(PYTHON_PROMPT, add_special_tokens=False)["input_ids"]
+    begin = PYTHON_PROMPT if text == "python" else ""
+    prompt = [tokenizer.eos_token_id, *tokenizer(begin, add_special_tokens=False)["input_ids"]]
     found = []
     for way in ways:
         number = preset.written if text == "stories" else 1
@@ -212,7 +211,9 @@ def sample(model: Any, tokenizer: Any, kind: str, text: str, preset: Preset) -> 
         texts, ended = write_texts(model, tokenizer, prompt, number, preset.length, way)
         score = grammar_score(texts, ended) if text == "stories" else {}
         seconds = time.monotonic() - began
-        found.append({"name": way.name, "settings": way.settings, "seconds": seconds, **score, "text": texts[0]})
+        found.append(
+            {"name": way.name, "settings": way.settings, "seconds": seconds, **score, "text": begin + texts[0]}
+        )
     return found
 
 
