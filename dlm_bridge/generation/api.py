@@ -104,6 +104,12 @@ def generate(
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
     settings = resolve(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
     recipe = settings.algorithm.recipe(Tokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
+    closing = recipe.layout.closing
+    if closing is not None and closing >= settings.vocabulary:
+        raise DlmBridgeError(
+            f"the {settings.algorithm.name} sampler puts token {closing} at the text's end, outside the vocabulary of "
+            f"{settings.vocabulary}: pass another eos_token_id and pad_token_id"
+        )
     mask_token_id = -1 if settings.mask_token_id is None else settings.mask_token_id  # -1: no token
     if commit_rule is not None:
         if not settings.algorithm.needs_mask:

@@ -15,16 +15,16 @@ from dlm_bridge.generation import (
     Algorithm,
     CommitRule,
     DiffusionGenerationConfig,
+    Layout,
+    Predictor,
+    Recipe,
     Step,
+    Tokens,
     generate,
     register_algorithm,
 )
-from dlm_bridge.generation.algorithms.base import Tokens
-from dlm_bridge.generation.canvas import Layout
 from dlm_bridge.generation.config import OWN_FIELDS, PARAMETERS
-from dlm_bridge.generation.loop import Recipe
 from dlm_bridge.generation.noise import Noise
-from dlm_bridge.generation.predict import Predictor
 from dlm_bridge.generation.rules.base import best
 from dlm_bridge.generation.rules.threshold import Sequential
 from dlm_bridge.models.spec import Topology

@@ -208,6 +208,11 @@ def test_a_block_causal_prompt_keeps_its_blocks_from_the_first_token() -> None:
         ("dream-origin", {"alg_temp": 0.5}, "alg 'origin' ranks no positions: leave alg_temp out"),
         ("dream-entropy", {"threshold": 0.5}, "threshold belongs to alg 'confidence_threshold'"),
         ("dream-origin", {"alg": "confidence_threshold", "steps": 5}, "gen_length 12 is not a multiple of steps 5"),
+        (
+            "rnd1",
+            {"eos_token_id": 99},
+            "the rnd1 sampler puts token 99 at the text's end, outside the vocabulary of 48",
+        ),
         ("rnd1", {"gen_length": 1, "eos_token_id": 3}, "RND1 keeps the last new token for the end of the text"),
     ],
 )
