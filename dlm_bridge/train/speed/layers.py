@@ -20,14 +20,18 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_layers(model: nn.Module) -> int:
-    """Compile the forward of every decoder layer, and return how many there are.
+    """Compile the forward of every decoder layer and of the norms outside of them; return how many layers there are.
 
     Only the forward itself: what others put around a layer, activation checkpointing and FSDP's hooks, stays outside
     and finds the module as it was. Layers have their weights as inputs of one graph, so that all of them run the code
     that the first one compiled. Call it before `fully_shard`.
     """
     layers = decoder_layers(model)
-    for layer in layers:
-        compiled: Any = torch.compile(layer.forward)
-        layer.forward = compiled
+    inside = {module for layer in layers for module in layer.modules()}
+    norms = [
+        module for module in model.modules() if module not in inside and type(module).__name__.endswith("RMSNorm")
+    ]
+    for module in [*layers, *norms]:
+        compiled: Any = torch.compile(module.forward)
+        module.forward = compiled
     return len(layers)
