@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dlm_bridge.train.data import IndexedWriter, token_dtype
+from tests.checkpoints import write_tokenizer
 from tests.interop.cases import Model, models
 
 LENGTH, SAMPLES, MASK, TOKENS = 16, 4, 99, 97  # tokens a row, rows a step, the mask token, the data's vocabulary
@@ -142,6 +143,11 @@ class Files:
         self.root = root
 
     @property
+    def tokenizer(self) -> Path:
+        """One for the texts that runs write."""
+        return self.root / "tokenizer"
+
+    @property
     def corpus(self) -> Path:
         """The prefix of a pair of token ids, documents of 3 to 20 tokens."""
         return self.root / "corpus"
@@ -166,6 +172,8 @@ class Files:
     def write(self) -> None:
         for name, subject in SUBJECTS.items():
             subject.build().write(self.hub(name))
+        self.tokenizer.mkdir()
+        write_tokenizer(self.tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast"})
         _write_pair(self.corpus, 60)
         _write_pair(self.more, 90)
         _write_pair(self.tiny, 1)

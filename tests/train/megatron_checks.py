@@ -29,6 +29,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.megatron import engine
 from dlm_bridge.train.megatron.checkpoints import Saver
+from dlm_bridge.train.metrics import read_rows
 from tests.train.conftest import read_metrics
 from tests.train.megatron_cases import Cell, Files, refusal
 
@@ -111,6 +112,17 @@ def _master(optimizer: Any, chunk: Any, parameter: torch.Tensor) -> torch.Tensor
 def trains(files: Files, name: str, resume: bool = False, **changes: Any) -> None:
     """A run, not compared here."""
     _train(files.run_options(name, **changes), resume)
+
+
+def samples_as_one_process(files: Files, layout: str) -> None:
+    """The texts that a run writes, whose weights one process puts together; "one" makes those to compare with."""
+    sampling = {"sample_interval": 1, "sample_prompt": ["cat"], "sample_length": 8, "tokenizer": str(files.tokenizer)}
+    _train(files.run_options(f"sampled-{layout}", layout=layout, steps=2, **sampling))
+    if dist.get_rank() == 0:
+        written, wanted = (read_rows(files.run(f"sampled-{run}") / "samples.jsonl") for run in (layout, "one"))
+        assert [row["step"] for row in wanted] == [0, 1, 2]
+        assert len({row["text"] for row in wanted}) == 3
+        assert written == wanted
 
 
 def evaluates_with_the_same_noise(files: Files) -> None:

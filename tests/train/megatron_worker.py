@@ -61,6 +61,7 @@ def _alone() -> Plan:
             ("experts-plain",),
             {**EXPERTS, "steps": 3, "distributed_optimizer": False},
         ),
+        "samples at one": ("samples_as_one_process", ("one",), {}),
         "blocks": ("trains", ("blocks",), {"subject": "block", **blocks}),
         "validation noise": ("evaluates_with_the_same_noise", (), {}),
         "finished": ("resumes_a_finished_run", ("whole",), {}),
@@ -87,6 +88,7 @@ def _two(files: Files) -> Plan:
                 (Cell("block-moe", False, "ep2"), True),
             )
         },
+        **{f"samples at {layout}": ("samples_as_one_process", (layout,), {}) for layout in ("tp2-sp", "pp2-vp2")},
         "killed at tp2-sp, then pp2": (resumed, ("killed",), {"layout": "pp2"}),
         "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
         "crashed, then tp2-sp": (resumed, ("crashed",), {"layout": "tp2-sp"}),
