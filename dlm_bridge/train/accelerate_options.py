@@ -74,6 +74,8 @@ def check_accelerate_options(options: AccelerateOptions, engine: str, precision:
             raise DlmBridgeError(f"{flag(name)} {set_to}: it is of a new adapter, which --lora-rank makes")
     if options.lora_quantize and not options.adapts:
         raise DlmBridgeError("--lora-quantize needs an adapter: add --lora-rank N, or --adapter")
+    if options.lora_quantize and precision == "fp8":
+        raise DlmBridgeError("--lora-quantize with --precision fp8: a base in few bits has no FP8 products: use bf16")
     if options.lora_quantize and options.shards:
         raise DlmBridgeError(
             "--lora-quantize with --sharding fsdp: quantized weights cannot be cut: choose one of them"

@@ -96,6 +96,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"beta2": 1.0}, "--beta2 must be in [0, 1)"),
         ({"length_variation": 2.0}, "--length-variation must be in [0, 1]"),
         ({"lr_schedule": "wsd"}, "--lr-schedule 'wsd' is unknown: known are cosine, linear, constant"),
+        ({"precision": "fp8", "lora_rank": 4, "lora_quantize": "4bit"}, "--lora-quantize with --precision fp8"),
         ({"compile": True, "engine": "megatron"}, "--compile and --no-compile need --engine accelerate"),
         ({"engine": "deepspeed"}, "--engine 'deepspeed' is unknown"),
         ({"split": "90,10"}, "--split '90,10' must be three shares"),
