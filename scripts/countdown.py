@@ -25,11 +25,11 @@ RECIPES = ROOT / "configs" / "countdown"
 EOS, MASK = "<eos>", "<mask>"
 SIGNS = "+-*/()=,:"
 HELD_OUT = 512  # problems
-FORWARDS = (4, 8)  # of the sampler for an answer of 8 tokens; the first is what rl samples with
+FORWARDS = (2, 8)  # of the sampler for an answer of 8 tokens; the first is what rl samples with
 # What a CPU can do in minutes: a smaller model and smaller numbers.
 TINY_MODEL = {"d_model": 128, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3, "mlp_hidden_size": 256}
 TINY_SFT = "--steps 1500 --global-batch-size 128 --precision fp32 --warmup-steps 20 --exit-duration 60"
-TINY_RL = "--steps 100 --global-batch-size 512 --lr 3e-4 --precision fp32 --eval-interval 20 --exit-duration 60"
+TINY_RL = "--steps 100 --global-batch-size 512 --precision fp32 --eval-interval 25 --exit-duration 60"
 
 
 def main() -> int:
