@@ -167,12 +167,13 @@ def run_tasks(opened: Opened, names: Sequence[str], settings: HarnessSettings) -
     known = {*LOCAL, *manager.all_tasks}
     for name in names:
         if _of_the_harness(name) and name not in known:
-            near = ", ".join(manager.match_tasks([f"*{name}*"])[:5]) or "see lm-eval ls tasks"
+            near = ", ".join(manager.match_tasks([f"*{name}*"])[:5]) or "more, which lm-eval ls tasks lists"
             raise DlmBridgeError(f"--tasks {name}: unknown; here are {', '.join(LOCAL)}; the harness has {near}")
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise DlmBridgeError(f"--tasks {name}: no such file")
     try:
-        loaded = manager.load([local_task(name) if name in LOCAL else name for name in names])
+        asked_for = [local_task(name) if name in LOCAL else name for name in names]
+        loaded = manager.load(asked_for)
         kinds = {name: task.get_config("output_type") for name, task in loaded["tasks"].items()}
         if settings.chat and opened.tokenizer.chat_template is None:
             raise DlmBridgeError(
@@ -182,7 +183,7 @@ def run_tasks(opened: Opened, names: Sequence[str], settings: HarnessSettings) -
         with patch.object(evaluator, "get_git_commit_hash", lambda: None):  # which complains outside of a repository
             results = evaluator.simple_evaluate(
                 model=asked,
-                tasks=list(loaded["tasks"].values()) if not loaded["groups"] else names,
+                tasks=asked_for if loaded["groups"] else list(loaded["tasks"].values()),
                 task_manager=manager,
                 num_fewshot=settings.shots,
                 limit=settings.limit,

@@ -42,7 +42,7 @@ def report(
     if found is not None:
         facts["tasks"] = {
             task: {
-                "metrics": {metric: value for metric, value in metrics.items() if metric != "alias"},
+                "metrics": {metric: value for metric, value in metrics.items() if metric not in ("alias", "name")},
                 "version": found["versions"].get(task),
                 "shots": found["n-shot"].get(task),
                 "documents": found["n-samples"].get(task),
