@@ -289,7 +289,7 @@ class Trainer(Engine):
         """Write the checkpoint of `step` on the main process, while the others wait, or give it their parts."""
         if self.sharding is not None:
             reshard(self.plain_model)
-        check_finite(step, (weight for weight in self.plain_model.parameters() if weight.requires_grad))
+        self._check_finite(step)
         scaler = self.accelerator.scaler
         state: dict[str, Any] = {
             "scaler": None if scaler is None else scaler.state_dict(),
@@ -316,6 +316,16 @@ class Trainer(Engine):
             plot_loss(metrics.rows, self.output / "loss.png")
         self.accelerator.wait_for_everyone()
         return find_checkpoints(self.output)[-1][1]
+
+    def _check_finite(self, step: int) -> None:
+        """Every process stops where one of them would write what is no number."""
+        error: DlmBridgeError | None = None
+        try:
+            check_finite(step, (weight for weight in self.plain_model.parameters() if weight.requires_grad))
+        except DlmBridgeError as found:
+            error = found
+        if self._sum_on_cpu(torch.tensor(float(error is not None))):
+            raise error or DlmBridgeError(f"step {step}: another process has weights that are not finite")
 
     def _produce(self, step: int) -> list[tuple[NoisyBatch, Chosen]]:
         """This process's micro-batches of a step and the positions with a loss, in the background and ahead of it. The
