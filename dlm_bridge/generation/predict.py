@@ -121,17 +121,18 @@ class Predictor:
         first = columns.start
         # With a shift, logits[i - 1] are about token i. A row's first token has nothing before it: it is predicted
         # by its own logits, as Dream's sampler does.
-        alone = [row for row, origin in enumerate(origins) if origin == first] if shift else []
-        keep = slice(first, columns.stop)
-        if shift:
-            keep = slice(max(first - 1, 0), columns.stop if alone else columns.stop - 1)
-        logits = self.run(view, keep)
-        if not shift or not alone:
+        alone = [(row, at - first) for row, at in enumerate(origins) if first <= at < columns.stop] if shift else []
+        own = bool(alone) or (shift and first == 0)
+        logits = self.run(view, slice(max(first - shift, 0), columns.stop - (shift and not own)))
+        if not own:
             return logits
         if first == 0:
-            return torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
-        shifted = logits[:, :-1].clone()
-        shifted[alone, 0] = logits[alone, 1]
+            shifted, unshifted = torch.cat([logits[:, :1], logits[:, :-1]], dim=1), logits
+        else:
+            shifted, unshifted = logits[:, :-1].clone(), logits[:, 1:]
+        for row, place in alone:
+            if first + place > 0:
+                shifted[row, place] = unshifted[row, place]
         return shifted
 
     def run(self, view: View, keep: slice) -> torch.Tensor:
