@@ -6,8 +6,10 @@
 It writes a LLaDA-8B-shaped bfloat16 checkpoint of random weights (with fewer layers and a smaller vocabulary below
 16 GB), four shards, tensors in random order over them. Then it times, in turn and several times over, `cp -r` and sync
 of it, its import to TP=4 x PP=2, the export of that, and its reshard to TP=2, each in a process of its own; the time
-counts from the first look at the source to the last byte on the disk, start-up is told apart. Before each run a file
-of the same size is written and removed, so that all find the memory of the machine in the same state.
+counts from the first look at the source to the last byte on the disk, start-up is told apart. Right before the clock
+starts a file of the same size is written and removed, in pieces as cp writes them, so that all find the memory of the
+machine in the same state: a virtual one hands pages that are free for two seconds back to its host, and getting them
+again takes longer than filling them.
 """
 
 from __future__ import annotations
@@ -53,24 +55,32 @@ FULL_SIZE = 16e9  # bytes of LLaDA-8B in bfloat16
 
 # Runs in a process of its own: [import torch, import dlm_bridge, conversion] in seconds, peak memory in bytes.
 CHILD = """
-import json, resource, sys, time
+import json, os, resource, sys, time
 start = time.perf_counter()
 import torch
 torch_done = time.perf_counter()
 from dlm_bridge import Bridge, Layout
 import dlm_bridge.bridge
 ready = time.perf_counter()
-action, source, output, workers = sys.argv[1:]
-workers = int(workers) or None
+action, source, output, workers, processes, nbytes = sys.argv[1:]
+options = {"workers": int(workers) or None, "processes": int(processes)}
+block = bytes(1 << 16)
+with open(output + ".warm", "wb") as stream:
+    for _ in range(int(nbytes) // len(block) + 8192):
+        stream.write(block)
+os.sync()
+os.unlink(output + ".warm")
+ready_to_run = time.perf_counter()
 if action == "import":
-    Bridge.from_hf(source).to_megatron(output, Layout(tp=4, pp=2), workers=workers)
+    Bridge.from_hf(source).to_megatron(output, Layout(tp=4, pp=2), **options)
 elif action == "export":
-    Bridge.from_megatron(source).to_hf(output, workers=workers)
+    Bridge.from_megatron(source).to_hf(output, **options)
 else:
-    Bridge.from_megatron(source).to_megatron(output, Layout(tp=2), workers=workers)
+    Bridge.from_megatron(source).to_megatron(output, Layout(tp=2), **options)
 done = time.perf_counter()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"torch": torch_done - start, "package": ready - torch_done, "seconds": done - ready, "peak": peak}))
+figures = {"torch": torch_done - start, "package": ready - torch_done, "warm": ready_to_run - ready}
+print(json.dumps({**figures, "seconds": done - ready_to_run, "peak": peak}))
 """
 PEERS = {
     "Megatron Bridge": "from megatron.bridge import AutoBridge; AutoBridge.import_ckpt({hub!r}, {output!r})",
@@ -84,6 +94,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, help="size of the checkpoint; 16, or a third of the memory, by default")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--workers", type=int, default=0, help="0: dlm-bridge's own default")
+    parser.add_argument("--processes", type=int, default=1, help="each with --workers threads")
     parser.add_argument("--folder", type=Path, help="where to write (three times the size); a temporary folder else")
     parser.add_argument("--peers", type=Path, help="folder with megatron-bridge and mbridge, to be tried as well")
     options = parser.parse_args()
@@ -94,7 +105,8 @@ def main() -> None:
         hub = write_llada(folder / "hub", size / FULL_SIZE)
         nbytes = sum(file.stat().st_size for file in hub.iterdir())
         print(f"{nbytes / 1e9:.2f} GB, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-        show(measure(folder, hub, nbytes, options.repeat, options.workers), nbytes)
+        chosen = (options.workers, options.processes, nbytes)
+        show(measure(folder, hub, nbytes, options.repeat, chosen), nbytes)
         plan_experts(folder / "experts")
         if options.peers is None:
             print("peers: none asked for (--peers DIR)")
@@ -134,18 +146,21 @@ def plan_shards(folder: Path, config: dict[str, Any]) -> tuple[list[ShardPlan], 
     return plans, shapes
 
 
-def measure(folder: Path, hub: Path, nbytes: int, repeat: int, workers: int) -> dict[str, list[dict[str, float]]]:
-    """Every run's figures, by what was run."""
+def measure(
+    folder: Path, hub: Path, nbytes: int, repeat: int, chosen: tuple[int, int, int]
+) -> dict[str, list[dict[str, float]]]:
+    """Every run's figures, by what was run; `chosen` are workers, processes and bytes."""
     runs: dict[str, Callable[[], dict[str, float]]] = {
         "cp -r + sync": lambda: copy(hub, folder / "copy"),
-        "import": lambda: convert("import", hub, folder / "megatron", workers),
-        "export": lambda: convert("export", folder / "megatron", folder / "export", workers),
-        "reshard": lambda: convert("reshard", folder / "megatron", folder / "reshard", workers),
+        "import": lambda: convert("import", hub, folder / "megatron", chosen),
+        "export": lambda: convert("export", folder / "megatron", folder / "export", chosen),
+        "reshard": lambda: convert("reshard", folder / "megatron", folder / "reshard", chosen),
     }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for _ in range(repeat):
         for name, run in runs.items():
-            warm(folder, nbytes)
+            if name not in ("import", "export", "reshard"):  # which do it themselves, once they have started up
+                warm(folder, nbytes)
             found[name].append(run())
             for left in ("copy", "export", "reshard"):
                 shutil.rmtree(folder / left, ignore_errors=True)
@@ -155,9 +170,9 @@ def measure(folder: Path, hub: Path, nbytes: int, repeat: int, workers: int) -> 
 
 def warm(folder: Path, nbytes: int) -> None:
     """Bring pages into the machine: one that was idle hands them back to its host, and getting them again is slow."""
-    block = bytes(1 << 20)
+    block = bytes(1 << 16)
     with (folder / "warm").open("wb") as stream:
-        for _ in range(nbytes // len(block) + 512):
+        for _ in range(nbytes // len(block) + 8192):
             stream.write(block)
     os.sync()
     (folder / "warm").unlink()
@@ -171,13 +186,13 @@ def copy(source: Path, target: Path) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start}
 
 
-def convert(action: str, source: Path, output: Path, workers: int) -> dict[str, float]:
+def convert(action: str, source: Path, output: Path, chosen: tuple[int, int, int]) -> dict[str, float]:
     """One conversion in a process of its own."""
-    command = [sys.executable, "-c", CHILD, action, str(source), str(output), str(workers)]
+    command = [sys.executable, "-c", CHILD, action, str(source), str(output), *map(str, chosen)]
     start = time.perf_counter()
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     figures: dict[str, float] = json.loads(result.stdout)
-    inside = figures["torch"] + figures["package"] + figures["seconds"]
+    inside = sum(figures[part] for part in ("torch", "package", "warm", "seconds"))
     return figures | {"interpreter": time.perf_counter() - start - inside}
 
 

@@ -31,6 +31,11 @@ Split = Annotated[str | None, typer.Option("--pipeline-split", help=SPLIT_HELP)]
 Dtype = Annotated[str, typer.Option(help="Cast the weights: keep, bf16, fp16 or fp32.")]
 Vocab = Annotated[int | None, typer.Option(help="Pad the vocabulary with zero rows to a multiple of N.")]
 Workers = Annotated[int | None, typer.Option(help="Threads; one per core, at most 8, by default.")]
+PROCESSES_HELP = (
+    "Share the tensors out over N processes of --workers threads each: for many cores and a fast disk, which one "
+    "process cannot keep busy."
+)
+Processes = Annotated[int, typer.Option(metavar="N", help=PROCESSES_HELP)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is whole.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from what a killed or interrupted run of the same command has done.")
@@ -96,6 +101,7 @@ def import_(
         bool, typer.Option("--dequantize-fp8", help="Read block-scaled FP8 weights (DeepSeek-V3) as bfloat16.")
     ] = False,
     workers: Workers = None,
+    processes: Processes = 1,
     overwrite: Overwrite = False,
     resume: Resume = False,
     dry_run: DryRun = False,
@@ -119,6 +125,7 @@ def import_(
             key_style=key_style,
             run_config=run_config,
             workers=workers,
+            processes=processes,
             overwrite=overwrite,
             resume=resume,
             dry_run=dry_run,
@@ -139,6 +146,7 @@ def export(
     hf_config: HfConfig = None,
     family: Family = None,
     workers: Workers = None,
+    processes: Processes = 1,
     overwrite: Overwrite = False,
     resume: Resume = False,
     dry_run: DryRun = False,
@@ -157,6 +165,7 @@ def export(
             dtype,
             shard_size=shard_size,
             workers=workers,
+            processes=processes,
             overwrite=overwrite,
             resume=resume,
             dry_run=dry_run,
@@ -184,6 +193,7 @@ def reshard(
     hf_config: HfConfig = None,
     family: Family = None,
     workers: Workers = None,
+    processes: Processes = 1,
     overwrite: Overwrite = False,
     resume: Resume = False,
     dry_run: DryRun = False,
@@ -207,6 +217,7 @@ def reshard(
             run_config=run_config,
             weights_only=weights_only,
             workers=workers,
+            processes=processes,
             overwrite=overwrite,
             resume=resume,
             dry_run=dry_run,

@@ -112,6 +112,7 @@ class Bridge:
         run_config: bool = False,
         weights_only: bool = False,
         workers: int | None = None,
+        processes: int = 1,
         overwrite: bool = False,
         dry_run: bool = False,
         resume: bool = False,
@@ -120,9 +121,10 @@ class Bridge:
         """Write a Megatron checkpoint for the layout. `dtype` is keep, bf16, fp16, fp32 or a torch dtype;
         `vocab_multiple` pads the vocabulary's rows with zeros. `format` "torch" is the legacy one, whose parameters
         are named by `key_style` te, te-sequential or local; `run_config` adds Megatron Bridge's run_config.yaml.
-        An optimizer's state in the source goes with the weights, or is refused, unless `weights_only`."""
+        An optimizer's state in the source goes with the weights, or is refused, unless `weights_only`. `workers` are
+        threads, of each of `processes` forked processes."""
         megatron = MegatronFormat(format, parse_key_style(key_style), run_config, weights_only)
-        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress, resume, megatron)
+        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress, resume, megatron, processes)
         return write_megatron(self.checkpoint, Path(output), layout or Layout(), options, vocab_multiple)
 
     def to_hf(
@@ -132,6 +134,7 @@ class Bridge:
         *,
         shard_size: int | str | None = None,
         workers: int | None = None,
+        processes: int = 1,
         overwrite: bool = False,
         dry_run: bool = False,
         resume: bool = False,
@@ -139,7 +142,8 @@ class Bridge:
     ) -> Report:
         """Write a Hub folder, with the source's own files and shards unless `shard_size` (bytes or "5GB") asks for
         new ones."""
-        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress, resume)
+        dtype = parse_dtype(dtype)
+        options = Options(dtype, workers, overwrite, dry_run, progress, resume, processes=processes)
         return write_hub(self.checkpoint, Path(output), options, parse_size(shard_size))
 
     def build_hf_model(

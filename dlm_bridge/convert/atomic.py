@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from dlm_bridge.convert.forked import WorkerKilledError
 from dlm_bridge.errors import DlmBridgeError
 
 _NEW, _OLD = "new", "old"
@@ -36,9 +37,9 @@ def atomic_output(
 
     `sources` are never written to: an output that is, holds or lies in one of them is refused. Raises DlmBridgeError
     for a refused output and for a disk that is full or has no room for `expected` bytes. After any exception nothing
-    is left under the output's name that was not there before, and nothing beside it; but a KeyboardInterrupt, which
-    passes with a message that says so, leaves an unfinished folder of which `keep` is true. The folder of an earlier
-    run of which `resume` is true is yielded again, with what it holds.
+    is left under the output's name that was not there before, and nothing beside it; but a KeyboardInterrupt and a
+    WorkerKilledError, which pass with a message that says so, leave an unfinished folder of which `keep` is true. The
+    folder of an earlier run of which `resume` is true is yielded again, with what it holds.
     """
     check_output(output, sources, overwrite)
     output = output.absolute()
@@ -64,12 +65,13 @@ def atomic_output(
         raise DlmBridgeError(
             f"{error.filename or output}: {error.strerror or error}: {output} was not written"
         ) from error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, WorkerKilledError) as stopped:
+        kind, why = type(stopped), str(stopped) or "interrupted"
         if temporary is None or keep is None or not keep(temporary):
-            raise KeyboardInterrupt(f"interrupted: {output} was not written, nothing is left behind") from None
+            raise kind(f"{why}: {output} was not written, nothing is left behind") from None
         kept, temporary = temporary, None
-        raise KeyboardInterrupt(
-            f"interrupted: {output} was not written; the same command with --resume goes on from what is done "
+        raise kind(
+            f"{why}: {output} was not written; the same command with --resume goes on from what is done "
             f"({kept.name}), without it starts clean"
         ) from None
     finally:

@@ -14,6 +14,7 @@ import torch
 from dlm_bridge.convert.derive import Derived
 from dlm_bridge.convert.manifest import ShardRecord
 from dlm_bridge.convert.mapping import Carried, Dims, Link, Mapping
+from dlm_bridge.convert.streaming import Region
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models import find_family
 from dlm_bridge.models.spec import FamilySpec
@@ -113,13 +114,13 @@ class Checkpoint(ABC):
         """The same one by one, so that not all need to be held where they lie apart."""
         yield from self.read_link(link)
 
-    def read_slice(self, link: Link, out: torch.Tensor) -> bool:
-        """Fill the contiguous `out` with a link's Megatron slice, straight from where its bytes lie.
-
-        False, and nothing is read, where that cannot be done: in another dtype than `out`'s, or where the mapping has
-        no windows on the slice. Raises DlmBridgeError.
-        """
+    def streams(self, link: Link) -> bool:
+        """Whether `regions` can tell where the bytes of a link's Megatron slice lie. Nothing is read."""
         return False
+
+    def regions(self, link: Link) -> list[Region]:
+        """Where they lie, in the one dtype that all of the link's tensors then have. Raises DlmBridgeError."""
+        raise NotImplementedError(f"{self.format} has no files to read rows from")
 
     @abstractmethod
     def read_carried(self, name: str) -> torch.Tensor:

@@ -115,7 +115,10 @@ def _unfinished(
         journal = Journal(folder, mark, report.files)
         try:
             records = Records(source, plan.specs)
-            yield folder, Job(source, plan.specs, records, journal, options.workers, options.progress)
+            yield (
+                folder,
+                Job(source, plan.specs, records, journal, options.workers, options.processes, options.progress),
+            )
         except BaseException:
             journal.close(remove=False)
             raise

@@ -19,6 +19,7 @@ from dlm_bridge.convert.formats.huggingface import HubReader
 from dlm_bridge.convert.hub import read_config, resolve
 from dlm_bridge.convert.mapping import Link
 from dlm_bridge.convert.side_files import inside, list_side_files
+from dlm_bridge.convert.streaming import Part, Region
 from dlm_bridge.convert.tensors import SAFETENSORS_NAMES, dtype_name
 from dlm_bridge.errors import DlmBridgeError
 
@@ -128,13 +129,13 @@ class HubCheckpoint(ByNameCheckpoint):
     def _tensor(self, name: str) -> torch.Tensor:
         return self.reader.read(name)
 
-    def read_slice(self, link: Link, out: torch.Tensor) -> bool:
-        windows = link.hub_windows(out)
-        if windows is None or any(self.reader.stored_dtype(name) != out.dtype for name in link.hub_names):
-            return False
-        for name, window in zip(link.hub_names, windows, strict=True):
-            self.reader.read_into(name, window)
-        return True
+    def streams(self, link: Link) -> bool:
+        dtypes = {self.reader.stored_dtype(name) for name in link.hub_names}
+        return link.hub_rows is not None and dtypes == {self.spec(link.hub_names[0])[0]}
+
+    def regions(self, link: Link) -> list[Region]:
+        assert link.hub_rows is not None
+        return [self.reader.region(name, Part(rows)) for name, rows in zip(link.hub_names, link.hub_rows, strict=True)]
 
     def folders(self) -> list[Path]:
         return [self.folder]

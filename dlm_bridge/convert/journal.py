@@ -21,7 +21,7 @@ import xxhash
 from dlm_bridge.convert.manifest import TensorRecord, tool_version
 
 FILE_NAME = ".dlm_bridge.journal"
-_EVERY = 1 << 30  # bytes between two flushes; each makes the file system write its own journal, so not many
+_EVERY = 256 << 20  # bytes between two flushes; each makes the file system write its own journal, so not many
 _ITERATION = re.compile(r"iter_\d+|release")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -362,6 +362,12 @@ class Link:
     def hub_windows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         return self.rule.hub_windows(tensor, self.dims)
 
+    @cached_property
+    def hub_rows(self) -> tuple[tuple[tuple[int, int], ...], ...] | None:
+        """For each Hub tensor the (start, length) runs of this slice's rows that are its own rows, in order; None
+        where it is not made of whole rows of the slice."""
+        return _hub_rows(self.rule, self.dims)
+
     def tp_slices(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
         """The (start, length) ranges along `rule.tp_axis` that a tensor parallel rank holds; in memory it holds
         them concatenated. Empty tuple where the tensor is replicated over tensor parallel ranks."""
@@ -431,3 +437,25 @@ class Mapping:
     def carried_names(self, dims: Dims) -> dict[str, Carried]:
         """Hub names that may be present and are carried beside the Megatron checkpoint."""
         return {name: carried for carried in self.carried if holds(carried.when, dims) for name in carried.names(dims)}
+
+
+@lru_cache(maxsize=1024)
+def _hub_rows(rule: Rule, dims: Dims) -> tuple[tuple[tuple[int, int], ...], ...] | None:
+    """`Link.hub_rows`: the same for all layers and experts."""
+    shape = rule.megatron_shape(dims)
+    numbers = torch.arange(shape[0]).view(-1, *(1 for _ in shape[1:])).expand(shape)
+    windows = rule.hub_windows(numbers, dims)
+    if windows is None:
+        return None
+    found = []
+    for window in windows:
+        for _ in shape[1:]:
+            window = window[..., 0]
+        rows = window.reshape(-1)
+        starts = [0, *((rows[1:] != rows[:-1] + 1).nonzero().view(-1) + 1).tolist()]
+        ends = [*starts[1:], len(rows)]
+        runs = tuple((int(rows[start]), end - start) for start, end in zip(starts, ends, strict=True))
+        if list(runs) != sorted(runs):
+            return None
+        found.append(runs)
+    return tuple(found)

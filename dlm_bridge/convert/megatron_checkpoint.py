@@ -20,6 +20,7 @@ from dlm_bridge.convert.hub_checkpoint import CONFIG, HubCheckpoint
 from dlm_bridge.convert.manifest import FILE_NAME, Manifest, read_manifest
 from dlm_bridge.convert.mapping import Link, Vocabulary
 from dlm_bridge.convert.side_files import list_side_files
+from dlm_bridge.convert.streaming import Region
 from dlm_bridge.convert.tensors import WEIGHT_DTYPES, narrow_exactly, promote, read_tensor
 from dlm_bridge.errors import DlmBridgeError
 
@@ -80,12 +81,15 @@ class MegatronCheckpoint(Checkpoint):
             for tensor, dtype, name in zip(tensors, dtypes, link.hub_names, strict=True)
         )
 
-    def read_slice(self, link: Link, out: torch.Tensor) -> bool:
+    def streams(self, link: Link) -> bool:
         key, stack = self._place(link)
-        if {self.reader.tensor(key).dtype, *self._hub_dtypes(link)} != {out.dtype} or link.hub_windows(out) is None:
+        if link.hub_rows is None or len({self.reader.tensor(key).dtype, *self._hub_dtypes(link)}) != 1:
             return False
-        self.reader.read_into(key, tuple(index for index, _ in stack), out)
-        return True
+        return self.reader.in_regions(key, tuple(index for index, _ in stack), link.megatron_shape)
+
+    def regions(self, link: Link) -> list[Region]:
+        key, stack = self._place(link)
+        return self.reader.regions(key, tuple(index for index, _ in stack), link.megatron_shape)
 
     def read_carried(self, name: str) -> torch.Tensor:
         if copy_of := self.carried[name].copy_of:

@@ -1,24 +1,34 @@
-"""The tasks of a conversion: each reads one link's Hub tensors once, notes their digests, and writes them once."""
+"""The tasks of a conversion: each reads one link's Hub tensors once, digests them on the way, and writes them once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
+from dlm_bridge.convert.forked import run_forked
 from dlm_bridge.convert.formats.huggingface import HubWriter
 from dlm_bridge.convert.journal import Entry, Journal
 from dlm_bridge.convert.mapping import Link
 from dlm_bridge.convert.memory import Memory, new_tensor
 from dlm_bridge.convert.pool import Progress, in_flight, run_tasks, worker_count
 from dlm_bridge.convert.records import Records
+from dlm_bridge.convert.streaming import (
+    BAND,
+    Part,
+    Sink,
+    digested,
+    distribute,
+    read_bands,
+    tensor_bands,
+    with_zero_rows,
+)
 from dlm_bridge.convert.target import Writer
-
-Tasks = list[tuple[int, Callable[[], None]]]
 
 
 @dataclass(frozen=True)
@@ -30,12 +40,32 @@ class Job:
     records: Records
     journal: Journal
     workers: int | None
+    processes: int
     progress: Progress | None
 
     def done(self, nbytes: int) -> None:
         """Tell the progress that so many more bytes are written."""
         if self.progress is not None:
-            self.progress(nbytes, sum(map(bytes_of, self.specs.values())))
+            self.progress(nbytes, self._total)
+
+    @cached_property
+    def _total(self) -> int:
+        return sum(map(bytes_of, self.specs.values()))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """`work` reads and writes one link's bytes, in any thread or process; `note` is told of it, in this process.
+
+    Both know whether an earlier run had done it: then nothing was written.
+    """
+
+    size: int
+    work: Callable[[], tuple[Entry, bool]]
+    note: Callable[[Entry, bool], None]
+
+    def run(self) -> None:
+        self.note(*self.work())
 
 
 def move_to_megatron(
@@ -47,24 +77,32 @@ def move_to_megatron(
     """
     source, records = job.source, job.records
     carried: dict[str, torch.Tensor] = {}
-    sizes = [held(padded, source, dtypes[link.megatron_key]) for link, padded in zip(source.links, links, strict=True)]
+    targets = [dtypes[link.megatron_key] for link in links]
+    sizes = [held(link, source, job.specs, dtype) for link, dtype in zip(source.links, targets, strict=True)]
     memory = Memory(in_flight(sizes))
 
-    def move(link: Link, padded: Link) -> None:
-        nbytes = sum(bytes_of(job.specs[name]) for name in link.hub_names)
+    def work(link: Link, padded: Link, dtype: torch.dtype) -> tuple[Entry, bool]:
         entry = job.journal.done.get(link.megatron_name)
         if entry is not None and writer.has(padded, entry.items):
-            records.restore(link.hub_names, entry.tensors)
-        else:
-            with memory.task():
-                slice_ = new_tensor(padded.megatron_shape, dtypes[link.megatron_key])
-                own = slice_
-                if padded.megatron_shape != link.megatron_shape:  # a padded vocabulary: zero rows below
-                    own = slice_[: link.megatron_shape[0]]
-                    slice_[link.megatron_shape[0] :] = 0
-                _fill(job, link, own)
-                items = writer.write(padded, slice_)
-            entry = Entry(tuple(records.entry(link.hub_names)), tuple(items))
+            return entry, True
+        rows, wanted = link.megatron_shape[0], padded.megatron_shape[0]
+        row_bytes = prod(link.megatron_shape[1:]) * dtype.itemsize
+        with memory.task(), ExitStack() as stack:
+            sinks: list[Sink] = []
+            if streamed(link, source, job.specs, dtype):
+                sinks = [stack.enter_context(Sink()) for _ in link.hub_names]
+                bands = digested(read_bands(source.regions(link), rows, row_bytes), _parts(link), sinks)
+            else:
+                bands = tensor_bands(_slice(job, link, dtype))
+            items = writer.write(padded, with_zero_rows(bands, rows, wanted, row_bytes))
+            _record(job, link.hub_names, sinks)
+        return Entry(tuple(records.entry(link.hub_names)), tuple(items)), False
+
+    def note(link: Link, padded: Link, entry: Entry, before: bool) -> None:
+        nbytes = sum(bytes_of(job.specs[name]) for name in link.hub_names)
+        records.restore(link.hub_names, entry.tensors)
+        writer.note(padded, entry.items)
+        if not before:
             job.journal.add(link.megatron_name, entry, nbytes)
         job.done(nbytes)
 
@@ -74,10 +112,14 @@ def move_to_megatron(
             carried[name] = tensor
         job.done(tensor.nbytes)
 
-    tasks: Tasks = [
-        (size, partial(move, link, padded)) for size, link, padded in zip(sizes, source.links, links, strict=True)
-    ]
-    _run(job, tasks + _carrying(job, carry))
+    _run(
+        job,
+        [
+            _Task(size, partial(work, link, padded, dtype), partial(note, link, padded))
+            for size, link, padded, dtype in zip(sizes, source.links, links, targets, strict=True)
+        ],
+        carry,
+    )
     for name, copy_of in source.derived.items():
         records.alias(name, copy_of)
     records.check_copies()
@@ -88,44 +130,85 @@ def move_to_hub(job: Job, writer: HubWriter) -> None:
     """Write every Hub tensor."""
     source, records = job.source, job.records
     copies = {copy_of: name for name, copy_of in source.derived.items()}
-    sizes = [held(link, source, job.specs[link.hub_names[0]][0]) for link in source.links]
+    targets = [job.specs[link.hub_names[0]][0] for link in source.links]
+    sizes = [held(link, source, job.specs, dtype) for link, dtype in zip(source.links, targets, strict=True)]
     memory = Memory(in_flight(sizes))
 
-    def put(name: str, tensor: torch.Tensor) -> None:
-        writer.write(name, tensor)
-        job.done(tensor.nbytes)
-        if name in copies:
-            records.alias(copies[name], name)
-            writer.write(copies[name], tensor)
-            job.done(tensor.nbytes)
+    def named(names: Iterable[str]) -> tuple[str, ...]:
+        """With those that are derived from one of them and written again."""
+        names = tuple(names)
+        return (*names, *(copies[name] for name in names if name in copies))
 
-    def move(link: Link) -> None:
-        names = (*link.hub_names, *(copies[name] for name in link.hub_names if name in copies))
+    def work(link: Link, dtype: torch.dtype) -> tuple[Entry, bool]:
+        names = named(link.hub_names)
         entry = job.journal.done.get(link.megatron_name)
-        if entry is not None and len(entry.tensors) == len(names):
-            digests = {name: written.digest for name, (_, written) in zip(names, entry.tensors, strict=True)}
+        records_there = [] if entry is None else [record for _, record in entry.tensors]
+        if entry is not None and len(records_there) == len(names):
+            digests = {name: record.digest for name, record in zip(names, records_there, strict=True)}
             if writer.has(digests):
-                records.restore(names, entry.tensors)
-                job.done(sum(bytes_of(job.specs[name]) for name in names))
-                return
-        with memory.task():
-            _put_link(job, link, put)
+                return entry, True
+        with memory.task(), ExitStack() as stack:
+            if streamed(link, source, job.specs, dtype):
+                sinks = [stack.enter_context(writer.sink(name)) for name in names]
+                parts = dict(zip(link.hub_names, _parts(link), strict=True))
+                row_bytes = prod(link.megatron_shape[1:]) * dtype.itemsize
+                bands = read_bands(source.regions(link), link.megatron_shape[0], row_bytes)
+                distribute(bands, [parts[name if name in parts else source.derived[name]] for name in names], sinks)
+                _record(job, link.hub_names, sinks)
+            else:
+                for name, tensor in zip(link.hub_names, source.read_each(link), strict=True):
+                    put(name, tensor)
+        for name in names[len(link.hub_names) :]:
+            records.alias(name, source.derived[name])
+        return Entry(tuple(records.entry(names)), ()), False
+
+    def put(name: str, tensor: torch.Tensor) -> None:
+        converted = records.convert(name, tensor)
+        for target in named([name]):
+            writer.put(target, converted)
+
+    def note(link: Link, entry: Entry, before: bool) -> None:
+        names = named(link.hub_names)
         nbytes = sum(bytes_of(job.specs[name]) for name in names)
-        job.journal.add(link.megatron_name, Entry(tuple(records.entry(names)), ()), nbytes)
+        records.restore(names, entry.tensors)
+        writer.note(names)
+        if not before:
+            job.journal.add(link.megatron_name, entry, nbytes)
+        job.done(nbytes)
 
     def carry(name: str) -> None:
-        put(name, records.convert(name, source.read_carried(name)))
+        put(name, source.read_carried(name))
+        writer.note(named([name]))
+        job.done(bytes_of(job.specs[name]))
 
-    tasks: Tasks = [(size, partial(move, link)) for size, link in zip(sizes, source.links, strict=True)]
-    _run(job, tasks + _carrying(job, carry))
+    _run(
+        job,
+        [
+            _Task(size, partial(work, link, dtype), partial(note, link))
+            for size, link, dtype in zip(sizes, source.links, targets, strict=True)
+        ],
+        carry,
+    )
     writer.finish()
     records.check_copies()
 
 
-def held(link: Link, source: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes that a link's task holds at the most: its slice, and one Hub tensor or one rank's part beside it."""
+def held(link: Link, source: Checkpoint, specs: dict[str, TensorSpec], dtype: torch.dtype) -> int:
+    """Bytes that a link's task holds at the most: a few bands; or its slice, and one Hub tensor or one rank's part
+    beside it."""
     widest = max(dtype.itemsize, *(source.spec(name)[0].itemsize for name in link.hub_names))
-    return prod(link.megatron_shape) * widest * 3 // 2
+    whole = prod(link.megatron_shape) * widest * 3 // 2
+    if not streamed(link, source, specs, dtype):
+        return whole
+    row = prod(link.megatron_shape[1:]) * widest
+    return min(whole, 3 * max(BAND, row))
+
+
+def streamed(link: Link, source: Checkpoint, specs: dict[str, TensorSpec], dtype: torch.dtype) -> bool:
+    """Whether a link's rows go straight from file to file: all its tensors are read and written in this dtype, and
+    its slice lies in whole rows or columns."""
+    same = all(source.spec(name)[0] == specs[name][0] == dtype for name in link.hub_names)
+    return same and source.streams(link)
 
 
 def bytes_of(spec: TensorSpec) -> int:
@@ -134,50 +217,41 @@ def bytes_of(spec: TensorSpec) -> int:
     return prod(shape) * dtype.itemsize
 
 
-def _fill(job: Job, link: Link, out: torch.Tensor) -> None:
-    """Fill `out` with a link's Megatron slice, in place where the values need no cast."""
-    windows = link.hub_windows(out)
-    if windows is not None and _unchanged(job, link, out.dtype) and job.source.read_slice(link, out):
-        for name, window in zip(link.hub_names, windows, strict=True):
-            job.records.note(name, window)
-        return
+def _slice(job: Job, link: Link, dtype: torch.dtype) -> torch.Tensor:
+    """A link's Megatron slice of its tensors after their cast."""
+    slice_ = new_tensor(link.megatron_shape, dtype)
+    windows = link.hub_windows(slice_)
     parts = []
     for place, (name, tensor) in enumerate(zip(link.hub_names, job.source.read_each(link), strict=True)):
         converted = job.records.convert(name, tensor)
         if windows is not None:
             windows[place].copy_(converted.view(windows[place].shape))
         else:
-            parts.append(converted.to(out.dtype))
+            parts.append(converted.to(dtype))
     if windows is None:
-        out.copy_(link.to_megatron(parts))
+        slice_.copy_(link.to_megatron(parts))
+    return slice_
 
 
-def _put_link(job: Job, link: Link, put: Callable[[str, torch.Tensor], None]) -> None:
-    """Write a link's Hub tensors, straight from its Megatron slice where the values need no cast."""
-    dtype = job.specs[link.hub_names[0]][0]
-    if _unchanged(job, link, dtype):
-        slice_ = new_tensor(link.megatron_shape, dtype)
-        if job.source.read_slice(link, slice_):
-            windows = link.hub_windows(slice_)
-            assert windows is not None
-            for name, window in zip(link.hub_names, windows, strict=True):
-                job.records.note(name, window)
-                put(name, window)
-            return
-    for name, tensor in zip(link.hub_names, job.source.read_each(link), strict=True):
-        put(name, job.records.convert(name, tensor))
+def _parts(link: Link) -> list[Part]:
+    """What the Hub tensors are of a link's slice."""
+    assert link.hub_rows is not None
+    return [Part(rows) for rows in link.hub_rows]
 
 
-def _unchanged(job: Job, link: Link, dtype: torch.dtype) -> bool:
-    """Whether all of a link's tensors are read and written in this dtype."""
-    return all(job.source.spec(name)[0] == job.specs[name][0] == dtype for name in link.hub_names)
+def _record(job: Job, names: Sequence[str], sinks: Sequence[Sink]) -> None:
+    """Note the digests of tensors that went through unchanged."""
+    for name, sink in zip(names, sinks, strict=False):
+        job.records.note(name, sink.digest.hexdigest())
 
 
-def _carrying(job: Job, carry: Callable[[str], None]) -> Tasks:
-    """The tasks of the carried tensors; what is derived from another is not read."""
-    read = [name for name in job.source.carried if name not in job.source.derived]
-    return [(bytes_of(job.source.spec(name)), partial(carry, name)) for name in read]
-
-
-def _run(job: Job, tasks: Tasks) -> None:
-    run_tasks(tasks, worker_count(job.workers))
+def _run(job: Job, tasks: Sequence[_Task], carry: Callable[[str], None]) -> None:
+    """Run the tasks, and `carry` on every carried tensor that is not derived from another."""
+    source, workers = job.source, worker_count(job.workers)
+    read = [name for name in source.carried if name not in source.derived]
+    carrying = [(bytes_of(source.spec(name)), partial(carry, name)) for name in read]
+    if job.processes == 1:
+        run_tasks([*((task.size, task.run) for task in tasks), *carrying], workers)
+        return
+    run_forked([(task.size, task.work) for task in tasks], job.processes, workers, lambda n, r: tasks[n].note(*r))
+    run_tasks(carrying, workers)

@@ -23,6 +23,7 @@ from dlm_bridge.convert.formats.torch_dist import COMMON_STATE
 from dlm_bridge.convert.mapping import Link, Vocabulary
 from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint, is_training_state, stored_keys
 from dlm_bridge.convert.pool import run_tasks, worker_count
+from dlm_bridge.convert.streaming import tensor_bands
 from dlm_bridge.convert.target import Writer
 from dlm_bridge.errors import DlmBridgeError
 
@@ -130,7 +131,7 @@ def move_state(source: Checkpoint, state: OptimizerState, writer: Writer, worker
         slice_ = torch.zeros(link.megatron_shape, dtype=state.dtypes[link.megatron_key])
         own = slice_[:rows] if isinstance(link.rule, Vocabulary) else slice_
         source.reader.read_into(key, stack, own)
-        writer.write(link, slice_)
+        writer.note(link, writer.write(link, tensor_bands(slice_)))
 
     tasks = [
         (prod(link.megatron_shape) * state.dtypes[link.megatron_key].itemsize, partial(move, key, stack, link))

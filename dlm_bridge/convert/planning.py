@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from dlm_bridge.convert.atomic import check_output
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.collector import collector_paused
+from dlm_bridge.convert.forked import check_processes
 from dlm_bridge.convert.formats.huggingface import ShardPlan
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Link
@@ -42,6 +44,10 @@ class Options:
     progress: Progress | None = None
     resume: bool = False  # go on from what an earlier, killed run to the same output has done
     megatron: MegatronFormat = field(default_factory=MegatronFormat)  # what `write_megatron` writes
+    processes: int = 1  # each with `workers` threads
+
+    def __post_init__(self) -> None:
+        check_processes(self.processes)
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,8 @@ def plan_megatron(
     shards = source.hub.shards
     if shards:
         check_shard_map(source.where, shards, source.hub_names())
-    _tell_cost(report, [held(link, source, dtypes[link.megatron_key]) for link in links])
+    pairs = zip(source.links, links, strict=True)
+    _tell_cost(report, [held(link, source, specs, dtypes[padded.megatron_key]) for link, padded in pairs], options)
     return MegatronPlan(report, specs, links, dtypes, target, iteration, number, state)
 
 
@@ -119,13 +126,15 @@ def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int
     report.files = {plan.file: plan.nbytes for plan in plans}
     report.bytes = sum(report.files.values())
     report.notes += notes + left_out_note(source)
-    _tell_cost(report, [held(link, source, specs[link.hub_names[0]][0]) for link in source.links])
+    sizes = [held(link, source, specs, specs[link.hub_names[0]][0]) for link in source.links]
+    _tell_cost(report, sizes, options)
     return HubPlan(report, specs, plans)
 
 
-def _tell_cost(report: Report, sizes: Iterable[int]) -> None:
-    """Peak memory and time; `sizes` are the bytes that each task holds."""
-    report.peak_memory = _INTERPRETER + in_flight(sizes)
+def _tell_cost(report: Report, sizes: Sequence[int], options: Options) -> None:
+    """Peak memory of a process and time; `sizes` are the bytes that each task holds."""
+    together = sum(heapq.nlargest(worker_count(options.workers), sizes))
+    report.peak_memory = _INTERPRETER + min(together, in_flight(sizes))
     report.estimated_seconds = report.bytes / ASSUMED_SPEED
 
 
@@ -190,5 +199,6 @@ def _report(action: str, source: Checkpoint, output: Path, specs: dict[str, Tens
         derived=[asdict(row) for row in hub.derived],
         largest_tensor=max(map(bytes_of, specs.values())),
         workers=worker_count(options.workers),
+        processes=options.processes,
         dry_run=options.dry_run,
     )

@@ -39,7 +39,11 @@ def run_tasks(tasks: Sequence[tuple[int, Callable[[], None]]], workers: int) -> 
     def run(size: int, task: Callable[[], None]) -> None:
         with budget.hold(size):
             if not stop.is_set():
-                task()
+                try:
+                    task()
+                except BaseException:
+                    stop.set()
+                    raise
 
     executor = ThreadPoolExecutor(workers, thread_name_prefix="dlm-bridge")
     try:

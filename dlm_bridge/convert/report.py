@@ -28,7 +28,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     derived: list[dict[str, Any]] = field(default_factory=list)  # key, value, origin, assumed: of a derived config
     largest_tensor: int = 0  # bytes
-    workers: int = 1
+    workers: int = 1  # threads, of each process
+    processes: int = 1
     peak_memory: int = 0  # bytes of the process, at the most
     estimated_seconds: float = 0.0  # at planning.ASSUMED_SPEED
     dry_run: bool = False

@@ -17,6 +17,7 @@ from dlm_bridge.convert.formats.rank_names import KeyStyle
 from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter, plan_torch_dist
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Link
+from dlm_bridge.convert.streaming import Bands
 from dlm_bridge.convert.tensors import dtype_name, promote
 from dlm_bridge.errors import DlmBridgeError
 
@@ -25,13 +26,16 @@ _DIVISIBLE_BY = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
 class Writer(Protocol):
-    """Writes slices in any order and from any thread."""
+    """Writes slices in any order and from any thread or process."""
 
-    def write(self, link: Link, slice_: torch.Tensor) -> list[str]:
-        """Put a link's whole slice in its places; returns digests for `has`."""
+    def write(self, link: Link, bands: Bands) -> list[str]:
+        """Put a link's whole slice in its places; returns digests for `has` and `note`."""
 
     def has(self, link: Link, digests: Sequence[str]) -> bool:
         """Whether an earlier run put it there."""
+
+    def note(self, link: Link, digests: Sequence[str]) -> None:
+        """The slice is there; every one must be noted in the process that finishes."""
 
     def finish(self, iteration: int) -> dict[str, str]:
         """Complete the checkpoint; digests of its files."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,8 +31,9 @@ CAST_DTYPES: dict[str, torch.dtype | None] = {
 }
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _ONE_CALL = 1 << 30  # Linux moves at most 2 GiB in one call
-_MANY = 512  # buffers in one call; Linux takes 1024
-_BAND = 1 << 20  # bytes that fit a core's cache, so that what is hashed is still there when it is written
+# What cp writes at once too. Linux takes memory for a file in pieces as large as the call: large ones cost much more
+# where the machine is a virtual one, since the pages that it freed last, and still has, are small ones.
+_ONE_WRITE = 64 << 10
 
 
 def parse_dtype(choice: str | torch.dtype | None) -> torch.dtype | None:
@@ -50,16 +51,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, without a copy."""
+    """The bytes of a tensor, without a copy where it is contiguous."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def digest(tensor: torch.Tensor) -> str:
     """xxh3_128 of the tensor's raw bytes in row-major order, as hexadecimal digits."""
-    state = xxhash.xxh3_128()
-    for run in byte_runs(tensor):
-        state.update(run)
-    return state.hexdigest()
+    return xxhash.xxh3_128_hexdigest(raw_bytes(tensor))
 
 
 def bytes_digest(data: bytes) -> str:
@@ -81,7 +79,7 @@ def range_digest(path: Path, offset: int, length: int) -> str:
     state = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as stream:
         stream.seek(offset)
-        while length and (chunk := stream.read(min(length, _BAND))):
+        while length and (chunk := stream.read(min(length, 1 << 20))):
             state.update(chunk)
             length -= len(chunk)
     return state.hexdigest()
@@ -140,52 +138,23 @@ def narrow_exactly(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch
     return result
 
 
-def byte_runs(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, a few at a time; what lies apart is gathered in one buffer.
-
-    A run must be used before the next one is asked for.
-    """
-    if tensor.is_contiguous():
-        view = raw_bytes(tensor)
-        yield from (view[start : start + _BAND] for start in range(0, len(view), _BAND))
-        return
-    row = tensor[0].numel() * tensor.itemsize
-    if row > _BAND or (tensor[0].is_contiguous() and row > _BAND // 16):
-        for part in tensor:
-            yield from byte_runs(part)
-        return
-    rows = max(1, _BAND // row)
-    buffer = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
-    bits = _BITS[tensor.itemsize]
-    source, target = tensor.view(bits).numpy(), buffer.view(bits).numpy()  # numpy copies on this thread alone
-    for start in range(0, len(tensor), rows):
-        count = min(rows, len(tensor) - start)
-        target[:count] = source[start : start + count]
-        yield raw_bytes(buffer[:count])
-
-
-def read_into(path: Path, offset: int, *views: memoryview) -> None:
-    """Fill the views, one after the other, from the file's bytes at `offset`.
-
-    Raises DlmBridgeError where the file ends before.
-    """
-    end = offset + sum(map(len, views))
-    left = [view[start : start + _ONE_CALL] for view in views for start in range(0, len(view), _ONE_CALL)]
-    left.reverse()
+def read_into(path: Path, offset: int, view: memoryview) -> None:
+    """Fill the view from the file's bytes at `offset`. Raises DlmBridgeError where the file ends before."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        while left:
-            got = os.preadv(fd, _next_call(left), offset)
-            if got == 0:
-                raise DlmBridgeError(f"{path}: truncated: ends before byte {end}")
-            offset += got
-            while got:
-                view = left.pop()
-                if len(view) > got:
-                    left.append(view[got:])
-                got -= min(got, len(view))
+        read_at(fd, path, offset, view)
     finally:
         os.close(fd)
+
+
+def read_at(fd: int, path: Path, offset: int, view: memoryview) -> None:
+    """The same from an open file."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done : done + _ONE_CALL]], offset + done)
+        if got == 0:
+            raise DlmBridgeError(f"{path}: truncated: ends before byte {offset + len(view)}")
+        done += got
 
 
 def read_tensor(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -195,31 +164,9 @@ def read_tensor(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int
     return tensor
 
 
-def read_window(path: Path, offset: int, window: torch.Tensor) -> None:
-    """Fill a tensor, which may be a window of a larger one, from the file's bytes at `offset`, row by row."""
-    if window.is_contiguous():
-        read_into(path, offset, raw_bytes(window))
-    elif window[0].is_contiguous() and window[0].nbytes >= _BAND // 16:
-        read_into(path, offset, *map(raw_bytes, window))
-    else:
-        window.copy_(read_tensor(path, offset, window.dtype, window.shape))
-
-
 def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None:
     """Write all of `data` at `offset`."""
     view = memoryview(data).cast("B")
     done = 0
     while done < len(view):
-        done += os.pwrite(fd, view[done : done + _ONE_CALL], offset + done)
-
-
-def _next_call(left: list[memoryview]) -> list[memoryview]:
-    """The last buffers of `left`, last first, that one call can fill."""
-    views: list[memoryview] = []
-    size = 0
-    for view in reversed(left[-_MANY:]):
-        if views and size + len(view) > _ONE_CALL:
-            break
-        views.append(view)
-        size += len(view)
-    return views
+        done += os.pwrite(fd, view[done : done + _ONE_WRITE], offset + done)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.convert import atomic, journal, moving
-from dlm_bridge.convert.formats import huggingface, torch_items
+from dlm_bridge.convert import atomic, journal, moving, streaming
 from dlm_bridge.convert.formats.huggingface import HubWriter
 from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter
 from dlm_bridge.convert.manifest import FILE_NAME
@@ -85,7 +84,7 @@ def _victim(action: str, source: Path, output: Path, moment: int, resume: bool) 
         setattr(module, name, call)
 
     for module, name in (
-        (torch_items, "write_at"), (huggingface, "write_at"), (journal, "_sync"), (journal.Journal, "_append"),
+        (streaming, "write_at"), (journal, "_sync"), (journal.Journal, "_append"),
         (atomic, "sync_tree"), (atomic, "_put_in_place"), (atomic.shutil, "rmtree"), (os, "fsync"), (os, "rename"),
     ):  # fmt: skip
         counted(module, name)
@@ -137,18 +136,18 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, action: str, source: Path, output
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names that are written from now on."""
     names: list[str] = []
-    slices, tensors = TorchDistWriter.write, HubWriter.write
+    slices, tensors = TorchDistWriter.write, HubWriter.sink
 
-    def write_slice(self: TorchDistWriter, link: Any, slice_: Any) -> list[str]:
+    def write_slice(self: TorchDistWriter, link: Any, bands: Any) -> list[str]:
         names.append(link.megatron_name)
-        return slices(self, link, slice_)
+        return slices(self, link, bands)
 
-    def write_tensor(self: HubWriter, name: str, tensor: Any) -> None:
+    def write_tensor(self: HubWriter, name: str) -> Any:
         names.append(name)
-        tensors(self, name, tensor)
+        return tensors(self, name)
 
     monkeypatch.setattr(TorchDistWriter, "write", write_slice)
-    monkeypatch.setattr(HubWriter, "write", write_tensor)
+    monkeypatch.setattr(HubWriter, "sink", write_tensor)
     return names
 
 
@@ -219,17 +218,17 @@ def test_resume_from_the_command_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     output = tmp_path / "out"
-    real = moving._fill
+    real = moving.read_bands
     count = 0
 
-    def fill(*arguments: Any) -> None:
+    def read(*arguments: Any) -> Any:
         nonlocal count
         count += 1
         if count == 12:
             raise KeyboardInterrupt
-        real(*arguments)
+        return real(*arguments)
 
-    monkeypatch.setattr(moving, "_fill", fill)
+    monkeypatch.setattr(moving, "read_bands", read)
     command = ("import", llada, output, "--tp", 2, "--pp", 2, "--workers", 1)
     code, out, err = run_cli(capsys, *command)
     assert (code, out) == (130, "")

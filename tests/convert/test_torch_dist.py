@@ -253,19 +253,18 @@ def test_checkpoint_without_common_pt(tmp_path: Path, llada: Path, imported: Pat
 def test_each_source_byte_is_read_once(
     llada: Path, imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.convert import tensors
-    from dlm_bridge.convert.formats import torch_items
+    from dlm_bridge.convert import streaming, tensors
 
     counted = 0
-    real = tensors.read_into
+    real = tensors.read_at
 
-    def count(path: Path, offset: int, *views: memoryview) -> None:
+    def count(fd: int, path: Path, offset: int, view: memoryview) -> None:
         nonlocal counted
-        counted += sum(map(len, views))
-        real(path, offset, *views)
+        counted += len(view)
+        real(fd, path, offset, view)
 
-    monkeypatch.setattr(tensors, "read_into", count)
-    monkeypatch.setattr(torch_items, "read_into", count)
+    monkeypatch.setattr(tensors, "read_at", count)
+    monkeypatch.setattr(streaming, "read_at", count)
     total = sum(tensor.nbytes for tensor in hub_tensors(llada).values())
     Bridge.from_hf(llada).to_megatron(tmp_path / "a", Layout(tp=4 // 2, pp=4))
     assert counted == total

@@ -25,7 +25,8 @@ from dlm_bridge.convert.formats.safetensors_file import (
 )
 from dlm_bridge.convert.manifest import ShardRecord
 from dlm_bridge.convert.side_files import INDEX, inside
-from dlm_bridge.convert.tensors import byte_runs, range_digest, read_tensor, read_window, write_at
+from dlm_bridge.convert.streaming import Part, Region, Sink, allocate, tensor_bands
+from dlm_bridge.convert.tensors import range_digest, read_tensor
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 SINGLE = "model.safetensors"
@@ -71,7 +72,7 @@ class HubReader:
         return self._where[name][1]
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor's bytes in its file, which is what `read_into` reads."""
+        """The dtype of a tensor's bytes in its file."""
         return self._where[name][1].dtype
 
     def read(self, name: str) -> torch.Tensor:
@@ -79,11 +80,10 @@ class HubReader:
         path, entry = self._where[name]
         return read_tensor(path, entry.offset, entry.dtype, entry.shape)
 
-    def read_into(self, name: str, window: torch.Tensor) -> None:
-        """One tensor into memory of its dtype and as many elements, such as a window of a larger tensor."""
+    def region(self, name: str, part: Part) -> Region:
+        """Where a tensor lies that is `part` of a slice, in `stored_dtype`."""
         path, entry = self._where[name]
-        assert (window.dtype, window.numel()) == (entry.dtype, prod(entry.shape)), f"{name} is not what was planned"
-        read_window(path, entry.offset, window)
+        return Region(path, entry.offset, part)
 
     def shards(self) -> list[ShardRecord]:
         """The folder's own shard map; none for pickled files, since these are not written."""
@@ -123,45 +123,50 @@ class ShardPlan:
 
 
 class HubWriter:
-    """Writes planned safetensors files tensor by tensor, in any order and from any thread.
+    """Writes planned safetensors files tensor by tensor, in any order and from any thread or process.
 
     A file's size and header are there from the start, and what a run before this one wrote stays. `finish` raises
-    AssertionError unless every planned tensor was written exactly once.
+    AssertionError unless every planned tensor was noted exactly once.
     """
 
     def __init__(self, folder: Path, plans: Sequence[ShardPlan]) -> None:
         self._where = {entry.name: (folder / plan.file, entry) for plan in plans for entry in plan.entries}
         self._missing = set(self._where)
+        allocate(folder, {plan.file: plan.nbytes for plan in plans})
         for plan in plans:
-            path = folder / plan.file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("r+b" if path.exists() else "wb") as stream:
+            with (folder / plan.file).open("r+b") as stream:
                 stream.write(plan.header)
-                stream.truncate(plan.nbytes)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor's values in their place, in row-major order; dtype and number must be the planned ones."""
-        path, entry = self._where[name]
+        """`put` a tensor and note it."""
+        self.put(name, tensor)
+        self.note([name])
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a contiguous tensor's bytes in their place; dtype and number must be the planned ones."""
+        _, entry = self._where[name]
         assert (tensor.dtype, tensor.numel()) == (entry.dtype, prod(entry.shape)), f"{name} is not what was planned"
-        self._missing.remove(name)
-        position = entry.offset
-        fd = os.open(path, os.O_WRONLY)
-        try:
-            for run in byte_runs(tensor):
-                write_at(fd, run, position)
-                position += len(run)
-        finally:
-            os.close(fd)
+        with self.sink(name) as sink:
+            for _, band in tensor_bands(tensor):
+                sink.put(band.reshape(-1).data)
+
+    def sink(self, name: str) -> Sink:
+        """What writes a tensor's bytes in their place, in order."""
+        path, entry = self._where[name]
+        return Sink(path, entry.offset)
 
     def has(self, digests: Mapping[str, str]) -> bool:
-        """Whether all these tensors (name -> digest) lie in the files already, from a run before this one; then they
-        count as written."""
+        """Whether all these tensors (name -> digest) lie in the files already, from a run before this one."""
         for name, digest in digests.items():
             path, entry = self._where[name]
             if range_digest(path, entry.offset, entry.nbytes) != digest:
                 return False
-        self._missing -= digests.keys()
         return True
+
+    def note(self, names: Iterable[str]) -> None:
+        """These tensors are in their place."""
+        for name in names:
+            self._missing.remove(name)
 
     def finish(self) -> None:
         """Every tensor is there."""

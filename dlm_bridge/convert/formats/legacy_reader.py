@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from dlm_bridge.convert.formats.torch_dist import ChunkedReader
 from dlm_bridge.convert.formats.torch_file import FileTensor
 from dlm_bridge.convert.formats.torch_items import TensorItem
 from dlm_bridge.convert.mapping import Link, Vocabulary
+from dlm_bridge.convert.streaming import Region
 from dlm_bridge.convert.tensors import WEIGHT_DTYPES, dtype_name, read_tensor, same_bits
 from dlm_bridge.errors import DlmBridgeError
 
@@ -43,10 +44,12 @@ class LegacyReader(ChunkedReader):
         super().__init__(files.folder, Contents(tensors, {}), files.common)
 
     def read_into(self, key: str, stack: tuple[int, ...], out: torch.Tensor) -> None:
-        for first, other in self.copies.get(key, []):
-            if first.nbytes <= _COMPARED:
-                self._compare(key, first, other)
+        self._compare_small(key)
         super().read_into(key, stack, out)
+
+    def regions(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> list[Region]:
+        self._compare_small(key)
+        return super().regions(key, stack, shape)
 
     def check_copies(self) -> list[tuple[str, str]]:
         """(tensor, what is wrong) of every parameter that several ranks hold and that is not the same in all."""
@@ -58,6 +61,11 @@ class LegacyReader(ChunkedReader):
                 except DlmBridgeError as error:
                     found.append((key, str(error)))
         return found
+
+    def _compare_small(self, key: str) -> None:
+        for first, other in self.copies.get(key, []):
+            if first.nbytes <= _COMPARED:
+                self._compare(key, first, other)
 
     def _compare(self, key: str, first: FileTensor, other: FileTensor) -> None:
         a, b = (read_tensor(t.path, t.offset, t.dtype, t.shape) for t in (first, other))

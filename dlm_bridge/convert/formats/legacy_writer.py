@@ -10,10 +10,11 @@ import argparse
 import io
 import os
 import zipfile
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -25,7 +26,8 @@ from dlm_bridge.convert.formats.rank_names import KeyStyle, extra_state_of, rank
 from dlm_bridge.convert.formats.torch_file import Record, read_records
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Link
-from dlm_bridge.convert.tensors import byte_runs, range_digest, write_at
+from dlm_bridge.convert.streaming import Bands, Part, Sink, allocate, distribute, part_of
+from dlm_bridge.convert.tensors import range_digest, write_at
 from dlm_bridge.errors import DlmBridgeError
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -103,35 +105,36 @@ class LegacyWriter:
         self._folder, self._plan = folder, plan
         self._missing = set(plan.targets)
         self._written: dict[tuple[str, int], tuple[bytes, int]] = {}  # (file, start) -> digest, checksum
-        for file, size in plan.files.items():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            with (folder / file).open("ab") as stream:  # what a run before this one wrote stays
-                stream.truncate(size)
+        allocate(folder, plan.files)
 
-    def write(self, link: Link, slice_: torch.Tensor) -> list[str]:
-        """Put a link's whole slice into the files of the ranks that hold it. Returns its items' digests, for `has`."""
-        assert tuple(slice_.shape) == link.megatron_shape, f"{link.megatron_name} is not what was planned"
-        self._missing.remove(link.megatron_name)
-        digests = []
-        for target in self._plan.targets[link.megatron_name]:
-            digest, checksum = self._put(target, _parts(link, slice_, target))
-            self._written[target.file, target.start] = digest, checksum
-            digests.append(f"{digest.hex()}:{checksum:08x}")
-        return digests
+    def write(self, link: Link, bands: Bands) -> list[str]:
+        """Put a link's whole slice into the files of the ranks that hold it. Returns its items' digests."""
+        parts, sinks = [], []
+        with ExitStack() as stack:
+            for target in self._plan.targets[link.megatron_name]:
+                sink = Sink(self._folder / target.file, target.start, checksum=True)
+                sinks.append(stack.enter_context(sink))
+                parts.append(_part(link, target))
+            distribute(bands, parts, sinks)
+        for target, sink in zip(self._plan.targets[link.megatron_name], sinks, strict=True):
+            taken = sink.position - target.start
+            assert taken == target.length, f"{target} took {taken} bytes"
+        return [f"{sink.digest.hexdigest()}:{sink.checksum:08x}" for sink in sinks]
 
     def has(self, link: Link, digests: Sequence[str]) -> bool:
-        """Whether the link's items lie there already, from a run before this one; then they count as written."""
+        """Whether the link's items lie there already, from a run before this one."""
         targets = self._plan.targets[link.megatron_name]
-        if len(targets) != len(digests):
-            return False
-        for target, text in zip(targets, digests, strict=True):
-            if range_digest(self._folder / target.file, target.start, target.length) != text.partition(":")[0]:
-                return False
-        for target, text in zip(targets, digests, strict=True):
+        return len(targets) == len(digests) and all(
+            range_digest(self._folder / target.file, target.start, target.length) == text.partition(":")[0]
+            for target, text in zip(targets, digests, strict=True)
+        )
+
+    def note(self, link: Link, digests: Sequence[str]) -> None:
+        """The link's items are there: what `write` returned, or what `has` found."""
+        for target, text in zip(self._plan.targets[link.megatron_name], digests, strict=True):
             digest, _, checksum = text.partition(":")
             self._written[target.file, target.start] = bytes.fromhex(digest), int(checksum, 16)
         self._missing.remove(link.megatron_name)
-        return True
 
     def finish(self, iteration: int) -> dict[str, str]:
         """Write what stands around the tensors; every planned slice must be there. `iteration` is in the plan already.
@@ -157,21 +160,6 @@ class LegacyWriter:
                 os.close(fd)
             found[file] = legacy_file_digest(path, {start: self._written[file, start][0] for start in targets[file]})
         return found
-
-    def _put(self, target: Target, parts: Iterable[torch.Tensor]) -> tuple[bytes, int]:
-        digest, checksum, position = xxhash.xxh3_128(), 0, target.start
-        fd = os.open(self._folder / target.file, os.O_WRONLY)
-        try:
-            for part in parts:
-                for run in byte_runs(part):
-                    write_at(fd, run, position)
-                    digest.update(run)
-                    checksum = zlib.crc32(run, checksum)
-                    position += len(run)
-        finally:
-            os.close(fd)
-        assert position == target.start + target.length, f"{target} took {position - target.start} bytes"
-        return digest.digest(), checksum
 
 
 def legacy_file_digest(path: Path, known: dict[int, bytes] | None = None) -> str:
@@ -246,11 +234,11 @@ def _local_shape(link: Link, rank: int, size: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _parts(link: Link, slice_: torch.Tensor, target: Target) -> list[torch.Tensor]:
-    axis = link.rule.tp_axis
-    if axis is None:
-        return [slice_]
-    return [slice_.narrow(axis, start, length) for start, length in link.tp_slices(target.tp_rank, target.tp)]
+def _part(link: Link, target: Target) -> Part:
+    """What a target has of a link's slice."""
+    ranges = link.tp_slices(target.tp_rank, target.tp)
+    itemsize = target.length // max(1, prod(_local_shape(link, target.tp_rank, target.tp)))
+    return part_of(link.megatron_shape, itemsize, link.rule.tp_axis, ranges)
 
 
 def _lay_out(file: str, plan: _RankPlan, rest: dict[str, Any], result: LegacyPlan) -> None:

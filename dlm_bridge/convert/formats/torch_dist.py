@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
@@ -16,8 +17,9 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from dlm_bridge.convert.formats.dcp import FILE_NAME, Chunk, Contents, StoredTensor, read_metadata
-from dlm_bridge.convert.formats.torch_items import TensorItem, open_tensor_item, read_item_rows
+from dlm_bridge.convert.formats.torch_items import TensorItem, item_offset, open_tensor_item, read_item_rows
 from dlm_bridge.convert.memory import new_tensor
+from dlm_bridge.convert.streaming import Part, Region
 from dlm_bridge.convert.tensors import raw_bytes
 from dlm_bridge.errors import DlmBridgeError, one_line
 
@@ -56,6 +58,17 @@ def iteration_folder(root: Path) -> Path:
     if not folder.is_dir():
         raise DlmBridgeError(f"{tracker} names iteration {text}, but {folder} does not exist")
     return folder
+
+
+@dataclass(frozen=True)
+class _Box:
+    """What a chunk and a slice have in common: its first index in either, and its sizes along the slice's axes."""
+
+    chunk: Chunk
+    in_chunk: list[int]
+    in_slice: list[int]
+    sizes: list[int]
+    is_region: bool  # whether it is one run of the chunk's values, and of the slice whole rows or columns
 
 
 class ChunkedReader:
@@ -107,6 +120,41 @@ class ChunkedReader:
         for chunk in self._chunks(key, tensor, len(stack)).get(stack, []):
             self._copy(key, tensor, chunk, (*stack, *(0,) * out.dim()), view)
 
+    def in_regions(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> bool:
+        """Whether `regions` can tell where this slice lies."""
+        return all(box.is_region for box in self._boxes(key, stack, shape))
+
+    def regions(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> list[Region]:
+        """Where the slice that `read_into` reads lies, in parts of rows or columns.
+
+        Raises DlmBridgeError for an item that is not the tensor's.
+        """
+        tensor = self.tensor(key)
+        found = []
+        for box in self._boxes(key, stack, shape):
+            item = self._item(key, tensor, box.chunk)
+            offset = item.offset + item_offset(item, box.in_chunk)
+            rows = ((box.in_slice[0], box.sizes[0]),)
+            columns = None
+            if len(shape) > 1 and box.sizes[1] != shape[1]:
+                width = prod(shape[2:]) * item.dtype.itemsize
+                columns = (box.in_slice[1] * width, box.sizes[1] * width)
+            found.append(Region(item.path, offset, Part(rows, columns)))
+        return found
+
+    def _boxes(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> list[_Box]:
+        """What each chunk has of a slice."""
+        found = []
+        offsets, whole = (*stack, *(0,) * len(shape)), (*(1 for _ in stack), *shape)
+        for chunk in self._chunks(key, self.tensor(key), len(stack)).get(stack, []):
+            low, sizes = _common(chunk, offsets, whole)
+            if all(size > 0 for size in sizes):
+                in_chunk = [a - b for a, b in zip(low, chunk.offsets, strict=True)]
+                in_slice = [a - b for a, b in zip(low, offsets, strict=True)]
+                one_run = _is_one_run(sizes, chunk.sizes) and list(sizes[len(stack) + 2 :]) == list(shape[2:])
+                found.append(_Box(chunk, in_chunk, in_slice[len(stack) :], sizes[len(stack) :], one_run))
+        return found
+
     def _chunks(self, key: str, tensor: StoredTensor, axes: int) -> dict[tuple[int, ...], list[Chunk]]:
         """A tensor's chunks by their place on the stacked axes, so that reading it all is linear in its chunks."""
         with self._lock:
@@ -123,11 +171,7 @@ class ChunkedReader:
         self, key: str, tensor: StoredTensor, chunk: Chunk, offsets: tuple[int, ...], target: torch.Tensor
     ) -> None:
         """Copy what `chunk` and the box of `target` at `offsets` have in common."""
-        low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
-        high = [
-            min(a + n, b + m) for a, n, b, m in zip(offsets, target.shape, chunk.offsets, chunk.sizes, strict=True)
-        ]
-        sizes = [b - a for a, b in zip(low, high, strict=True)]
+        low, sizes = _common(chunk, offsets, target.shape)
         if any(size <= 0 for size in sizes):
             return
         item = self._item(key, tensor, chunk)
@@ -171,6 +215,13 @@ class TorchDistReader(ChunkedReader):
         _check_backend(folder)
         contents = read_metadata(folder)
         super().__init__(folder, contents, _read_common(folder, contents))
+
+
+def _common(chunk: Chunk, offsets: Sequence[int], shape: Sequence[int]) -> tuple[list[int], list[int]]:
+    """First index and sizes of what a chunk and the box of `shape` at `offsets` have in common."""
+    low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+    high = [min(a + n, b + m) for a, n, b, m in zip(offsets, shape, chunk.offsets, chunk.sizes, strict=True)]
+    return low, [b - a for a, b in zip(low, high, strict=True)]
 
 
 def _is_one_run(sizes: Sequence[int], whole: Sequence[int]) -> bool:

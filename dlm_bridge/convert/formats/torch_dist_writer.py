@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from dlm_bridge.convert.formats.dcp import (
     write_metadata,
 )
 from dlm_bridge.convert.formats.torch_dist import BACKEND
-from dlm_bridge.convert.formats.torch_items import object_item, tensor_item_length, write_tensor_item
+from dlm_bridge.convert.formats.torch_items import ItemSink, object_item, tensor_item_length
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Link
+from dlm_bridge.convert.streaming import Bands, allocate, distribute, part_of
 from dlm_bridge.convert.tensors import dtype_name, range_digest
 
 # Modules whose state has a Transformer Engine `_extra_state`; a missing one fails megatron-core's load.
@@ -113,35 +115,35 @@ class TorchDistWriter:
         self._missing = set(plan.pieces)
         self._digests: dict[Place, bytes] = {}
         folder.mkdir(exist_ok=True)
-        for file, size in plan.files.items():
-            with (folder / file).open("ab") as stream:  # what a run before this one wrote stays
-                stream.truncate(size)
+        allocate(folder, plan.files)
 
-    def write(self, link: Link, slice_: torch.Tensor) -> list[str]:
-        """Put a link's whole slice into the files of the ranks that hold it. Returns its items' digests, for `has`."""
-        assert tuple(slice_.shape) == link.megatron_shape, f"{link.megatron_name} is not what was planned"
-        self._missing.remove(link.megatron_name)
-        digests = []
-        for piece in self._plan.pieces[link.megatron_name]:
-            part = slice_ if piece.axis is None else slice_.narrow(piece.axis, piece.start, piece.length)
-            place = piece.chunk.place
-            item = part.view((1,) * (len(piece.chunk.sizes) - part.dim()) + tuple(part.shape))
-            path = self._folder / place.file
-            self._digests[place] = write_tensor_item(path, place.offset, place.length, item)
-            digests.append(self._digests[place].hex())
-        return digests
+    def write(self, link: Link, bands: Bands) -> list[str]:
+        """Put a link's whole slice into the files of the ranks that hold it. Returns its items' digests."""
+        key = link.megatron_key
+        dtype = self._plan.contents.tensors[key].dtype
+        assert dtype is not None
+        parts, sinks = [], []
+        with ExitStack() as stack:
+            for piece in self._plan.pieces[link.megatron_name]:
+                place, ranges = piece.chunk.place, [(piece.start, piece.length)]
+                sink = ItemSink(self._folder / place.file, place.offset, place.length, dtype, piece.chunk.sizes)
+                sinks.append(stack.enter_context(sink))
+                parts.append(part_of(link.megatron_shape, dtype.itemsize, piece.axis, ranges))
+            distribute(bands, parts, sinks)
+            return [sink.finish().hex() for sink in sinks]
 
     def has(self, link: Link, digests: Sequence[str]) -> bool:
-        """Whether the link's items lie there already, from a run before this one; then they count as written."""
-        places = [piece.chunk.place for piece in self._plan.pieces[link.megatron_name]]
-        if len(places) != len(digests):
-            return False
-        for place, digest in zip(places, digests, strict=True):
-            if range_digest(self._folder / place.file, place.offset, place.length) != digest:
-                return False
+        """Whether the link's items lie there already, from a run before this one."""
+        places = self._places(link)
+        return len(places) == len(digests) and all(
+            range_digest(self._folder / place.file, place.offset, place.length) == digest
+            for place, digest in zip(places, digests, strict=True)
+        )
+
+    def note(self, link: Link, digests: Sequence[str]) -> None:
+        """The link's items are there: what `write` returned, or what `has` found."""
         self._missing.remove(link.megatron_name)
-        self._digests.update(zip(places, map(bytes.fromhex, digests), strict=True))
-        return True
+        self._digests.update(zip(self._places(link), map(bytes.fromhex, digests), strict=True))
 
     def finish(self, iteration: int) -> dict[str, str]:
         """Write the objects, `common.pt`, `metadata.json` and `.metadata`; every planned slice must be there.
@@ -164,6 +166,9 @@ class TorchDistWriter:
         (self._folder / "metadata.json").write_text(json.dumps(BACKEND))
         write_metadata(self._folder, self._plan.contents)
         return combined_file_digests(self._digests)
+
+    def _places(self, link: Link) -> list[Place]:
+        return [piece.chunk.place for piece in self._plan.pieces[link.megatron_name]]
 
 
 def _stage(link: Link, layout: Layout, stage_of: dict[int, int]) -> int:

@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from dlm_bridge.convert.formats.pickle_guard import check_pickle
-from dlm_bridge.convert.tensors import byte_runs, read_into, write_at
+from dlm_bridge.convert.streaming import Sink
+from dlm_bridge.convert.tensors import read_into
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 _PICKLE_LIMIT = 1 << 20  # bytes; a plain tensor's pickle has a few hundred
@@ -67,32 +66,31 @@ def object_item(value: object) -> bytes:
     return stream.getvalue()
 
 
-def write_tensor_item(path: Path, offset: int, length: int, tensor: torch.Tensor) -> bytes:
-    """Write at `offset` of an existing file what `torch.save` makes of a tensor; it must take exactly `length` bytes.
+class ItemSink(Sink):
+    """Writes at `offset` of an existing file what `torch.save` makes of a tensor, of the tensor's bytes in order.
 
-    Only the archive's serialization id, which tells archives apart in logs, is that of an empty one. Returns the
-    xxh3_128 digest of those bytes.
+    Only the archive's serialization id, which tells archives apart in logs, is that of an empty one.
     """
-    template = _template(tensor.dtype, tuple(tensor.shape))
-    assert tensor_item_length(tensor.dtype, tuple(tensor.shape)) == length, f"{path}: not what is planned at {offset}"
-    state = xxhash.xxh3_128(template.head)
-    checksum, position = 0, offset + len(template.head)
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        write_at(fd, template.head, offset)
-        for run in byte_runs(tensor):
-            state.update(run)
-            checksum = zlib.crc32(run, checksum)
-            write_at(fd, run, position)
-            position += len(run)
-        tail = bytearray(template.tail)
-        for place in template.checksums:
-            tail[place : place + 4] = checksum.to_bytes(4, "little")
-        state.update(tail)
-        write_at(fd, tail, position)
-    finally:
-        os.close(fd)
-    return state.digest()
+
+    def __init__(self, path: Path, offset: int, length: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        assert tensor_item_length(dtype, shape) == length, f"{path}: not what is planned at {offset}"
+        super().__init__(path, offset, checksum=True)
+        self._template, self._end = _template(dtype, shape), offset + length
+        self._unchecked(self._template.head)
+
+    def finish(self) -> bytes:
+        """All bytes of the tensor were taken: complete the item. Returns the xxh3_128 digest of the whole of it."""
+        tail = bytearray(self._template.tail)
+        for place in self._template.checksums:
+            tail[place : place + 4] = self.checksum.to_bytes(4, "little")
+        self._unchecked(tail)
+        assert self.position == self._end, f"an item ends at {self.position}, {self._end} was planned"
+        digest: bytes = self.digest.digest()
+        return digest
+
+    def _unchecked(self, data: bytes | bytearray) -> None:
+        self.digest.update(data)
+        self.put(data)
 
 
 def open_tensor_item(path: Path, offset: int, length: int, name: str) -> TensorItem:
@@ -112,11 +110,16 @@ def open_tensor_item(path: Path, offset: int, length: int, name: str) -> TensorI
 
 def read_item_rows(item: TensorItem, first: Sequence[int], count: int, view: memoryview) -> None:
     """Fill `view` with `count` elements of the item, from the element at index `first` on in row-major order."""
-    start = 0
-    for index, size in zip(first, item.shape, strict=True):
-        start = start * size + index
     assert len(view) == count * item.dtype.itemsize
-    read_into(item.path, item.offset + start * item.dtype.itemsize, view)
+    read_into(item.path, item.offset + item_offset(item, first), view)
+
+
+def item_offset(item: TensorItem, index: Sequence[int]) -> int:
+    """Bytes of the item before the element at `index`."""
+    start = 0
+    for place, size in zip(index, item.shape, strict=True):
+        start = start * size + place
+    return start * item.dtype.itemsize
 
 
 @lru_cache(maxsize=4096)

@@ -21,6 +21,7 @@ from dlm_bridge.convert.lora.peft_folder import CONFIG, body_names, check_all_la
 from dlm_bridge.convert.lora.table import STYLES, Factor, Style, factors, possible_factors
 from dlm_bridge.convert.megatron_checkpoint import HUB_FOLDER, is_extra_state, is_training_state
 from dlm_bridge.convert.side_files import copy_files, list_side_files
+from dlm_bridge.convert.streaming import tensor_bands
 from dlm_bridge.convert.tensors import WEIGHT_DTYPES, digest, dtype_name
 from dlm_bridge.errors import DlmBridgeError, one_line
 
@@ -78,7 +79,8 @@ def write_megatron_adapter(
             tensors = _read(adapter, piece)
             for name, tensor in zip(piece.link.hub_names, tensors, strict=True):
                 digests[name] = digest(tensor)
-            writer.write(piece.link, piece.link.to_megatron(tensors))
+            bands = tensor_bands(piece.link.to_megatron(tensors).contiguous())
+            writer.note(piece.link, writer.write(piece.link, bands))
         writer.finish(0)
         (folder / HUB_FOLDER).mkdir()
         if facts.folder is not None:

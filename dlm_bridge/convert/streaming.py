@@ -1,0 +1,200 @@
+"""A slice's bytes on their way from file to file, a band of rows at a time.
+
+A band fits a core's cache: what is read is still there when it is digested and written, and no task needs the memory
+of a tensor. A slice is seen as rows of bytes: whatever its axes, its first one counts the rows.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from dlm_bridge.convert.tensors import raw_bytes, read_at, write_at
+
+try:
+    from zlib_ng.zlib_ng import crc32  # several times as fast as most systems' zlib
+except ImportError:  # no wheel for this system
+    from zlib import crc32
+
+BAND = 512 << 10  # bytes
+
+Rows = npt.NDArray[np.uint8]  # [rows, bytes of a row]
+Bands = Iterator[tuple[int, Rows]]  # (number of the first row, rows); used before the next one is asked for
+_local = threading.local()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a slice, one after the other, or of these rows some bytes."""
+
+    rows: tuple[tuple[int, int], ...]  # (start, length), ascending
+    columns: tuple[int, int] | None = None  # (start, length) in bytes
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(first row, last row + 1, rows of the part before them) of what lies in rows `start` to `stop`."""
+        before = 0
+        for first, length in self.rows:
+            low, high = max(first, start), min(first + length, stop)
+            if low < high:
+                yield low, high, before + low - first
+            before += length
+
+    def bytes_of(self, start: int, band: Rows) -> Iterator[memoryview]:
+        """The part's bytes in a band whose first row is `start`, in order."""
+        for low, high, _ in self.runs(start, start + len(band)):
+            rows = band[low - start : high - start]
+            if self.columns is not None:
+                first, length = self.columns
+                gathered = _buffer("gathered", rows.shape[0] * length).reshape(-1, length)
+                np.copyto(gathered, rows[:, first : first + length])
+                rows = gathered
+            yield rows.reshape(-1).data
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a part of a slice lies in a file: its bytes from `offset` on."""
+
+    path: Path
+    offset: int
+    part: Part
+
+
+def part_of(shape: Sequence[int], itemsize: int, axis: int | None, ranges: Sequence[tuple[int, int]]) -> Part:
+    """The (start, length) ranges of a slice along its first axis, or one range along its second; None: all of it."""
+    if axis == 1:
+        ((start, length),) = ranges
+        width = prod(shape[2:]) * itemsize
+        return Part(((0, shape[0]),), (start * width, length * width))
+    assert axis in (None, 0), "only rows and columns are cut"
+    return Part(((0, shape[0]),) if axis is None else tuple(ranges))
+
+
+class Sink:
+    """Takes bytes in order: digests them, and writes them to a file from `offset` on where one is given."""
+
+    def __init__(self, path: Path | None = None, offset: int = 0, checksum: bool = False) -> None:
+        self.digest: Any = xxhash.xxh3_128()
+        self.checksum = 0
+        self.position = offset
+        self._checked = checksum
+        self._fd = None if path is None else os.open(path, os.O_WRONLY)
+
+    def take(self, data: memoryview | bytes | bytearray) -> None:
+        """The next bytes."""
+        self.digest.update(data)
+        if self._checked:
+            self.checksum = crc32(data, self.checksum)
+        self.put(data)
+
+    def put(self, data: memoryview | bytes | bytearray) -> None:
+        """The next bytes, neither digested nor checked."""
+        if self._fd is not None:
+            write_at(self._fd, data, self.position)
+        self.position += len(data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+
+def read_bands(regions: Sequence[Region], rows: int, row_bytes: int) -> Bands:
+    """A slice, straight from the regions that hold it. Raises DlmBridgeError where a file ends before."""
+    step = _step(row_bytes)
+    with ExitStack() as stack:
+        files: dict[Path, int] = {}
+        for path in {region.path for region in regions}:
+            files[path] = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, files[path])
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            band = _buffer("band", count * row_bytes).reshape(count, row_bytes)
+            for region in regions:
+                _read_region(files[region.path], region, start, band)
+            yield start, band
+
+
+def tensor_bands(tensor: torch.Tensor) -> Bands:
+    """A contiguous slice that is in memory."""
+    if tensor.numel() == 0:
+        return
+    rows = tensor.shape[0] if tensor.dim() else 1
+    data = np.frombuffer(raw_bytes(tensor), dtype=np.uint8).reshape(rows, -1)
+    step = _step(data.shape[1])
+    for start in range(0, rows, step):
+        yield start, data[start : start + step]
+
+
+def with_zero_rows(bands: Bands, rows: int, wanted: int, row_bytes: int) -> Bands:
+    """The bands of `rows` rows, then zeros until there are `wanted`."""
+    yield from bands
+    step = _step(row_bytes)
+    for start in range(rows, wanted, step):
+        yield start, np.zeros((min(step, wanted - start), row_bytes), dtype=np.uint8)
+
+
+def digested(bands: Bands, parts: Sequence[Part], sinks: Sequence[Sink]) -> Bands:
+    """The same bands; each sink takes its part of every one as it passes."""
+    for start, band in bands:
+        for part, sink in zip(parts, sinks, strict=True):
+            for data in part.bytes_of(start, band):
+                sink.take(data)
+        yield start, band
+
+
+def distribute(bands: Bands, parts: Sequence[Part], sinks: Sequence[Sink]) -> None:
+    """Let each sink take its part of all bands."""
+    for _ in digested(bands, parts, sinks):
+        pass
+
+
+def allocate(folder: Path, files: Mapping[str, int]) -> None:
+    """Give every file its size; what a run before this one wrote into it stays."""
+    for file, size in files.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as stream:
+            stream.truncate(size)
+
+
+def _read_region(fd: int, region: Region, start: int, band: Rows) -> None:
+    part, row_bytes = region.part, band.shape[1]
+    for low, high, before in part.runs(start, start + len(band)):
+        rows = band[low - start : high - start]
+        if part.columns is None:
+            read_at(fd, region.path, region.offset + before * row_bytes, rows.reshape(-1).data)
+        else:
+            first, length = part.columns
+            read = _buffer("read", len(rows) * length)
+            read_at(fd, region.path, region.offset + before * length, read.data)
+            np.copyto(rows[:, first : first + length], read.reshape(-1, length))
+
+
+def _step(row_bytes: int) -> int:
+    return max(1, BAND // row_bytes)
+
+
+def _buffer(use: str, nbytes: int) -> npt.NDArray[np.uint8]:
+    """This thread's memory for one use, the same again and again."""
+    block: npt.NDArray[np.uint8] | None = getattr(_local, use, None)
+    if block is None or len(block) < nbytes:
+        block = np.empty(max(nbytes, BAND), dtype=np.uint8)
+        setattr(_local, use, block)
+    return block[:nbytes]

@@ -1,0 +1,87 @@
+"""Conversions over several processes: the same bytes, and what happens when one of them is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert import journal, streaming
+from dlm_bridge.convert.forked import WorkerKilledError
+from tests.convert.helpers import no_leftovers, run_cli, tree
+
+LAYOUT = Layout(tp=2, pp=2)
+
+
+def fails_in_a_child(monkeypatch: pytest.MonkeyPatch, after: int, how: Any) -> None:
+    """In every process but this one, `how` happens at the write after so many."""
+    real, here, count = streaming.write_at, os.getpid(), 0
+
+    def write(*arguments: Any) -> None:
+        nonlocal count
+        count += os.getpid() != here
+        if count > after:
+            how()
+        real(*arguments)
+
+    monkeypatch.setattr(streaming, "write_at", write)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_write_what_threads_write(tmp_path: Path, llada: Path, processes: int) -> None:
+    Bridge.from_hf(llada).to_megatron(tmp_path / "m", LAYOUT)
+    told: list[tuple[int, int]] = []
+    Bridge.from_hf(llada).to_megatron(
+        tmp_path / "m2", LAYOUT, processes=processes, progress=lambda done, total: told.append((done, total))
+    )
+    assert sum(done for done, _ in told) == told[0][1]
+    assert tree(tmp_path / "m2") == tree(tmp_path / "m")
+    assert (tmp_path / "m2/dlm_bridge.json").read_bytes() == (tmp_path / "m/dlm_bridge.json").read_bytes()
+    Bridge.from_megatron(tmp_path / "m2").to_megatron(
+        tmp_path / "r", Layout(tp=1), format="torch", processes=processes
+    )
+    Bridge.from_megatron(tmp_path / "r").to_hf(tmp_path / "out", processes=processes, workers=1)
+    assert tree(tmp_path / "out") == tree(llada)
+    assert no_leftovers(tmp_path)
+
+
+def test_a_killed_process_leaves_no_output_and_the_run_goes_on(
+    tmp_path: Path, llada: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Bridge.from_hf(llada).to_megatron(tmp_path / "whole", LAYOUT)
+    monkeypatch.setattr(journal, "_EVERY", 1)
+    output = tmp_path / "here" / "out"
+    with monkeypatch.context() as patch:
+        fails_in_a_child(patch, 30, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(
+            WorkerKilledError, match=r"killed \(SIGKILL\): .*out was not written; the same command with"
+        ):
+            Bridge.from_hf(llada).to_megatron(output, LAYOUT, processes=2, workers=1)
+    (left,) = (tmp_path / "here").iterdir()
+    assert journal.has_progress(left)
+    Bridge.from_hf(llada).to_megatron(output, LAYOUT, processes=2, resume=True)
+    assert tree(output) == tree(tmp_path / "whole")
+    assert no_leftovers(tmp_path / "here")
+
+
+def test_an_error_in_a_process_is_the_run_s(
+    tmp_path: Path, llada: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    fails_in_a_child(monkeypatch, 5, full)
+    code, _, err = run_cli(capsys, "import", llada, tmp_path / "out", "--processes", 2)
+    assert code == 2
+    assert "no space left while writing" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refused_numbers(tmp_path: Path, llada: Path) -> None:
+    with pytest.raises(DlmBridgeError, match=r"^--processes must be at least 1, not 0$"):
+        Bridge.from_hf(llada).to_megatron(tmp_path / "out", processes=0)
