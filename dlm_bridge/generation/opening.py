@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models import find_family
 from dlm_bridge.models.spec import FamilySpec
 
+ADAPTER = "adapter_config.json"
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -104,7 +105,8 @@ def open_model(
     like: str | None = None,
     tokenizer: str | None = None,
 ) -> Opened:
-    """The model of a Hub folder or id, diffusion or autoregressive, or of a Megatron checkpoint of any format.
+    """The model of a Hub folder or id, diffusion or autoregressive, of a Megatron checkpoint of any format, or of a
+    PEFT folder, on the base that it names.
 
     `dtype` is keep, bf16, fp16 or fp32 (None keeps the stored one); `like` names the Hub model of a Megatron
     checkpoint that was not written by dlm-bridge; `tokenizer` a folder or id of another tokenizer.
@@ -123,7 +125,10 @@ def open_model(
             return _open(folder, where, wanted, family, str(path), tokenizer)
     if like is not None:
         raise DlmBridgeError(f"--like {like} names the Hub model of a Megatron checkpoint, which {path} is not")
-    return _open(resolve(place, revision), where, wanted, family, os.fspath(place), tokenizer)
+    folder = resolve(place, revision)
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        return _open_adapter(folder, placement, dtype, family, tokenizer)
+    return _open(folder, where, wanted, family, os.fspath(place), tokenizer)
 
 
 def open_tokenizer(place: str | os.PathLike[str], name: str, remedy: str = "") -> Any:
@@ -159,6 +164,30 @@ def _open(
         family=type(model).__name__ if spec is None else spec.name,
         diffusion=spec is not None and spec.kind == "diffusion",
     )
+
+
+def _open_adapter(
+    folder: Path,
+    placement: Placement | None,
+    dtype: str | torch.dtype | None,
+    family: str | None,
+    tokenizer: str | None,
+) -> Opened:
+    """The base that a PEFT folder names, with the adapter on it."""
+    from peft import PeftModel
+
+    if placement is not None and placement.tp_plan is not None:
+        raise DlmBridgeError(f"--tp-plan cuts whole models: merge {folder} first (dlm-bridge adapter export --merge)")
+    base = read_config(folder / ADAPTER).get("base_model_name_or_path")
+    if not base:
+        raise DlmBridgeError(f"{folder / ADAPTER}: names no base (base_model_name_or_path)")
+    own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
+    opened = open_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
+    try:
+        model = PeftModel.from_pretrained(opened.model, str(folder))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise DlmBridgeError(f"{folder}: is no adapter of {base}: {one_line(error)[:300]}") from error
+    return replace(opened, model=model.eval())
 
 
 def _family(raw: dict[str, Any], family: str | None, folder: Path) -> FamilySpec | None:

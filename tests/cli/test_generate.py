@@ -153,6 +153,32 @@ def test_a_megatron_checkpoint_is_sampled_as_its_hub_model(cli: Cli, llada: Path
     assert ours["family"] == "llada"
 
 
+@pytest.mark.parametrize("name", ["llada", "qwen3"])
+def test_an_adapter_is_sampled_on_its_base(
+    cli: Cli, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    folder = request.getfixturevalue(name)
+    torch.manual_seed(1)
+    # `init_lora_weights=False`: an adapter that changes something.
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).eval()
+    peft.save_pretrained(tmp_path / "adapter")
+    words = ["--prompt", "the cat", "--gen-length", 8, "--temperature", 0]
+    found = cli.report(tmp_path / "adapter", *words)
+    peft.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = cli.report(tmp_path / "merged", *words, "--tokenizer", folder)
+    assert found["samples"] == merged["samples"] != cli.report(folder, *words)["samples"]
+    assert found["family"] == name
+    settings = tmp_path / "adapter/adapter_config.json"
+    settings.write_text(settings.read_text().replace(str(folder), str(tmp_path / "gone")))
+    code, _, err = cli(tmp_path / "adapter", *words)
+    assert code == 2
+    assert "gone: no such folder" in err
+    assert err.count("\n") == 1
+
+
 def test_weights_on_the_disk_give_the_same_text(cli: Cli, llada: Path, tmp_path: Path) -> None:
     places = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
     places |= {f"model.layers.{layer}": "disk" if layer % 2 else "cpu" for layer in range(4)}
