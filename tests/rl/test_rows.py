@@ -11,7 +11,7 @@ import pytest
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.rl.config import RLConfig, load_rl_config
 from dlm_bridge.train.rl.rows import Shuffled, load_pairs, load_problems
-from tests.rl.conftest import letters
+from tests.rl.conftest import Run, letters
 from tests.train.chats import chatty
 
 
@@ -116,3 +116,21 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     with pytest.raises(DlmBridgeError, match=r"^--group-size 4 differs from the 8 that the run"):
         load_rl_config({"output": str(tmp_path), "group_size": 4}, resume=True)
     assert isinstance(config, RLConfig)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generation": ["stepz=3"]}, "^generate does not know 'stepz'"),
+        ({"generation": ["block_length=3"]}, "^gen_length 4 is not a multiple of block_length 3"),
+        ({"seq_length": 65}, "^--seq-length 65 is more than the model's 64 positions"),
+        ({"reward": ["nowhere.f"]}, r"^--reward nowhere\.f: cannot be loaded"),
+        ({"lora_rank": 2, "lora_targets": "x_proj"}, "^--lora-targets x_proj: "),
+        ({"sharding": "fsdp"}, "^--sharding is no option of dlm-bridge rl"),
+    ],
+)
+def test_runs_that_cannot_begin(run: Run, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """They leave nothing behind that a second try would stumble over."""
+    for _ in range(2):
+        with pytest.raises(DlmBridgeError, match=message):
+            run(tmp_path / "run", **changes)

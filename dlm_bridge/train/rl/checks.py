@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.algorithms.base import Tokens
+from dlm_bridge.generation.settings import resolve
 from dlm_bridge.models.spec import FamilySpec
 from dlm_bridge.train.rl.config import AUTOREGRESSIVE, METHODS, RLConfig
 
@@ -26,3 +28,10 @@ def check_length(config: RLConfig, model: Any) -> None:
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and config.seq_length > limit:
         raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
+
+
+def check_sampler(config: RLConfig, model: Any) -> None:
+    """Raise DlmBridgeError for settings of `--generation` that the model's sampler cannot run."""
+    keywords = {"gen_length": config.gen_length, "temperature": config.temperature, **config.sampler}
+    settings = resolve(model, None, keywords, prompt_width=1)
+    settings.algorithm.recipe(Tokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))

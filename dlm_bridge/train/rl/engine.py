@@ -28,7 +28,7 @@ from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.metrics import MetricsFile, Row, plot_loss
 from dlm_bridge.train.objectives import NoisyBatch, mask_token_id
 from dlm_bridge.train.optimisation import check_finite, learning_rate, parameter_groups
-from dlm_bridge.train.rl.checks import check_length, check_method
+from dlm_bridge.train.rl.checks import check_length, check_method, check_sampler
 from dlm_bridge.train.rl.config import AUTOREGRESSIVE, SAMPLED, RLConfig
 from dlm_bridge.train.rl.judge import Judge
 from dlm_bridge.train.rl.likelihood import Query, Sequences, blockwise, bound_sums, one_step, token_logps
@@ -73,6 +73,8 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
     token = mask_token_id(model)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], token)
+    if config.method in SAMPLED:
+        check_sampler(config, model)
     state = None if checkpoint is None else load_state(checkpoint)
     kind: type[Trainer[Any]] = PolicyTrainer if config.method in SAMPLED else PreferenceTrainer
     with accelerator.main_process_first():
