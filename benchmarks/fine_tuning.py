@@ -86,20 +86,20 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--only", default="", help="Runs whose name has this, and those they are compared with.")
     parser.add_argument("--output", type=Path, help="Folder of the runs; a temporary one by default.")
-    parser.add_argument("--run", help=argparse.SUPPRESS)  # of the processes that this one starts
+    parser.add_argument("--options", help=argparse.SUPPRESS)  # of the processes that this one starts
     arguments = parser.parse_args()
-    if arguments.run is not None:
+    if arguments.options is not None:
         from dlm_bridge.train.accelerate_engine import train
         from dlm_bridge.train.config import TrainConfig
 
-        train(TrainConfig(**json.loads(arguments.run)), resume=True)  # of what is not there it begins
+        train(TrainConfig(**json.loads(arguments.options)), resume=True)  # of what is not there it begins
         return
     with tempfile.TemporaryDirectory() as temporary:
         root = arguments.output or Path(temporary)
         model = _weights(root, arguments.model)
         for precision in arguments.precision:
             table = Table("run", "processes", "last loss", "apart", "tokens/s a device", "peak GiB")
-            kept = {cell.like for cell in CELLS if arguments.only in cell.name}
+            kept = {"one process"} | {cell.like for cell in CELLS if arguments.only in cell.name}
             for cell in CELLS:
                 if arguments.only in cell.name or cell.name in kept:
                     processes = 1 if cell.alone else arguments.processes
@@ -145,7 +145,8 @@ def _run(cell: Cell, root: Path, model: Path, sequence: int, precision: str, pro
         return
     rows = _rows(output)
     wanted = _rows(root / ("one process" if cell.goes_on else cell.like).replace(" ", "-"))
-    apart = max(abs(row["loss"] / other["loss"] - 1) for row, other in zip(rows, wanted, strict=False))
+    pairs = zip(rows, wanted, strict=False)
+    apart = max((abs(row["loss"] / other["loss"] - 1) for row, other in pairs), default=float("nan"))
     speed = sorted(row["tokens_per_s_per_device"] for row in rows[2:])[len(rows[2:]) // 2]
     peak = rows[-1]["peak_memory"]
     table.add_row(
@@ -161,7 +162,7 @@ def _run(cell: Cell, root: Path, model: Path, sequence: int, precision: str, pro
 def _launch(processes: int, options: dict[str, Any]) -> str | None:
     """Run it; where it fails, the line that says why."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += [__file__, "--run", json.dumps({"data": ["mock"], **options})]
+    command += [__file__, "--options", json.dumps({"data": ["mock"], **options})]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
@@ -170,7 +171,8 @@ def _launch(processes: int, options: dict[str, Any]) -> str | None:
 
 
 def _rows(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    path = output / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 if __name__ == "__main__":
