@@ -17,6 +17,7 @@ from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -25,11 +26,11 @@ RECIPES = ROOT / "configs" / "countdown"
 EOS, MASK = "<eos>", "<mask>"
 SIGNS = "+-*/()=,:"
 HELD_OUT = 512  # problems
-FORWARDS = (2, 8)  # of the sampler for an answer of 8 tokens; the first is what rl samples with
+FORWARDS = (1, 2, 8)  # of the sampler for an answer of 8 tokens
 # What a CPU can do in minutes: a smaller model and smaller numbers.
 TINY_MODEL = {"d_model": 128, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3, "mlp_hidden_size": 256}
 TINY_SFT = "--steps 1500 --global-batch-size 128 --precision fp32 --warmup-steps 20 --exit-duration 60"
-TINY_RL = "--steps 100 --global-batch-size 512 --precision fp32 --eval-interval 25 --exit-duration 60"
+TINY_RL = "--steps 100 --precision fp32 --eval-interval 25 --exit-duration 60"
 
 
 def main() -> int:
@@ -213,14 +214,16 @@ def report(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step of reinforcement learning", ylabel="problems solved", ylim=(0, 1))
     axes.plot(result["rl_steps"], result["rl_reward"], linewidth=0.8, label="sampled completions")
-    held_out = [(0, before[0]), *result["rl_held_out"]]
-    axes.plot(*zip(*held_out, strict=True), "o-", label="held-out problems, greedy")
+    settings = yaml.safe_load((root / "rl" / "config.yaml").read_text())
+    forwards = int(dict(setting.split("=") for setting in settings["generation"])["steps"])
+    held_out = [(0, before[FORWARDS.index(forwards)]), *result["rl_held_out"]]
+    axes.plot(*zip(*held_out, strict=True), "o-", label=f"held-out problems, greedy, {forwards} forwards an answer")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(root / "countdown.png")
 
     table = Table(title=f"Countdown, three numbers: {HELD_OUT} held-out problems solved, seed {given.seed}")
-    for column in ("", *(f"{forwards} forwards" for forwards in FORWARDS), "seconds"):
+    for column in ("", *(f"{number} forwards" for number in FORWARDS), "seconds"):
         table.add_column(column)
     table.add_row("after fine-tuning", *(f"{share:.1%}" for share in before), f"{times.get('sft', 0):.0f}")
     table.add_row("after reinforcement learning", *(f"{share:.1%}" for share in after), f"{times['rl']:.0f}")
