@@ -53,7 +53,7 @@ def _device(layer: nn.Module) -> torch.device:
     """Where a layer computes: where its weights are, or where accelerate brings them from the CPU or the disk."""
     device = next(layer.parameters()).device
     if device.type == "meta":
-        hooks = (getattr(module, "_hf_hook", None) for module in layer.modules())
+        hooks: list[Any] = [getattr(module, "_hf_hook", None) for module in layer.modules()]
         device = torch.device(next(hook.execution_device for hook in hooks if hasattr(hook, "execution_device")))
     return device
 
