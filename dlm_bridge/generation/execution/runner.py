@@ -73,8 +73,8 @@ class Runner:
             return
         if not can_keep(model):
             raise DlmBridgeError(
-                f"{type(model).__name__} runs more than the attention layers of a transformers body (a prompt-learning "
-                "adapter, or a model of its own): use cache 'none'"
+                f"{type(model).__name__} runs more than the attention layers of a transformers body (a prompt-"
+                "learning adapter, or a model of its own): use cache 'none'"
             )
         with _attention_of_ours(plain):
             if execution == "eager":
