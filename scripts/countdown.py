@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ROOT / "configs" / "countdown"
+RECIPES = ROOT / "configs"
 EOS, MASK = "<eos>", "<mask>"
 SIGNS = "+-*/()=,:"
 HELD_OUT = 512  # problems
@@ -67,7 +67,7 @@ def main() -> int:
         )
         console.rule("[bold]2  fine-tuning on solutions")
         times["sft"] = dlm_bridge(
-            console, "sft", "--config", RECIPES / "sft.yaml", "--model", root / "seed", "--data", solutions,
+            console, "sft", "--config", RECIPES / "rl_countdown_sft.yaml", "--model", root / "seed", "--data", solutions,
             "--output", root / "sft", *seed, *shlex.split(TINY_SFT if given.tiny else ""), *shlex.split(given.sft),
         )  # fmt: skip
     began = sorted((root / "sft" / "checkpoints").glob("step-*"))[-1]
@@ -75,7 +75,7 @@ def main() -> int:
     console.rule("[bold]3  reinforcement learning on other problems, without solutions")
     shutil.rmtree(root / "rl", ignore_errors=True)
     times["rl"] = dlm_bridge(
-        console, "rl", "--config", RECIPES / "rl.yaml", "--model", began, "--data", train, "--eval-data", held_out,
+        console, "rl", "--config", RECIPES / "rl_countdown.yaml", "--model", began, "--data", train, "--eval-data", held_out,
         "--output", root / "rl", *seed, *shlex.split(TINY_RL if given.tiny else ""), *shlex.split(given.rl),
     )  # fmt: skip
     ended = sorted((root / "rl" / "checkpoints").glob("step-*"))[-1]
@@ -141,7 +141,7 @@ def write_model(folder: Path, highest: int, sizes: dict[str, int]) -> None:
         tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS, mask_token=MASK, clean_up_tokenization_spaces=False
     )
     fast.save_pretrained(folder)
-    config = json.loads((RECIPES / "config.json").read_text()) | sizes
+    config = json.loads((RECIPES / "rl_countdown.json").read_text()) | sizes
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
