@@ -68,7 +68,8 @@ def main() -> int:
         console.rule("[bold]2  fine-tuning on solutions")
         times["sft"] = dlm_bridge(
             console, "sft", "--config", RECIPES / "rl_countdown_sft.yaml", "--model", root / "seed",
-            "--data", solutions, "--output", root / "sft", *seed, *shlex.split(TINY_SFT if given.tiny else ""), *shlex.split(given.sft),
+            "--data", solutions, "--output", root / "sft", *seed,
+            *shlex.split(TINY_SFT if given.tiny else ""), *shlex.split(given.sft),
         )  # fmt: skip
     began = sorted((root / "sft" / "checkpoints").glob("step-*"))[-1]
 
@@ -76,7 +77,8 @@ def main() -> int:
     shutil.rmtree(root / "rl", ignore_errors=True)
     times["rl"] = dlm_bridge(
         console, "rl", "--config", RECIPES / "rl_countdown.yaml", "--model", began, "--data", train,
-        "--eval-data", held_out, "--output", root / "rl", *seed, *shlex.split(TINY_RL if given.tiny else ""), *shlex.split(given.rl),
+        "--eval-data", held_out, "--output", root / "rl", *seed,
+        *shlex.split(TINY_RL if given.tiny else ""), *shlex.split(given.rl),
     )  # fmt: skip
     ended = sorted((root / "rl" / "checkpoints").glob("step-*"))[-1]
 
