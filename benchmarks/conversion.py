@@ -55,7 +55,7 @@ FULL_SIZE = 16e9  # bytes of LLaDA-8B in bfloat16
 
 # Runs in a process of its own: [import torch, import dlm_bridge, conversion] in seconds, peak memory in bytes.
 CHILD = """
-import json, os, resource, sys, time
+import json, os, sys, time
 start = time.perf_counter()
 import torch
 torch_done = time.perf_counter()
@@ -78,7 +78,7 @@ elif action == "export":
 else:
     Bridge.from_megatron(source).to_megatron(output, Layout(tp=2), **options)
 done = time.perf_counter()
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 figures = {"torch": torch_done - start, "package": ready - torch_done, "warm": ready_to_run - ready}
 print(json.dumps({**figures, "seconds": done - ready_to_run, "peak": peak}))
 """
