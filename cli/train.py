@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dlm_bridge.train.accelerate_options import AccelerateOptions
 from dlm_bridge.train.config import TASKS, TrainConfig, load_config
 from dlm_bridge.train.megatron_options import MegatronOptions
 
@@ -61,6 +62,7 @@ def _command(task: str, **helps: str) -> Callable[..., None]:
         given = {name: value for name, value in context.params.items() if value is not None}
         file, resume, more = given.pop("config", None), given.pop("resume"), given.pop("more_data", None)
         planned, gpus, as_json = given.pop("dry_run"), given.pop("gpus", None), given.pop("json")
+        file = None if file is None else Path(file)  # some releases of typer convert only what the function is given
         if more and not given.get("data"):
             raise typer.BadParameter(f"unexpected argument '{more[0]}'")
         if more:  # --data a b c, as an unquoted glob gives it, leaves b and c as arguments
@@ -75,9 +77,10 @@ def _command(task: str, **helps: str) -> Callable[..., None]:
             _train(config, resume)
 
     types = typing.get_type_hints(TrainConfig)
-    megatron = {known.name for known in dataclasses.fields(MegatronOptions)}
+    panels = {known.name: "Accelerate engine" for known in dataclasses.fields(AccelerateOptions)}
+    panels |= {known.name: "Megatron engine" for known in dataclasses.fields(MegatronOptions)}
     # Those of one engine come last, in a panel of their own.
-    fields = sorted(dataclasses.fields(TrainConfig), key=lambda known: known.name in megatron)
+    fields = sorted(dataclasses.fields(TrainConfig), key=lambda known: panels.get(known.name, ""))
     annotations: dict[str, Any] = {
         "context": typer.Context,
         "config": Annotated[Path | None, typer.Option(help="YAML file of options.")],
@@ -85,8 +88,9 @@ def _command(task: str, **helps: str) -> Callable[..., None]:
     for known in fields:
         if known.name == "task" or known.metadata.get("task") not in (None, task):
             continue
-        panel = "Megatron engine" if known.name in megatron else None
-        annotations[known.name] = option_of(known, types[known.name], helps.get(known.name), panel, task)
+        annotations[known.name] = option_of(
+            known, types[known.name], helps.get(known.name), panels.get(known.name), task
+        )
     annotations["more_data"] = Annotated[list[str] | None, typer.Argument(hidden=True)]
     annotations["resume"] = Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")
