@@ -26,11 +26,14 @@ RECIPES = ROOT / "configs"
 EOS, MASK = "<eos>", "<mask>"
 SIGNS = "+-*/()=,:"
 HELD_OUT = 512  # problems
-FORWARDS = (1, 2, 8)  # of the sampler for an answer of 8 tokens
+FORWARDS = (1, 4, 8)  # of the sampler for an answer of 8 tokens
 # What a CPU can do in minutes: a smaller model and smaller numbers.
 TINY_MODEL = {"d_model": 128, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3, "mlp_hidden_size": 256}
 TINY_SFT = "--steps 1500 --global-batch-size 128 --precision fp32 --warmup-steps 20 --exit-duration 60"
-TINY_RL = "--steps 100 --precision fp32 --eval-interval 25 --exit-duration 60"
+TINY_RL = (
+    "--method diffu-grpo --generation steps=1 --prompt-masking 0 --group-size 8 --steps 100 --precision fp32 "
+    "--eval-interval 25 --exit-duration 60"
+)
 
 
 def main() -> int:
