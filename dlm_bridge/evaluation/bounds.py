@@ -256,11 +256,4 @@ def _shares(masked: torch.Tensor, counted: torch.Tensor, block: int) -> torch.Te
 
 def _logits(model: Any, reading: Reading) -> torch.Tensor:
     """[M, V]."""
-    batch = reading.noisy.to(model.get_input_embeddings().weight.device)
-    logits: torch.Tensor = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.model_mask(),
-        position_ids=batch.position_ids,
-        logits_to_keep=batch.mask,
-    ).logits
-    return logits
+    return reading.noisy.to(model.get_input_embeddings().weight.device).logits(model)

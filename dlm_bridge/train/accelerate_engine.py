@@ -33,10 +33,10 @@ from dlm_bridge.train.optimisation import check_finite, learning_rate, parameter
 from dlm_bridge.train.rows import Rows
 from dlm_bridge.train.sampling import Sampler
 from dlm_bridge.train.setup import (
+    begin,
     check_data,
     load_data,
     make_objective,
-    open_output,
     with_objective,
     write_config,
 )
@@ -63,14 +63,9 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     config = as_launched(config)
     accelerator = _accelerator(config)
     micro_batch_size, _ = config.accumulation(accelerator.num_processes)
-    output = Path(config.output)
-    if accelerator.is_main_process:
-        open_output(output, resume)
-    accelerator.wait_for_everyone()
-    step, checkpoint = find_checkpoints(output)[-1] if resume and find_checkpoints(output) else (0, None)
-    if checkpoint is not None and step >= config.steps:
-        if accelerator.is_main_process:
-            console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
+    beginning = begin(config, resume, accelerator, console)
+    output, step, checkpoint = beginning.output, beginning.step, beginning.checkpoint
+    if beginning.finished and checkpoint is not None:
         return checkpoint
 
     check_data(config)

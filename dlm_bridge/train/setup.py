@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.adaptation import check_adaptation
-from dlm_bridge.train.checkpoints import clean
+from dlm_bridge.train.checkpoints import clean, find_checkpoints
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import Data, Fit, Reader, Samples, check_sources, find_data
 from dlm_bridge.train.finetuning import load_conversations, tuned_as
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.objectives import OBJECTIVES, Objective, build_objective, check_objective, mask_token_id
 from dlm_bridge.train.trackers import check_trackers
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run of one machine's engines begins."""
+
+    output: Path
+    step: int  # the last one that was taken
+    checkpoint: Path | None  # of that step
+    finished: bool  # there is nothing left to do
+
+
+def begin(config: TrainConfig, resume: bool, accelerator: Any, console: Any) -> Beginning:
+    """Open the output folder on the main process and find the newest checkpoint of a run that goes on."""
+    output = Path(config.output)
+    if accelerator.is_main_process:
+        open_output(output, resume)
+    accelerator.wait_for_everyone()
+    found = find_checkpoints(output) if resume else []
+    step, checkpoint = found[-1] if found else (0, None)
+    finished = checkpoint is not None and step >= config.steps
+    if finished and accelerator.is_main_process:
+        console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
+    return Beginning(output, step, checkpoint, finished)
 
 
 def open_output(output: Path, resume: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,6 +82,16 @@ class NoisyBatch:
         if self.pairs is not None:
             return self.pairs
         return self.attention_mask if self.visibility is None else self.visibility.dense()
+
+    def logits(self, model: Any) -> torch.Tensor:
+        """[M, V], those of the positions with a loss, by a Hub-side diffusion model on the batch's device."""
+        logits: torch.Tensor = model(
+            input_ids=self.input_ids,
+            attention_mask=self.model_mask(),
+            position_ids=self.position_ids,
+            logits_to_keep=self.mask,
+        ).logits
+        return logits
 
     def to(self, device: torch.device) -> NoisyBatch:
         """The same batch on another device, copied without waiting where the memory is pinned."""

@@ -37,7 +37,7 @@ from dlm_bridge.train.rl.policy import PolicyUpdater
 from dlm_bridge.train.rl.preference import PreferenceUpdater, preference_loss
 from dlm_bridge.train.rl.rollout import Figures, Rollouts
 from dlm_bridge.train.rl.rows import Pair, Problem, Shuffled, load_pairs, load_problems
-from dlm_bridge.train.setup import open_output, write_config
+from dlm_bridge.train.setup import begin, write_config
 from dlm_bridge.train.trackers import check_trackers
 
 Item = TypeVar("Item")
@@ -55,14 +55,9 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
         return train_with_trl(config, resume, console or Console(stderr=True))
     console = console or Console(stderr=True)
     accelerator = _accelerator(config)
-    output = Path(config.output)
-    if accelerator.is_main_process:
-        open_output(output, resume)
-    accelerator.wait_for_everyone()
-    step, checkpoint = find_checkpoints(output)[-1] if resume and find_checkpoints(output) else (0, None)
-    if checkpoint is not None and step >= config.steps:
-        if accelerator.is_main_process:
-            console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
+    beginning = begin(config, resume, accelerator, console)
+    output, step, checkpoint = beginning.output, beginning.step, beginning.checkpoint
+    if beginning.finished and checkpoint is not None:
         return checkpoint
     check_trackers(config)
     model = starting_model(config, checkpoint, accelerator.is_main_process)

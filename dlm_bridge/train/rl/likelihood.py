@@ -113,7 +113,7 @@ def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> Query:
 def token_logps(model: Any, query: Query) -> torch.Tensor:
     """[B, L] fp32: the estimated log-probability of each scored token, zero elsewhere. `model` may be wrapped."""
     noisy = query.noisy
-    losses_M = F.cross_entropy(_logits(model, noisy).float(), noisy.targets, reduction="none")
+    losses_M = F.cross_entropy(noisy.logits(model).float(), noisy.targets, reduction="none")
     found = torch.zeros(query.shape, device=losses_M.device)
     return found.index_put((query.rows, query.columns), -losses_M)
 
@@ -143,7 +143,7 @@ def bounds(
 
 def bound_sums(model: Any, noisy: NoisyBatch) -> torch.Tensor:
     """[B] fp32: each row's sample of its answer's bound on the log-likelihood, in nats."""
-    losses_M = F.cross_entropy(_logits(model, noisy).float(), noisy.targets, reduction="none") * noisy.weights
+    losses_M = F.cross_entropy(noisy.logits(model).float(), noisy.targets, reduction="none") * noisy.weights
     rows = noisy.mask.nonzero()[:, 0]
     return torch.zeros(len(noisy.mask), device=losses_M.device).index_add(0, rows, -losses_M)
 
@@ -168,13 +168,3 @@ def _all_masked(objective: Objective, tokens: torch.Tensor, sequences: Sequences
             f"{type(objective).__name__} does not predict each token of a completion once: use --method diffu-grpo"
         )
     return Query(noisy, rows, columns, (batch, length))
-
-
-def _logits(model: Any, noisy: NoisyBatch) -> torch.Tensor:
-    logits: torch.Tensor = model(
-        input_ids=noisy.input_ids,
-        attention_mask=noisy.model_mask(),
-        position_ids=noisy.position_ids,
-        logits_to_keep=noisy.mask,
-    ).logits
-    return logits
