@@ -17,6 +17,7 @@ from rich.progress import Progress
 from transformers.utils import logging
 
 from dlm_bridge.cli.generate import Request
+from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.generation.opening import Opened, Placement, open_model
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message, read_prompts
@@ -31,6 +32,7 @@ def run(request: Request) -> None:
     """Open the model and sample. Under a launcher all processes do so together and the first one writes."""
     logging.set_verbosity_error()  # warnings of transformers' generate are about settings that were checked here
     logging.disable_progress_bar()
+    quieten_peft()
     prompts = [] if request.jsonl is None else _read(request)
     placement = Placement(request.device, request.device_map, request.offload_folder, request.tp_plan)
     opened = open_model(

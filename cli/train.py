@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import os
 import typing
 import warnings
@@ -159,3 +160,11 @@ def quieten() -> None:
     # Of names that megatron-core uses and torch will rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|megatron")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron")
+    quieten_peft()
+
+
+def quieten_peft() -> None:
+    """PEFT uses a name that transformers will rename, and imports bitsandbytes wherever that is installed, which then
+    says what its 4-bit layers miss on a CPU."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
