@@ -94,8 +94,9 @@ def show(facts: Mapping[str, Any]) -> None:
         table.add_row("", f"bits a byte{bound}", f"{text['bits_per_byte']:.4f}", "", f"{text['bytes']:,} bytes")
     console.print(table)
     console.print(f"likelihood: {facts['likelihood']}", highlight=False)
+    settings = facts["settings"] | ({"window": text["window"]} if text else {})
     console.print(
-        ", ".join(f"{name} {value}" for name, value in facts["settings"].items() if value not in (None, {}, [])),
+        ", ".join(f"{name} {value}" for name, value in settings.items() if value not in (None, {}, [])),
         highlight=False,
     )
 
