@@ -33,7 +33,7 @@ import torch
 from rich.console import Console
 
 import dlm_bridge  # noqa: F401
-from dlm_bridge.generation.execution.runner import release
+from dlm_bridge.generation import release
 
 PROMPT = 128
 SIZES: dict[str, dict[str, dict[str, Any]]] = {

@@ -7,6 +7,7 @@ from dlm_bridge.generation.algorithms.base import Tokens
 from dlm_bridge.generation.api import DiffusionGenerateOutput, generate
 from dlm_bridge.generation.canvas import Layout
 from dlm_bridge.generation.config import DiffusionGenerationConfig
+from dlm_bridge.generation.execution.runner import release
 from dlm_bridge.generation.loop import Recipe
 from dlm_bridge.generation.observe import DenoisingStep
 from dlm_bridge.generation.predict import Predictor
@@ -27,4 +28,5 @@ __all__ = [
     "Tokens",
     "generate",
     "register_algorithm",
+    "release",
 ]
