@@ -31,7 +31,6 @@ class Resampling(ABC):
     sampler; a mask token, where the model has one, is none of the N tokens."""
 
     edits = True
-    exact = True
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

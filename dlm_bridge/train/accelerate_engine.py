@@ -29,7 +29,7 @@ from dlm_bridge.train.loop import EVAL_BATCHES, Engine
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
 from dlm_bridge.train.objectives import IGNORE, NoisyBatch, Objective, Uniforms, divisors
-from dlm_bridge.train.optimisation import check_finite, learning_rate, parameter_groups
+from dlm_bridge.train.optimisation import adamw, check_finite, learning_rate
 from dlm_bridge.train.rows import Rows
 from dlm_bridge.train.sampling import Sampler
 from dlm_bridge.train.setup import (
@@ -37,6 +37,7 @@ from dlm_bridge.train.setup import (
     check_data,
     load_data,
     make_objective,
+    on_cpu,
     with_objective,
     write_config,
 )
@@ -158,13 +159,7 @@ class Trainer(Engine):
             shard(self.plain_model, self.sharding)
         whole = half or self.sharding is not None
         self.model = self.computing if whole else self.accelerator.prepare(self.plain_model)
-        optimizer = torch.optim.AdamW(
-            parameter_groups(self.plain_model, config.weight_decay),
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.adam_eps,
-            fused=device.type == "cuda",
-        )
+        optimizer = adamw(config, self.plain_model, fused=device.type == "cuda")
         self.optimizer: Any = optimizer if self.sharding is not None else self.accelerator.prepare(optimizer)
         # Counts travel between CPUs: agreeing on them never waits for the device.
         several = self.accelerator.num_processes > 1 and device.type == "cuda"
@@ -392,9 +387,7 @@ def set_attention(model: Any, backend: str) -> None:
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:
-    cpu = not torch.accelerator.is_available()
-    if cpu and config.precision == "fp16":
-        raise DlmBridgeError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+    cpu = on_cpu(config)
     if config.precision == "fp8":
         check_float8()
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}[config.precision]

@@ -30,6 +30,17 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() > 1 and not name.endswith(".bias")
 
 
+def adamw(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -> torch.optim.AdamW:
+    """The optimizer of a Hub-side model's trained parameters; without `fused` torch chooses how it is computed."""
+    return torch.optim.AdamW(
+        parameter_groups(model, config.weight_decay),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+        fused=fused,
+    )
+
+
 def check_finite(step: int, parameters: Iterable[torch.Tensor]) -> None:
     """Raise DlmBridgeError where a weight is not finite after `step`, before a checkpoint would keep it: finite
     gradients can lead there too, as with an epsilon of zero."""

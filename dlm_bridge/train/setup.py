@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.adaptation import check_adaptation
 from dlm_bridge.train.checkpoints import clean, find_checkpoints
@@ -41,6 +43,14 @@ def begin(config: TrainConfig, resume: bool, accelerator: Any, console: Any) -> 
     if finished and accelerator.is_main_process:
         console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
     return Beginning(output, step, checkpoint, finished)
+
+
+def on_cpu(config: TrainConfig) -> bool:
+    """Whether this machine trains on its CPU. Raises DlmBridgeError for a precision that a CPU does not have."""
+    cpu = not torch.accelerator.is_available()
+    if cpu and config.precision == "fp16":
+        raise DlmBridgeError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+    return cpu
 
 
 def open_output(output: Path, resume: bool) -> None:

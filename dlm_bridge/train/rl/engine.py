@@ -27,7 +27,7 @@ from dlm_bridge.train.loop import Engine
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.metrics import MetricsFile, Row, plot_loss
 from dlm_bridge.train.objectives import NoisyBatch, mask_token_id
-from dlm_bridge.train.optimisation import check_finite, learning_rate, parameter_groups
+from dlm_bridge.train.optimisation import adamw, check_finite, learning_rate
 from dlm_bridge.train.rl.checks import check_length, check_method, check_sampler
 from dlm_bridge.train.rl.config import AUTOREGRESSIVE, SAMPLED, RLConfig
 from dlm_bridge.train.rl.judge import Judge
@@ -37,7 +37,7 @@ from dlm_bridge.train.rl.policy import PolicyUpdater
 from dlm_bridge.train.rl.preference import PreferenceUpdater, preference_loss
 from dlm_bridge.train.rl.rollout import Figures, Rollouts
 from dlm_bridge.train.rl.rows import Pair, Problem, Shuffled, load_pairs, load_problems
-from dlm_bridge.train.setup import begin, write_config
+from dlm_bridge.train.setup import begin, on_cpu, write_config
 from dlm_bridge.train.trackers import check_trackers
 
 Item = TypeVar("Item")
@@ -116,12 +116,7 @@ class Trainer(Engine, Generic[Item]):
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.reference_model = self._reference()
-        optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, config.weight_decay),
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.adam_eps,
-        )
+        optimizer = adamw(config, self.model)
         self.order = Shuffled(self.rows, config.seed)
         self.plain_model = self.model
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
@@ -408,9 +403,7 @@ class PreferenceTrainer(Trainer[Pair]):
 
 
 def _accelerator(config: RLConfig) -> Accelerator:
-    cpu = not torch.accelerator.is_available()
-    if cpu and config.precision == "fp16":
-        raise DlmBridgeError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+    cpu = on_cpu(config)
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[config.precision]
     accelerator = Accelerator(cpu=cpu, mixed_precision=mixed)
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):

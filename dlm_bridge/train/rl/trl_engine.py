@@ -25,7 +25,7 @@ from dlm_bridge.train.loading import load_model, load_tokenizer, model_family
 from dlm_bridge.train.loop import catch_sigterm
 from dlm_bridge.train.lora import add_adapter, with_lora
 from dlm_bridge.train.metrics import MetricsFile, plot_loss
-from dlm_bridge.train.optimisation import learning_rate, parameter_groups
+from dlm_bridge.train.optimisation import adamw, learning_rate
 from dlm_bridge.train.progress import TrainingProgress
 from dlm_bridge.train.rl.checks import check_length, check_method
 from dlm_bridge.train.rl.config import SAMPLED, RLConfig
@@ -127,12 +127,7 @@ def _trainer(config: RLConfig, model: Any, tokenizer: Any, judges: Sequence[Judg
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     common = trainer_arguments(config, processes)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.adam_eps,
-    )
+    optimizer = adamw(config, model)
 
     def share(update: int) -> float:
         return learning_rate(config, update // config.updates + 1) / config.lr if config.lr else 0.0
