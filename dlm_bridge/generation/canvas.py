@@ -185,7 +185,7 @@ class Canvas:
         if not any(done):
             return None
         for row in [row for row, over in enumerate(done) if over]:
-            self._copy(row, self._output)
+            self._copy(row, self.tokens[row], self._output)
         stay = [row for row, over in enumerate(done) if not over]
         self.tokens, self._starts = self.tokens[stay], self._starts[stay]
         self.origins = [self.origins[row] for row in stay]
@@ -213,8 +213,17 @@ class Canvas:
         """[B, P + gen_length], every row of the batch as it is now, in the columns of the output."""
         tokens = self._output.clone()
         for row in self.rows:
-            self._copy(row, tokens)
+            self._copy(row, self.tokens[row], tokens)
         return tokens
+
+    def in_output(self, rows: list[int], columns: Columns, values_AN: torch.Tensor) -> torch.Tensor:
+        """[B, P + gen_length], values of these columns where the output has them, NaN elsewhere."""
+        values_AS = values_AN.new_full((len(rows), self.width), torch.nan)
+        values_AS.scatter_(1, self.columns(rows, columns), values_AN)
+        output_BS = values_AN.new_full(self._output.shape, torch.nan)
+        for row, values_S in zip(rows, values_AS, strict=True):
+            self._copy(row, values_S, output_BS)
+        return output_BS
 
     def settled(self, stop: int) -> tuple[torch.Tensor, list[int]]:
         """A snapshot [B, P + gen_length] with padding behind the rows' ends, and how many of its first columns are
@@ -232,10 +241,11 @@ class Canvas:
         """The column of the output in which a row of the canvas begins."""
         return self.prompt_width - (self.starts[row] - self.origins[row])
 
-    def _copy(self, row: int, output_BS: torch.Tensor) -> None:
-        settled = self.tokens[row, self.origins[row] : self.starts[row] + self._gen_length]
+    def _copy(self, row: int, values_S: torch.Tensor, output_BS: torch.Tensor) -> None:
+        """A row's values by the canvas' columns, put where the output has them."""
+        own = values_S[self.origins[row] : self.starts[row] + self._gen_length]
         left = self._left(row)
-        output_BS[self.names[row], left : left + len(settled)] = settled
+        output_BS[self.names[row], left : left + len(own)] = own
 
     def _after_end(self, output_BS: torch.Tensor) -> torch.Tensor:
         """[B, P + gen_length], True behind the first new token that ends the row."""

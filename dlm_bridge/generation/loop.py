@@ -15,6 +15,7 @@ import torch
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import Canvas, Columns, Layout
 from dlm_bridge.generation.constraints import Constraints
+from dlm_bridge.generation.denoising import Denoising
 from dlm_bridge.generation.ending import Ending
 from dlm_bridge.generation.execution.runner import Execution, Runner, can_keep
 from dlm_bridge.generation.noise import Noise
@@ -91,13 +92,14 @@ def denoise(
         model, execution, keeps=cache != "none", rows=copies * len(canvas.rows), width=canvas.width
     ) as runner:
         predictor = recipe.predictor(runner, canvas, shift=shift, cache=cache, **recipe.predictor_options)
+        work = Denoising(canvas, predictor, recipe, constraints, noise, observer, vocabulary)
         observer.begin(canvas)
         for block in canvas.blocks:
             predictor.open(block)
             if isinstance(recipe.rule, Resampling):
-                resample_block(canvas, block, predictor, recipe, constraints, noise, observer, vocabulary)
+                resample_block(work, block)
             else:
-                settle_block(canvas, block, predictor, recipe, constraints, noise, observer)
+                settle_block(work, block)
             observer.block(canvas, block)
             stay = canvas.retire(block)
             if stay is not None:
@@ -121,19 +123,12 @@ def _cache(predictor: type[Predictor], model: Any, wanted: Cache | None) -> Cach
     return wanted
 
 
-def settle_block(
-    canvas: Canvas,
-    block: slice,
-    predictor: Predictor,
-    recipe: Recipe,
-    constraints: Constraints,
-    noise: Noise,
-    observer: Observer,
-) -> None:
+def settle_block(work: Denoising, block: slice) -> None:
     """Denoise a block. A row takes part until its own steps are over, so that it is what it would be alone."""
+    canvas, predictor, recipe, noise = work.canvas, work.predictor, work.recipe, work.noise
     assert isinstance(recipe.rule, CommitRule)
     masks = canvas.masks(block)
-    for row in seed_block(canvas, block, predictor, recipe, constraints, noise, observer):
+    for row in seed_block(work, block):
         masks[row] -= 1
     if not any(masks):  # a block that was given as a whole
         return
@@ -143,7 +138,7 @@ def settle_block(
     while active:
         rows = None if len(active) == len(canvas.rows) else active
         columns = block if recipe.window is None else window(canvas, rows, block, recipe.window)
-        logits = constraints(predictor(rows, columns), canvas, active, columns)
+        logits = work.constraints(predictor(rows, columns), canvas, active, columns)
         shaped, tokens = propose(logits, canvas, active, columns, recipe.sampling, noise)
         before = canvas.take(rows, columns)
         new = canvas.behind_prompt(rows, columns)
@@ -163,7 +158,7 @@ def settle_block(
             noise=noise,
         )
         canvas.put(rows, columns, torch.where(recipe.rule.select(step), tokens, before))
-        observer.step(canvas, active, predictor.forwards, final=not recipe.rule.edits)
+        work.observer.step(canvas, active, columns, logits, predictor.forwards, final=not recipe.rule.edits)
         index += 1
         more = [index < len(quotas[row]) for row in active]
         if not recipe.rule.exact and any(more):  # looking at the device makes it wait for the next launch
@@ -172,19 +167,12 @@ def settle_block(
         active = [row for row, on in zip(active, more, strict=True) if on]
 
 
-def seed_block(
-    canvas: Canvas,
-    block: slice,
-    predictor: Predictor,
-    recipe: Recipe,
-    constraints: Constraints,
-    noise: Noise,
-    observer: Observer,
-) -> list[int]:
+def seed_block(work: Denoising, block: slice) -> list[int]:
     """Settle the block's first token where it is new and has something before it, as an autoregressive model would.
 
     Returns the rows in which it did.
     """
+    canvas, predictor, recipe = work.canvas, work.predictor, work.recipe
     if recipe.seed is None:
         return []
     active = [row for row in canvas.rows if canvas.opens(row, block.start)]
@@ -192,9 +180,9 @@ def seed_block(
         rows = None if len(active) == len(canvas.rows) else active
         first = slice(block.start, block.start + 1)
         sampling = recipe.sampling if recipe.seed == "sampled" else Sampling()
-        logits = constraints(predictor(rows, first, shift=True), canvas, active, first)
-        canvas.put(rows, first, propose(logits, canvas, active, first, sampling, noise)[1])
-        observer.step(canvas, active, predictor.forwards, final=not recipe.rule.edits)
+        logits = work.constraints(predictor(rows, first, shift=True), canvas, active, first)
+        canvas.put(rows, first, propose(logits, canvas, active, first, sampling, work.noise)[1])
+        work.observer.step(canvas, active, first, logits, predictor.forwards, final=not recipe.rule.edits)
     return active
 
 

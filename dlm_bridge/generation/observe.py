@@ -10,7 +10,8 @@ import torch
 from transformers.generation.streamers import TextStreamer
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import Canvas
+from dlm_bridge.generation.canvas import Canvas, Columns
+from dlm_bridge.generation.rules.base import chosen
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,16 @@ class DenoisingStep:
         tokens: [B, P + gen_length] token ids, prompts padded on the left, the mask token where nothing is settled.
             What stands behind a row's end is no part of the output. (A sampler without mask tokens shows its noise.)
         settled: [B, P + gen_length] bool, True where this step settled a token or changed it.
+        confidence: [B, P + gen_length] float32, the probability that the model itself gave to what stands there, in
+            the step that settled it: of the logits after guidance and constraints, before temperature and filters.
+            NaN where nothing was settled yet, and in prompts.
     """
 
     forwards: int
     rows: tuple[int, ...]
     tokens: torch.Tensor
     settled: torch.Tensor
+    confidence: torch.Tensor
 
 
 class Observer:
@@ -57,7 +62,7 @@ class Observer:
                 )
         _refuse_text_streamers(self._streams, batch)
         self._keep_history = keep_history
-        self._previous = torch.empty(0)
+        self._previous = self._confidence = torch.empty(0)
         self._sent = 0  # columns of the output that the streams have been given
         self.history: list[DenoisingStep] = []
         self.row_forwards = 0  # the sum over the forwards of how many rows took part
@@ -69,18 +74,33 @@ class Observer:
     def begin(self, canvas: Canvas) -> None:
         if self.listens:
             self._previous = canvas.snapshot()
+            self._confidence = torch.full(self._previous.shape, torch.nan, device=self._previous.device)
             self._sent = canvas.first_open
             self._send(self._previous[:, : self._sent])
 
-    def step(self, canvas: Canvas, rows: Sequence[int], forwards: int, *, final: bool) -> None:
-        """After a forward; `rows` are the canvas's, `final` says that no settled token can change any more."""
+    def step(
+        self,
+        canvas: Canvas,
+        rows: list[int],
+        columns: Columns,
+        logits_ANV: torch.Tensor,
+        forwards: int,
+        *,
+        final: bool,
+    ) -> None:
+        """After a forward that predicted these columns of these rows of the canvas, and after what it settled is
+        there; `final` says that no settled token can change any more."""
         self.row_forwards += len(rows)
         if not self.listens:
             return
         if self._on_step or self._keep_history:
             tokens = canvas.snapshot()
             names = tuple(canvas.names[row] for row in rows)
-            step = DenoisingStep(forwards, names, tokens, tokens.ne(self._previous))
+            settled = tokens.ne(self._previous)
+            probabilities_AN = chosen(logits_ANV.softmax(dim=-1, dtype=torch.float32), canvas.take(rows, columns))
+            now = canvas.in_output(rows, columns, probabilities_AN)
+            self._confidence = torch.where(settled, now, self._confidence)
+            step = DenoisingStep(forwards, names, tokens, settled, self._confidence)
             self._previous = tokens
             for listener in self._on_step:
                 listener.on_step(step)

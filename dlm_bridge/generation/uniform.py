@@ -12,18 +12,12 @@ where a_t = 1 - t is what is left of the text and x the model's prediction of it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
 
 from dlm_bridge.generation.canvas import Canvas
-from dlm_bridge.generation.constraints import Constraints
+from dlm_bridge.generation.denoising import Denoising
 from dlm_bridge.generation.noise import Noise
-from dlm_bridge.generation.observe import Observer
-from dlm_bridge.generation.predict import Predictor
-
-if TYPE_CHECKING:
-    from dlm_bridge.generation.loop import Recipe
 
 
 class Resampling(ABC):
@@ -103,17 +97,9 @@ class EntropyBound(Resampling):
         return _draw(x_ANV, uniform_ANV), ~accepted_AN
 
 
-def resample_block(
-    canvas: Canvas,
-    block: slice,
-    predictor: Predictor,
-    recipe: Recipe,
-    constraints: Constraints,
-    noise: Noise,
-    observer: Observer,
-    vocabulary: int,
-) -> None:
+def resample_block(work: Denoising, block: slice) -> None:
     """Fill the block with noise and let the recipe's rule make text of it. Every row takes every step."""
+    canvas, recipe, noise, vocabulary = work.canvas, work.recipe, work.noise, work.vocabulary
     rule, rows = recipe.rule, canvas.rows
     assert isinstance(rule, Resampling)
     mask = canvas.mask_token_id
@@ -126,7 +112,7 @@ def resample_block(
         noise_V[mask] = 0.0
     pads = [max(0, origin - block.start) for origin in canvas.origins]
     for index in range(rule.steps):
-        logits = constraints(predictor(None, block), canvas, rows, block)
+        logits = work.constraints(work.predictor(None, block), canvas, rows, block)
         shaped = recipe.sampling.shape(logits).double()
         shaped = shaped.masked_fill(noise_V == 0, -torch.inf)
         x_ANV = shaped.softmax(dim=-1)
@@ -137,7 +123,7 @@ def resample_block(
         tokens_AN, renoised_AN = rule.next_tokens(index, x_ANV, before_AN, noise_V, uniform_ANV)
         tokens_AN = torch.where(renoised_AN, _noise(canvas, block, noise, count), tokens_AN)
         canvas.put(None, block, torch.where(new_AN, tokens_AN, before_AN))
-        observer.step(canvas, rows, predictor.forwards, final=False)
+        work.observer.step(canvas, rows, block, logits, work.predictor.forwards, final=False)
 
 
 def _noise(canvas: Canvas, block: slice, noise: Noise, count: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DenoisingStep, generate
+from tests.generation.conftest import MASK as MODEL_MASK
 from tests.generation.conftest import prompts
 from tests.generation.standin import MASK, StandIn, family, ragged
 from tests.generation.test_samplers import CASES, build
@@ -57,12 +58,16 @@ def test_what_is_watched_is_what_happens(name: str, ends: tuple[int, ...] | None
     before[:, :9] = steps[0].tokens[:, :9]
     if name.startswith("rnd1") and ends:
         before[:, -1] = 0  # its padding is there from the start
+    sure = torch.full((4, 21), torch.nan)
     for step, sent in zip(steps, watcher.sent, strict=True):
         assert torch.equal(step.settled, step.tokens != before)
         assert not (step.settled & (step.tokens == MASK)).any()
         others = [row for row in range(4) if row not in step.rows]
         assert not step.settled[others].any()
         assert not step.settled[:, :9].any()
+        assert ((step.confidence[step.settled] > 0) & (step.confidence[step.settled] <= 1)).all()
+        sure = torch.where(step.settled, step.confidence, sure)  # what was settled before keeps its own
+        torch.testing.assert_close(step.confidence, sure, rtol=0, atol=0, equal_nan=True)
         before = step.tokens
         # What has been streamed was settled, and never changes.
         width = min(sent, result.sequences.shape[1])
@@ -70,6 +75,19 @@ def test_what_is_watched_is_what_happens(name: str, ends: tuple[int, ...] | None
         assert torch.equal(torch.where(final == 0, final, shown), final)
     width = result.sequences.shape[1]
     assert torch.equal(torch.where(result.sequences == 0, 0, before[:, :width]), result.sequences)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_confidence_is_the_model_s_own(model: Any, temperature: float) -> None:
+    settings = {"gen_length": 12, "block_length": 4, "steps": 6, "eos_token_id": None, "temperature": temperature}
+    result = model.generate(prompts(2, 5), **settings, top_k=3, return_dict_in_generate=True, output_history=True)
+    before = torch.cat([prompts(2, 5), torch.full((2, 12), MODEL_MASK)], dim=1)
+    for step in result.history:
+        probabilities = model(before).logits.softmax(-1).gather(-1, step.tokens[..., None])[..., 0]
+        torch.testing.assert_close(step.confidence[step.settled], probabilities[step.settled])
+        before = step.tokens
+    assert result.history[-1].confidence[:, :5].isnan().all()
+    assert not result.history[-1].confidence[:, 5:].isnan().any()
 
 
 def test_blocks_are_streamed_as_they_settle(model: Any) -> None:
