@@ -6,13 +6,16 @@
 A masked diffusion step (forward, backward, optimizer) on made-up tokens, sequence 4096, bidirectional attention. The
 peer is megatron-core's GPTModel with Transformer Engine's layers, as its users run it: logits of every position,
 Transformer Engine's cross entropy, the same layout, data parallelism and optimizer. Medians over the steps after
-warm-up, one side after the other in one process. Prints a result line, and with --json FILE appends it there.
+warm-up, timed on the device from the end of a step to the end of the next, one side after the other in one process;
+neither side's loop reads a loss before the next step is under way. Prints a result line, and with --json FILE appends
+it there.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from step_profile import profile
 
 import dlm_bridge.convert.initial_checkpoint as initial_checkpoint
 from dlm_bridge.models.initialisation import Constant
@@ -154,7 +158,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--only", choices=("ours", "peer"))
-    parser.add_argument("--profile", action="store_true", help="print where the time of one of our steps goes")
+    parser.add_argument("--profile", action="store_true", help="print where the time of a step goes")
     parser.add_argument("--json")
     parser.add_argument("--debug", action="store_true")
     return parser.parse_args()
@@ -219,7 +223,7 @@ def draw(name: str, shape: tuple[int, ...], distribution: Any, seed: int) -> tor
     return torch.randn(shape, device="cuda") * distribution.std
 
 
-def ours(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None], Any]:
+def ours(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None], Any]:
     """A step of the engine as `pretrain` takes it."""
     from dlm_bridge.train.data.loader import Prefetcher
     from dlm_bridge.train.megatron.engine import assemble
@@ -227,13 +231,20 @@ def ours(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None
     trainer = assemble(config, Console(quiet=True))
     trainer.prefetcher = Prefetcher(trainer._produce, 1)
 
-    def step(number: int) -> float:
-        return trainer.step(number, False)[0].loss
+    before: list[Callable[[], Any]] = []
+
+    def step(number: int) -> Callable[[], float]:
+        """As the loop of a run: the figures of a step are read when the device has the next one's work."""
+        figures, _ = trainer.start(number, False)
+        for read in before:
+            read()
+        before[:] = [figures]
+        return lambda: figures().loss
 
     return step, trainer.close, trainer
 
 
-def peer(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None], Any]:
+def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None], Any]:
     """megatron-core's GPTModel with its own data parallelism, optimizer and schedule."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -342,7 +353,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None
 
     iterators = [data() for _ in wrapped]
 
-    def step(number: int) -> float:
+    def step(number: int) -> Callable[[], torch.Tensor]:
         for chunk in wrapped:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -358,7 +369,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], float], Callable[[], None
         optimizer.step()
         total = torch.stack(results).sum() if results else torch.zeros((), device="cuda")
         dist.all_reduce(total)
-        return float(total)
+        return lambda: total
 
     return step, lambda: None, None
 
@@ -371,21 +382,24 @@ def finalize(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
 
 
 def measure(
-    step: Callable[[int], float], close: Callable[[], None], trainer: Any, arguments: argparse.Namespace
+    step: Callable[[int], Any], close: Callable[[], None], trainer: Any, arguments: argparse.Namespace
 ) -> dict[str, Any]:
+    """Time steps on the device, from the end of one to the end of the next, as they follow each other in a run: nobody
+    waits between them but what takes them. `step` returns what gives the loss, once it is asked."""
     torch.cuda.reset_peak_memory_stats()
-    seconds, started = [], time.perf_counter()
+    started = time.perf_counter()
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(arguments.steps + 1)]
     for number in range(1, arguments.warmup + arguments.steps + 1):
-        torch.cuda.synchronize()
-        dist.barrier()
-        began = time.perf_counter()
         loss = step(number)
-        torch.cuda.synchronize()
-        if number > arguments.warmup:
-            seconds.append(time.perf_counter() - began)
-        elif number == 1:
+        if number == 1:
+            torch.cuda.synchronize()
             first = time.perf_counter() - started
-    if arguments.profile and trainer is not None:
+        if number >= arguments.warmup:
+            ends[number - arguments.warmup].record()
+    last_loss = float(loss())
+    torch.cuda.synchronize()
+    seconds = [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(ends)]
+    if arguments.profile:
         profile(step, arguments.warmup + arguments.steps + 1)
     close()
     if trainer is not None:
@@ -399,29 +413,11 @@ def measure(
         "spread": (max(seconds) - min(seconds)) / median,
         "first_step_s": first,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "loss": loss,
+        "loss": last_loss,
     }
     if trainer is not None and trainer.peak_flops:
         found["mfu"] = found["tokens_per_s"] * trainer.flops_per_token / trainer.peak_flops
     return found
-
-
-def profile(step: Callable[[int], float], number: int) -> None:
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
-        step(number)
-        torch.cuda.synchronize()
-    if dist.get_rank() == 0:
-        events = [
-            event for event in profiled.key_averages() if event.self_device_time_total and not event.cpu_time_total
-        ]
-        total = sum(event.self_device_time_total for event in events)
-        print(f"PROFILE {total / 1000:8.1f} ms of kernels")
-        for event in sorted(events, key=lambda event: -event.self_device_time_total)[:40]:
-            milliseconds = event.self_device_time_total / 1000
-            print(f"PROFILE {milliseconds:8.1f} ms {event.count:6} x {event.key[:110]}")
 
 
 def release(trainer: Any) -> None:
