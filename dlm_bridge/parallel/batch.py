@@ -78,13 +78,15 @@ def micro_batch(
     cp_rank: int = 0,
     cp_size: int = 1,
     packed: bool = False,
+    absolute: bool = False,
 ) -> MicroBatch:
     """A rank's part of `noisy`, on the CPU.
 
     `topology` and `block_size` are the model's, for batches without a rule of their own. With `packed` (Transformer
     Engine, without context parallelism) the rows become one row of documents for a kernel of variable length; else
-    documents and padding become codes. Raises DlmBridgeError where the sequence length does not divide, and where
-    documents alone do not say who looks at whom.
+    documents and padding become codes. `absolute`: the model's attention goes by the positions themselves, not only by
+    how far apart they are (queries scaled by position). Raises DlmBridgeError where the sequence length does not
+    divide, and where documents alone do not say who looks at whom.
     """
     rows, length = noisy.input_ids.shape
     codes = _codes(noisy, topology, block_size)
@@ -92,7 +94,7 @@ def micro_batch(
     streams = 1 if codes is None or not bool((codes[..., Code.NOISY_BLOCK] >= 0).any()) else 2
     # Rotary embeddings are relative: documents of one stream need not begin anew, and rows then share their positions.
     positions = plain
-    if noisy.position_ids is not None and streams == 2:
+    if noisy.position_ids is not None and (streams == 2 or absolute):
         positions = _shared_positions(noisy.position_ids, codes)
     if packed:
         if cp_size > 1:

@@ -10,6 +10,7 @@ import torch
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Dims, Mapping
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import query_scaling
 from dlm_bridge.parallel.context import CP_COMMUNICATION, ParallelConfig
 from dlm_bridge.parallel.core import TransformerConfig
 
@@ -23,9 +24,9 @@ MODEL_ARGUMENTS = (
     "rope_scaling_factor",
     "seq_len_interpolation_factor",
 )
-YARN = (
-    "yarn_"  # begins the names of attributes that GPTModel looks for on a TransformerConfig, which has no such fields
-)
+# Begin the names of attributes of a TransformerConfig, which has no such fields: GPTModel looks for the first ones.
+YARN = "yarn_"
+ATTRIBUTES = (YARN, query_scaling.PREFIX)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def model_config(
             "--engine accelerate; its weights convert all the same"
         )
     model = {name: described.pop(name) for name in MODEL_ARGUMENTS if name in described}
-    yarn = {name: described.pop(name) for name in list(described) if name.startswith(YARN)}
+    attributes = {name: described.pop(name) for name in list(described) if name.startswith(ATTRIBUTES)}
     arguments = {
         "num_layers": dims.layers,
         "hidden_size": dims.hidden,
@@ -114,9 +115,9 @@ def model_config(
         transformer = TransformerConfig(**arguments)
     except (AssertionError, ValueError) as error:
         raise DlmBridgeError(f"megatron-core refuses this configuration: {' '.join(str(error).split())}") from error
-    for name, value in yarn.items():
+    for name, value in attributes.items():
         setattr(transformer, name, value)
-    _check_attention(transformer, bool(yarn), parallel)
+    _check_attention(transformer, parallel)
     vocab = -(-dims.vocab // layout.tp) * layout.tp  # every rank has as many rows
     sizes = {"vocab_size": vocab, "share_embeddings_and_output_weights": dims.tied}
     return ModelConfig(transformer, {"position_embedding_type": "rope", **model, **sizes})
@@ -127,10 +128,15 @@ def leave_empty(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _check_attention(transformer: TransformerConfig, yarn: bool, parallel: ParallelConfig) -> None:
+def _check_attention(transformer: TransformerConfig, parallel: ParallelConfig) -> None:
     """Refuse what megatron-core would take and compute wrong, or only refuse in the first step."""
-    if yarn and transformer.apply_rope_fusion:
+    if transformer.apply_rope_fusion and any(name.startswith(YARN) for name in vars(transformer)):
         raise DlmBridgeError("the fused rotary kernel ignores YaRN's scale: set apply_rope_fusion to false")
+    if transformer.fused_single_qkv_rope and query_scaling.scales_queries(transformer):
+        raise DlmBridgeError(
+            "the fused kernel of query, key and value rotates queries that this model scales by their position: "
+            "set fused_single_qkv_rope to false"
+        )
     if transformer.window_size is not None and parallel.cp > 1 and parallel.cp_comm_type not in ("a2a", "allgather"):
         raise DlmBridgeError(
             f"--cp {parallel.cp}: {parallel.cp_comm_type} knows no sliding window, which this model has: use "

@@ -41,6 +41,7 @@ with warnings.catch_warnings():
         gather_from_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import MegatronModule
@@ -69,6 +70,7 @@ __all__ = [
     "MegatronModule",
     "ModuleSpec",
     "OptimizerConfig",
+    "SelfAttention",
     "ShardedBase",
     "StrictHandling",
     "TopKRouter",

@@ -19,6 +19,7 @@ from dlm_bridge.parallel.core import (
     tensor_parallel_layers,
 )
 from dlm_bridge.parallel.output import Chosen, Shard, chosen_loss
+from dlm_bridge.parallel.query_scaling import scales_queries, with_query_scale
 from dlm_bridge.parallel.rotary import rotary_angles
 
 # Settings of megatron-core that a forward pass of our own would not follow.
@@ -92,8 +93,11 @@ class LiveModel(GPTModel):
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """megatron-core's embedding and rotary angles, but the angles of the positions that were given."""
         embedded, angles, *rest = super()._preprocess(*args, **kwargs)
-        if kwargs["position_ids"] is not None and angles is not None:
-            angles = rotary_angles(self.rotary_pos_emb, kwargs["position_ids"], self.config.apply_rope_fusion)
+        position_ids = kwargs["position_ids"]
+        if position_ids is not None and angles is not None:
+            angles = rotary_angles(self.rotary_pos_emb, position_ids, self.config.apply_rope_fusion)
+        if scales_queries(self.config) and angles is not None:
+            angles = with_query_scale(angles, position_ids, self.config)
         return embedded, angles, *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from dlm_bridge.parallel.core import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
+from dlm_bridge.parallel.query_scaling import ScaledQueryAttention, scales_queries
 
 PRE_MLP_NORM = "pre_mlp_layernorm."
 
@@ -116,6 +117,8 @@ def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int 
         layer = get_gpt_layer_local_spec(**kind, normalization="RMSNorm")
         _make_local(layer.submodules, experts is not None)
     attention = layer.submodules.self_attention
+    if scales_queries(config):
+        attention.module = ScaledQueryAttention
     attention.params["attn_mask_type"] = MASK_TYPES[topology]
     attention.submodules.core_attention = transformer_engine_attention() if engine else LocalAttention
     return layer

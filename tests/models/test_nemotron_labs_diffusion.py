@@ -72,5 +72,3 @@ def test_what_the_body_cannot_do_is_refused(tmp_path: Path) -> None:
     for key, value in (("dlm_paradigm", "prefix"), ("sliding_window", 128), ("mlp_bias", True)):
         with pytest.raises(DlmBridgeError, match=key):
             CASE.load(CASE.write(tmp_path / key, **{key: value}))
-    with pytest.raises(DlmBridgeError, match="llama_4_scaling_beta"):
-        CASE.spec.load("mapping").transformer(SHORT)

@@ -46,6 +46,7 @@ SUBJECTS = {
     "block-moe": Subject("block", "llada2_moe", {"block_size": 4}),  # shared experts, a dense layer, an expert bias
     "complementary": Subject("block_complementary", "fast_dllm_v2-tied"),
     "wedlm": Subject("wedlm", "wedlm"),
+    "scaled-queries": Subject("nemotron", "nemotron_labs_diffusion-beyond-context", {"dlm_loss_weight": 0.3}),
     "causal": Subject("causal", "qwen2"),
     "causal-moe": Subject("causal", "mixtral"),
     # Auxiliary losses whose sums do not depend on which rows run together.

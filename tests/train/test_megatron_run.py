@@ -25,7 +25,7 @@ CASES = {
     "dream": dream.CASE,
     "sdar": sdar.CASES[0],
     "fast_dllm_v2": fast_dllm_v2.CASES[0],
-    "nemotron": nemotron_labs_diffusion.CASES[0],
+    "nemotron": nemotron_labs_diffusion.CASES[1],  # whose queries are scaled from the ninth position on
     "autoregressive": AUTOREGRESSIVE[0],
 }
 
@@ -73,8 +73,6 @@ def test_sft_has_the_losses_of_the_accelerate_engine(
         pad = None if name == "autoregressive" else 0
         ids = {"vocab_size": VOCAB, "mask_token_id": chat.mask_token_id, "eos_token_id": 0, "pad_token_id": pad}
         config = {**case.config, **ids, "max_position_embeddings": 256}
-        if name == "nemotron":  # megatron-core has no query scaling by position
-            config["rope_parameters"] = {**config["rope_parameters"], "llama_4_scaling_beta": 0.0}
     (folder / "config.json").write_text(json.dumps(config))
     rows = write_rows(tmp_path / "chats.jsonl", [conversation(number) for number in range(24)])
     options = {

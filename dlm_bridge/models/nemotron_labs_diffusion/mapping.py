@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from dlm_bridge.convert.mapping import Carried, Dims, Mapping
-from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.standard import require, standard_dims, standard_rules, standard_transformer
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
@@ -18,13 +17,13 @@ def dims(config: dict[str, Any]) -> Dims:
 
 
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """What megatron-core would need. Raises DlmBridgeError for what it cannot be told."""
-    if (config.get("rope_parameters") or {}).get("llama_4_scaling_beta"):
-        raise DlmBridgeError(
-            "megatron-core 0.16.1 has no query scaling by position (rope_parameters.llama_4_scaling_beta): "
-            "train this family with --engine accelerate; its weights convert all the same"
-        )
-    return standard_transformer({**DEFAULTS, **config})
+    """What megatron-core needs beyond the sizes, and what `parallel.query_scaling` does."""
+    settings = standard_transformer({**DEFAULTS, **config})
+    rope = config.get("rope_parameters") or {}
+    if beta := rope.get("llama_4_scaling_beta"):
+        length = int(rope["original_max_position_embeddings"])
+        settings |= {"query_scaling_beta": float(beta), "query_scaling_length": length}
+    return settings
 
 
 MAPPING = Mapping(

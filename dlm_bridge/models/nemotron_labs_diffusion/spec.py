@@ -21,6 +21,5 @@ SPEC = FamilySpec(
     mask_token_id=100,
     objective="nemotron",
     sampler={"algorithm": "nemotron"},
-    training=("accelerate",),  # megatron-core has no query scaling by position
     checked_against="the attention of NVIDIA's Megatron-Bridge, the rest our own maths",
 )

@@ -25,6 +25,7 @@ from dlm_bridge.parallel.gpt import arguments
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_hf_weights
 from dlm_bridge.parallel.masters import start_masters
 from dlm_bridge.parallel.model import build_megatron_model
+from dlm_bridge.parallel.query_scaling import scales_queries
 from dlm_bridge.train.adaptation import block_size, with_block_size
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import Samples
@@ -229,7 +230,8 @@ class MegatronTrainer(Engine):
         packed = self.takes_packed and any(_has_documents(batch) for batch in noisy)
         rank, size = parallel_state.get_context_parallel_rank(), self.config.cp
         block = getattr(self.source.model.config, "block_size", None)
-        parts = [micro_batch(batch, self.topology, block, rank, size, packed) for batch in noisy]
+        absolute = scales_queries(self.chunks[0].config)
+        parts = [micro_batch(batch, self.topology, block, rank, size, packed, absolute) for batch in noisy]
         return [part.pin() for part in parts] if self.device.type == "cuda" else parts
 
     def step(self, step: int, want_stop: bool) -> tuple[Row, bool]:

@@ -13,6 +13,7 @@ from dlm_bridge.bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.batch import rank_positions
+from dlm_bridge.parallel.config import ATTRIBUTES
 from dlm_bridge.parallel.core import (
     AttnBackend,
     DistributedDataParallel,
@@ -88,10 +89,11 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
 
 
 def _plain_rotary(bridge: Bridge, objective: Objective) -> bool:
-    """Whether the fused rotary kernel is right: it takes one row of positions, and leaves YaRN's scale out."""
+    """Whether the fused rotary kernel is right: it takes one row of positions, and leaves YaRN's scale and
+    that of queries out."""
     own_positions = isinstance(objective, WeDLMDiffusion)
     return not own_positions and not any(
-        name.startswith("yarn_") for name in bridge.mapping.transformer(bridge.config)
+        name.startswith(ATTRIBUTES) for name in bridge.mapping.transformer(bridge.config)
     )
 
 
