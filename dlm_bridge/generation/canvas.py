@@ -73,6 +73,7 @@ class Canvas:
             self.tokens[:, -1] = closing
         self._columns = torch.arange(self.width, device=device)
         self._starts = torch.tensor(self.starts, device=device)
+        self._places = self._columns - torch.tensor(self.origins, device=device)[:, None]
         self._output = torch.full((batch, self.prompt_width + gen_length), pad_token_id, device=device)
         self._output[:, : self.prompt_width] = prompt.tokens
         self.names = list(range(batch))  # which row of the batch each row of the canvas is
@@ -137,10 +138,13 @@ class Canvas:
         """[A], the column of a row's first new token."""
         return self._starts if rows is None else self._starts[rows]
 
+    def places(self, rows: list[int] | None) -> torch.Tensor:
+        """[A, S], each column counted from its row's first token: below 0 there is padding."""
+        return self._places if rows is None else self._places[rows]
+
     def real(self, rows: list[int] | None) -> torch.Tensor:
         """[A, S], False at padding."""
-        origins = self.origins if rows is None else [self.origins[row] for row in rows]
-        return self._columns >= torch.tensor(origins, device=self._columns.device)[:, None]
+        return self.places(rows) >= 0
 
     def _wanted(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
         """[A, N], True at the new tokens that are asked for: behind the prompt, `gen_length` of them."""
@@ -187,7 +191,7 @@ class Canvas:
         for row in [row for row, over in enumerate(done) if over]:
             self._copy(row, self.tokens[row], self._output)
         stay = [row for row, over in enumerate(done) if not over]
-        self.tokens, self._starts = self.tokens[stay], self._starts[stay]
+        self.tokens, self._starts, self._places = self.tokens[stay], self._starts[stay], self._places[stay]
         self.origins = [self.origins[row] for row in stay]
         self.starts = [self.starts[row] for row in stay]
         self.names = [self.names[row] for row in stay]

@@ -7,7 +7,8 @@ A predictor is all that the loop knows of the model. Caches (`Cache`):
 - "prefix" and "dual" (Fast-dLLM v1, arXiv 2505.22618), for bidirectional models: a block's first forward runs the
   whole canvas and keeps its keys and values; the others run just the block ("dual"), or the block and what stands
   behind it ("prefix"), and see the rest as it was then. Approximate.
-- "block", for models that see nothing behind the block: settled blocks are run once more and kept. Exact.
+- "block", for models that see nothing behind what is settled: settled blocks are run once more and kept, of WeDLM's
+  all tokens before the first mask. Exact.
 """
 
 from __future__ import annotations
@@ -112,10 +113,8 @@ class Predictor:
 
     def _positions(self, rows: list[int] | None, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[A, E] positions, each row counted from its own first token, and which columns are no padding."""
-        origins = self.canvas.origins if rows is None else [self.canvas.origins[row] for row in rows]
-        device = self.canvas.tokens.device
-        positions = torch.arange(end, device=device) - torch.tensor(origins, device=device)[:, None]
-        return positions.clamp(min=0), positions >= 0
+        places = self.canvas.places(rows)[:, :end]
+        return places.clamp(min=0), places >= 0
 
     def _logits(self, origins: list[int], view: View, columns: slice, shift: bool) -> torch.Tensor:
         first = columns.start
@@ -267,15 +266,68 @@ class Reordered(Predictor):
     """Causal attention in the order of knowledge: settled tokens first, masks last, each with its own position.
 
     So a mask sees every settled token, also those to its right, and the masks before it (WeDLM, arXiv 2512.22737).
+    What stands before a row's first mask sees nothing else, whatever is settled later: with the cache "block" its keys
+    and values are kept, and a forward runs the columns behind it, as far as the window reaches.
     """
 
-    caches: ClassVar[tuple[Cache, ...]] = ("none",)
+    caches: ClassVar[tuple[Cache, ...]] = ("none", "block")
+
+    def open(self, block: slice) -> None:
+        super().open(block)
+        self._rows = self.canvas.rows  # whose keys and values are kept
+        self._kept_A = torch.zeros_like(self.canvas.first_new(None))  # of how many columns
 
     def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
         assert isinstance(columns, torch.Tensor)
+        if self._cache == "block":
+            return self._behind_kept(rows, columns)
         canvas = self.canvas
         tokens = canvas.take(rows, slice(0, canvas.width))
         positions, real = self._positions(rows, canvas.width)
         order = (tokens == canvas.mask_token_id).int().argsort(dim=1, stable=True)
         view = View(tokens.gather(1, order), causal_mask(real.gather(1, order)), positions.gather(1, order))
         return self._runner.reordered_logits(view, order.argsort(dim=1).gather(1, columns))
+
+    def _behind_kept(self, rows: list[int] | None, columns_AN: torch.Tensor) -> torch.Tensor:
+        """Logits [A, N, V] by a forward of Q columns of each row, from those that are kept on.
+
+        In the new order what is settled without a gap stays where it is: so it is kept in its own columns. What is
+        kept behind it, in columns of other tokens, is written anew by the next forward.
+        """
+        canvas = self.canvas
+        self._drop_all_but(canvas.rows if rows is None else rows)
+        width, end = self._reach(columns_AN.shape[1])
+        first_A1 = self._kept_A.clamp(max=end - width)[:, None]
+        own_AQ = first_A1 + torch.arange(width, device=first_A1.device)
+        masked_AS = canvas.masked(rows, slice(0, canvas.width))
+        order_AQ = masked_AS.gather(1, own_AQ).int().argsort(dim=1, stable=True)
+        source_AQ = first_A1 + order_AQ
+        positions_AS, real_AS = self._positions(rows, canvas.width)
+        before_AQK = torch.arange(end, device=own_AQ.device) <= own_AQ[..., None]
+        seen_AQK = (before_AQK & real_AS[:, None, :end]).scatter(2, own_AQ[..., None], True)  # padding sees itself
+        view = View(
+            canvas.take(rows, source_AQ), seen_AQK[:, None], positions_AS.gather(1, source_AQ), end=end, columns=own_AQ
+        )
+        hidden_AQH = self._runner.hidden(view, once=not self._fresh)
+        self._fresh = True
+        self._kept_A = masked_AS.int().argmax(dim=1)
+        places_AN1 = order_AQ.argsort(dim=1).gather(1, columns_AN - first_A1)[..., None]
+        return self._runner.head(hidden_AQH.gather(1, places_AN1.expand(-1, -1, hidden_AQH.shape[-1])), slice(None))
+
+    def _reach(self, window: int) -> tuple[int, int]:
+        """How many columns of each row a forward runs, and where the last of them ends."""
+        canvas = self.canvas
+        if any(canvas.holes):  # tokens behind the window, which it sees
+            return canvas.width - int(self._kept_A.min()), canvas.width
+        if not self._fresh:  # the prompt, too
+            end = min(max(canvas.starts) + window, canvas.width)
+            return end, end
+        # A step settles no more than its window: always the same shape, wherever a row has got.
+        return min(2 * window, canvas.width), canvas.width
+
+    def _drop_all_but(self, rows: list[int]) -> None:
+        """Rows that have no masks left do not come back in this block."""
+        if len(rows) < len(self._rows):
+            stay = [self._rows.index(row) for row in rows]
+            self._runner.keep(stay)
+            self._rows, self._kept_A = rows, self._kept_A[stay]

@@ -19,6 +19,7 @@ from tests.generation.test_families import DIFFUSION
 SETTLING = [
     case for case in DIFFUSION if case.spec.topology == "block_causal" or case.spec.sampler["algorithm"] == "nemotron"
 ]
+REORDERED = [case for case in DIFFUSION if case.spec.topology == "causal"]
 
 
 def load_case(case: FamilyCase, folder: Path) -> tuple[Any, int]:
@@ -71,6 +72,58 @@ def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pyt
         for ours, theirs in zip(kept_logits, plain_logits, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     assert not any(hasattr(module, "kv_keys") for module in model.modules())  # the model is as it was
+
+
+@pytest.mark.parametrize("threshold", [None, 3.0])
+@pytest.mark.parametrize("case", REORDERED, ids=lambda case: case.id)
+def test_what_is_settled_without_a_gap_is_kept(
+    case: FamilyCase, threshold: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of different lengths, in which tokens settle at different speed and out of order, and which end apart."""
+    model, mask = load_case(case, tmp_path)
+    lengths = (1, 9, 6, 0)
+    tokens = torch.randint(4, 60, (4, 9), generator=torch.Generator().manual_seed(5))
+    real = torch.tensor([[column >= 9 - length for column in range(9)] for length in lengths]).long()
+    settings = {"input_ids": tokens, "attention_mask": real, "gen_length": 24, "temperature": 0.0}
+    settings |= {"mask_token_id": mask, "pad_token_id": 0, "wedlm_window_size": 6}
+    settings |= {"wedlm_entropy_threshold": threshold, "wedlm_pos_penalty_factor": 0.3}
+    free = model.generate(**settings, cache="none", eos_token_id=None)
+    for stop in (None, [int(free[1, 13]), int(free[2, 20])]):
+        plain, plain_logits = logits_of(model, monkeypatch, **settings, eos_token_id=stop, cache="none")
+        kept, kept_logits = logits_of(model, monkeypatch, **settings, eos_token_id=stop)  # the default
+        assert torch.equal(kept, plain)
+        assert len(kept_logits) == len(plain_logits) < 24 or threshold is None
+        for ours, theirs in zip(kept_logits, plain_logits, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("gen_length", [0, 10])
+def test_what_stands_before_the_first_hole_is_kept(
+    gen_length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, mask = load_case(REORDERED[0], tmp_path)
+    tokens = torch.randint(4, 60, (3, 20), generator=torch.Generator().manual_seed(5))
+    tokens[0, [4, 5, 6, 15]], tokens[1, [0, 12]], tokens[2, 17:] = mask, mask, mask
+    settings = {"input_ids": tokens, "infill": True, "mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None}
+    settings |= {"wedlm_window_size": 5, "temperature": 0.0} | ({"gen_length": gen_length} if gen_length else {})
+    plain, plain_logits = logits_of(model, monkeypatch, **settings, cache="none")
+    kept, kept_logits = logits_of(model, monkeypatch, **settings)
+    assert torch.equal(kept, plain)
+    for ours, theirs in zip(kept_logits, plain_logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_a_forward_runs_two_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One shape for all forwards behind the first, however long the text."""
+    model, mask = load_case(REORDERED[0], tmp_path)
+    shapes = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    settings = {"gen_length": 40, "wedlm_window_size": 6, "temperature": 0.0, "mask_token_id": mask}
+    model.generate(prompts(2, 11) % 60, **settings, eos_token_id=None, wedlm_entropy_threshold=2.5)
+    assert shapes[0] == (2, 17)
+    assert {shape[1] for shape in shapes[1:]} == {12}
 
 
 def test_block_cache_with_guidance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

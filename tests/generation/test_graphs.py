@@ -54,6 +54,23 @@ def test_block_causal_rows_that_end(name: str, execution: str, tmp_path: Path) -
             assert torch.equal(model.generate(tokens, **settings, eos_token_id=eos, execution=execution), expected)
 
 
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_kept_in_the_order_of_knowledge(execution: str, tmp_path: Path) -> None:
+    """WeDLM: each row's keys and values have columns of their own, and rows leave one after the other."""
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.topology == "causal"), tmp_path)
+    model.cuda()
+    tokens = torch.randint(4, 60, (5, 9), generator=torch.Generator().manual_seed(5)).cuda()
+    real = torch.ones_like(tokens)
+    real[0, :8], real[3, :2] = 0, 0
+    settings = {"attention_mask": real, "gen_length": 40, "temperature": 0.0, "mask_token_id": mask, "pad_token_id": 0}
+    settings |= {"wedlm_entropy_threshold": 2.5, "wedlm_window_size": 6}
+    free = model.generate(tokens, **settings, eos_token_id=None, execution="eager", cache="none")
+    for eos in (None, sorted({int(free[row, 14 + 6 * row]) for row in range(4)})):
+        expected = model.generate(tokens, **settings, eos_token_id=eos, execution="eager", cache="none")
+        for _ in range(2):
+            assert torch.equal(model.generate(tokens, **settings, eos_token_id=eos, execution=execution), expected)
+
+
 def test_weights_that_change(on_gpu: Any) -> None:
     """A recorded forward reads the weights where they are; where they have moved it is recorded anew."""
     tokens, settings = prompts(2, 9).cuda(), {"gen_length": 16, "block_length": 8, "eos_token_id": None}

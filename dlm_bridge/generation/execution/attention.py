@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +40,8 @@ def attend(
     Args:
         query, key, value: [B, heads, Q, D], [B, groups, Q, D] twice, turned by their positions already.
         attention_mask: [B, 1, Q or 1, K] boolean, True: may look.
-        kv_columns: [Q], where keys and values are kept in the layer's buffers. None: nothing is kept.
+        kv_columns: [Q] or, of each row its own, [B, Q]: where keys and values are kept in the layer's buffers. None:
+            nothing is kept.
         kv_end: K, how many of the buffers' columns are looked at.
 
     Returns:
@@ -66,10 +69,20 @@ def attend_kept(
 ) -> torch.Tensor:
     """Keep `key` and `value` at their columns, then attend to the first `end` columns of what is kept.
 
-    One operator, so that a compiled layer updates the buffers in place instead of copying them.
+    One operator, so that a compiled layer updates the buffers in place instead of copying them. On a CUDA device with
+    Triton a few queries attend in place (`kernel`), else PyTorch's attention does it.
     """
-    kept_keys.index_copy_(2, columns, key)
-    kept_values.index_copy_(2, columns, value)
+    kernel = _kernel() if query.is_cuda and columns.dim() == 1 else None
+    if kernel is not None and kernel.serves(query, key, mask):
+        attended: torch.Tensor = kernel.attend(query, key, value, kept_keys, kept_values, columns, end, mask, scaling)
+        return attended
+    if columns.dim() == 1:
+        kept_keys.index_copy_(2, columns, key)
+        kept_values.index_copy_(2, columns, value)
+    else:
+        places = columns[:, None, :, None].expand_as(key)
+        kept_keys.scatter_(2, places, key)
+        kept_values.scatter_(2, places, value)
     output = _attention(query, kept_keys[:, :, :end], kept_values[:, :, :end], mask, scaling)
     return output.transpose(1, 2).contiguous()
 
@@ -80,6 +93,16 @@ def _(
 ) -> Any:
     batch, heads, width, size = query.shape
     return query.new_empty(batch, width, heads, size)
+
+
+@functools.cache
+def _kernel() -> ModuleType | None:
+    """The module of the Triton kernels. None where there is no Triton."""
+    try:
+        from dlm_bridge.generation.execution import kernel
+    except ImportError:
+        return None
+    return kernel
 
 
 def _attention(

@@ -91,7 +91,7 @@ class GraphedBody:
         tokens_AQ: torch.Tensor,
         mask: torch.Tensor | None,
         positions_AQ: torch.Tensor,
-        columns_Q: torch.Tensor | None,
+        columns: torch.Tensor | None,
         end: int | None,
         *,
         record: bool,
@@ -99,22 +99,22 @@ class GraphedBody:
         """[A, Q, H]; see `run_body`. The next forward may overwrite the result."""
         rows, width = tokens_AQ.shape
         batch = self._batch_for(rows)
-        key = (batch, width, end, None if mask is None else tuple(mask.shape[1:]))
+        key = (batch, width, end, *(None if one is None else tuple(one.shape[1:]) for one in (mask, columns)))
         recorded = self._recorded.get(key)
         if recorded is None and not (record and self._records and key in self._seen):
             self._seen.add(key)
-            return self._run(tokens_AQ, mask, positions_AQ, columns_Q, end)
+            return self._run(tokens_AQ, mask, positions_AQ, columns, end)
         if recorded is None:
-            recorded = self._record(key, batch, tokens_AQ, mask, positions_AQ, columns_Q, end)
+            recorded = self._record(key, batch, tokens_AQ, mask, positions_AQ, columns, end)
             if recorded is None:
-                return self._run(tokens_AQ, mask, positions_AQ, columns_Q, end)
+                return self._run(tokens_AQ, mask, positions_AQ, columns, end)
         self._recorded.move_to_end(key)
         recorded.tokens[:rows].copy_(tokens_AQ)
         recorded.positions[:rows].copy_(positions_AQ)
         if recorded.mask is not None and mask is not None:
             recorded.mask[:rows].copy_(mask)
-        if recorded.columns is not None and columns_Q is not None:
-            recorded.columns.copy_(columns_Q)
+        if recorded.columns is not None and columns is not None:
+            recorded.columns[: len(columns)].copy_(columns)
         recorded.graph.replay()
         return recorded.hidden[:rows]
 
@@ -134,12 +134,13 @@ class GraphedBody:
         tokens_AQ: torch.Tensor,
         mask: torch.Tensor | None,
         positions_AQ: torch.Tensor,
-        columns_Q: torch.Tensor | None,
+        columns: torch.Tensor | None,
         end: int | None,
     ) -> _Recorded | None:
         tokens, positions = _filled(tokens_AQ, batch), _filled(positions_AQ, batch)
         static_mask = None if mask is None else _filled(mask, batch)
-        columns = None if columns_Q is None else columns_Q.clone()
+        if columns is not None:
+            columns = columns.clone() if columns.dim() == 1 else _filled(columns, batch)
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()
@@ -171,7 +172,7 @@ def run_body(
     tokens_AQ: torch.Tensor,
     mask: torch.Tensor | None,
     positions_AQ: torch.Tensor,
-    columns_Q: torch.Tensor | None,
+    columns: torch.Tensor | None,
     end: int | None,
 ) -> torch.Tensor:
     """[A, Q, H], the last hidden states of a model whose attention is `attention.attend`."""
@@ -182,7 +183,7 @@ def run_body(
         attention_mask=mask,
         position_ids=positions_AQ,
         use_cache=False,
-        kv_columns=columns_Q,
+        kv_columns=columns,
         kv_end=end,
     )
     return output.last_hidden_state

@@ -32,6 +32,7 @@ class View:
     position_ids: torch.Tensor | None  # [A, Q]; None: the columns themselves
     first: int = 0
     end: int | None = None  # K, the columns that are looked at where keys and values are kept
+    columns: torch.Tensor | None = None  # [A, Q], where each row's keys and values are kept; None: from `first` on
 
 
 class Runner:
@@ -118,8 +119,8 @@ class Runner:
         mask = view.attention_mask
         if mask is not None and mask.dim() == 2:
             mask = mask.bool()[:, None, None, :]
-        columns = None
-        if self._kept is not None:
+        columns = view.columns
+        if columns is None and self._kept is not None:
             columns = torch.arange(view.first, view.first + view.tokens.shape[1], device=view.tokens.device)
         if self._body is not None:
             return self._body(view.tokens, mask, positions_AQ, columns, view.end, record=not once)
