@@ -1,0 +1,86 @@
+"""The in-place attention kernel against PyTorch's attention: on a GPU, or on a CPU in Triton's interpreter
+(TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytest.importorskip("triton")
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
+
+from dlm_bridge.generation.execution import kernel  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3} | ({} if INTERPRETED else {torch.bfloat16: 8e-3})
+# batch, groups, heads of a group, new positions, head size, first new column, end, width of the buffers
+SHAPES = [
+    (1, 2, 1, 1, 64, 0, 1, 64),
+    (2, 1, 4, 4, 128, 96, 100, 128),
+    (5, 2, 4, 4, 16, 60, 64, 192),
+    (3, 2, 8, 4, 64, 33, 37, 40),
+    (1, 2, 1, 32, 128, 70, 301, 320),
+    (2, 1, 7, 33, 64, 130, 170, 192),
+    (1, 1, 1, 64, 32, 0, 64, 64),
+]
+
+
+def case(shape: tuple[int, ...], dtype: torch.dtype, masked: bool) -> tuple[dict[str, object], torch.Tensor]:
+    """The kernel's arguments, and what attention gives in float64."""
+    batch, groups, shared, width, size, first, end, columns = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(DEVICE, dtype)
+
+    # Views, as one product's slices turned by their positions are.
+    query = random(batch, width, groups * shared, size).transpose(1, 2)
+    key, value = random(batch, width, 2 * groups, size).transpose(1, 2).chunk(2, dim=1)
+    keys, values = (random(batch + 2, groups, columns, size)[:batch] for _ in range(2))
+    keys[:, :, end:] = torch.nan  # what no one may look at
+    keys[:, :, first : first + width], values[:, :, first : first + width] = torch.nan, torch.nan
+    mask = None
+    if masked:
+        mask = torch.rand(batch, 1, 1, end, generator=generator).to(DEVICE) > 0.3
+        mask[..., first] = True
+    whole_keys, whole_values = keys[:, :, :end].clone(), values[:, :, :end].clone()
+    whole_keys[:, :, first : first + width], whole_values[:, :, first : first + width] = key, value
+    expected = scaled_dot_product_attention(
+        query.double(),
+        whole_keys.double().repeat_interleave(shared, dim=1),
+        whole_values.double().repeat_interleave(shared, dim=1),
+        attn_mask=mask,
+    ).transpose(1, 2)
+    arguments = {"query": query, "key": key, "value": value, "kept_keys": keys, "kept_values": values}
+    arguments |= {"columns": torch.arange(first, first + width, device=DEVICE), "end": end, "mask": mask}
+    return arguments | {"scaling": None}, expected
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, splits: int | None) -> None:
+    arguments, expected = case(shape, dtype, masked)
+    key, value, keys, values = (arguments[name].clone() for name in ("key", "value", "kept_keys", "kept_values"))
+    output = kernel.attend(**arguments, splits=splits)
+    error = (output.double() - expected).norm() / expected.norm()
+    assert error < ERRORS[dtype]
+    first, width = int(arguments["columns"][0]), key.shape[2]
+    for kept, before, new in ((arguments["kept_keys"], keys, key), (arguments["kept_values"], values, value)):
+        before[:, :, first : first + width] = new
+        torch.testing.assert_close(kept, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_row_that_may_look_at_nothing_gets_zero() -> None:
+    arguments, _ = case(SHAPES[2], torch.float32, masked=True)
+    arguments["mask"][1] = False
+    for splits in (1, 2):
+        output = kernel.attend(**arguments, splits=splits)
+        assert output.isfinite().all()
+        assert output[1].eq(0).all()
