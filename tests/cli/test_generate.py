@@ -24,7 +24,7 @@ from dlm_bridge.generation import DenoisingStep, DiffusionGenerationConfig
 from dlm_bridge.generation.show.film import Film
 from dlm_bridge.generation.show.html import film_data, page
 from dlm_bridge.generation.show.pieces import Pieces
-from dlm_bridge.generation.show.terminal import OPEN, frame_text, live
+from dlm_bridge.generation.show.terminal import OPEN, frame_text, live, status
 from tests.checkpoints import write_llada, write_tokenizer
 
 MASK, EOS = 259, 258
@@ -311,7 +311,7 @@ def played(film: dict[str, Any]) -> list[list[str | None]]:
     places: list[str | None] = [""] * film["length"]
     frames = []
     for frame in film["frames"]:
-        for place, piece, _ in frame["changes"]:
+        for place, piece, *_ in frame["changes"]:
             places[place] = piece
         frames.append(list(places))
     return frames
@@ -343,7 +343,10 @@ def test_the_page_plays_what_was_sampled_and_loads_nothing(
         prompt = len(tokenizer(evil)["input_ids"])
         open_places = [sum(piece is None for piece in frame) for frame in frames]
         assert open_places == list(range(8, -1, -1))  # one token a step
-        assert all(given == (place < prompt) for place, piece, given in film["frames"][0]["changes"] if piece)
+        assert all(given == (place < prompt) for place, piece, given, _ in film["frames"][0]["changes"] if piece)
+    for frame in film["frames"][1:]:
+        for _, piece, given, sure in frame["changes"]:
+            assert (sure is not None and 0 <= sure <= 1) == (name == "llada" and piece is not None and not given)
     code, _, err = cli(folder, *words, "--html", tmp_path / "out.html")
     assert code == 2
     assert "out.html exists" in err
@@ -378,13 +381,20 @@ def test_the_terminal_shows_open_places_and_what_is_new(llada: Path) -> None:
         for forwards, new in enumerate(([MASK, prompt[0]], [prompt[0], prompt[0]]), 1):
             tokens = torch.tensor([[*prompt, *new]])
             settled = torch.tensor([[False, forwards == 2, forwards == 1]])
-            film.on_step(DenoisingStep(forwards, (0,), tokens, settled))
+            confidence = torch.tensor([[torch.nan, 0.02 if forwards == 2 else torch.nan, 0.99]])
+            film.on_step(DenoisingStep(forwards, (0,), tokens, settled, confidence))
             if forwards == 1:
                 text = frame_text(film.last)
     assert text.plain == "the" + OPEN + "the"
-    assert [span.style for span in text.spans] == ["dim", "bright_black", "bold black on bright_green"]
+    red, green = "rgb(198,16,16)", "rgb(16,198,16)"
+    assert [span.style for span in text.spans] == ["dim", "bright_black", f"reverse {green}"]
+    assert [span.style for span in frame_text(film.last).spans] == ["dim", f"reverse {red}", green]
     assert [frame.since for frame in film.frames] == [(0, 0, 0), (0, 0, 1), (0, 2, 1)]
     assert "forward 2, 2 tokens settled" in out.getvalue()
+    legend = status(film.last)
+    assert legend.plain.endswith("probability 0 ██████████ 1")
+    assert [span.style for span in legend.spans][:: len(legend.spans) - 1] == [red, green]
+    assert "probability" not in status(film.frames[0]).plain
     assert film_data(film)["length"] == 3
 
 

@@ -26,13 +26,14 @@ def page(film: Film, title: str, facts: Mapping[str, Any]) -> str:
 
 def film_data(film: Film) -> dict[str, Any]:
     """What the page plays: `length` places, and for each frame `forwards` and what it changes, each as [place, text or
-    null where nothing is settled, whether it was given]."""
+    null where nothing is settled, whether it was given, the model's probability of it or null where that is unknown].
+    """
     frames: list[dict[str, Any]] = []
     before: tuple[tuple[str | None, int], ...] = ()
     for frame in film.frames:
         changes = [
-            [place, piece, since == 0]
-            for place, (piece, since) in enumerate(zip(frame.pieces, frame.since, strict=True))
+            [place, piece, since == 0, None if sure is None else round(sure, 3)]
+            for place, (piece, since, sure) in enumerate(zip(frame.pieces, frame.since, frame.confidence, strict=True))
             if place >= len(before) or before[place] != (piece, since)
         ]
         frames.append({"forwards": frame.forwards, "changes": changes})

@@ -1,7 +1,8 @@
-"""A film in the terminal, while it is being made: what is new stands out, what is open is a shade."""
+"""A film in the terminal, while it is being made: colours say how sure the model was, what is open is a shade."""
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,9 +13,10 @@ from rich.text import Text
 from dlm_bridge.generation.show.film import Film, Frame
 
 OPEN = "\u2591"  # a light shade, for each token that is not settled
+BAR = "\u2588"  # a full block, of the legend
 GIVEN_STYLE, OPEN_STYLE = "dim", "bright_black"
-# By how many forwards ago a token was settled; older ones have the terminal's own colour.
-FRESH_STYLES = ("bold black on bright_green", "bright_green", "green", "green")
+FRESH_STYLE = "reverse"  # beside its colour: what the last forward settled
+STEPS = 10  # of the scale from red to green
 
 
 @contextmanager
@@ -31,14 +33,34 @@ def live(film: Film, console: Console) -> Iterator[None]:
 def frame_text(frame: Frame) -> Text:
     """One frame, coloured."""
     text = Text()
-    for piece, since in zip(frame.pieces, frame.since, strict=True):
+    for piece, since, confidence in zip(frame.pieces, frame.since, frame.confidence, strict=True):
         if piece is None:
             text.append(OPEN, OPEN_STYLE)
         elif not since:
             text.append(piece, GIVEN_STYLE)
         else:
-            age = frame.forwards - since
-            text.append(piece, FRESH_STYLES[age] if age < len(FRESH_STYLES) else None)
+            colour = "" if confidence is None else confidence_colour(confidence)
+            text.append(piece, f"{FRESH_STYLE} {colour}".strip() if since == frame.forwards else colour)
+    return text
+
+
+def confidence_colour(confidence: float) -> str:
+    """From red for a probability of 0 over yellow to green for 1, in a few steps; neither dark nor light, so that it can
+    be read on any background."""
+    share = min(int(confidence * STEPS), STEPS - 1) / (STEPS - 1)
+    rgb = colorsys.hls_to_rgb(share / 3, 0.42, 0.85)
+    return "rgb({},{},{})".format(*(round(255 * part) for part in rgb))
+
+
+def status(frame: Frame) -> Text:
+    """How far the film is, and what its colours mean."""
+    settled = sum(1 for piece, since in zip(frame.pieces, frame.since, strict=True) if piece is not None and since)
+    text = Text(f"forward {frame.forwards}, {settled} tokens settled", style=GIVEN_STYLE)
+    if any(confidence is not None for confidence in frame.confidence):
+        text.append("   probability 0 ")
+        for step in range(STEPS):
+            text.append(BAR, confidence_colour(step / STEPS))
+        text.append(" 1")
     return text
 
 
@@ -53,5 +75,4 @@ class _View:
         room = max(console.height - 2, 1)
         lines = frame_text(frame).wrap(console, options.max_width)
         yield from lines[-room:]
-        settled = sum(1 for piece, since in zip(frame.pieces, frame.since, strict=True) if piece is not None and since)
-        yield Text(f"forward {frame.forwards}, {settled} tokens settled", style=GIVEN_STYLE)
+        yield status(frame)
