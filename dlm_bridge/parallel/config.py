@@ -10,7 +10,7 @@ import torch
 from dlm_bridge.convert.layout import Layout
 from dlm_bridge.convert.mapping import Dims, Mapping
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import query_scaling
+from dlm_bridge.parallel import query_scaling, refusals
 from dlm_bridge.parallel.context import CP_COMMUNICATION, ParallelConfig
 from dlm_bridge.parallel.core import TransformerConfig
 
@@ -111,10 +111,8 @@ def model_config(
     known = {field.name for field in fields(TransformerConfig)}
     if unknown := sorted(arguments.keys() - known):
         raise DlmBridgeError(f"megatron-core's TransformerConfig has no field '{unknown[0]}'")
-    try:
+    with refusals.named():
         transformer = TransformerConfig(**arguments)
-    except (AssertionError, ValueError) as error:
-        raise DlmBridgeError(f"megatron-core refuses this configuration: {' '.join(str(error).split())}") from error
     for name, value in attributes.items():
         setattr(transformer, name, value)
     _check_attention(transformer, parallel)

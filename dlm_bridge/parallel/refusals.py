@@ -1,0 +1,36 @@
+"""megatron-core's complaints about its own configurations, each as one line."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+from dlm_bridge.errors import DlmBridgeError, one_line
+
+
+class NotInstalledError(DlmBridgeError):
+    """A setting that is refused for what this machine lacks: another one may take it."""
+
+
+@contextlib.contextmanager
+def named() -> Iterator[None]:
+    """Whatever megatron-core raises while it checks a configuration, as a DlmBridgeError; where a package is missing
+    as a NotInstalledError."""
+    try:
+        yield
+    except DlmBridgeError:
+        raise
+    except Exception as error:  # it asserts, looks words up and imports as it checks
+        kind = NotInstalledError if isinstance(error, ImportError | RuntimeError) else DlmBridgeError
+        raise kind(f"megatron-core refuses this configuration: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong; of an assertion without words, the assertion itself."""
+    if isinstance(error, KeyError):
+        return f"it does not know {one_line(error)}"
+    if str(error):
+        return one_line(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line if frames else None) or one_line(error)
