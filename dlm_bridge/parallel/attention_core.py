@@ -18,12 +18,13 @@ from dlm_bridge.parallel.core import (
     gather_from_sequence_parallel_region,
     is_layer_window_attention,
 )
+from dlm_bridge.parallel.flash import flash_rows, takes_call, takes_flash
 
 MASKS = MaskCache()
 
 
 class LocalAttention(MegatronModule):
-    """Attention without Transformer Engine: torch's own kernels, on CPU the exact reference.
+    """Attention without Transformer Engine: FlashAttention 4 or torch's own kernels, on CPU the exact reference.
 
     Context parallel ranks gather keys and values; without a mask, causal attention takes the positions to be dealt to
     the ranks as Transformer Engine does (`batch.rank_positions`).
@@ -47,6 +48,7 @@ class LocalAttention(MegatronModule):
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.window = _window(config, layer_number)
         self.cp_group = pg_collection.cp
+        self.flash = takes_flash(config, attn_mask_type, self.window, None, self.cp_group.size())
 
     def forward(
         self,
@@ -67,9 +69,11 @@ class LocalAttention(MegatronModule):
         if attention_mask is not None:
             check_settings(self.config, self.window)
             return masked_attention(query, key, value, attention_mask, self.scale, self.cp_group)
+        causal = self.attn_mask_type == AttnMaskType.causal
+        if self.flash:
+            return flash_rows(query, key, value, self.scale, causal)
         key, value = gathered(key, value, self.cp_group)
         mask = None
-        causal = self.attn_mask_type == AttnMaskType.causal
         if causal and (self.cp_group.size() > 1 or self.window is not None):
             mask = plain_mask(len(query), self.cp_group.rank(), self.cp_group.size(), self.window, query.device)
         return _torch_attention(query, key, value, mask, causal and mask is None, self.scale)
@@ -77,8 +81,9 @@ class LocalAttention(MegatronModule):
 
 @cache
 def transformer_engine_attention() -> type:
-    """Transformer Engine's attention, which without a mask goes by the layers' mask type, packed documents and its own
-    context parallelism; with one, FlexAttention over gathered keys and values."""
+    """Without a mask FlashAttention 4 where `takes_flash`, else Transformer Engine's attention, both of which go by the
+    layers' mask type and packed documents, the latter by its own context parallelism; with a mask, FlexAttention over
+    gathered keys and values."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class MaskedTEDotProductAttention(TEDotProductAttention):  # type: ignore[misc, unused-ignore]
@@ -88,6 +93,8 @@ def transformer_engine_attention() -> type:
             self._mask_type = kwargs["attn_mask_type"]
             self._scale = kwargs.get("softmax_scale") or 1 / math.sqrt(config.kv_channels)
             self._gather_group = kwargs["pg_collection"].cp
+            ranks = self._gather_group.size()
+            self._flash = takes_flash(config, self._mask_type, self._window, unsupported(config), ranks)
 
         def forward(
             self,
@@ -103,6 +110,9 @@ def transformer_engine_attention() -> type:
                 if attention_mask is not None:
                     raise DlmBridgeError("packed_seq_params would ignore an attention_mask: give one of them")
                 check_mask(None, self._mask_type, query, self._gather_group.size())
+                if self._flash and takes_call(packed_seq_params, kwargs.get("attention_bias")):
+                    causal = self._mask_type == AttnMaskType.causal
+                    return flash_rows(query, key, value, self._scale, causal, packed_seq_params)
                 return super().forward(query, key, value, None, *args, packed_seq_params=packed_seq_params, **kwargs)
             check_mask(attention_mask, self._mask_type, query, self._gather_group.size())
             check_settings(self.config, self._window)

@@ -1,0 +1,1 @@
+"""Kernels of other packages as operations of torch, which both training engines use."""
