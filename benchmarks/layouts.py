@@ -9,6 +9,13 @@ gradient, and so far that the weight is nothing but that; the weights are compar
 gradient goes through the layout's own reduction, sharding and optimizer. A cell that fails, hangs or takes its process
 down is written as such; after the latter torchrun starts the processes again and they go on with the next cell.
 
+Where Transformer Engine's kernels take half precision only, the references are two: the same step of one process, and
+the same again in fp32 on weights that are rounded alike, its documents told apart by masks. Half precision has a
+distance from fp32 of its own, on one process as on several: a layout is equal where it is no farther from it.
+
+Four ranks on one GPU, whose messages go through the host (which NCCL has no part in; the arithmetic is the same):
+    torchrun --max-restarts 20 --nproc-per-node 4 benchmarks/layouts.py --output layouts --transport host
+
 Without a GPU the same runs on gloo with smaller sizes:
     DLM_BRIDGE_PLATFORM=cpu torchrun --nproc-per-node 2 benchmarks/layouts.py --output /tmp/layouts
 """
@@ -19,14 +26,11 @@ import argparse
 import gc
 import json
 import os
-import re
 import shutil
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,12 +42,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.layouts_cells import BATCH, EXPERTS, MICRO, ON_CPU, ON_GPU, Cell, Layout, Task, layouts, model_config
+from benchmarks import layouts_transport
+from benchmarks.layouts_cells import BATCH, EXPERTS, MICRO, ON_CPU, ON_GPU, Cell, Layout, Task, model_config
+from benchmarks.layouts_table import PATIENCE_S, Table
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 RATE = 1e4  # how far a step moves a weight, in units of its gradient
-PATIENCE_S = 60  # how long a process waits for the others at the end of a cell
 LIMIT_S = 150  # of one cell, compilation included
+# Of half precision: how much farther from fp32 than one process is, in the worst weight and in any.
+FARTHER, ANYWHERE, ROUNDING = 1.5, 3.0, 2**-9
+EXACT = "exact"  # a precision of references: half precision's model and weights, and fp32's arithmetic
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Tensors = dict[str, torch.Tensor]
 
@@ -51,7 +59,15 @@ Tensors = dict[str, torch.Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="writes OUTPUT.json and OUTPUT.md")
-    parser.add_argument("--cells", default="", help="a regular expression on 'layout: task'")
+    parser.add_argument(
+        "--cells",
+        action="append",
+        help="a regular expression on 'layout: task'; the first one's are run first",
+    )
+    parser.add_argument("--references", type=Path, help="where one process's results are kept for other runs")
+    parser.add_argument(
+        "--transport", choices=("direct", "host"), default="direct", help="how ranks talk; host: several share a GPU"
+    )
     parser.add_argument("--seconds", type=float, default=540, help="cells that have not begun by then are not run")
     parser.add_argument("--smoke", action="store_true", help="one GPU: Transformer Engine's kernels against others")
     options = parser.parse_args()
@@ -59,18 +75,21 @@ def main() -> None:
     if options.smoke:
         from benchmarks.layouts_smoke import smoke
 
-        raise SystemExit(smoke(options.output, options.cells))
+        raise SystemExit(smoke(options.output, "|".join(options.cells or [""])))
     _run(options)
 
 
 def _run(options: argparse.Namespace) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    table = Table(options.output, world, options.cells)
+    if options.transport == "host" and (devices := torch.cuda.device_count()):
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % devices)
+    table = Table(options.output, world, options.cells or [""], options.transport)
     if rank == 0:
         table.begin()
     else:
         table.wait()
-    bench = Bench(options.output.with_name(options.output.name + ".work"))
+    work = options.output.with_name(options.output.name + ".work")
+    bench = Bench(work, options.references or work, options.transport)
     torch.set_num_threads(1)
     bench.prepare(rank, world, table)
     ours = table.waiting()
@@ -81,7 +100,7 @@ def _run(options: argparse.Namespace) -> None:
     if rank == 0:
         table.write()
         print(table.markdown(), flush=True)
-        shutil.rmtree(bench.root, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
     bench.leave()
     # Whatever a cell has left behind must not keep the process alive.
     sys.stdout.flush()
@@ -132,8 +151,8 @@ def _stuck(table: Table, cell: Cell) -> None:
 class Bench:
     """The engine's step in one layout after the other, on models and data in a folder that all processes share."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, references: Path | None = None, transport: str = "direct") -> None:
+        self.root, self.references, self.transport = root, references or root, transport
         self.answers: Any = None
 
     def prepare(self, rank: int, world: int, table: Table) -> None:
@@ -142,13 +161,15 @@ class Bench:
 
         platform.current().prepare()
         self.root.mkdir(parents=True, exist_ok=True)
+        self.references.mkdir(parents=True, exist_ok=True)
         self.on_cpu = platform.current().name == "cpu"
         torch._dynamo.config.recompile_limit = 256  # each layout has shapes of its own
         self.size = ON_CPU if self.on_cpu else ON_GPU
         needed: dict[str, tuple[Task, str]] = {}
         for layout, task, cell in table.waiting():
             cell.precision = self.precision(layout, task)
-            needed[self._reference(task, cell.precision).name] = (task, cell.precision)
+            for precision in (cell.precision, EXACT) if cell.precision == "bf16" else (cell.precision,):
+                needed[self._reference(task, precision).name] = (task, precision)
         alone = {name: os.environ.pop(name) for name in LAUNCHER}
         for number, (task, precision) in enumerate(needed.values()):
             if number % world == rank and not self._reference(task, precision).exists():
@@ -160,12 +181,14 @@ class Bench:
         chosen = platform.current()
         # A store of this start's own: the launcher's still has the addresses of processes that died.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        layouts_transport.register()
+        through_host = self.transport == "host"
         dist.init_process_group(
-            chosen.backend,
+            layouts_transport.NAME if through_host else chosen.backend,
             store=dist.FileStore(str(self.root / f"store_{attempt}"), world),
             rank=rank,
             world_size=world,
-            device_id=chosen.group_device(),
+            device_id=None if through_host else chosen.group_device(),
             timeout=timedelta(minutes=10),
         )
         self.answers = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
@@ -182,19 +205,12 @@ class Bench:
             return "fp32"
         return "bf16"
 
-    def tolerance(self, precision: str) -> tuple[float, float]:
-        """Of the loss and of the gradients. Half precision rounds every intermediate result to 8 bits."""
-        if precision == "bf16":
-            return 1e-2, 6e-2
-        return (1e-4, 1e-4) if self.on_cpu else (1e-4, 1e-3)
-
     def compare(self, layout: Layout, task: Task, cell: Cell) -> None:
-        cell.tolerance = self.tolerance(cell.precision)
-        path = self._reference(task, cell.precision)
-        if not path.exists():
-            raise DlmBridgeError(f"one process alone has no result: {self._failure(task, cell.precision)}")
+        for precision in (cell.precision, EXACT) if cell.precision == "bf16" else (cell.precision,):
+            if not self._reference(task, precision).exists():
+                raise DlmBridgeError(f"one process alone has no result: {self._failure(task, precision)}")
         loss, weights = self.step(task, cell.precision, layout.flags)
-        wanted = torch.load(path, weights_only=True)
+        wanted = torch.load(self._reference(task, cell.precision), weights_only=True)
         cell.loss = abs(loss - wanted["loss"]) / abs(wanted["loss"])
         if missing := wanted["weights"].keys() ^ weights.keys():
             raise RuntimeError(f"weights on one side only: {min(missing)}")
@@ -206,8 +222,27 @@ class Bench:
             apart = float((weights[name] - weight).abs().max()) / moved
             if not apart <= cell.gradient:
                 cell.gradient, cell.worst = apart, name
-        equal = cell.loss <= cell.tolerance[0] and cell.gradient <= cell.tolerance[1]
-        cell.result = "equal" if equal else "differs"
+        if cell.precision == "bf16":
+            cell.tolerance = (1e-2, FARTHER)
+            near = self._judge(task, weights, wanted["weights"], cell)
+        else:
+            cell.tolerance = (1e-4, 1e-4 if self.on_cpu else 1e-3)
+            near = cell.gradient <= cell.tolerance[1]
+        cell.result = "equal" if cell.loss <= cell.tolerance[0] and near else "differs"
+
+    def _judge(self, task: Task, weights: Tensors, alone: Tensors, cell: Cell) -> bool:
+        """Whether half precision in a layout is as near to fp32 as half precision on one process is."""
+        exact = torch.load(self._reference(task, EXACT), weights_only=True)
+        least = 1e-5 * max(exact["moved_rms"].values())
+        ours, theirs, farther = {}, {}, {}
+        for name, weight in exact["weights"].items():
+            moved = max(exact["moved_rms"][name], least)
+            ours[name], theirs[name] = (_rms(found[name] - weight) / moved for found in (weights, alone))
+            farther[name] = ours[name] / max(theirs[name], ROUNDING)
+        cell.from_fp32, cell.alone_from_fp32 = max(ours.values()), max(theirs.values())
+        cell.worst = max(farther, key=lambda name: farther[name])
+        cell.farther = farther[cell.worst]
+        return cell.from_fp32 <= FARTHER * cell.alone_from_fp32 and cell.farther <= ANYWHERE
 
     def step(self, task: Task, precision: str, flags: dict[str, Any]) -> tuple[float, Tensors]:
         """The loss of the engine's first step and all weights after it, fp32 on the CPU, by Hub name."""
@@ -223,6 +258,11 @@ class Bench:
             groups.destroy()
         trainer = assemble(config, Console(quiet=True))
         try:
+            if precision == EXACT:
+                trainer.takes_packed = False  # Transformer Engine's kernels for packed rows have no fp32
+                for chunk in trainer.chunks:
+                    for parameter in chunk.parameters():
+                        parameter.data.copy_(parameter.data.bfloat16())
             trainer.prefetcher = Prefetcher(trainer._produce, 1)
             row, _ = trainer.step(1, False)
             bridge = trainer.source.bridge
@@ -251,7 +291,7 @@ class Bench:
             objective=task.objective,
             document_attention=task.packed,
             length_variation=0.0,
-            precision=precision,
+            precision="fp32" if precision == EXACT else precision,
             lr=RATE * 1e4,
             adam_eps=1e4,
             lr_schedule="constant",
@@ -276,13 +316,16 @@ class Bench:
         try:
             start = Bridge.from_scratch(self._model(task, precision), 1)
             loss, weights = self.step(task, precision, {})
-            before = {
-                name: start.read(name).to(torch.bfloat16 if precision == "bf16" else torch.float32).float()
-                for name in weights
+            dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+            by = {name: weight - start.read(name).to(dtype).float() for name, weight in weights.items()}
+            found = {
+                "loss": loss,
+                "weights": weights,
+                "moved": {name: float(change.abs().max()) for name, change in by.items()},
+                "moved_rms": {name: _rms(change) for name, change in by.items()},
             }
-            moved = {name: float((weights[name] - before[name]).abs().max()) for name in weights}
             temporary = path.with_suffix(f".{os.getpid()}")
-            torch.save({"loss": loss, "weights": weights, "moved": moved}, temporary)
+            torch.save(found, temporary)
             temporary.replace(path)
         except Exception as error:
             traceback.print_exc()
@@ -295,7 +338,7 @@ class Bench:
         return path.read_text() if path.exists() else "it did not come to an end"
 
     def _reference(self, task: Task, precision: str) -> Path:
-        return self.root / f"{task.name.replace(' ', '_')}_{precision}.pt"
+        return self.references / f"{task.name.replace(' ', '_')}_{precision}.pt"
 
     def _model(self, task: Task, precision: str) -> Path:
         """A folder with the config.json of the task's model."""
@@ -328,139 +371,8 @@ class Bench:
         return prefix
 
 
-class Table:
-    """The cells, kept in OUTPUT.json so that a process that is started again knows what is done."""
-
-    def __init__(self, output: Path, world: int, pattern: str) -> None:
-        self.output = output
-        self.path = output.with_name(output.name + ".json")
-        self.begun = output.with_name(output.name + ".begun")
-        self.cells: dict[tuple[str, str], Cell] = {}
-        self.of: dict[tuple[str, str], tuple[Layout, Task]] = {}
-        for layout in layouts():
-            for task in layout.tasks:
-                key = (layout.name, task.name)
-                cell = Cell(layout.name, world, task.name, "")
-                if world % layout.ranks:
-                    cell.said = f"needs {layout.ranks} processes"
-                elif not re.search(pattern, f"{layout.name}: {task.name}"):
-                    cell.said = "left out by --cells"
-                self.cells[key], self.of[key] = cell, (layout, task)
-
-    def begin(self) -> None:
-        """Start anew, or after a restart by the launcher note what took the processes down."""
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        if not again:
-            for path in (self.path, self.begun, *self.output.parent.glob(f"{self.output.name}.died.*")):
-                path.unlink(missing_ok=True)
-            shutil.rmtree(self.output.with_name(self.output.name + ".work"), ignore_errors=True)
-            _replace(self.begun, json.dumps({"at": time.time(), "by": _launch()}))
-            return
-        self._read()
-        begun = json.loads(self.begun.read_text())
-        key = tuple(begun.get("cell", ()))
-        if key in self.cells and self.cells[key].result == "not run":
-            said = [path.read_text() for path in sorted(self.output.parent.glob(f"{self.output.name}.died.*"))]
-            cell = self.cells[key]
-            cell.result, cell.said = "error", "; ".join(dict.fromkeys(said)) or "a process died"
-            cell.precision = begun.get("precision", "")
-            self.add(cell)
-        _replace(self.begun, json.dumps({"at": begun["at"], "by": _launch()}))
-
-    def wait(self) -> None:
-        """Until rank 0 has begun."""
-        deadline = time.time() + PATIENCE_S
-        while time.time() < deadline:
-            if self.begun.exists() and json.loads(self.begun.read_text()).get("by") == _launch():
-                return
-            time.sleep(0.05)
-        raise SystemExit("rank 0 did not begin")
-
-    def waiting(self) -> list[tuple[Layout, Task, Cell]]:
-        """What is still to be run, layout by layout. Every process asks."""
-        self._read()
-        return [
-            (*self.of[key], cell) for key, cell in self.cells.items() if cell.result == "not run" and not cell.said
-        ]
-
-    def began(self) -> float:
-        return float(json.loads(self.begun.read_text())["at"])
-
-    def started(self, cell: Cell) -> None:
-        key = (cell.layout, cell.task)
-        text = json.dumps({"at": self.began(), "by": _launch(), "cell": key, "precision": cell.precision})
-        _replace(self.begun, text)
-        for path in self.output.parent.glob(f"{self.output.name}.died.*"):
-            path.unlink()
-
-    def died(self, cell: Cell, said: str) -> None:
-        self.output.with_name(f"{self.output.name}.died.{os.environ['RANK']}").write_text(said)
-        print(f"rank {os.environ['RANK']}: {cell.layout}: {cell.task}: {said}", file=sys.stderr, flush=True)
-
-    def add(self, cell: Cell) -> None:
-        self.cells[cell.layout, cell.task] = cell
-        self.write()
-
-    def write(self) -> None:
-        _replace(
-            self.path, json.dumps({"conditions": conditions(), "cells": [asdict(c) for c in self.cells.values()]})
-        )
-        _replace(self.output.with_name(self.output.name + ".md"), self.markdown())
-
-    def line(self, cell: Cell) -> str:
-        tolerance = "" if cell.tolerance is None else "{:.0e} / {:.0e}".format(*cell.tolerance)
-        apart = "" if cell.gradient is None else f"{cell.loss:.1e} / {cell.gradient:.1e}"
-        said = cell.said or (f"worst: {cell.worst}" if cell.result == "differs" else "")
-        cells = (cell.layout, cell.task, cell.precision, cell.result, apart, tolerance, said.replace("|", "/"))
-        return "| " + " | ".join(cells) + " |"
-
-    def markdown(self) -> str:
-        head = ("layout", "model, objective", "dtype", "result", "loss / gradient apart", "tolerance", "")
-        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        lines += [self.line(cell) for cell in self.cells.values()]
-        counts = {
-            kind: sum(cell.result == kind for cell in self.cells.values())
-            for kind in ("equal", "differs", "refused", "error", "not run")
-        }
-        summary = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        return f"{conditions()}\n\n{summary}\n\n" + "\n".join(lines) + "\n"
-
-    def _read(self) -> None:
-        if not self.path.exists():
-            return
-        for found in json.loads(self.path.read_text())["cells"]:
-            key = (found["layout"], found["task"])
-            if key in self.cells and found["result"] != "not run":
-                self.cells[key] = Cell(**found)
-
-
-def conditions() -> str:
-    """What it ran on."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    from dlm_bridge.parallel import platform
-
-    def of(name: str) -> Iterator[str]:
-        try:
-            yield f"{name} {version(name)}"
-        except PackageNotFoundError:
-            return
-
-    found = [text for name in ("torch", "megatron-core", "transformer-engine") for text in of(name)]
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    return f"{ranks} x {platform.current().device_name()}, {', '.join(found)}"
-
-
-def _launch() -> str:
-    """What the processes of one start by the launcher have in common."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
-    return " ".join(os.environ.get(name, "") for name in names)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text)
-    temporary.replace(path)
+def _rms(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt())
 
 
 if __name__ == "__main__":

@@ -69,7 +69,11 @@ class Cell:
     result: str = "not run"  # equal, differs, refused, error, not run
     loss: float | None = None  # relative
     gradient: float | None = None  # of the worst weight, relative to how far its farthest element moved
-    tolerance: tuple[float, float] | None = None
+    tolerance: tuple[float, float] | None = None  # of the loss; of the gradient, or in bf16 of from_fp32's share
+    # In bf16, root mean squares relative to how far a weight moves in fp32; of the worst weight:
+    from_fp32: float | None = None  # how far the layout is from fp32,
+    alone_from_fp32: float | None = None  # one process is,
+    farther: float | None = None  # and the layout is as a multiple of one process, the same weight in both
     worst: str = ""
     said: str = ""
     seconds: float = 0.0

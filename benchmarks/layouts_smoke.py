@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.layouts import LAUNCHER, Bench, conditions
+from benchmarks.layouts import LAUNCHER, Bench
 from benchmarks.layouts_cells import ON_CPU, ON_GPU, Task
+from benchmarks.layouts_table import conditions
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError, one_line
 

@@ -67,7 +67,7 @@ class HostGroup(dist.ProcessGroup):
 
         def finish() -> None:
             for tensor, number in zip(tensors, staged, strict=True):
-                tensor.copy_(self._mean(number, opts.reduceOp))
+                tensor.detach().copy_(self._mean(number, opts.reduceOp))
 
         return HostWork(works, finish)
 
@@ -80,7 +80,7 @@ class HostGroup(dist.ProcessGroup):
 
         def finish() -> None:
             if self.rank() == opts.rootRank:
-                tensor.copy_(self._mean(staged, opts.reduceOp))
+                tensor.detach().copy_(self._mean(staged, opts.reduceOp))
 
         return HostWork([work], finish)
 
@@ -108,7 +108,7 @@ class HostGroup(dist.ProcessGroup):
 
         def finish() -> None:
             mine = staged.view(self.size(), -1)[self.rank()]
-            output.copy_(self._mean(mine, opts.reduceOp).view(output.shape))
+            output.detach().copy_(self._mean(mine, opts.reduceOp).view(output.shape))
 
         return HostWork([work], finish)
 
@@ -216,7 +216,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _put(tensor: torch.Tensor, arrived: torch.Tensor) -> None:
-    tensor.copy_(arrived.view(tensor.dtype).view(tensor.shape))
+    tensor.detach().copy_(arrived.view(tensor.dtype).view(tensor.shape))
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

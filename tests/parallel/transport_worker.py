@@ -83,9 +83,9 @@ def scattered_sums() -> None:
 def deals() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     counts = [[(first + second) % 3 for second in range(world)] for first in range(world)]  # from, to
-    sent = torch.full((sum(counts[rank]), 2), float(rank), dtype=torch.bfloat16)
+    sent = torch.full((sum(counts[rank]), 2), float(rank), dtype=torch.bfloat16, requires_grad=True)
     to_me = [counts[other][rank] for other in range(world)]
-    found = torch.empty(sum(to_me), 2, dtype=torch.bfloat16)
+    found = torch.empty(sum(to_me), 2, dtype=torch.bfloat16, requires_grad=True)
     dist.all_to_all_single(found, sent, to_me, counts[rank])
     wanted = torch.cat([torch.full((count, 2), float(other)) for other, count in enumerate(to_me)])
     assert torch.equal(found.float(), wanted)
@@ -98,7 +98,7 @@ def deals() -> None:
 def ring() -> None:
     """All send before any receives."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    found = torch.empty(50_000, dtype=torch.bfloat16)
+    found = torch.empty(50_000, dtype=torch.bfloat16, requires_grad=True)
     sent = torch.full_like(found, rank)
     operations = [
         dist.P2POp(dist.isend, sent, (rank + 1) % world),

@@ -1,0 +1,194 @@
+"""The table that benchmarks/layouts.py fills: its cells in a file that outlives a process, and in Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.layouts_cells import Cell, Layout, Task, layouts
+
+FIGURES = ("loss / gradient apart", "bf16 from fp32: layout / one process")
+PATIENCE_S = 60  # how long a process waits for the others at the beginning and the end of a cell
+
+
+class Table:
+    """The cells, kept in OUTPUT.json so that a process that is started again knows what is done."""
+
+    def __init__(self, output: Path, world: int, patterns: Sequence[str], transport: str = "direct") -> None:
+        self.output, self.patterns, self.transport = output, patterns, transport
+        self.world = world
+        self.path = output.with_name(output.name + ".json")
+        self.begun = output.with_name(output.name + ".begun")
+        self.cells: dict[tuple[str, str], Cell] = {}
+        self.of: dict[tuple[str, str], tuple[Layout, Task]] = {}
+        for layout in layouts():
+            for task in layout.tasks:
+                key = (layout.name, task.name)
+                cell = Cell(layout.name, world, task.name, "")
+                if world % layout.ranks:
+                    cell.said = f"needs {layout.ranks} processes"
+                elif self._place(key) == len(patterns):
+                    cell.said = "left out by --cells"
+                self.cells[key], self.of[key] = cell, (layout, task)
+
+    def begin(self) -> None:
+        """Start anew, or after a restart by the launcher note what took the processes down."""
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        if not again:
+            for path in (self.path, self.begun, *self.output.parent.glob(f"{self.output.name}.died.*")):
+                path.unlink(missing_ok=True)
+            shutil.rmtree(self.output.with_name(self.output.name + ".work"), ignore_errors=True)
+            _replace(self.begun, json.dumps({"at": time.time(), "by": _launch()}))
+            return
+        self._read()
+        begun = json.loads(self.begun.read_text())
+        key = tuple(begun.get("cell", ()))
+        if key in self.cells and self.cells[key].result == "not run":
+            said = [path.read_text() for path in sorted(self.output.parent.glob(f"{self.output.name}.died.*"))]
+            cell = self.cells[key]
+            cell.result, cell.said = "error", "; ".join(dict.fromkeys(said)) or "a process died"
+            cell.precision = begun.get("precision", "")
+            self.add(cell)
+        _replace(self.begun, json.dumps({"at": begun["at"], "by": _launch()}))
+
+    def wait(self) -> None:
+        """Until rank 0 has begun."""
+        deadline = time.time() + PATIENCE_S
+        while time.time() < deadline:
+            if self.begun.exists() and json.loads(self.begun.read_text()).get("by") == _launch():
+                return
+            time.sleep(0.05)
+        raise SystemExit("rank 0 did not begin")
+
+    def waiting(self) -> list[tuple[Layout, Task, Cell]]:
+        """What is still to be run, in the order of the patterns, layout by layout. Every process asks."""
+        self._read()
+        left = [key for key, cell in self.cells.items() if cell.result == "not run" and not cell.said]
+        return [(*self.of[key], self.cells[key]) for key in sorted(left, key=self._place)]
+
+    def began(self) -> float:
+        return float(json.loads(self.begun.read_text())["at"])
+
+    def started(self, cell: Cell) -> None:
+        key = (cell.layout, cell.task)
+        text = json.dumps({"at": self.began(), "by": _launch(), "cell": key, "precision": cell.precision})
+        _replace(self.begun, text)
+        for path in self.output.parent.glob(f"{self.output.name}.died.*"):
+            path.unlink()
+
+    def died(self, cell: Cell, said: str) -> None:
+        self.output.with_name(f"{self.output.name}.died.{os.environ['RANK']}").write_text(said)
+        print(f"rank {os.environ['RANK']}: {cell.layout}: {cell.task}: {said}", file=sys.stderr, flush=True)
+
+    def add(self, cell: Cell) -> None:
+        self.cells[cell.layout, cell.task] = cell
+        self.write()
+
+    def write(self) -> None:
+        _replace(
+            self.path,
+            json.dumps(
+                {
+                    "conditions": self.conditions(),
+                    "date": time.strftime("%-d %B %Y", time.gmtime(self.began())),
+                    "cells": [asdict(c) for c in self.cells.values()],
+                }
+            ),
+        )
+        _replace(self.output.with_name(self.output.name + ".md"), self.markdown())
+
+    def line(self, cell: Cell) -> str:
+        tolerance = ""
+        if cell.tolerance is not None:
+            loss, second = cell.tolerance
+            tolerance = f"{loss:.0e} / {f'{second:.0e}' if cell.from_fp32 is None else f'{second} x'}"
+        said = cell.said or (f"worst: {cell.worst}" if cell.result == "differs" else "")
+        cells = (
+            cell.layout,
+            cell.task,
+            cell.precision,
+            cell.result,
+            *figures(cell),
+            tolerance,
+            said.replace("|", "/"),
+        )
+        return "| " + " | ".join(cells) + " |"
+
+    def markdown(self) -> str:
+        head = ("layout", "model, objective", "dtype", "result", *FIGURES, "tolerance", "")
+        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        asked = [cell for cell in self.cells.values() if cell.result != "not run" or not cell.said]
+        lines += [self.line(cell) for cell in asked]
+        counts = {
+            kind: sum(cell.result == kind for cell in asked)
+            for kind in ("equal", "differs", "refused", "error", "not run")
+        }
+        summary = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        return f"{self.conditions()}\n\n{summary}\n\n" + "\n".join(lines) + "\n"
+
+    def conditions(self) -> str:
+        """What it ran on, and how the ranks talked."""
+        from dlm_bridge.parallel import platform
+
+        through = platform.current().backend
+        if self.transport == "host":
+            through = "messages through the host's memory and gloo"
+        return f"{self.world} ranks on {conditions()}, {through}"
+
+    def _place(self, key: tuple[str, str]) -> int:
+        """The number of the first pattern that a cell matches."""
+        found = (number for number, pattern in enumerate(self.patterns) if re.search(pattern, ": ".join(key)))
+        return next(found, len(self.patterns))
+
+    def _read(self) -> None:
+        if not self.path.exists():
+            return
+        for found in json.loads(self.path.read_text())["cells"]:
+            key = (found["layout"], found["task"])
+            if key in self.cells and found["result"] != "not run":
+                self.cells[key] = Cell(**found)
+
+
+def figures(cell: Cell) -> tuple[str, str]:
+    """What is under FIGURES."""
+    apart = "" if cell.gradient is None else f"{cell.loss:.1e} / {cell.gradient:.1e}"
+    if cell.from_fp32 is None:
+        return apart, ""
+    return apart, f"{cell.from_fp32:.1e} / {cell.alone_from_fp32:.1e} ({cell.farther:.1f} x)"
+
+
+def conditions() -> str:
+    """What it ran on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from dlm_bridge.parallel import platform
+
+    def of(name: str) -> Iterator[str]:
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:
+            return
+
+    found = [text for name in ("torch", "megatron-core", "transformer-engine") for text in of(name)]
+    chosen = platform.current()
+    count = 1 if chosen.name == "cpu" else chosen.device_count()
+    return f"{count} x {chosen.device_name()}, {', '.join(found)}"
+
+
+def _launch() -> str:
+    """What the processes of one start by the launcher have in common."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    return " ".join(os.environ.get(name, "") for name in names)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    temporary.replace(path)
