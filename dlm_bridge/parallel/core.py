@@ -27,6 +27,9 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+        _yarn_get_concentration_factor_from_config as concentration_factor,
+    )
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -76,6 +79,7 @@ __all__ = [
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "concentration_factor",
     "copy_to_tensor_model_parallel_region",
     "dequantize_fp8_tensor",
     "dist_checkpointing",

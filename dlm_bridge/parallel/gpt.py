@@ -18,6 +18,7 @@ from dlm_bridge.parallel.core import (
     gather_from_sequence_parallel_region,
     tensor_parallel_layers,
 )
+from dlm_bridge.parallel.fused.attention import fuses_heads, rotary_table
 from dlm_bridge.parallel.output import Chosen, Shard, chosen_loss
 from dlm_bridge.parallel.query_scaling import scales_queries, with_query_scale
 from dlm_bridge.parallel.rotary import rotary_angles
@@ -25,6 +26,7 @@ from dlm_bridge.parallel.rotary import rotary_angles
 # Settings of megatron-core that a forward pass of our own would not follow.
 IGNORED = {
     "defer_embedding_wgrad_compute": "the output layer keeps no logits for later",
+    "fused_single_qkv_rope": "the engine has a kernel of its own for it, where it can",
     "mtp_num_layers": "the engine builds no multi-token prediction layers",
     "overlap_moe_expert_parallel_comm": "that schedule has an output layer and a loss of its own",
 }
@@ -95,9 +97,12 @@ class LiveModel(GPTModel):
         embedded, angles, *rest = super()._preprocess(*args, **kwargs)
         position_ids = kwargs["position_ids"]
         if position_ids is not None and angles is not None:
-            angles = rotary_angles(self.rotary_pos_emb, position_ids, self.config.apply_rope_fusion)
+            one_row = self.config.apply_rope_fusion and not fuses_heads(self.config)
+            angles = rotary_angles(self.rotary_pos_emb, position_ids, one_row)
         if scales_queries(self.config) and angles is not None:
             angles = with_query_scale(angles, position_ids, self.config)
+        if fuses_heads(self.config) and angles is not None:
+            angles = rotary_table(angles, self.config, kwargs["input_ids"].numel(), kwargs["packed_seq_params"])
         return embedded, angles, *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:

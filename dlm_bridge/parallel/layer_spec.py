@@ -21,6 +21,8 @@ from dlm_bridge.parallel.core import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
+from dlm_bridge.parallel.fused.attention import FusedSelfAttention, HeadNorm, fuses_heads
+from dlm_bridge.parallel.layer_norms import LocalHeadNorm, LocalRMSNorm
 from dlm_bridge.parallel.query_scaling import ScaledQueryAttention, scales_queries
 
 PRE_MLP_NORM = "pre_mlp_layernorm."
@@ -45,24 +47,6 @@ def block_spec(config: TransformerConfig, topology: str, vp_stage: int | None) -
 def uses_transformer_engine() -> bool:
     """Whether layers are made of Transformer Engine's modules."""
     return platform.current().uses_transformer_engine()
-
-
-class LocalRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, which megatron-core wraps too, but also for sequence parallelism: each rank then normalises its
-    own tokens, and `weight.sequence_parallel` tells megatron-core to sum the gradient over tensor parallel ranks."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, device=platform.current().device(), dtype=config.params_dtype)
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (unknown to torch)
-
-
-class LocalHeadNorm(LocalRMSNorm):
-    """Of each query and key head. A rank has whole sequences of its own heads, so nothing here is sequence parallel;
-    megatron-core sums the gradients over tensor parallel ranks by the modules' names."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(config, hidden_size, eps, **kwargs)
-        setattr(self.weight, "sequence_parallel", False)  # noqa: B010
 
 
 class LocalRouter(TopKRouter):
@@ -119,6 +103,9 @@ def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int 
     attention = layer.submodules.self_attention
     if scales_queries(config):
         attention.module = ScaledQueryAttention
+    elif fuses_heads(config):
+        attention.module = FusedSelfAttention
+        _set_head_norms(attention.submodules, HeadNorm)
     attention.params["attn_mask_type"] = MASK_TYPES[topology]
     attention.submodules.core_attention = transformer_engine_attention() if engine else LocalAttention
     return layer
@@ -127,13 +114,17 @@ def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int 
 def _make_local(layer: Any, has_experts: bool) -> None:
     """Our modules where megatron-core's local ones do not do, and the names that Transformer Engine's layers have."""
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
-    attention = layer.self_attention.submodules
-    for norm in ("q_layernorm", "k_layernorm"):
-        if getattr(attention, norm) is not IdentityOp:
-            setattr(attention, norm, LocalHeadNorm)
+    _set_head_norms(layer.self_attention.submodules, LocalHeadNorm)
     if has_experts:
         layer.mlp.submodules.router = LocalRouter
         del layer.sharded_state_dict_keys_map[PRE_MLP_NORM]
+
+
+def _set_head_norms(attention: Any, norm: type) -> None:
+    """Where a model normalises its query and key heads."""
+    for name in ("q_layernorm", "k_layernorm"):
+        if getattr(attention, name) is not IdentityOp:
+            setattr(attention, name, norm)
 
 
 def _transformer_engine_norm() -> Any:

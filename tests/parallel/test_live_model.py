@@ -34,11 +34,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     files = Files(tmp_path_factory.mktemp("live"))
     for model in sorted({case.model for case in CASES.values()}):
         models()[model].write(files.hub(model))
-        _write_reference(files, model)
+        write_reference(files, model)
     return launch("tests.parallel.live_worker", files.root, WORLD)
 
 
-def _write_reference(files: Files, model: str) -> None:
+def write_reference(files: Files, model: str) -> None:
     """transformers' model, one micro-batch at a time, with the cross-entropy of whole logits."""
     from transformers.core_model_loading import revert_weight_conversion
 

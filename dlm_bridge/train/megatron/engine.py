@@ -193,8 +193,6 @@ class MegatronTrainer(Engine):
             and not (config.moe_aux_loss_coeff and config.moe_aux_loss == "seq_aux_loss" and self.micro_batch_size > 1)
         )
         self.stragglers = self._stragglers() if config.straggler_interval else None
-        transformer = self.chunks[0].config
-        self.fuses_qkv = transformer.apply_rope_fusion and config.cp == 1 and not transformer.qk_layernorm
         self.prefetcher: Prefetcher[StepBatches] | None = None
         self.producing = threading.Lock()
         self.flops_per_token = flops_per_token(self.source.model, config.seq_length) * self.objective.tokens_read
@@ -355,9 +353,6 @@ class MegatronTrainer(Engine):
         def loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             return output[0], none, output[1]
 
-        # One kernel for queries, keys and values, which takes whole rows only.
-        for chunk in self.chunks:
-            chunk.config.fused_single_qkv_rope = self.fuses_qkv and batches[0].packed is None
         rows, length = batches[0].input_ids.shape
         several = len(self.chunks) > 1
         results = self.schedule(

@@ -1,0 +1,104 @@
+"""The engine's own kernels against the same steps in plain torch: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.interop.cases import models
+from tests.parallel.fused_worker import CASES
+from tests.parallel.live_cases import CASES as LAYOUTS
+from tests.parallel.live_cases import WORLD, Files
+from tests.parallel.test_live_model import write_reference
+from tests.processes import assert_ok, launch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotated(x_SBHD: torch.Tensor, angles_SBA: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Pairs of numbers as complex ones, turned by their angle."""
+    size = 2 * angles_SBA.shape[-1]
+    turned, rest = x_SBHD[..., :size], x_SBHD[..., size:]
+    pairs = turned.unflatten(-1, (-1, 2)) if interleaved else turned.unflatten(-1, (2, -1)).transpose(-1, -2)
+    moved = (
+        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles_SBA), angles_SBA)[:, :, None]
+    )
+    pairs = torch.view_as_real(moved)
+    turned = pairs.flatten(-2) if interleaved else pairs.transpose(-1, -2).flatten(-2)
+    return torch.cat((turned, rest), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("queries", "size", "rotary", "interleaved", "normed", "own_positions"),
+    [
+        (2, 16, 16, False, True, False),
+        (1, 16, 16, False, False, True),
+        (3, 24, 8, False, True, True),
+        (2, 16, 8, True, True, False),
+        (7, 8, 8, True, False, False),
+    ],
+)
+def test_heads_are_split_normalised_and_rotated(
+    queries: int, size: int, rotary: int, interleaved: bool, normed: bool, own_positions: bool, dtype: torch.dtype
+) -> None:
+    from dlm_bridge.parallel.fused.heads import Heads, split_heads
+
+    torch.manual_seed(0)
+    length, batch, groups = 9, 3, 2
+    mixed = torch.randn(length, batch, groups, (queries + 2) * size, device=DEVICE).to(dtype).requires_grad_()
+    weights = [(torch.randn(size, device=DEVICE) + 1).to(dtype).requires_grad_() for _ in range(2 if normed else 0)]
+    angles = torch.rand(length, batch if own_positions else 1, rotary // 2, device=DEVICE) * 40
+    table = torch.stack((angles.cos(), angles.sin()), dim=2)
+    heads = Heads(queries, size, 1e-5, interleaved)
+    found = split_heads(mixed, table, *(weights or (None, None)), heads)
+    leaves = [mixed, *weights]
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    parts = exact[0].unflatten(-1, (-1, size))
+    query, key, value = parts[:, :, :, :queries].flatten(2, 3), parts[:, :, :, queries], parts[:, :, :, queries + 1]
+    if normed:
+        query, key = normalised(query, exact[1], 1e-5), normalised(key, exact[2], 1e-5)
+    expected = [rotated(x, angles.double(), interleaved) for x in (query, key)] + [value]
+
+    upstream = [torch.randn_like(x) for x in found]
+    gradients = torch.autograd.grad(found, leaves, upstream)
+    exact_gradients = torch.autograd.grad(expected, exact, [x.double() for x in upstream])
+    for one, other in zip((*found, *gradients), (*expected, *exact_gradients), strict=True):
+        assert one.shape == other.shape
+        assert one.is_contiguous()
+        assert distance(one, other) < (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((found.double() - expected).norm() / expected.norm()).detach())
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What each check said of a model whose layers have the kernels, on every rank."""
+    pytest.importorskip("megatron.core")
+    files = Files(tmp_path_factory.mktemp("fused"))
+    for model in sorted({LAYOUTS[name].model for name in CASES}):
+        models()[model].write(files.hub(model))
+        write_reference(files, model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        return launch("tests.parallel.fused_worker", files.root, WORLD)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_has_the_loss_and_the_gradients_of_transformers_model(
+    name: str, report: dict[str, list[str]]
+) -> None:
+    assert_ok(name, report, WORLD)
