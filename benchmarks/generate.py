@@ -15,7 +15,8 @@ of the same algorithm.
   and values or do the multiplications, with both of its rates measured in the same run.
 
 Prints medians of a call's time, the ratio, and what the first call took longer (recording and compiling). With --json
-FILE each line is appended there.
+FILE each line is appended there. With --profile each line is followed by one more call's kernels, those that take
+longest first, and how long the GPU ran none.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import dlm_bridge  # noqa: F401
 from dlm_bridge.generation import release
 
 PROMPT = 128
+KERNELS = 25  # so many of a profile are printed
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "full": {
         "llada": {"d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12288},
@@ -80,6 +82,7 @@ def main() -> None:
     parser.add_argument("--fast-dllm", type=Path, help="a checkout of NVlabs/Fast-dLLM")
     parser.add_argument("--size", choices=tuple(SIZES), default="full")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     bench = Bench(options)
     with torch.no_grad():
@@ -169,7 +172,37 @@ class Bench:
             if self.options.json:
                 with self.options.json.open("a") as file:
                     file.write(json.dumps(line) + "\n")
+            if self.options.profile:
+                self.profile(call, forwards)
         return output
+
+    def profile(self, call: Callable[[], Any], forwards: int) -> None:
+        """Print what the GPU does in a call, in ms a forward."""
+        if self.device != "cuda":
+            raise SystemExit("--profile looks at a GPU's kernels: there is no GPU here")
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            call()
+            self.synchronize()
+        kernels: dict[str, list[float]] = {}
+        spans = []
+        for event in profiler.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                kernels.setdefault(event.name, []).append(event.device_time)
+                spans.append((event.time_range.start, event.time_range.end))
+        spans.sort()
+        idle, busy_until = 0.0, spans[0][0]
+        for begin, end in spans:
+            idle += max(0, begin - busy_until)
+            busy_until = max(busy_until, end)
+        total = busy_until - spans[0][0]
+        self.console.print(f"    {total / 1000 / forwards:.3f} ms a forward, idle {idle / total:.1%}")
+        for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:KERNELS]:
+            share, count = sum(times) / total, len(times)
+            self.console.print(
+                f"    {share:6.1%} {sum(times) / 1000 / forwards:7.3f} ms {count:6d} x {sum(times) / count:7.1f} us"
+                f"  {name[:110]}"
+            )
 
     @property
     def steps(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from dlm_bridge.generation.execution import products
 from dlm_bridge.generation.execution.kept import KeptKeysValues
 
 logger = logging.get_logger(__name__)
@@ -43,6 +44,7 @@ class GraphedBody:
     def __init__(self, model: Any, compile_layers: bool, *, rows: int, width: int) -> None:
         self.kept = KeptKeysValues(model, rows, width) if width else None
         self._rows, self._width = rows, width
+        self._places = products.lay_out(model)
         self._state = _state(model)
         self._model: Any = None
         self._batch = 0
@@ -69,8 +71,18 @@ class GraphedBody:
         self._batch = 0
 
     @contextmanager
-    def compiled_layers(self) -> Iterator[None]:
-        """Let the decoder layers run compiled; afterwards the model, which others use as well, is as it was."""
+    def prepared(self) -> Iterator[None]:
+        """Let the decoder layers run compiled, and products of one input as one; afterwards the model, which others
+        use as well, is as it was."""
+        with products.taken(self._places), self._compiled_layers():
+            yield
+
+    def end(self) -> None:
+        """Leave the model's weights as they were before."""
+        products.separate(self._places)
+
+    @contextmanager
+    def _compiled_layers(self) -> Iterator[None]:
         layers = list(self._model.model.layers)
         try:
             if self._compile_layers:

@@ -86,7 +86,7 @@ class Runner:
                     kept.detach()
                 return
             body = _graphed(plain, execution, rows=rows, width=width if keeps else 0)
-            with body.compiled_layers():
+            with body.prepared():
                 yield cls(plain, body, body.kept)
 
     @property
@@ -161,8 +161,13 @@ def can_keep(model: Any) -> bool:
 
 
 def release(model: Any) -> None:
-    """Give back the GPU memory of the graphs and buffers that a model's last `generate` keeps for the next one."""
-    _kept_graphs.pop(unwrapped(model), None)
+    """Give back the GPU memory of the graphs and buffers that a model's last `generate` keeps for the next one.
+
+    Weights that it laid in a row, to multiply with several at once, get memory of their own again.
+    """
+    body = _kept_graphs.pop(unwrapped(model), None)
+    if body is not None:
+        body.end()
 
 
 def _obstacle(model: Any, plain: Any) -> str | None:
