@@ -22,7 +22,8 @@ def named() -> Iterator[None]:
     except DlmBridgeError:
         raise
     except Exception as error:  # it asserts, looks words up and imports as it checks
-        kind = NotInstalledError if isinstance(error, ImportError | RuntimeError) else DlmBridgeError
+        missing = isinstance(error, ImportError | RuntimeError) or "install TE" in str(error)
+        kind = NotInstalledError if missing else DlmBridgeError
         raise kind(f"megatron-core refuses this configuration: {_reason(error)}") from error
 
 

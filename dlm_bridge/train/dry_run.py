@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from dataclasses import dataclass
@@ -195,15 +196,18 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
 def _check_megatron(config: TrainConfig, model: Model) -> None:
     """What megatron-core, and the engine on it, refuse of this model in this layout."""
     from dlm_bridge.parallel.config import model_config
+    from dlm_bridge.parallel.refusals import NotInstalledError
     from dlm_bridge.train.megatron.settings import passed_on
-    from dlm_bridge.train.megatron.setup import DTYPES, check_experts, check_sequence
+    from dlm_bridge.train.megatron.setup import DTYPES, check_engine, check_experts, check_sequence
 
-    if model.dims.experts:
-        check_experts(config)
+    with contextlib.suppress(NotInstalledError):  # it may be where the run is
+        check_engine(config)
+    check_experts(config, model.dims, model.mapping.transformer(model.config))
     check_sequence(config)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.sharded_sequence} | passed_on(config, "transformer")
-    model_config(model.mapping, model.config, dims, config.layout, DTYPES[config.precision], config.context, **own)
+    with contextlib.suppress(NotInstalledError):
+        model_config(model.mapping, model.config, dims, config.layout, DTYPES[config.precision], config.context, **own)
 
 
 def _groups(config: TrainConfig, gpus: int) -> tuple[Group, ...]:

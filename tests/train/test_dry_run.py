@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,28 @@ def test_experts_need_sequence_parallelism(show: Any) -> None:
         show(2, **options, sequence_parallel=False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_expert_bias_update_rate": 1e-3}, "--moe-expert-bias-update-rate: this model's router has no expert bias"),
+        ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap: this model has no shared experts"),
+        ({"moe_dispatcher": "flex"}, "--moe-dispatcher flex needs --ep above 1"),
+    ],
+)
+def test_options_that_would_say_nothing_of_these_experts(show: Any, changes: dict[str, Any], message: str) -> None:
+    recipe = str(Path(__file__).parents[2] / "configs/llada-moe-7b-a1b")
+    with pytest.raises(DlmBridgeError, match=message):
+        show(1, model=recipe, data=["mock"], engine="megatron", **SHORT, **changes)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="of machines without Transformer Engine")
+@pytest.mark.parametrize(
+    "setting", ["optimizer.use_precision_aware_optimizer=true", "transformer.apply_rope_fusion=true"]
+)
+def test_what_only_this_machine_lacks_is_left_to_the_run(show: Any, setting: str) -> None:
+    assert show(1, engine="megatron", megatron=[setting], **SHORT).memory is not None
+
+
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"engine": "megatron", "tp": 3}, 3, "--seq-length 16 is not a multiple of --tp 3"),
     ({"engine": "megatron", "tp": 3, "seq_length": 15}, 3, "--tp 3 does not divide the 2 query groups"),
@@ -132,6 +155,15 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ),
     ({"engine": "megatron", "megatron": ["ddp.bucket_size=many"]}, 1, "'many' is not int"),
     ({"engine": "megatron", "megatron": ["optimizer.exp_avg_dtype=bf15"]}, 1, "one of torch's dtypes"),
+    ({"engine": "megatron", "megatron": ["optimizer.exp_avg_dtype=bfloat16"]}, 1, "exp_avg_dtype can only be fp32"),
+    (
+        {"engine": "megatron", "megatron": ["ddp.reuse_grad_buf_for_mxfp8_param_ag=true"]},
+        1,
+        "refuses this configuration: Reuse grad buffer only",
+    ),
+    ({"engine": "megatron", "attention_backend": "sdpa"}, 1, "'sdpa' is unknown: with --engine megatron known are"),
+    ({"engine": "megatron", "moe_aux_loss_coeff": 0.1}, 1, "--moe-aux-loss-coeff: the model is dense"),
+    ({"engine": "megatron", "moe_dispatcher": "flex"}, 1, "--moe-dispatcher: the model is dense"),
     ({"global_batch_size": 7}, 2, "--global-batch-size 7 does not divide over 2 processes"),
     ({"data": ["/nowhere/at/all.txt"]}, 1, "/nowhere/at/all.txt"),
     ({"model": "/nowhere/at/all"}, 1, "/nowhere/at/all"),

@@ -1,4 +1,5 @@
-"""docs/megatron_flags.md says what is so: our options exist, passed keys pass, refused keys are refused."""
+"""docs/megatron_flags.md says what is so: all of Megatron-LM's flags are there, our options exist, passed keys pass,
+refused keys are refused."""
 
 from __future__ import annotations
 
@@ -14,10 +15,20 @@ from dlm_bridge.train.megatron.settings import CLASSES, OURS, REFUSED, check_set
 from dlm_bridge.train.megatron_options import flag
 
 PAGE = Path(__file__).parents[2] / "docs/megatron_flags.md"
+MEGATRON_LM = Path(__file__).parent / "megatron_lm_flags.txt"  # what its argument parser has
 COMMAND = {"--resume", "--dry-run", "--gpus", "--json", "--config"}
 OPTIONS = {flag(field.name) for field in dataclasses.fields(TrainConfig)} | COMMAND
 FIELDS = {group: {field.name for field in dataclasses.fields(kind)} for group, kind in CLASSES.items()}
-# Settings that Megatron-LM makes flags of: each must be found on the page, by its own name or by the key's.
+# On the page too: in groups of inference and of experiments.
+ELSEWHERE = (
+    "--cuda-graph-scope",
+    "--use-precision-aware-optimizer",
+    "--main-grads-dtype",
+    "--main-params-dtype",
+    "--exp-avg-dtype",
+    "--exp-avg-sq-dtype",
+)
+# Settings of megatron-core: each must be found on the page, by its own name or by the key's, or be known.
 PARTS = (
     "moe_",
     "recompute_",
@@ -29,7 +40,6 @@ PARTS = (
     "adam_",
     "sgd_",
 )
-UNUSED = "moe_token_dropping"  # which megatron-core reads nowhere
 
 
 def rows() -> list[tuple[list[str], str, str]]:
@@ -51,6 +61,14 @@ def test_every_flag_has_one_line() -> None:
     assert len(flags) > 200
     assert len(flags) == len(set(flags)), sorted(name for name in flags if flags.count(name) > 1)
     assert all(here for _, here, _ in rows())
+
+
+def test_every_flag_of_megatron_lm_is_there_and_no_other() -> None:
+    flags = {name for names, _, _ in rows() for name in names}
+    theirs = [set(line.split()) for line in MEGATRON_LM.read_text().splitlines() if line.startswith("--")]
+    assert len(theirs) > 400
+    assert [sorted(names) for names in theirs if not names & flags] == []
+    assert flags - set().union(*theirs) == set(ELSEWHERE)
 
 
 def test_our_options_exist() -> None:
@@ -75,9 +93,7 @@ def test_refused_flags_are_refused_with_their_reason() -> None:
     keys = {name: _key(name) for name in refused}
     assert len(refused) > 25
     for name, setting in keys.items():
-        if setting is None:
-            assert name == "--wgrad-deferral-limit", name
-            continue
+        assert setting is not None, name
         with pytest.raises(DlmBridgeError, match=f"--megatron {setting} cannot be set: "):
             check_settings(settings(f"{setting}=1"))
 
@@ -94,8 +110,9 @@ def test_all_moe_recompute_and_parallel_settings_are_there() -> None:
     text = PAGE.read_text()
     for group, names in FIELDS.items():
         for key in names:
-            if key.startswith(PARTS) and key != UNUSED:
-                shown = f"{group}.{key}" in text or f"`--{key.replace('_', '-')}`" in text or key in OURS[group]
+            if key.startswith(PARTS):
+                shown = f"{group}.{key}" in text or f"`--{key.replace('_', '-')}`" in text
+                shown = shown or key in OURS[group] | REFUSED[group]
                 assert shown, f"{group}.{key}"
 
 
@@ -105,6 +122,12 @@ def test_what_is_ours_or_refused_is_a_field() -> None:
         assert not OURS[group].keys() & REFUSED[group].keys()
         for option in OURS[group].values():
             assert set(re.findall(r"--[\w-]+", option)) <= OPTIONS
+
+
+def test_what_is_always_so_may_be_said() -> None:
+    assert passed_on(settings("transformer.calculate_per_token_loss=true"), "transformer") == {
+        "calculate_per_token_loss": True
+    }
 
 
 def test_values_get_their_fields_types() -> None:
@@ -126,6 +149,8 @@ def test_values_get_their_fields_types() -> None:
         ("transformer.moe_ruter_dtype=fp32", "has no such field, the nearest is moe_router_dtype"),
         ("ddp.bucket_size=big", "'big' is not int"),
         ("ddp.nccl_ub=1", "1 is not bool"),
+        ("transformer.calculate_per_token_loss=false", "cannot be false: it is always on"),
+        ("transformer.cuda_graph_impl=local", "records no CUDA graphs"),
         ("transformer.hybrid_context_parallel=true", "no dynamic .hybrid. context parallelism"),
     ],
 )
@@ -141,7 +166,13 @@ def _key(name: str) -> str | None:
         "num_experts": "num_moe_experts",
         "ddp_average_in_collective": "average_in_collective",
         "muon_no_split_qkv": "muon_split_qkv",
+        "norm_epsilon": "layernorm_epsilon",
+        "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+        "disable_bias_linear": "add_bias_linear",
+        "no_initialization": "perform_initialization",
+        "te_rng_tracker": "use_te_rng_tracker",
+        "disable_mamba_mem_eff_path": "use_mamba_mem_eff_path",
     }
     key = name.removeprefix("--").replace("-", "_")
-    key = renamed.get(key, key)
-    return next((f"{group}.{key}" for group, names in REFUSED.items() if key in names), None)
+    keys = (renamed.get(key, key), key.removeprefix("no_"))
+    return next((f"{group}.{key}" for group, names in REFUSED.items() for key in keys if key in names), None)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,17 +38,19 @@ from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.setup import (
     DTYPES,
     build_optimizer,
+    check_engine,
     check_sequence,
     check_sizes,
     transformer_overrides,
     wrap,
 )
 from dlm_bridge.train.megatron.source import Source, open_source
-from dlm_bridge.train.megatron.stragglers import Stragglers
+from dlm_bridge.train.megatron.stragglers import Stragglers, Timed
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
 from dlm_bridge.train.objectives import NoisyBatch, Objective, TwoStreams, divisors
 from dlm_bridge.train.optimisation import check_finite, learning_rate
 from dlm_bridge.train.setup import check_data, load_data, make_objective, open_output, with_objective, write_config
+from dlm_bridge.train.speed.figures import Figures, Moment
 from dlm_bridge.train.text_samples import TextSamples
 
 T = TypeVar("T")
@@ -100,6 +101,7 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     """Model, optimizer, objective and data of a run, as they are after `step`, which `checkpoint` holds (None: as
     `--model` has them). Nothing is written. Every process calls it. Raises DlmBridgeError."""
     check_data(config)
+    check_engine(config)
     join(config)
     source = open_source(config, checkpoint)
     config = with_objective(config, source.model)
@@ -107,10 +109,10 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
         source.model.config.block_size = size  # which a model that begins with a schedule need not have
     objective = make_objective(config, source.model)
     check_sizes(config, objective)
+    overrides = transformer_overrides(config, source.bridge, objective)
     mask_token = objective.mask_token_id if objective.masks else None
     # The main process reads and packs, the others find it in the cache.
     blocks, valid, tokenizer = _first_on_main(lambda: load_data(config, source.model, mask_token))
-    overrides = transformer_overrides(config, source.bridge, objective)
     dtype = DTYPES[config.precision]
     chunks = wrap(build_megatron_model(source.bridge, config.layout, dtype, config.context, **overrides), config)
     optimizer = build_optimizer(chunks, config)
@@ -233,8 +235,14 @@ class MegatronTrainer(Engine):
         return [part.pin() for part in parts] if self.device.type == "cuda" else parts
 
     def step(self, step: int, want_stop: bool) -> tuple[Row, bool]:
+        figures, stop = self.start(step, want_stop)
+        return figures(), stop
+
+    def start(self, step: int, want_stop: bool) -> tuple[Callable[[], Row], bool]:
+        """One optimizer step. What comes back waits for the device and is called by every rank; the step itself waits
+        only where its optimizer does."""
         config = self.config
-        began = time.perf_counter()
+        began = Moment(self.device)
         self.saver.poll()
         assert self.prefetcher is not None
         batches = self.prefetcher.get()
@@ -251,22 +259,37 @@ class MegatronTrainer(Engine):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self._forward_backward(batches.batches, normaliser, forward_only=False)
-        updated, device_norm = clipped_step(self.optimizer, config.clip_grad, config.fsdp is not None)
-        # The only time in a step that the CPU waits for the device.
-        *figures, norm = torch.cat([sums, device_norm.to(sums)[None]]).tolist()
-        loss = sum(figures)
+        updated, norm = clipped_step(self.optimizer, config.clip_grad, config.fsdp is not None)
+        figures = Figures(torch.cat([sums, norm.to(sums)[None]]), began)
+        timed = None if self.stragglers is None else self.stragglers.taken()
+        peak = self._fullest()
+        return (lambda: self._row(step, rate, updated, figures, peak, timed)), stop
+
+    def _row(
+        self,
+        step: int,
+        rate: float,
+        updated: bool,
+        figures: Figures,
+        peak: int | None,
+        timed: list[Timed] | None,
+    ) -> Row:
+        """The line of a step, once the device has taken it. Raises DlmBridgeError where the loss or the gradient is no
+        number: the next step may have begun by then, no checkpoint has been written."""
+        config = self.config
+        (*losses, norm), seconds = figures.read()
+        loss = sum(losses)
         if not math.isfinite(loss):
             raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
         if updated and not math.isfinite(norm):
             raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
 
-        if self.stragglers is not None and (line := self.stragglers.end_step(step)) is not None and self.main:
+        if self.stragglers is not None and (line := self.stragglers.end_step(step, timed or [])) and self.main:
             self.console.print(line, highlight=False, soft_wrap=True)
         tokens = config.global_batch_size * config.seq_length
-        seconds = time.perf_counter() - began
         world = dist.get_world_size()
         per_s = tokens / seconds
-        row = Row(
+        return Row(
             step=step,
             loss=loss,
             grad_norm=norm if updated else None,
@@ -274,10 +297,9 @@ class MegatronTrainer(Engine):
             tokens=step * tokens,
             tokens_per_s=per_s,
             tokens_per_s_per_device=per_s / world,
-            peak_memory=self._fullest(),
+            peak_memory=peak,
             mfu=None if self.peak_flops is None else per_s * self.flops_per_token / (self.peak_flops * world),
         )
-        return row, stop
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -340,7 +362,7 @@ class MegatronTrainer(Engine):
     ) -> torch.Tensor:
         """[K] float64 on the device and on every rank, the weighted loss sums of the global batch over `normaliser`;
         unless `forward_only` their gradients, summed over all ranks, are in the chunks' buffers."""
-        share = (1 / normaliser).to(self.device)
+        share = _without_waiting(1 / normaliser, self.device)
         none = torch.zeros((), dtype=torch.int, device=self.device)
 
         def forward(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
@@ -424,6 +446,11 @@ class MegatronTrainer(Engine):
 def _has_documents(noisy: NoisyBatch) -> bool:
     padded = noisy.attention_mask is not None and not bool(noisy.attention_mask.all())
     return padded or noisy.visibility is not None
+
+
+def _without_waiting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same on a device that may still be at work on something else."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def _gathers_late(chunk: Any) -> bool:

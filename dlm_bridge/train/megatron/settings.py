@@ -100,10 +100,56 @@ TP_OVERLAP = (
     "tp_comm_bootstrap_backend",
     "tp_comm_overlap_disable_qkv",
     "tp_comm_overlap_disable_fc1",
+    "tp_comm_split_ag",
+    "tp_comm_split_rs",
+    "tp_comm_atomic_ag",
+    "tp_comm_atomic_rs",
+)
+CUDA_GRAPHS = (
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "cuda_graph_impl",
+    "cuda_graph_scope",
+    "cuda_graph_warmup_steps",
+    "cuda_graph_use_single_mempool",
+    "cuda_graph_retain_backward_graph",
+    "use_te_rng_tracker",
+)
+INFERENCE = (
+    "flash_decode",
+    "inference_rng_tracker",
+    "inference_sampling_seed",
+    "inference_fuse_tp_communication",
+    "use_inference_optimized_layers",
+    "mlp_chunks_for_prefill",
+)
+OTHER_LAYERS = (
+    "mrope_section",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+    "use_mamba_mem_eff_path",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+    "dsa_indexer_loss_coeff",
+    "dsa_indexer_use_sparse_loss",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "hetereogenous_dist_checkpoint",
 )
 _MODEL = "the model's config.json says it"
 _DYNAMIC = "megatron-core 0.16.1 has no dynamic (hybrid) context parallelism in its training path: use --cp"
 _CALLABLE = "the engine gives megatron-core this function itself"
+_NOTHING = "megatron-core 0.16.1 does nothing with it"
+_NO_LOG = "the engine's steps neither ask for nor write this figure"
+_NO_TIMERS = "it synchronises megatron-core's timers, which the engine does not use"
+_OVERLAPPED = "only the schedule of overlap_moe_expert_parallel_comm does it"
+_ALL_LOADED = "every weight is loaded, or initialised by the family's own rule"
 # What nobody may set, and why.
 REFUSED: dict[str, dict[str, str]] = {
     "transformer": {
@@ -111,9 +157,31 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(TP_OVERLAP, "nothing sets up the user buffers that Transformer Engine wants for it"),
         "hybrid_context_parallel": _DYNAMIC,
         "max_seqlen_per_dp_cp_rank": _DYNAMIC,
-        "calculate_per_token_loss": "it is always on: --loss-normalisation says what a loss is divided by",
         "cross_entropy_loss_fusion": "the engine's own loss, of the chosen positions only, is always used",
         "cross_entropy_fusion_impl": "the engine's own loss, of the chosen positions only, is always used",
+        **dict.fromkeys(
+            CUDA_GRAPHS, "the engine records no CUDA graphs: the number of masked positions changes from step to step"
+        ),
+        **dict.fromkeys(INFERENCE, "it is a setting of inference"),
+        **dict.fromkeys(OTHER_LAYERS, "the engine builds no layers of this kind"),
+        **dict.fromkeys(("delay_wgrad_compute", "ep_overlap_early_attn_memory_release"), _OVERLAPPED),
+        **dict.fromkeys(("async_tensor_model_parallel_allreduce", "moe_token_dropping"), _NOTHING),
+        **dict.fromkeys(("init_method_std", "embedding_init_method_std"), _ALL_LOADED),
+        **dict.fromkeys(("qk_clip", "qk_clip_alpha", "qk_clip_threshold"), "the engine's steps do not clip logits"),
+        **dict.fromkeys(("log_max_attention_logit", "moe_per_layer_logging"), _NO_LOG),
+        **dict.fromkeys(("mtp_standalone", "mtp_loss_scaling_factor"), "it is a part of multi-token prediction"),
+        "barrier_with_L1_time": _NO_TIMERS,
+        "wgrad_deferral_limit": "it belongs to defer_embedding_wgrad_compute, which cannot be set",
+        "num_microbatches_with_partial_activation_checkpoints": (
+            "megatron-core 0.16.1's layers recompute alike in every micro-batch"
+        ),
+        "pipeline_model_parallel_comm_backend": "process groups are made with the platform's backend",
+        "use_ring_exchange_p2p": "it needs a torch with ring_exchange, which no release has",
+        "moe_enable_routing_replay": "nothing records a routing or replays one",
+        "moe_use_legacy_grouped_gemm": "experts are Transformer Engine's grouped layers, or one by one",
+        "moe_router_topk_limited_devices": "it would make the routing depend on --ep; config.json says the groups",
+        "test_mode": "it is of megatron-core's own tests",
+        "quant_recipe": "it is no value that can be written here: use --precision fp8 with --fp8-recipe",
         "perform_initialization": "every weight is loaded, and the gradient norm goes by what initialisation marks",
         "init_model_with_meta_device": "the bridge loads every rank's own part",
         "use_cpu_initialization": "the bridge loads every rank's own part",
@@ -129,7 +197,8 @@ REFUSED: dict[str, dict[str, str]] = {
                 "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
                 "is_hybrid_model", "heterogeneous_block_specs", "experimental_attention_variant",
                 "moe_latent_size", "moe_shared_expert_gate", "qk_l2_norm", "attention_output_gate",
-                "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "glu_linear_offset",
+                "layernorm_zero_centered_gamma", "use_fused_weighted_squared_relu",
+                "apply_residual_connection_post_layernorm", "glu_linear_offset",
                 "activation_func_clamp_value", "no_rope_freq", "linear_attention_freq", "window_attn_skip_freq",
             ),
             _MODEL,
@@ -138,6 +207,7 @@ REFUSED: dict[str, dict[str, str]] = {
             (
                 "timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func",
                 "param_sync_func", "init_method", "output_layer_init_method", "embedding_init_method",
+                "_cpu_offloading_context",
             ),
             _CALLABLE,
         ),
@@ -145,6 +215,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "ddp": {
         "average_in_collective": "gradients are sums: the loss's weights carry what they are divided by",
         "num_distributed_optimizer_instances": "the process groups of several instances are not made",
+        "align_param_gather": "stages gather when they are ready",
+        "delay_wgrad_compute": _OVERLAPPED,
         "outer_dp_sharding_strategy": "the device mesh of two-level FSDP is not made",
     },
     "optimizer": {
@@ -157,9 +229,18 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         "decoupled_lr": "all parameters have the learning rate of --lr",
         "decoupled_min_lr": "all parameters have the learning rate of --lr",
+        "overlap_param_gather_with_optimizer_step": "the gather of weights begins with the next step",
+        "log_num_zeros_in_grad": _NO_LOG,
+        "barrier_with_L1_time": _NO_TIMERS,
         "timers": _CALLABLE,
     },
 }  # fmt: skip
+# What has one value only, and why.
+ALWAYS: dict[str, dict[str, tuple[Any, str]]] = {
+    "transformer": {
+        "calculate_per_token_loss": (True, "it is always on: --loss-normalisation says what a loss is divided by")
+    }
+}
 _SIMPLE = (bool, int, float, str)
 
 
@@ -186,6 +267,9 @@ def passed_on(options: MegatronOptions, group: str) -> dict[str, Any]:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
             raise DlmBridgeError(f"{where}: megatron-core's {kind.__name__} has no such field, the nearest is {near}")
         found[key] = _typed(where, hints[key], value)
+        fixed, reason = ALWAYS.get(group, {}).get(key, (found[key], ""))
+        if found[key] != fixed:
+            raise DlmBridgeError(f"{where} cannot be {str(found[key]).lower()}: {reason}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 
 from dlm_bridge.bridge import Bridge
+from dlm_bridge.convert.mapping import Dims
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import platform
+from dlm_bridge.parallel import platform, refusals
 from dlm_bridge.parallel.batch import rank_positions
 from dlm_bridge.parallel.config import ATTRIBUTES
 from dlm_bridge.parallel.core import (
@@ -24,12 +26,34 @@ from dlm_bridge.parallel.core import (
     parallel_state,
 )
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
+from dlm_bridge.parallel.refusals import NotInstalledError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.megatron.settings import passed_on
+from dlm_bridge.train.megatron_options import flag
 from dlm_bridge.train.objectives import Objective, WeDLMDiffusion
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 ATTENTION = ("auto", "flash", "fused", "unfused")
+# Settings of megatron-core's that only Transformer Engine's layers follow.
+OF_TRANSFORMER_ENGINE = (
+    "apply_query_key_layer_scaling",
+    "apply_rope_fusion",
+    "cpu_offloading",
+    "fine_grained_activation_offloading",
+    "fp32_residual_connection",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+)
+# Options that say something of experts alone.
+OF_EXPERTS = (
+    "moe_dispatcher",
+    "moe_grouped_gemm",
+    "moe_aux_loss",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_expert_bias_update_rate",
+    "moe_shared_expert_overlap",
+)
 
 
 def check_sizes(config: TrainConfig, objective: Objective) -> None:
@@ -70,11 +94,6 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
     if config.vp > 1 and config.pp > 2 and not config.overlap_communication:  # two stages cannot do without
         fields |= {"overlap_p2p_comm": False, "batch_p2p_comm": True}
     if config.attention_backend is not None:
-        if config.attention_backend not in ATTENTION:
-            raise DlmBridgeError(
-                f"--attention-backend {config.attention_backend!r} is unknown: with --engine megatron known are "
-                f"{', '.join(ATTENTION)}"
-            )
         fields["attention_backend"] = AttnBackend[config.attention_backend]
     if config.precision == "fp8":
         if not engine:
@@ -82,10 +101,17 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         fields |= {"fp8": config.fp8_format, "fp8_recipe": config.fp8_recipe, "fp8_param": config.fp8_params}
         if config.fp8_recipe == "delayed":
             fields |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    if on_cpu and config.optimizer_cpu_offload:
+        raise DlmBridgeError("--optimizer-cpu-offload: everything is on the CPU already: leave it out")
+    passed = passed_on(config, "transformer")
+    for name in () if engine else OF_TRANSFORMER_ENGINE:
+        if passed.get(name):
+            raise DlmBridgeError(f"--megatron transformer.{name} needs Transformer Engine: leave it out")
+    check_experts(config, bridge.dims, bridge.mapping.transformer(bridge.config))
     if bridge.dims.experts:
         tokens = config.global_batch_size * config.seq_length * objective.tokens_read
         fields |= _experts(config, engine, tokens)
-    return fields | passed_on(config, "transformer")
+    return fields | passed
 
 
 def _plain_rotary(bridge: Bridge, objective: Objective) -> bool:
@@ -120,23 +146,38 @@ def _recompute(config: TrainConfig) -> dict[str, Any]:
     return {}
 
 
-def check_experts(config: TrainConfig) -> None:
-    """Raise DlmBridgeError for a layout in which megatron-core trains no experts."""
+def check_experts(config: TrainConfig, dims: Dims, described: dict[str, Any]) -> None:
+    """Raise DlmBridgeError for a layout in which megatron-core trains no experts, and for an option that would say
+    nothing of a model with these `dims` and TransformerConfig fields."""
+    defaults = {known.name: known.default for known in dataclasses.fields(TrainConfig)}
+    given = [name for name in OF_EXPERTS if getattr(config, name) != defaults[name]]
+    if not dims.experts:
+        if given:
+            raise DlmBridgeError(f"{flag(given[0])}: the model is dense (it has no experts): leave it out")
+        return
+    if config.moe_expert_bias_update_rate and not described.get("moe_router_enable_expert_bias"):
+        raise DlmBridgeError("--moe-expert-bias-update-rate: this model's router has no expert bias: leave it out")
+    if config.moe_shared_expert_overlap and not dims.shared_ffn:
+        raise DlmBridgeError("--moe-shared-expert-overlap: this model has no shared experts: leave it out")
     if config.tp > 1 and not config.sharded_sequence:
         raise DlmBridgeError(
             f"--tp {config.tp} without sequence parallelism: megatron-core trains no experts so: leave out "
             "--no-sequence-parallel"
         )
+    expert_tp = config.tp if config.etp is None else config.etp
+    if config.moe_dispatcher == "flex" and config.ep * expert_tp == 1:
+        raise DlmBridgeError("--moe-dispatcher flex needs --ep above 1: use alltoall")
 
 
 def _experts(config: TrainConfig, engine: bool, tokens: int) -> dict[str, Any]:
-    check_experts(config)
     expert_tp = config.tp if config.etp is None else config.etp
     if config.moe_dispatcher == "alltoall" and min(config.ep, expert_tp) > 1 and platform.current().backend == "gloo":
         raise DlmBridgeError(
             f"--ep {config.ep} with experts cut over {expert_tp} ranks: gloo cannot gather the uneven shares that "
             "--moe-dispatcher alltoall leaves: use allgather, or --etp 1"
         )
+    if config.moe_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise DlmBridgeError("--moe-dispatcher flex needs the package deep_ep (DeepEP): install it, or use alltoall")
     grouped = engine if config.moe_grouped_gemm is None else config.moe_grouped_gemm
     # megatron-core multiplies these losses with the local tokens of each rank, which sequence and context parallelism
     # cut (or, without, repeats the tokens and divides): summed over ranks that is a 1 / (tp cp) of the tokens' number.
@@ -157,10 +198,21 @@ def _experts(config: TrainConfig, engine: bool, tokens: int) -> dict[str, Any]:
     return fields
 
 
-def wrap(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
-    """The model's chunks in megatron-core's data parallelism, DDP or FSDP, in training mode."""
-    # megatron-core shards the state of Adam only; plain gradient descent has next to none.
-    sharded = (config.distributed_optimizer and config.optimizer == "adamw") or config.fsdp is not None
+def check_engine(config: TrainConfig) -> None:
+    """Raise DlmBridgeError for what the engine and megatron-core's optimizer refuse of any model, before one is built;
+    of it NotInstalledError for what only this machine lacks."""
+    if config.attention_backend not in (None, *ATTENTION):
+        raise DlmBridgeError(
+            f"--attention-backend {config.attention_backend!r} is unknown: with --engine megatron known are "
+            f"{', '.join(ATTENTION)}"
+        )
+    data_parallel_config(config)
+    optimizer_config(config)
+
+
+def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
+    """megatron-core's configuration of data parallelism. Raises DlmBridgeError."""
+    sharded = _is_sharded(config)
     settings: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "overlap_grad_reduce": config.overlap_communication,
@@ -171,12 +223,24 @@ def wrap(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
         **({} if config.fsdp is None else {"data_parallel_sharding_strategy": config.fsdp}),
         **passed_on(config, "ddp"),
     }
-    wrapped: list[Any] = []
+    with refusals.named():
+        return DistributedDataParallelConfig(**settings)
+
+
+def wrap(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
+    """The model's chunks in megatron-core's data parallelism, DDP or FSDP, in training mode."""
+    wrapper, wrapped = _wrapper(config), []
     for number, chunk in enumerate(chunks):
-        ddp_config = DistributedDataParallelConfig(**settings)
         # Only the first chunk's communication is on the critical path of an interleaved pipeline.
-        wrapped.append(_wrapper(config)(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
+        ddp_config = data_parallel_config(config)
+        wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
     return wrapped
+
+
+def _is_sharded(config: TrainConfig) -> bool:
+    """Whether the optimizer's state is: megatron-core shards that of Adam only; plain gradient descent has next to
+    none."""
+    return (config.distributed_optimizer and config.optimizer == "adamw") or config.fsdp is not None
 
 
 def _wrapper(config: TrainConfig) -> Any:
@@ -191,9 +255,8 @@ def _wrapper(config: TrainConfig) -> Any:
     return FullyShardedDataParallel
 
 
-def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
-    """megatron-core's optimizer over wrapped chunks, and what its schedules need of both. The learning rate is set
-    before every step. Raises DlmBridgeError."""
+def optimizer_config(config: TrainConfig) -> OptimizerConfig:
+    """megatron-core's configuration of the optimizer. Raises DlmBridgeError."""
     dtype = DTYPES[config.precision]
     settings: dict[str, Any] = {
         "optimizer": "adam" if config.optimizer == "adamw" else "sgd",
@@ -206,14 +269,25 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "params_dtype": dtype,
-        "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
+        "use_distributed_optimizer": _is_sharded(config),
         "optimizer_cpu_offload": config.optimizer_cpu_offload,
         "optimizer_offload_fraction": float(config.optimizer_cpu_offload),
         **({"fp8_recipe": config.fp8_recipe} if config.precision == "fp8" else {}),
         **passed_on(config, "optimizer"),
     }
+    if settings.get("use_precision_aware_optimizer") and importlib.util.find_spec("transformer_engine") is None:
+        raise NotInstalledError(
+            "--megatron optimizer.use_precision_aware_optimizer needs Transformer Engine: pip install 'dlm-bridge[te]'"
+        )
+    with refusals.named():
+        return OptimizerConfig(**settings)
+
+
+def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
+    """megatron-core's optimizer over wrapped chunks, and what its schedules need of both. The learning rate is set
+    before every step. Raises DlmBridgeError."""
     # Its own rule is ours: biases and 1-D parameters do not decay.
-    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), list(chunks))
+    optimizer = get_megatron_optimizer(optimizer_config(config), list(chunks))
     transformer = chunks[0].config
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = _finalize
