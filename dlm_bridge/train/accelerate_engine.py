@@ -43,7 +43,7 @@ from dlm_bridge.train.setup import (
 )
 from dlm_bridge.train.sharded_checkpoints import load_optimizer, save_sharded
 from dlm_bridge.train.sharding import as_launched, clip, process_group, reshard, shard, sharding_of
-from dlm_bridge.train.speed.attention import attention_kernels
+from dlm_bridge.train.speed.attention import FLASH, attention_kernels, takes_flash
 from dlm_bridge.train.speed.figures import Figures, Moment
 from dlm_bridge.train.speed.float8 import check_float8, convert_to_float8
 from dlm_bridge.train.speed.layers import compile_layers
@@ -131,8 +131,9 @@ class Trainer(Engine):
 
     def __post_init__(self) -> None:
         config = self.config
-        if config.attention_backend is not None:
+        if config.attention_backend not in (None, FLASH):
             set_attention(self.model, config.attention_backend)
+        self.flashes = takes_flash(self.model, config.attention_backend, self.accelerator.device, config.precision)
         self.model.train()  # transformers loads models for inference: no dropout, no gradient checkpointing
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -355,7 +356,7 @@ class Trainer(Engine):
         """The kernels of a micro-batch's attention, for its forward and its backward pass."""
         own = batch.attention_mask is not None or batch.visibility is not None or batch.pairs is not None
         masked = own or "block_causal" in self.objective.topologies
-        return attention_kernels(self.accelerator.device, masked, self.compiled)
+        return attention_kernels(self.accelerator.device, masked, self.compiled, self.flashes)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Each value summed over the processes, in float64, on the device."""
