@@ -40,6 +40,8 @@ class LocalAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         if reason := unsupported(config):
@@ -60,7 +62,8 @@ class LocalAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """[S, B, H * D] of `query` [S, B, H, D], `key` and `value` [S, B, G, D], each this rank's part of the row."""
+        """[S, B, H * Dv] of `query` [S, B, H, D], `key` [S, B, G, D] and `value` [S, B, G, Dv], each this rank's part
+        of the row."""
         if packed_seq_params is not None:
             raise DlmBridgeError("packed_seq_params need Transformer Engine: give an attention_mask of documents")
         if attention_bias is not None:
@@ -129,7 +132,7 @@ def masked_attention(
     scale: float,
     cp_group: torch.distributed.ProcessGroup,
 ) -> torch.Tensor:
-    """[S, B, H * D] of this context parallel rank's queries over all ranks' keys and values, under a mask in rank
+    """[S, B, H * Dv] of this context parallel rank's queries over all ranks' keys and values, under a mask in rank
     order: FlexAttention where it is codes on a GPU, else a dense mask."""
     key, value = gathered(key, value, cp_group)
     rank, queries = cp_group.rank(), len(query)
@@ -148,12 +151,12 @@ def masked_attention(
 def gathered(
     key: torch.Tensor, value: torch.Tensor, cp_group: torch.distributed.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [S_total, B, G, D] of all context parallel ranks, one after the other; in the backward each rank
-    gets the sum of what all ranks have of its gradients."""
+    """Keys [S_total, B, G, D] and values [S_total, B, G, Dv] of all context parallel ranks, one after the other; in
+    the backward each rank gets the sum of what all ranks have of its gradients."""
     if cp_group.size() == 1:
         return key, value
-    both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=cp_group)
-    key, value = both.unbind(dim=1)
+    both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=cp_group)
+    key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
     return key, value
 
 

@@ -12,7 +12,7 @@ from dlm_bridge.convert.mapping import Dims, Mapping
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import query_scaling, refusals
 from dlm_bridge.parallel.context import CP_COMMUNICATION, ParallelConfig
-from dlm_bridge.parallel.core import TransformerConfig
+from dlm_bridge.parallel.core import MLATransformerConfig, TransformerConfig
 
 # What `Mapping.transformer` says that belongs to the whole model and not to TransformerConfig.
 MODEL_ARGUMENTS = (
@@ -62,12 +62,10 @@ def model_config(
             "save it through transformers, which leaves them out"
         )
     described = mapping.transformer(config)
-    if described.get("multi_latent_attention"):
-        raise DlmBridgeError(
-            "the Megatron engine builds no multi-head latent attention, which this model has: train it with "
-            "--engine accelerate; its weights convert all the same"
-        )
-    model = {name: described.pop(name) for name in MODEL_ARGUMENTS if name in described}
+    kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
+    known = {field.name for field in fields(kind)}
+    # A configuration of latent attention has some of them itself.
+    model = {name: described.pop(name) for name in MODEL_ARGUMENTS if name in described and name not in known}
     attributes = {name: described.pop(name) for name in list(described) if name.startswith(ATTRIBUTES)}
     arguments = {
         "num_layers": dims.layers,
@@ -108,11 +106,10 @@ def model_config(
         **described,
         **overrides,
     }
-    known = {field.name for field in fields(TransformerConfig)}
     if unknown := sorted(arguments.keys() - known):
         raise DlmBridgeError(f"megatron-core's TransformerConfig has no field '{unknown[0]}'")
     with refusals.named():
-        transformer = TransformerConfig(**arguments)
+        transformer = kind(**arguments)
     for name, value in attributes.items():
         setattr(transformer, name, value)
     _check_attention(transformer, parallel)
@@ -130,6 +127,8 @@ def _check_attention(transformer: TransformerConfig, parallel: ParallelConfig) -
     """Refuse what megatron-core would take and compute wrong, or only refuse in the first step."""
     if transformer.apply_rope_fusion and any(name.startswith(YARN) for name in vars(transformer)):
         raise DlmBridgeError("the fused rotary kernel ignores YaRN's scale: set apply_rope_fusion to false")
+    if transformer.multi_latent_attention:
+        _check_latent_attention(transformer)
     if transformer.fused_single_qkv_rope and query_scaling.scales_queries(transformer):
         raise DlmBridgeError(
             "the fused kernel of query, key and value rotates queries that this model scales by their position: "
@@ -139,6 +138,19 @@ def _check_attention(transformer: TransformerConfig, parallel: ParallelConfig) -
         raise DlmBridgeError(
             f"--cp {parallel.cp}: {parallel.cp_comm_type} knows no sliding window, which this model has: use "
             "--cp-comm-type allgather or a2a"
+        )
+
+
+def _check_latent_attention(transformer: TransformerConfig) -> None:
+    if transformer.apply_rope_fusion:
+        raise DlmBridgeError(
+            "the fused rotary kernel of latent attention takes no positions: set apply_rope_fusion to false"
+        )
+    tp = transformer.tensor_model_parallel_size
+    if tp > 1 and not transformer.sequence_parallel:
+        raise DlmBridgeError(
+            f"--tp {tp} without sequence parallelism: megatron-core then leaves out a part of the gradient of latent "
+            "attention: leave out --no-sequence-parallel"
         )
 
 

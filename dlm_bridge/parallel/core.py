@@ -44,15 +44,17 @@ with warnings.catch_warnings():
         gather_from_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.moe_utils import track_moe_metrics
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
     from megatron.core.transformer.utils import is_layer_window_attention
     from megatron.core.utils import unwrap_model
@@ -70,6 +72,9 @@ __all__ = [
     "GPTModel",
     "IdentityOp",
     "LocalNonpersistentObject",
+    "MLASelfAttention",
+    "MLASelfAttentionSubmodules",
+    "MLATransformerConfig",
     "MegatronModule",
     "ModuleSpec",
     "OptimizerConfig",
@@ -98,6 +103,7 @@ __all__ = [
     "is_float8tensor",
     "is_layer_window_attention",
     "model_parallel_cuda_manual_seed",
+    "multi_latent_attention",
     "parallel_state",
     "tensor_parallel_layers",
     "track_moe_metrics",

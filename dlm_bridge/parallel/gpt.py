@@ -96,14 +96,20 @@ class LiveModel(GPTModel):
         """megatron-core's embedding and rotary angles, but the angles of the positions that were given."""
         embedded, angles, *rest = super()._preprocess(*args, **kwargs)
         position_ids = kwargs["position_ids"]
-        if position_ids is not None and angles is not None:
+        if position_ids is not None and (rotary := self._rotary()) is not None:
             one_row = self.config.apply_rope_fusion and not fuses_heads(self.config)
-            angles = rotary_angles(self.rotary_pos_emb, position_ids, one_row)
+            angles = rotary_angles(rotary, position_ids, one_row)
         if scales_queries(self.config) and angles is not None:
             angles = with_query_scale(angles, position_ids, self.config)
         if fuses_heads(self.config) and angles is not None:
             angles = rotary_table(angles, self.config, kwargs["input_ids"].numel(), kwargs["packed_seq_params"])
         return embedded, angles, *rest
+
+    def _rotary(self) -> Any:
+        """The rotary embedding, which every layer of latent attention has for itself; None for a stage without any."""
+        if not self.config.multi_latent_attention:
+            return self.rotary_pos_emb
+        return next((layer.self_attention.rotary_pos_emb.own for layer in self.decoder.layers), None)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         """Nothing: `forward` knows what is asked of the hidden states."""

@@ -12,6 +12,7 @@ from dlm_bridge.parallel.attention import MASK_TYPES, check_topology
 from dlm_bridge.parallel.attention_core import LocalAttention, transformer_engine_attention
 from dlm_bridge.parallel.core import (
     IdentityOp,
+    MLASelfAttentionSubmodules,
     ModuleSpec,
     TopKRouter,
     TransformerBlockSubmodules,
@@ -22,10 +23,17 @@ from dlm_bridge.parallel.core import (
     get_transformer_layer_offset,
 )
 from dlm_bridge.parallel.fused.attention import FusedSelfAttention, HeadNorm, fuses_heads
+from dlm_bridge.parallel.latent_attention import LatentAttention, ReplicatedLinear
 from dlm_bridge.parallel.layer_norms import LocalHeadNorm, LocalRMSNorm
 from dlm_bridge.parallel.query_scaling import ScaledQueryAttention, scales_queries
 
 PRE_MLP_NORM = "pre_mlp_layernorm."
+# What latent attention's norms are called where Transformer Engine fuses them with the linear layers that follow.
+LATENT_NAMES = {
+    PRE_MLP_NORM: "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
 
 
 def block_spec(config: TransformerConfig, topology: str, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -92,6 +100,7 @@ def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int 
         "num_experts": experts,
         "moe_grouped_gemm": config.moe_grouped_gemm and experts is not None,
         "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
     }
     if engine:
         layer = get_gpt_layer_with_transformer_engine_spec(
@@ -106,6 +115,8 @@ def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int 
     elif fuses_heads(config):
         attention.module = FusedSelfAttention
         _set_head_norms(attention.submodules, HeadNorm)
+    if config.multi_latent_attention:
+        attention.module = LatentAttention
     attention.params["attn_mask_type"] = MASK_TYPES[topology]
     attention.submodules.core_attention = transformer_engine_attention() if engine else LocalAttention
     return layer
@@ -114,7 +125,13 @@ def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int 
 def _make_local(layer: Any, has_experts: bool) -> None:
     """Our modules where megatron-core's local ones do not do, and the names that Transformer Engine's layers have."""
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
-    _set_head_norms(layer.self_attention.submodules, LocalHeadNorm)
+    attention = layer.self_attention.submodules
+    if isinstance(attention, MLASelfAttentionSubmodules):
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
+        attention.q_layernorm = attention.kv_layernorm = LocalRMSNorm  # of a rank's own tokens
+        layer.sharded_state_dict_keys_map = dict(LATENT_NAMES)
+    else:
+        _set_head_norms(attention, LocalHeadNorm)
     if has_experts:
         layer.mlp.submodules.router = LocalRouter
         del layer.sharded_state_dict_keys_map[PRE_MLP_NORM]

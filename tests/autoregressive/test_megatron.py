@@ -26,8 +26,8 @@ OTHER_LLAMA3 = {**LLAMA_31["rope_scaling"], "low_freq_factor": 2.0}
 
 @pytest.fixture(scope="module")
 def megatron() -> Iterator[pytest.MonkeyPatch]:
-    """megatron-core on one process. Its latent attention wants Transformer Engine's classes even where it has none of
-    them, and is only built here, not run."""
+    """megatron-core on one process. Its own latent attention wants Transformer Engine's classes even where it has none
+    of them, and is only built here, not run."""
     from megatron.core.transformer import dot_product_attention, multi_latent_attention
 
     from dlm_bridge.parallel import groups, overrides
@@ -126,6 +126,12 @@ RUN = [
     ),
     pytest.param(BY_LABEL["mistral-nemo"], {}, id="mistral-nemo"),
     pytest.param(BY_LABEL["glm4-moe"], {"num_nextn_predict_layers": 0}, id="glm4-moe"),
+    pytest.param(BY_LABEL["deepseek-v3"], {"num_nextn_predict_layers": 0}, id="deepseek-v3"),
+    pytest.param(
+        BY_LABEL["deepseek-direct-q"],
+        {"num_nextn_predict_layers": 0, "rope_scaling": None},
+        id="deepseek without a low-rank query and without yarn",
+    ),
     pytest.param(BY_LABEL["mistral"], {"sliding_window": 8}, id="window"),
     pytest.param(
         BY_LABEL["qwen2.5"],
@@ -154,6 +160,18 @@ def test_logits_are_transformers_own(
         found = model.eval()(ids, positions, mask)[..., :130]
         expected = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()(ids).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_latent_attention_without_sequence_parallelism_is_refused() -> None:
+    """Of the part of the keys that all heads share each rank would have the gradient of its own heads only."""
+    from dlm_bridge.parallel.config import model_config
+
+    case = BY_LABEL["deepseek-v3"]
+    mapping, config = case.spec.load("mapping"), {**case.config, "num_nextn_predict_layers": 0}
+    arguments = (mapping, config, mapping.dims(config), Layout(tp=2), torch.float32)
+    assert model_config(*arguments).transformer.sequence_parallel
+    with pytest.raises(DlmBridgeError, match="--tp 2 without sequence parallelism: megatron-core then leaves out"):
+        model_config(*arguments, sequence_parallel=False)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,6 @@ LONG = {"mistral_window": (4104, 1)}
 REFUSED = {
     "olmoe": "normalises whole query and key rows, megatron-core's QK norm is per head",
     "glm4_moe_mtp": "builds no multi-token prediction layers",
-    "deepseek_v3": "no multi-head latent attention",
 }
 
 
@@ -178,10 +177,11 @@ def _family_checks() -> Checks:
         case = {"model": model, "layout": "tp2", "sequence_parallel": True}
         checks[f"logits[{model}-tp2-sp]"] = ("built_logits_match", case)
         checks[f"gradients[{model}-tp2-sp]"] = ("gradients_match", case)
-    for layout, overrides in (("tp2", {"sequence_parallel": True}), ("pp2", {})):
-        scaled = {"model": "nemotron_labs_diffusion-beyond-context", "layout": layout, **overrides}
-        checks[f"logits[scaled-queries-{layout}]"] = ("built_logits_match", scaled)
-        checks[f"gradients[scaled-queries-{layout}]"] = ("gradients_match", scaled)
+    for model in ("nemotron_labs_diffusion-beyond-context", "deepseek_v3"):
+        for layout, overrides in (("tp2", {"sequence_parallel": True}), ("pp2", {})):
+            case = {"model": model, "layout": layout, **overrides}
+            checks[f"logits[{model}-{layout}]"] = ("built_logits_match", case)
+            checks[f"gradients[{model}-{layout}]"] = ("gradients_match", case)
     for model in EXPERTS:
         case = {"model": model, "layout": "ep2", "moe_token_dispatcher_type": "alltoall"}
         checks[f"logits[{model}-ep2-alltoall]"] = ("built_logits_match", case)

@@ -21,6 +21,7 @@ from dlm_bridge.parallel.weights import live_tensors
 from tests.interop import engine
 from tests.interop.cases import LAYOUTS, SEED, Files, models
 
+ROUTER_BIAS = ("expert_bias", "e_score_correction_bias")
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
 
@@ -116,7 +117,7 @@ def gradients_match(files: Files, model: str, layout: str, **overrides: Any) -> 
     wanted = _reference(files, model)["gradients"]
     found = dict(stream_hf_weights(bridge, chunks))
     # A router's bias has no gradient: it chooses experts and weighs nothing.
-    assert found.keys() - wanted.keys() == {name for name in found if name.endswith("expert_bias")}
+    assert found.keys() - wanted.keys() == {name for name in found if name.endswith(ROUTER_BIAS)}
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-4 * float(gradient.abs().max()), rtol=0, msg=name)
 

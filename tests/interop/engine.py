@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-OF_NORMS = re.compile(r"decoder\.(.+\.)?(final|q|k|pre_mlp)_layernorm\._extra_state")
+OF_NORMS = re.compile(r"decoder\.(.+\.)?(final|q|k|input|pre_mlp)_layernorm\._extra_state")
 CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 

@@ -49,6 +49,7 @@ SUBJECTS = {
     "scaled-queries": Subject("nemotron", "nemotron_labs_diffusion-beyond-context", {"dlm_loss_weight": 0.3}),
     "causal": Subject("causal", "qwen2"),
     "causal-moe": Subject("causal", "mixtral"),
+    "latent": Subject("causal", "deepseek_v3"),
     # Auxiliary losses whose sums do not depend on which rows run together.
     "balanced-moe": Subject(
         "masked", "llada_moe", options={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "length_variation": 0.0}

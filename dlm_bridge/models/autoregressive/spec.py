@@ -99,6 +99,5 @@ SPECS: tuple[FamilySpec, ...] = (
         "deepseek_v3",
         "deepseek_v3:MAPPING",
         lora_targets=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-        training=("accelerate",),  # latent attention
     ),
 )

@@ -117,10 +117,9 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
 def _plain_rotary(bridge: Bridge, objective: Objective) -> bool:
     """Whether the fused rotary kernel is right: it takes one row of positions, and leaves YaRN's scale and
     that of queries out."""
-    own_positions = isinstance(objective, WeDLMDiffusion)
-    return not own_positions and not any(
-        name.startswith(ATTRIBUTES) for name in bridge.mapping.transformer(bridge.config)
-    )
+    described = bridge.mapping.transformer(bridge.config)
+    own_positions = isinstance(objective, WeDLMDiffusion) or bool(described.get("multi_latent_attention"))
+    return not own_positions and not any(name.startswith(ATTRIBUTES) for name in described)
 
 
 def check_sequence(config: TrainConfig) -> None:
