@@ -21,6 +21,7 @@ PACKAGES = (
     "megatron-core",
     "transformer-engine",
     "flash-attn",
+    "flash-attn-4",
     "apex",
     "triton",
     "psutil",
@@ -74,6 +75,7 @@ def env(
 
 def environment() -> dict[str, Any]:
     """What `--json` prints. Raises DlmBridgeError where DLM_BRIDGE_PLATFORM names what is not there."""
+    from dlm_bridge.kernels import flash
     from dlm_bridge.parallel import platform
 
     chosen = platform.current()
@@ -88,6 +90,7 @@ def environment() -> dict[str, Any]:
                 for name, kind in platform.known().items()
             },
             "transformer_engine": chosen.uses_transformer_engine(),
+            "flash_attention": flash.missing() is None,
         },
         "devices": {
             "count": chosen.device_count(),
@@ -130,6 +133,7 @@ def _show(found: dict[str, Any]) -> None:
         "layers of": "Transformer Engine"
         if platform["transformer_engine"]
         else "megatron-core, without fused kernels",
+        "attention": "FlashAttention 4" if platform["flash_attention"] else "Transformer Engine's or torch's",
         "devices": f"{devices['count']} x {devices['name']}, {devices['memory_bytes'] / GIB:,.0f} GiB",
     }
     for title, cells in (("This machine", rows), ("Versions", found["versions"]), ("Variables", found["variables"])):

@@ -122,7 +122,7 @@ class TrainConfig(AccelerateOptions, MegatronOptions):
     keep_last: int = option(0, "Checkpoints to keep, 0: all.")
     exit_duration: float | None = option(None, "Save and exit after so many minutes.")
     attention_backend: str | None = option(
-        None, "Of --engine accelerate: sdpa, eager, flash_attention_2, ...; of megatron: auto, flash, fused, unfused."
+        None, "flash: FlashAttention 4. Of --engine accelerate: sdpa, eager, ...; of megatron: auto, fused, unfused."
     )
     compile: bool | None = option(None, "Of --engine accelerate: compile the decoder layers; so on a GPU.")
     gradient_checkpointing: bool = option(False, "Recompute activations to save memory.")

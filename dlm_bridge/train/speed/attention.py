@@ -1,5 +1,5 @@
-"""Which attention kernel is taken where nothing is masked: FlashAttention 4 where it is installed, else cuDNN's, which is
-torch's fastest for bidirectional models."""
+"""Which attention kernel is taken where nothing is masked: FlashAttention 4 where it is installed, else torch's, of
+which cuDNN's is the fastest for bidirectional models."""
 
 from __future__ import annotations
 
