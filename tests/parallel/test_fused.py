@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +81,73 @@ def test_heads_are_split_normalised_and_rotated(
         assert one.shape == other.shape
         assert one.is_contiguous()
         assert distance(one, other) < (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+def test_adam_clips_and_rounds(half: torch.dtype | None) -> None:
+    from dlm_bridge.parallel.fused.adam import Adam, adam_step
+
+    torch.manual_seed(0)
+    weight = torch.randn(5001, device=DEVICE)
+    expected = weight.double().requires_grad_()
+    optimizer = torch.optim.AdamW([expected], lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    average, square = torch.zeros_like(weight), torch.zeros_like(weight)
+    rounded = None if half is None else torch.empty_like(weight, dtype=half)
+    for step in range(1, 4):
+        gradient = torch.randn_like(weight)
+        share = torch.rand(1, device=DEVICE)
+        expected.grad = gradient.double() * share
+        optimizer.step()
+        adam_step(weight, gradient, average, square, rounded, share, Adam(0.01, 0.9, 0.95, 1e-6, 0.1, step))
+    assert distance(weight, expected) < 1e-6
+    if rounded is not None:
+        assert distance(rounded, weight.double()) < 4e-3  # the interpreter cuts off
+        assert DEVICE == "cpu" or torch.equal(rounded, weight.to(rounded.dtype))
+
+
+def test_megatron_cores_step_is_taken_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Transformer Engine's state, which a checkpoint then has; both ways of keeping masters."""
+    pytest.importorskip("megatron.core")
+    from dlm_bridge.train.megatron import adam
+
+    monkeypatch.setattr(adam, "available", lambda: True)
+    model = torch.randn(6, 5, device=DEVICE).bfloat16()
+    master = model.float().requires_grad_()
+    master.grad = torch.randn_like(master)
+    expected = master.detach().clone().requires_grad_()
+    expected.grad = master.grad * 0.5
+    torch.optim.AdamW([expected], lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1).step()
+
+    inner = FusedAdam([master])
+    part = SimpleNamespace(optimizer=inner, float16_groups=[[model]], fp32_from_float16_groups=[[master]])
+    part._copy_main_params_to_model_params = lambda: pytest.fail("rounded twice")
+    assert adam.fuses(part)
+    with adam.clipping(part, torch.full((1,), 0.5, device=DEVICE)):
+        part.optimizer.step()
+        part._copy_main_params_to_model_params()
+    assert distance(master, expected.double()) < 1e-6
+    assert distance(model, expected.double()) < 4e-3
+    assert inner.param_groups[0]["step"] == 1
+    assert inner.state[master]["exp_avg"].any()
+    inner.capturable = True
+    assert not adam.fuses(part)
+
+
+class FusedAdam:
+    """What is read and called of Transformer Engine's."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.adam_w_mode, self.capturable, self.master_weights, self.use_decoupled_grad = 1, False, False, False
+        self.name_to_dtype_map = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master_param": torch.float32}
+        group = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "bias_correction": True}
+        self.param_groups: list[dict[str, Any]] = [{"params": parameters, **group}]
+        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = defaultdict(dict)
+
+    def initialize_state(self, parameter: torch.Tensor, remainders: bool) -> None:
+        self.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+
+    def step(self) -> None:
+        pytest.fail("its own step was taken")
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

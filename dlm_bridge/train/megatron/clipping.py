@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dlm_bridge.parallel import platform
+from dlm_bridge.train.megatron.adam import clipping, fuses
 
 # megatron-core keeps these gradients elsewhere than in `grad`, or the state on the CPU: its own step then.
 SPECIAL = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
@@ -29,12 +31,18 @@ def clipped_step(optimizer: Any, max_norm: float, special: bool = False) -> tupl
         return False, torch.tensor(float("inf"))
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     norm = gradient_norm(parts)
-    gradients = [p.grad for part in parts for p in part.get_parameters() if p.grad is not None]
-    if max_norm and (sum(gradient.nbytes for gradient in gradients) <= MOST or norm > max_norm):
-        share = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if gradients:
+    share = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+    with contextlib.ExitStack() as stack:
+        apart = []  # whose gradients are clipped before their step
+        for part in parts:
+            if fuses(part):
+                stack.enter_context(clipping(part, share))
+            else:
+                apart.append(part)
+        gradients = [p.grad for part in apart for p in part.get_parameters() if p.grad is not None]
+        if gradients and max_norm and (sum(g.nbytes for g in gradients) <= MOST or norm > max_norm):
             torch._foreach_mul_(gradients, share)
-    return optimizer.step_with_ready_grads(), norm
+        return optimizer.step_with_ready_grads(), norm
 
 
 def gradient_norm(parts: list[Any]) -> torch.Tensor:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from dlm_bridge.errors import DlmBridgeError
 
+Timed = float | tuple[torch.Event, torch.Event]  # seconds, or from one event to another
+
 
 class Stragglers:
     """Measures `timed` work on one rank and, every `interval` steps, compares it among the ranks of a pipeline stage,
@@ -34,7 +36,7 @@ class Stragglers:
         self.device = device
         self.group = group
         self.seconds = 0.0
-        self._events: list[tuple[torch.Event, torch.Event]] = []
+        self._timed: list[Timed] = []
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -42,25 +44,33 @@ class Stragglers:
         if self.device.type == "cpu":
             began = time.perf_counter()
             yield
-            self.seconds += time.perf_counter() - began
+            self._timed.append(time.perf_counter() - began)
             return
         before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         before.record()
         yield
         after.record()
-        self._events.append((before, after))
+        self._timed.append((before, after))
 
-    def end_step(self, step: int) -> str | None:
-        """After a step, when the device is done with it: every `interval` steps the report, on every rank. All ranks
-        call it."""
-        self.seconds += sum(before.elapsed_time(after) for before, after in self._events) / 1000
-        self._events.clear()
+    def taken(self) -> list[Timed]:
+        """What was timed since it was asked last, of one step, which the device may still be at work on."""
+        timed, self._timed = self._timed, []
+        return timed
+
+    def end_step(self, step: int, timed: list[Timed]) -> str | None:
+        """After a step, when the device is done with what was timed of it: every `interval` steps the report, on every
+        rank. All ranks call it."""
+        self.seconds += sum(_seconds(one) for one in timed)
         if step % self.interval:
             return None
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, (self.stage, self.seconds / self.interval, socket.gethostname()), self.group)
         self.seconds = 0.0
         return describe(step, found)
+
+
+def _seconds(timed: Timed) -> float:
+    return timed if isinstance(timed, float) else timed[0].elapsed_time(timed[1]) / 1000
 
 
 def describe(step: int, found: list[tuple[int, float, str]]) -> str:
