@@ -8,9 +8,10 @@ place. While a sampler runs, `taken` puts the parts of the product where the lay
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -109,7 +110,7 @@ def taken(places: Iterable[Place]) -> Iterator[None]:
                 setattr(place.holder, name, layer)
 
 
-def _is_plain(layer: object) -> bool:
+def _is_plain(layer: object) -> TypeGuard[nn.Linear]:
     """Whether a layer computes just what its class says, with a weight on a device."""
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or "forward" in vars(layer):
         return False
@@ -138,7 +139,7 @@ def _own(layers: list[nn.Linear], owners: Counter[int]) -> bool:
     return True
 
 
-def _one_behind_the_other(parameters: list[nn.Parameter]) -> torch.Tensor:
+def _one_behind_the_other(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """[sum of rows, ...], of which the parameters are views."""
     first = parameters[0].data
     rows = [len(one) for one in parameters]
