@@ -157,14 +157,10 @@ class Bench:
 
     def prepare(self, rank: int, world: int, table: Table) -> None:
         """Models, data, and each process's share of the references, alone; then all processes join."""
-        from dlm_bridge.parallel import groups, platform
+        from dlm_bridge.parallel import groups
 
-        platform.current().prepare()
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.begin()
         self.references.mkdir(parents=True, exist_ok=True)
-        self.on_cpu = platform.current().name == "cpu"
-        torch._dynamo.config.recompile_limit = 256  # each layout has shapes of its own
-        self.size = ON_CPU if self.on_cpu else ON_GPU
         needed: dict[str, tuple[Task, str]] = {}
         for layout, task, cell in table.waiting():
             cell.precision = self.precision(layout, task)
@@ -178,9 +174,25 @@ class Bench:
             groups.destroy()
             dist.destroy_process_group()
         os.environ.update(alone)
+        self.join(rank, world)
+
+    def begin(self) -> None:
+        """This process's device, and the sizes that fit it."""
+        from dlm_bridge.parallel import platform
+
+        platform.current().prepare()
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.on_cpu = platform.current().name == "cpu"
+        torch._dynamo.config.recompile_limit = 256  # each layout has shapes of its own
+        self.size = ON_CPU if self.on_cpu else ON_GPU
+
+    def join(self, rank: int, world: int) -> None:
+        """Bring all processes together, and into a group of their own for what they say of a cell."""
+        from dlm_bridge.parallel import platform
+
         chosen = platform.current()
         # A store of this start's own: the launcher's still has the addresses of processes that died.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        attempt = f"{os.environ['MASTER_PORT']}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         layouts_transport.register()
         through_host = self.transport == "host"
         dist.init_process_group(

@@ -1,0 +1,469 @@
+"""Whole runs of the Megatron engine on two processes, and whether each came to what it must: a table.
+
+    torchrun --max-restarts 4 --nproc-per-node 2 benchmarks/layouts_runs.py --output runs    runs.json, runs.md
+
+Megatron FSDP's checkpoints: resumed, killed with SIGKILL and resumed, exported. FP8, CPU offload, background saves,
+the straggler report, the NaN guard, a resume at another layout, and masters after a resume. Models are tiny, saves
+are every four of eight steps. A killed run kills its processes; torchrun starts them again and they go on with it.
+`--transport host` lets both processes share a GPU (see layouts_transport.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+# Losses are compared step by step: Transformer Engine's attention is to add up in one order.
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.layouts import LAUNCHER, Bench
+from benchmarks.layouts_cells import Task
+from benchmarks.layouts_table import conditions
+from dlm_bridge.errors import DlmBridgeError, one_line
+
+STEPS, SAVED = 8, 4
+SAME = 1e-6  # relative, of losses that nothing but a checkpoint lies between
+DENSE, EXPERTS = Task("llada", "masked"), Task("llada_moe", "masked")
+STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
+LIMIT_S = 120
+Losses = dict[int, float]
+
+
+@dataclass
+class Row:
+    name: str
+    result: str  # holds, fails, error
+    said: str
+    seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="writes OUTPUT.json and OUTPUT.md")
+    parser.add_argument("--only", default="", help="a part of the names of what is to be run")
+    parser.add_argument("--seconds", type=float, default=300, help="what has not begun by then is not run")
+    parser.add_argument("--transport", choices=("direct", "host"), default="direct")
+    options = parser.parse_args()
+    if options.transport == "host" and (devices := torch.cuda.device_count()):
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % devices)
+    torch.set_num_threads(1)
+    log = Log(options)
+    bench = Bench(options.output.with_name(options.output.name + ".work"), transport=options.transport)
+    bench.begin()
+    bench.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    runs = Runs(bench, log)
+    for name, check in runs.all().items():
+        if options.only in name and name not in log.rows and time.time() - log.began < options.seconds:
+            _one(bench, log, name, check)
+    if dist.get_rank() == 0:
+        print("\n" + log.markdown(), flush=True)
+        shutil.rmtree(bench.root, ignore_errors=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _one(bench: Bench, log: Log, name: str, check: Callable[[], tuple[bool, str]]) -> None:
+    """One check on every process; where one fails the first error counts."""
+    began = time.time()
+    log.started(name)
+    watch = threading.Timer(LIMIT_S, lambda: _hung(log, name))
+    watch.daemon = True
+    watch.start()
+    try:
+        holds, said = check()
+        result = "holds" if holds else "fails"
+    except Exception as error:
+        where = [frame for frame in traceback.extract_tb(error.__traceback__) if "dlm_bridge" in frame.filename]
+        place = f" ({Path(where[-1].filename).name}:{where[-1].lineno})" if where else ""
+        result, said = "error", f"{type(error).__name__}: {one_line(error)[:300]}{place}"
+        traceback.print_exc()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(everyone, (result, said), group=bench.answers)
+    except Exception:  # another process hangs: this one's error goes with it
+        log.died(name, said)
+        os._exit(1)
+    watch.cancel()
+    bench.clean()
+    result, said = sorted(everyone, key=lambda pair: ("error", "fails", "holds").index(pair[0]))[0]
+    log.add(Row(name, result, said, time.time() - began))
+
+
+def _hung(log: Log, name: str) -> None:
+    log.died(name, f"hung for {LIMIT_S} s")
+    os._exit(1)
+
+
+class Log:
+    """What is done, in a file that outlives the processes."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.output, self.transport = options.output, options.transport
+        self.path = self.output.with_name(self.output.name + ".json")
+        self.now = self.output.with_name(self.output.name + ".now")
+        self.rows: dict[str, Row] = {}
+        self.began = time.time()
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        self.interrupted = ""
+        if again:
+            kept = json.loads(self.path.read_text()) if self.path.exists() else {"rows": [], "began": self.began}
+            self.rows = {row["name"]: Row(**row) for row in kept["rows"]}
+            self.began = kept["began"]
+            self.interrupted = self.now.read_text() if self.now.exists() else ""
+            said = sorted({path.read_text() for path in self._dead()})
+            if said or (self.interrupted and "SIGKILL" not in self.interrupted):
+                self.rows[self.interrupted] = Row(self.interrupted, "error", "; ".join(said) or "a process died", 0.0)
+        elif os.environ["RANK"] == "0":
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            for path in (self.path, self.now, *self._dead()):
+                path.unlink(missing_ok=True)
+
+    def started(self, name: str) -> None:
+        if dist.get_rank() == 0:
+            for path in self._dead():
+                path.unlink()
+            self.now.write_text(name)
+
+    def add(self, row: Row) -> None:
+        self.rows[row.name] = row
+        if dist.get_rank() == 0:
+            print(_line(row), flush=True)
+            rows = [asdict(row) for row in self.rows.values()]
+            date = time.strftime("%-d %B %Y", time.gmtime(self.began))
+            kept = {"conditions": self.conditions(), "date": date, "began": self.began, "rows": rows}
+            self.path.write_text(json.dumps(kept))
+            self.output.with_name(self.output.name + ".md").write_text(self.markdown())
+
+    def died(self, name: str, said: str) -> None:
+        print(f"rank {os.environ['RANK']}: {name}: {said}", file=sys.stderr, flush=True)
+        self.output.with_name(f"{self.output.name}.died.{os.environ['RANK']}").write_text(said)
+
+    def conditions(self) -> str:
+        through = "" if self.transport == "direct" else ", messages through the host's memory and gloo"
+        return f"{os.environ['WORLD_SIZE']} ranks on {conditions()}{through}"
+
+    def markdown(self) -> str:
+        head = "| run | result | what was seen | seconds |\n|---|---|---|---|"
+        return "\n".join([self.conditions(), "", head, *map(_line, self.rows.values()), ""])
+
+    def _dead(self) -> list[Path]:
+        return list(self.output.parent.glob(f"{self.output.name}.died.*"))
+
+
+def _line(row: Row) -> str:
+    return f"| {row.name} | {row.result} | {row.said.replace('|', '/')} | {row.seconds:.0f} |"
+
+
+class Runs:
+    def __init__(self, bench: Bench, log: Log) -> None:
+        self.bench, self.log = bench, log
+
+    def all(self) -> dict[str, Callable[[], tuple[bool, str]]]:
+        found: dict[str, Callable[[], tuple[bool, str]]] = {}
+        killed: dict[str, Any] = {"fsdp": "optim_grads_params"}
+        if self.bench.on_cpu:  # where there is no FSDP the rest can be tried
+            killed = {}
+        else:
+            for strategy in STRATEGIES:
+                found[f"fsdp {strategy}: resumed, exported"] = self._bound(self.resumed, DENSE, fsdp=strategy)
+            found["fsdp optim_grads_params with experts: resumed, exported"] = self._bound(
+                self.resumed, EXPERTS, fsdp=STRATEGIES[-1]
+            )
+            found["fsdp optim_grads_params x ep2: resumed, exported"] = self._bound(
+                self.resumed, EXPERTS, fsdp=STRATEGIES[-1], ep=2
+            )
+        what = "fsdp optim_grads_params" if killed else "dp"
+        found[f"{what}: SIGKILL in mid-run, resumed"] = self._bound(self.killed, **killed)
+        found["dp: resumed, exported"] = self._bound(self.resumed, DENSE)
+        found["tp2 to pp2 with experts, fp32"] = self.another_layout
+        found["a save in the background"] = self.background
+        if not self.bench.on_cpu:
+            found["fp8, delayed scaling"] = self._bound(self.fp8, "delayed")
+            found["fp8, current scaling"] = self._bound(self.fp8, "tensorwise")
+            found["optimizer on the CPU"] = self.offload
+        found["straggler report"] = self.stragglers
+        found["NaN guard"] = self.nan
+        return found
+
+    def _bound(self, check: Callable[..., tuple[bool, str]], *arguments: Any, **flags: Any) -> Callable[..., Any]:
+        return lambda: check(*arguments, **flags)
+
+    def resumed(self, task: Task, **flags: Any) -> tuple[bool, str]:
+        """A run; what its last checkpoint is read back as, and exported as; and the run again from its middle."""
+        with self.run("run", task, "bf16", **flags) as trainer:
+            output, live, kept = trainer.output, self._weights(trainer), _optimizer_state(trainer)
+        losses = _losses(output)
+        with self.assembled("run", task, "bf16", **flags) as trainer:
+            restored = self._everywhere(_equal(kept, _optimizer_state(trainer)))
+        exported = self._exported(output, live)
+        self._back(output)
+        with self.run("run", task, "bf16", resume=True, **flags):
+            apart = _apart(losses, _losses(output))
+        said = (
+            f"steps {SAVED + 1} to {STEPS} again: losses {apart:.0e} apart; masters and moments read back "
+            f"{'equal to the bit' if restored else 'differ'}; "
+            f"{exported or 'dlm-bridge export equals the live weights to the bit, dlm-bridge verify finds no damage'}"
+        )
+        return apart <= SAME and exported == "" and restored, said
+
+    def killed(self, **flags: Any) -> tuple[bool, str]:
+        """All processes kill themselves between two saves; torchrun starts them again."""
+        name = "killed"
+        output = self.bench.root / name
+        whole = self.bench.root / "killed.losses"
+        if not self.log.interrupted:
+            with self.run("whole", DENSE, "bf16", **flags) as trainer:
+                losses = _losses(trainer.output)
+            if dist.get_rank() == 0:
+                whole.write_text(json.dumps(losses))
+            self.barrier()
+            watch = threading.Thread(target=_kill_after, args=(output / "metrics.jsonl", SAVED + 1), daemon=True)
+            watch.start()
+            with self.run(name, DENSE, "bf16", **flags):
+                return False, "the run ended before it was killed"
+        before = _losses(output)
+        saved = sorted(path.name for path in (output / "checkpoints").glob("iter_*"))
+        with self.run(name, DENSE, "bf16", resume=True, **flags):
+            again = _losses(output)
+        wanted = {int(step): loss for step, loss in json.loads(whole.read_text()).items()}
+        apart = _apart(wanted, again)
+        said = f"killed after step {max(before)} with {', '.join(saved)}; all {len(again)} losses {apart:.0e} apart"
+        return apart <= SAME and len(again) == STEPS and len(saved) == 1, said
+
+    def another_layout(self) -> tuple[bool, str]:
+        with self.run("tp2", EXPERTS, "fp32", tp=2) as trainer:
+            losses, output = _losses(trainer.output), trainer.output
+        self._back(output)
+        with self.run("tp2", EXPERTS, "fp32", resume=True, pp=2):
+            again = _losses(output)
+        apart = _apart(losses, again)
+        return apart <= 1e-4, f"steps {SAVED + 1} to {STEPS} at pp2 from tp2's checkpoint: losses {apart:.0e} apart"
+
+    def background(self) -> tuple[bool, str]:
+        with self.run("sync", DENSE, "bf16") as trainer:
+            live = self._weights(trainer)
+        with self.run("async", DENSE, "bf16", async_save=True) as trainer:
+            output = trainer.output
+        exported = self._exported(output, live)
+        names = sorted(path.name for path in (output / "checkpoints").glob("iter_*"))
+        said = f"{', '.join(names)}: {exported or 'weights equal to the bit those of saves in the foreground'}"
+        return exported == "" and len(names) == STEPS // SAVED, said
+
+    def fp8(self, recipe: str) -> tuple[bool, str]:
+        with self.run("bf16", DENSE, "bf16") as trainer:
+            wanted = _losses(trainer.output)
+        with self.run("fp8", DENSE, "fp8", fp8_recipe=recipe) as trainer:
+            found, output = _losses(trainer.output), trainer.output
+        self._back(output)
+        with self.run("fp8", DENSE, "fp8", resume=True, fp8_recipe=recipe):
+            again = _losses(output)
+        apart, resumed = _apart(wanted, found), _apart(found, again)
+        said = f"{STEPS} steps: losses {apart:.0e} from bf16's; resumed from the middle {resumed:.0e} apart"
+        return apart <= 2e-2 and resumed <= 1e-3, said
+
+    def offload(self) -> tuple[bool, str]:
+        with self.run("on", DENSE, "bf16") as trainer:
+            wanted = _losses(trainer.output)
+        with self.run("off", DENSE, "bf16", optimizer_cpu_offload=True) as trainer:
+            found = _losses(trainer.output)
+        apart = _apart(wanted, found)
+        return apart <= 1e-3, f"{STEPS} steps: losses {apart:.0e} from those of the optimizer on the GPU"
+
+    def stragglers(self) -> tuple[bool, str]:
+        said = io.StringIO()
+        with self.run("stragglers", DENSE, "bf16", said=said, straggler_interval=SAVED):
+            pass
+        if dist.get_rank():
+            return True, ""
+        lines = [line for line in said.getvalue().splitlines() if "rank" in line]
+        return len(lines) == STEPS // SAVED, lines[0] if lines else "no line"
+
+    def nan(self) -> tuple[bool, str]:
+        """A rate at which weights overflow."""
+        try:
+            with self.run("nan", DENSE, "bf16", lr=1e30):
+                return False, "the run went on"
+        except DlmBridgeError as error:
+            return "loss is nan" in str(error) or "not finite" in str(error) or "norm is" in str(error), str(error)
+
+    @contextlib.contextmanager
+    def run(
+        self, name: str, task: Task, precision: str, resume: bool = False, said: Any = None, **flags: Any
+    ) -> Iterator[Any]:
+        """The trainer of a whole run that has just ended."""
+        from rich.console import Console
+
+        from dlm_bridge.train.megatron import engine
+
+        config = self._config(name, task, precision, **flags)
+        if not resume and dist.get_rank() == 0:
+            shutil.rmtree(config.output, ignore_errors=True)
+        self._leave(config)
+        made: list[Any] = []
+
+        def assemble(*arguments: Any) -> Any:
+            made.append(original(*arguments))
+            return made[-1]
+
+        original, engine.assemble = engine.assemble, assemble
+        try:
+            console = Console(file=said, width=500) if said else Console(quiet=True)
+            engine.train(config, resume, console)
+            self.barrier()
+            yield made[0]
+        finally:
+            engine.assemble = original
+            self._closed(made)
+
+    @contextlib.contextmanager
+    def assembled(self, name: str, task: Task, precision: str, **flags: Any) -> Iterator[Any]:
+        """The trainer of a run as it is read back from its last checkpoint, before a step."""
+        from rich.console import Console
+
+        from dlm_bridge.train.megatron import checkpoints, engine
+
+        config = self._config(name, task, precision, **flags)
+        self._leave(config)
+        step, folder = checkpoints.newest(Path(config.output))
+        trainer = engine.assemble(config, Console(quiet=True), folder, step)
+        try:
+            yield trainer
+        finally:
+            self._closed([trainer])
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.bench.answers)
+
+    def _everywhere(self, mine: bool) -> bool:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine, group=self.bench.answers)
+        return all(every)
+
+    def _closed(self, made: list[Any]) -> None:
+        for trainer in made:
+            trainer.close()
+            if trainer.cpu_group is not dist.group.WORLD:
+                dist.destroy_process_group(trainer.cpu_group)
+
+    def _leave(self, config: Any) -> None:
+        from dlm_bridge.parallel import groups
+
+        self.barrier()
+        if not groups.fit(config.layout, config.context):
+            groups.destroy()
+
+    def _config(self, name: str, task: Task, precision: str, **flags: Any) -> Any:
+        usual: dict[str, Any] = {
+            "output": str(self.bench.root / name),
+            "steps": STEPS,
+            "save_interval": SAVED,
+            "eval_interval": 0,
+            "lr": 1e-3,
+            "adam_eps": 1e-8,
+            "clip_grad": 1.0,
+        }
+        return replace(self.bench.config(task, precision, {}), **{**usual, **flags})
+
+    def _back(self, output: Path) -> None:
+        """Make a run's checkpoint in the middle its newest."""
+        if dist.get_rank() == 0:
+            root = output / "checkpoints"
+            shutil.rmtree(root / f"iter_{STEPS:07d}")
+            (root / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+        self.barrier()
+
+    def _weights(self, trainer: Any) -> dict[str, torch.Tensor]:
+        from dlm_bridge.parallel.handover import stream_hf_weights
+
+        with trainer._without_gather():
+            return {name: tensor.cpu() for name, tensor in stream_hf_weights(trainer.source.bridge, trainer.chunks)}
+
+    def _exported(self, output: Path, live: dict[str, torch.Tensor]) -> str:
+        """What is wrong with `dlm-bridge export` and `verify` of a run's last checkpoint; nothing: ""."""
+        said = [""]
+        if dist.get_rank() == 0:
+            said = [self._export(output, live)]
+        dist.broadcast_object_list(said, group=self.bench.answers)
+        return said[0]
+
+    def _export(self, output: Path, live: dict[str, torch.Tensor]) -> str:
+        from safetensors import safe_open
+
+        folder = output / "exported"
+        root = Path(__file__).parents[1]
+        environment = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LOCAL_RANK")}
+        environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
+        checkpoints = str(output / "checkpoints")
+        for arguments in (["export", checkpoints, str(folder), "--overwrite"], ["verify", checkpoints]):
+            command = [sys.executable, "-m", "dlm_bridge.cli", *arguments]
+            ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if ended.returncode:
+                return f"dlm-bridge {arguments[0]}: {one_line(ended.stderr or ended.stdout)[-300:]}"
+        found: dict[str, torch.Tensor] = {}
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        if missing := found.keys() ^ live.keys():
+            return f"exported on one side only: {min(missing)}"
+        other = [name for name, tensor in live.items() if not torch.equal(found[name].to(tensor.dtype), tensor)]
+        return f"{len(other)} of {len(live)} exported tensors differ, the first {other[0]}" if other else ""
+
+
+def _losses(output: Path) -> Losses:
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def _apart(wanted: Losses, found: Losses) -> float:
+    if wanted.keys() != found.keys():
+        return float("inf")
+    return max(abs(found[step] - loss) / abs(loss) for step, loss in wanted.items())
+
+
+def _optimizer_state(trainer: Any) -> list[torch.Tensor]:
+    """Copies of a rank's masters and moments, in their own order."""
+    parts = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    found = []
+    for part in parts:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                moments = part.optimizer.state.get(parameter, {})
+                for tensor in (parameter, moments.get("exp_avg"), moments.get("exp_avg_sq")):
+                    if isinstance(tensor, torch.Tensor):
+                        local = getattr(tensor, "_local_tensor", tensor)
+                        found.append(local.detach().float().cpu().clone())
+    return found
+
+
+def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return bool(one) and len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _kill_after(metrics: Path, step: int) -> None:
+    """SIGKILL to this process once a run has written a step's figures."""
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
+        time.sleep(0.002)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
