@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from transformers import GenerationConfig
 
@@ -181,8 +182,11 @@ class DiffusionGenerationConfig(GenerationConfig):
 
 
 def merge_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` under transformers' names. Raises DlmBridgeError if two names of one setting are there and differ."""
-    merged = dict(values)
+    """`values` under transformers' names, numpy's numbers as Python's, so that they are saved and hashed like them.
+
+    Raises DlmBridgeError if two names of one setting are there and differ.
+    """
+    merged = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     for alias, name in ALIASES.items():
         value = merged.pop(alias, None)
         if value is not None:
@@ -193,15 +197,18 @@ def merge_names(values: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def check_values(values: Mapping[str, Any]) -> None:
-    """Raise DlmBridgeError for a sampler setting that is wrong by itself; None and other keys are let through."""
+def check_values(values: Mapping[str, Any], where: str = "") -> None:
+    """Raise DlmBridgeError for a sampler setting that is wrong by itself; None and other keys are let through.
+
+    `where` ends the message: " (the model's generation_config)".
+    """
     given = {name: value for name, value in values.items() if value is not None}
 
     def check(names: Iterable[str], fits: Callable[[Any], bool], wanted: str) -> None:
         for name in names:
             if name in given and not fits(given[name]):
                 shown = "gen_length (max_new_tokens)" if name == "max_new_tokens" else name
-                raise DlmBridgeError(f"{shown} must be {wanted}, not {given[name]!r}")
+                raise DlmBridgeError(f"{shown} must be {wanted}, not {given[name]!r}{where}")
 
     check(_ABOVE_ZERO, lambda value: _is_int(value) and value > 0, "a whole number above 0")
     check(_COUNTS, lambda value: _is_int(value) and value >= 0, "a whole number, 0 or above")
@@ -213,7 +220,7 @@ def check_values(values: Mapping[str, Any]) -> None:
     check(_FLAGS, lambda value: isinstance(value, bool), "True or False")
     for name, known in {"algorithm": tuple(ALGORITHMS), **_CHOICES}.items():
         if name in given and given[name] not in known:
-            raise DlmBridgeError(f"unknown {name} {given[name]!r}: known are {', '.join(known)}")
+            raise DlmBridgeError(f"unknown {name} {given[name]!r}: known are {', '.join(known)}{where}")
     eos_token_ids(given.get("eos_token_id"))
 
 

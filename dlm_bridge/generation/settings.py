@@ -137,7 +137,7 @@ def resolve(
     spec = _family(model)
     levels = _levels(model, generation_config, keywords)
     for level in levels:
-        check_values(level.values)
+        check_values(level.values, "" if level.where == KEYWORD else f" ({level.where})")
     kind = _algorithm(spec, levels)
     levels += _defaults(model, spec, kind)
     temperature = _temperature(levels)
@@ -387,7 +387,9 @@ def _refuse_unsupported(levels: list[_Level], temperature: float, kind: type[Alg
                 f"{STORED} has {name} {value!r}, which the published {kind.name} sampler does not read: ignored"
             )
             continue
-        raise DlmBridgeError(f"the {kind.name} sampler has no {name} ({where}: {value!r}): {_remedy(name, where)}")
+        raise DlmBridgeError(
+            f"the {kind.name} sampler has no {name} ({where}: {_shown(value)}): {_remedy(name, where)}"
+        )
 
 
 def _refuse_foreign(levels: list[_Level], kind: type[Algorithm]) -> None:
@@ -400,6 +402,12 @@ def _refuse_foreign(levels: list[_Level], kind: type[Algorithm]) -> None:
                 f"the {kind.name} sampler has no {name} ({where}: {value!r}): {_remedy(name, where)}; "
                 f"it has {', '.join(own)}"
             )
+
+
+def _shown(value: Any) -> str:
+    """A value as an error names it: models, processors and tensors by their class."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else type(value).__name__
 
 
 def _remedy(name: str, where: str | None) -> str:

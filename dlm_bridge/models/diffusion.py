@@ -207,10 +207,22 @@ class DiffusionLM:
         """Sample with the family's own algorithm; see `dlm_bridge.generation.generate` for every parameter."""
         return generate(self, inputs, generation_config=generation_config, **kwargs)
 
-    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
-        """Called by `from_pretrained`: generation_config.json, which transformers reads as its own class, as ours."""
-        super().adjust_generation_fn(*args, **kwargs)  # type: ignore[misc]
-        self.generation_config = DiffusionGenerationConfig.from_config(self.generation_config)
+    def adjust_generation_fn(
+        self, generation_config: Any, from_auto_class: Any, from_pipeline: Any, source: Any, **kwargs: Any
+    ) -> None:
+        """Called by `from_pretrained`: generation_config.json as our class.
+
+        transformers, reading it as its own, drops a sampler's parameters where the file says `_from_model_config`, and
+        would run a custom_generate/generate.py for `trust_remote_code=True`.
+        """
+        del kwargs["trust_remote_code"]
+        if generation_config is not None:
+            self.generation_config = DiffusionGenerationConfig.from_config(generation_config)
+        elif source is not None:
+            try:
+                self.generation_config = DiffusionGenerationConfig.from_pretrained(source, **kwargs)
+            except OSError:  # no such file: what old versions of transformers kept in config.json
+                self.generation_config = DiffusionGenerationConfig.from_config(self.generation_config)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers, under the Hub's tensor names and keys; the files that `auto_map` names come along, as

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -146,6 +147,19 @@ def test_refused_settings(model: Any, keywords: dict[str, Any], message: str) ->
     assert "\n" not in str(error.value)
 
 
+def test_a_refused_object_is_named_by_its_class(model: Any) -> None:
+    with pytest.raises(DlmBridgeError, match=r"has no assistant_model \(keyword argument: LLaDAModelLM\)") as error:
+        model.generate(prompts(1, 4), assistant_model=model)
+    assert "\n" not in str(error.value)
+
+
+def test_numpy_s_numbers_are_numbers(model: Any) -> None:
+    numbers = {"gen_length": 8, "temperature": 0.5, "seed": 3}
+    arrays = {"gen_length": np.int64(8), "temperature": np.float64(0.5), "seed": np.int32(3)}
+    assert torch.equal(model.generate(prompts(1, 4), **arrays), model.generate(prompts(1, 4), **numbers))
+    assert DiffusionGenerationConfig(**arrays) == DiffusionGenerationConfig(**numbers)
+
+
 def test_refused_sources(model: Any) -> None:
     with pytest.raises(DlmBridgeError, match=r"does not know 'stepz' \(generation_config\)"):
         settings(model, GenerationConfig(stepz=3))
@@ -154,6 +168,10 @@ def test_refused_sources(model: Any) -> None:
     with pytest.raises(DlmBridgeError, match=r"has no min_p \(the model's generation_config: 0.9\): pass min_p=None"):
         settings(with_stored(model, min_p=0.9), temperature=1.0)
     assert settings(with_stored(model, top_p=0.9)).algorithm.temperature == 0.0  # greedy: of no account
+    mistyped = with_stored(model)
+    mistyped.generation_config.steps = "4"
+    with pytest.raises(DlmBridgeError, match=r"steps must be .* above 0, not '4' \(the model's generation_config\)"):
+        settings(mistyped)
     inherited = with_stored(model, repetition_penalty=1.05)  # as in checkpoints made of Qwen2.5
     assert settings(inherited).algorithm == settings(model).algorithm
     with pytest.raises(DlmBridgeError, match="Linear is not a diffusion language model"):
@@ -279,3 +297,23 @@ def test_the_hub_s_own_settings_are_respected_and_kept(tmp_path: Path) -> None:
     }
     (folder / "generation_config.json").unlink()
     assert settings(load(folder)).eos_token_ids == (EOS,)  # config.json's
+
+
+def test_a_file_that_comes_of_config_json_keeps_a_sampler_s_parameters(tmp_path: Path) -> None:
+    """As Dream's own class writes it: transformers drops what it does not know from a file with this mark."""
+    folder = write_llada(tmp_path / "hub", n_layers=1)
+    hub = {"_from_model_config": True, "algorithm": "dream", "steps": 16, "alg": "entropy", "mask_token_id": None}
+    (folder / "generation_config.json").write_text(json.dumps(hub))
+    model = load(folder)
+    found = settings(model).algorithm
+    assert (found.name, found.steps, found.alg) == ("dream", 16, "entropy")
+    model.save_pretrained(tmp_path / "saved")
+    assert settings(load(tmp_path / "saved")).algorithm == found
+
+
+def test_custom_generate_is_never_run(tmp_path: Path) -> None:
+    folder = write_llada(tmp_path / "hub", n_layers=1)
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text("raise SystemExit('remote code was executed')\n")
+    model = load(folder, trust_remote_code=True)
+    assert model.generate(prompts(1, 4), gen_length=8, eos_token_id=None).shape == (1, 12)
