@@ -49,8 +49,8 @@ def flash_rows(
     if packed is not None:
         starts, longest = packed.cu_seqlens_q, int(packed.max_seqlen_q)
         return flash.flash_attention(query, key, value, scale, causal, starts, longest).flatten(1)
-    rows = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    return flash.flash_attention(*rows, scale, causal).transpose(0, 1).flatten(2)
+    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    return flash.flash_attention(q, k, v, scale, causal).transpose(0, 1).flatten(2)
 
 
 def _unfit(

@@ -107,8 +107,8 @@ def flash_of_whole_sequences(
     causal = bool(module.is_causal if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Under autocast values come from a product in half precision, and what was rotated is in fp32.
-    rows = (tensor.to(value.dtype).transpose(1, 2) for tensor in (query, key, value))
-    return flash.flash_attention(*rows, scale, causal), None
+    q, k, v = (tensor.to(value.dtype).transpose(1, 2) for tensor in (query, key, value))
+    return flash.flash_attention(q, k, v, scale, causal), None
 
 
 def sdpa_of_repeated_heads(
