@@ -22,7 +22,7 @@ GEN = 8
 def expected(model: Any, algorithm: str, row: list[int], mask: int) -> list[int]:
     bidirectional = samplers.bidirectional(model)
     block = getattr(model.config, "block_size", 4)
-    if algorithm in ("llada", "illada", "mdlm"):
+    if algorithm in ("llada", "difflm", "illada", "mdlm"):
         return published.sample(
             model, torch.tensor([row]), mask=mask, steps=GEN, gen_length=GEN, block_length=GEN
         )[0].tolist()  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 
 from dlm_bridge.generation import generate
 from tests.generation import published_samplers as published
+from tests.generation.scripted import Scripted
 from tests.generation.standin import MASK, StandIn, family, ragged
 
 LENGTHS = (5, 9, 1, 8)
@@ -66,6 +67,19 @@ def test_fast_dllm(shift: bool, rule: dict[str, float]) -> None:
     rows, found = sample(model, gen_length=18, block_length=6, **rule)
     for row, line in zip(rows, found, strict=True):
         assert line == published.fast_dllm(published.bidirectional(model), row, 18, MASK, block=6, **rule)
+
+
+def test_difflm_ranks_in_float64() -> None:
+    """Two positions that bfloat16 cannot tell apart: LLaDA's code takes the first one, MegaDLMs' the surer one."""
+    table = torch.zeros(2, 8, dtype=torch.bfloat16)
+    table[0, 1], table[1, 2] = 8.0, 8.0
+    table[0, 3] = 1.0  # costs less probability than bfloat16 shows
+    for algorithm, first in (("llada", 0), ("difflm", 1)):
+        result = generate(
+            Scripted(table), torch.zeros(1, 0, dtype=torch.long), algorithm=algorithm, gen_length=2, eos_token_id=None,
+            return_dict_in_generate=True, output_history=True,
+        )  # fmt: skip
+        assert result.history[0].settled[0].tolist() == [first == 0, first == 1]
 
 
 @pytest.mark.parametrize("algorithm", ["mdlm", "bd3lm"])

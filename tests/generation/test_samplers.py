@@ -19,6 +19,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "llada-random": (family(algorithm="llada"), {}, {"block_length": 6, "remasking": "random"}),
     "llada-threshold": (family(shift=True, algorithm="llada"), {}, {"block_length": 6, "threshold": 0.4}),
     "llada-factor": (family(algorithm="llada"), {}, {"block_length": 6, "factor": 1.0}),
+    "difflm": (family(algorithm="difflm"), {}, {"block_length": 6, "top_p": 0.9}),
     "illada": (family(algorithm="illada"), {}, {"block_length": 4, "cfg_scale": 0.5}),
     "mdlm": (family(algorithm="mdlm"), {}, {"block_size": 5, "steps": 7}),
     "bd3lm": (family(name="a2d_qwen3", algorithm="bd3lm"), {}, {"block_size": 5, "cfg_scale": 0.5}),

@@ -66,12 +66,15 @@ class LLaDA(Algorithm):
             suppress=_some_end(tokens.end_token_ids, "logits_eos_inf") if self.logits_eos_inf else (),
         )
 
+    def _confidence(self) -> Score:
+        return low_confidence
+
     def _rule(self, steps: int, tokens: Tokens) -> CommitRule:
         if self.threshold is not None and self.factor is not None:
             raise DlmBridgeError("threshold and factor are two rules for the same choice: give one of them")
         parallel = self.threshold is not None or self.factor is not None
         score: Score = (
-            random_order if self.remasking == "random" else precise_confidence if parallel else low_confidence
+            random_order if self.remasking == "random" else precise_confidence if parallel else self._confidence()
         )
         if self.confidence_eos_eot_inf:
             ends = tokens.end_token_ids + (() if self.eot_token_id is None else (self.eot_token_id,))

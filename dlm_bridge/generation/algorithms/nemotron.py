@@ -40,7 +40,7 @@ class Nemotron(Algorithm):
         check_blocks(self.gen_length, self.block_length)
         rule: CommitRule = Quota(low_confidence, partial(even, steps=self.block_length))
         if self.threshold is not None:
-            rule = Threshold(self.threshold)
+            rule = Threshold(self.threshold, low_confidence)
         return Recipe(
             layout=Layout(self.block_length),
             rule=rule,

@@ -16,6 +16,6 @@ SPEC = FamilySpec(
     initialisation="dlm_bridge.models.initialisation:normal",
     auto_classes=(),
     objective="masked_fraction",
-    sampler={"algorithm": "llada", "gen_length": 256, "block_length": 256},
+    sampler={"algorithm": "difflm"},
     checked_against="the public modeling_dlm.py of MegaDLMs",
 )
