@@ -55,7 +55,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
     from megatron.core.transformer.utils import is_layer_window_attention
     from megatron.core.utils import unwrap_model
 
@@ -84,6 +84,7 @@ __all__ = [
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
     "concentration_factor",
     "copy_to_tensor_model_parallel_region",
     "dequantize_fp8_tensor",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from dlm_bridge.parallel.core import (
     tensor_parallel_layers,
 )
 from dlm_bridge.parallel.fused.attention import fuses_heads, rotary_table
+from dlm_bridge.parallel.last_layer import LastLayer, rows_at
 from dlm_bridge.parallel.output import Chosen, Shard, chosen_loss
 from dlm_bridge.parallel.query_scaling import scales_queries, with_query_scale
 from dlm_bridge.parallel.rotary import rotary_angles
@@ -62,6 +63,8 @@ class LiveModel(GPTModel):
                 raise DlmBridgeError(f"{setting} would be ignored ({reason}): leave it off")
         if self.post_process:
             OutputLayer.take_over(self.output_layer, vocab)
+            for layer in self.decoder.layers[-1:]:
+                LastLayer.take_over(layer, self.config)
 
     def forward(
         self,
@@ -83,14 +86,21 @@ class LiveModel(GPTModel):
             logits: [B, S, V / tp] fp32 of every position, -inf at padded columns.
             loss, sums: with `chosen`; see `output.chosen_loss`.
         """
-        hidden_SBH = super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
+        early = chosen is not None and len(chosen.positions) > 0 and self._takes_positions()
+        with self.decoder.layers[-1].at(chosen.positions) if early else nullcontext():
+            hidden_SBH = super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
         if not self.post_process:
             return hidden_SBH
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if chosen is not None:
-            return self.output_layer(hidden_SBH, weight, chosen=chosen)
+            return self.output_layer(hidden_SBH, weight, chosen=chosen, whole=not early)
         logits_SBV, _ = self.output_layer(hidden_SBH, weight)
         return logits_SBV.transpose(0, 1).contiguous().float()
+
+    def _takes_positions(self) -> bool:
+        """Whether the last layer here gives hidden states of chosen positions only."""
+        layers = self.decoder.layers
+        return self.post_process and len(layers) > 0 and isinstance(layers[-1], LastLayer)
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """megatron-core's embedding and rotary angles, but the angles of the positions that were given."""
@@ -149,15 +159,17 @@ class OutputLayer(ColumnParallelLinear):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
         chosen: Chosen | None = None,
+        whole: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As megatron-core's, with -inf at padded columns; with `chosen` the loss and its sums, as `chosen_loss`.
 
-        `input_` is [S, B, H], under sequence parallelism of this rank's positions only.
+        `input_` is [S, B, H], under sequence parallelism of this rank's positions only; if not `whole`, [M, 1, H] of
+        the chosen ones.
         """
         if chosen is None:
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
-        hidden_MH = self._rows(input_, chosen.positions)
+        hidden_MH = self._rows(input_, chosen.positions if whole else None)
         return chosen_loss(hidden_MH, weight, chosen, self.shard, self.accumulates)
 
     def _forward_impl(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -167,16 +179,13 @@ class OutputLayer(ColumnParallelLinear):
             logits = torch.nn.functional.pad(logits[..., :-padding], (0, padding), value=-torch.inf)
         return logits
 
-    def _rows(self, hidden_SBH: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
-        """[M, H] of the positions b * S + s; the gradients of the tensor parallel ranks are summed."""
-        if self.sequence_parallel:
-            hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=self.tp_group)
-        length, batch, size = hidden_SBH.shape
-        if batch > 1:
-            positions_M = positions_M % length * batch + positions_M // length
-        hidden_MH = hidden_SBH.reshape(-1, size).index_select(0, positions_M)
-        if self.sequence_parallel:  # the gather's backward has summed
-            return hidden_MH
+    def _rows(self, hidden_SBH: torch.Tensor, positions_M: torch.Tensor | None) -> torch.Tensor:
+        """[M, H] of the positions b * S + s (None: these they are); the gradients of the tensor parallel ranks are
+        summed."""
+        if self.sequence_parallel:  # the gather's backward sums
+            assert positions_M is not None
+            return rows_at(gather_from_sequence_parallel_region(hidden_SBH, group=self.tp_group), positions_M)
+        hidden_MH = hidden_SBH.flatten(0, 1) if positions_M is None else rows_at(hidden_SBH, positions_M)
         return copy_to_tensor_model_parallel_region(hidden_MH, group=self.tp_group)
 
 
