@@ -38,7 +38,7 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import layers as tensor_parallel_layers
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, param_is_not_tensor_parallel_duplicate
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
@@ -48,7 +48,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.module import MegatronModule, param_is_not_shared
     from megatron.core.transformer.moe.moe_utils import track_moe_metrics
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
@@ -106,6 +106,8 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "multi_latent_attention",
     "parallel_state",
+    "param_is_not_shared",
+    "param_is_not_tensor_parallel_duplicate",
     "tensor_parallel_layers",
     "track_moe_metrics",
     "unwrap_model",

@@ -85,7 +85,7 @@ def test_heads_are_split_normalised_and_rotated(
 
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
 def test_adam_clips_and_rounds(half: torch.dtype | None) -> None:
-    from dlm_bridge.parallel.fused.adam import Adam, adam_step
+    from dlm_bridge.parallel.fused.update import Adam, adam_step
 
     torch.manual_seed(0)
     weight = torch.randn(5001, device=DEVICE)
@@ -105,32 +105,61 @@ def test_adam_clips_and_rounds(half: torch.dtype | None) -> None:
         assert DEVICE == "cpu" or torch.equal(rounded, weight.to(rounded.dtype))
 
 
-def test_megatron_cores_step_is_taken_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Transformer Engine's state, which a checkpoint then has; both ways of keeping masters."""
+def test_gradient_descent_clips_and_rounds() -> None:
+    from dlm_bridge.parallel.fused.update import gradient_step
+
+    weight, gradient = torch.randn(5001, device=DEVICE), torch.randn(5001, device=DEVICE).bfloat16()
+    share, rounded = torch.tensor(0.3, device=DEVICE), torch.empty_like(gradient)
+    expected = weight.double() - 0.01 * (share * gradient.double() + 0.1 * weight.double())
+    gradient_step(weight, gradient, rounded, share, 0.01, 0.1)
+    assert distance(weight, expected) < 1e-6
+    assert distance(rounded, expected) < 4e-3
+
+
+@pytest.mark.parametrize("adam", [True, False])
+def test_megatron_cores_step_is_taken_by_the_kernels(adam: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Transformer Engine's state, which a checkpoint then has, and straight from the model's gradients."""
     pytest.importorskip("megatron.core")
-    from dlm_bridge.train.megatron import adam
+    from dlm_bridge.train.megatron import update
 
-    monkeypatch.setattr(adam, "available", lambda: True)
-    model = torch.randn(6, 5, device=DEVICE).bfloat16()
-    master = model.float().requires_grad_()
-    master.grad = torch.randn_like(master)
-    expected = master.detach().clone().requires_grad_()
-    expected.grad = master.grad * 0.5
-    torch.optim.AdamW([expected], lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1).step()
+    monkeypatch.setattr(update, "available", lambda: True)
+    model, alone = torch.randn(6, 5, device=DEVICE).bfloat16(), torch.randn(4, device=DEVICE)
+    master = model.float()
+    model.main_grad, alone.main_grad = torch.randn_like(model), torch.randn_like(alone)  # type: ignore[attr-defined]
+    expected = [x.detach().double().requires_grad_() for x in (master, alone)]
+    for one, gradient in zip(expected, (model.main_grad, alone.main_grad), strict=True):  # type: ignore[attr-defined]
+        one.grad = gradient.double() * 0.5
+    if adam:
+        torch.optim.AdamW(expected, lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1).step()
+    else:
+        torch.optim.SGD(expected, lr=0.01, weight_decay=0.1).step()
 
-    inner = FusedAdam([master])
-    part = SimpleNamespace(optimizer=inner, float16_groups=[[model]], fp32_from_float16_groups=[[master]])
-    part._copy_main_params_to_model_params = lambda: pytest.fail("rounded twice")
-    assert adam.fuses(part)
-    with adam.clipping(part, torch.full((1,), 0.5, device=DEVICE)):
+    inner = (FusedAdam if adam else FusedSGD)([master, alone])
+    part = SimpleNamespace(
+        optimizer=inner,
+        float16_groups=[[model]],
+        fp32_from_float16_groups=[[master]],
+        fp32_from_fp32_groups=[[alone]],
+        grad_scaler=None,
+        prepare_grads=lambda: pytest.fail("gradients were copied"),
+        _copy_main_params_to_model_params=lambda: pytest.fail("rounded twice"),
+    )
+    found = update.Update.of(part)
+    assert found is not None
+    assert not found.prepare_grads()
+    with found.clipping(torch.tensor(0.5, device=DEVICE)):
         part.optimizer.step()
         part._copy_main_params_to_model_params()
-    assert distance(master, expected.double()) < 1e-6
-    assert distance(model, expected.double()) < 4e-3
-    assert inner.param_groups[0]["step"] == 1
-    assert inner.state[master]["exp_avg"].any()
-    inner.capturable = True
-    assert not adam.fuses(part)
+    assert distance(master, expected[0]) < 1e-6
+    assert distance(alone, expected[1]) < 1e-6
+    assert distance(model, expected[0]) < 4e-3
+    if adam:
+        assert inner.param_groups[0]["step"] == 1
+        assert inner.state[master]["exp_avg"].any()
+        inner.capturable = True
+    else:
+        inner.param_groups[0]["momentum"] = 0.9
+    assert update.Update.of(part) is None
 
 
 class FusedAdam:
@@ -148,6 +177,15 @@ class FusedAdam:
 
     def step(self) -> None:
         pytest.fail("its own step was taken")
+
+
+class FusedSGD(FusedAdam):
+    """So of its gradient descent."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        group = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
+        self.param_groups = [{"params": parameters, **group}]
+        self.state = defaultdict(dict)
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dlm_bridge.parallel import platform
-from dlm_bridge.train.megatron.adam import clipping, fuses
+from dlm_bridge.train.megatron.update import Update
 
 # megatron-core keeps these gradients elsewhere than in `grad`, or the state on the CPU: its own step then.
 SPECIAL = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
@@ -27,32 +27,34 @@ def clipped_step(optimizer: Any, max_norm: float, special: bool = False) -> tupl
     if special or any(getattr(optimizer.config, name) for name in SPECIAL):
         updated, norm, _ = optimizer.step()
         return updated, torch.tensor(float("inf") if norm is None else float(norm))
-    if optimizer.prepare_grads():
-        return False, torch.tensor(float("inf"))
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    norm = gradient_norm(parts)
+    updates = [Update.of(part) for part in parts]
+    # All of them, whatever the first says: each has gradients to prepare.
+    overflowed = [(update or part).prepare_grads() for update, part in zip(updates, parts, strict=True)]
+    if any(overflowed):
+        return False, torch.tensor(float("inf"))
+    norm = gradient_norm(parts, updates)
     share = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
-    with contextlib.ExitStack() as stack:
-        apart = []  # whose gradients are clipped before their step
-        for part in parts:
-            if fuses(part):
-                stack.enter_context(clipping(part, share))
+    with ExitStack() as clipping:
+        gradients = []  # which are clipped before the step
+        for part, update in zip(parts, updates, strict=True):
+            if update is None:
+                gradients += [p.grad for p in part.get_parameters() if p.grad is not None]
             else:
-                apart.append(part)
-        gradients = [p.grad for part in apart for p in part.get_parameters() if p.grad is not None]
+                clipping.enter_context(update.clipping(share))
         if gradients and max_norm and (sum(g.nbytes for g in gradients) <= MOST or norm > max_norm):
             torch._foreach_mul_(gradients, share)
         return optimizer.step_with_ready_grads(), norm
 
 
-def gradient_norm(parts: list[Any]) -> torch.Tensor:
+def gradient_norm(parts: list[Any], updates: list[Update | None]) -> torch.Tensor:
     """The global norm of the gradients of megatron-core optimizers, each summed over its own ranks, a scalar."""
     total: torch.Tensor | None = None
-    for part in parts:
+    for part, update in zip(parts, updates, strict=True):
         group = part.get_grad_stats_parallel_group()
-        gradients = part.get_main_grads_for_grad_norm()
+        gradients = (update or part).get_main_grads_for_grad_norm()
         if gradients:
-            squares = torch.stack(torch._foreach_norm(gradients)).float().square().sum()
+            squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square().sum()
         else:  # a rank without a part of it still takes part in the sum
             squares = torch.zeros((), device=platform.current().device())
         dist.all_reduce(squares, group=group)
