@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from benchmarks.layouts_transport import NAME, register
 from tests.processes import work
@@ -25,6 +26,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
         ("deals", deals),
         ("a ring", ring),
         ("objects", objects),
+        ("a mesh of groups", mesh),
         ("a group of some, closed", some),
     )
 
@@ -117,6 +119,17 @@ def objects() -> None:
     said = ["first" if rank == 0 else None]
     dist.broadcast_object_list(said)
     assert said == ["first"]
+
+
+def mesh() -> None:
+    """As Megatron FSDP makes one, of groups that are there."""
+    world = dist.get_world_size()
+    alone = [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
+    ranks = [[rank] for rank in range(world)]
+    found = DeviceMesh.from_group([dist.group.WORLD, alone], "cpu", mesh=ranks, mesh_dim_names=("dp", "tp"))
+    rows = DTensor.from_local(torch.full((2, 3), float(dist.get_rank())), found["dp"], [Shard(0)])
+    assert rows.full_tensor()[::2, 0].tolist() == list(range(world))
+    assert rows.device_mesh.get_group().size() == world
 
 
 def some() -> None:
