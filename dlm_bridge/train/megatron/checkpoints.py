@@ -184,7 +184,8 @@ class Saver:
             key: chunk.sharded_state_dict(metadata=metadata)
             for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True)
         }
-        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        with optimizer_state.packed_places(self.optimizer):
+            optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         return {**model, optimizer_state.SAVED: optimizer}
 
     def _publish(self, hidden: Path, folder: Path, step: int) -> None:

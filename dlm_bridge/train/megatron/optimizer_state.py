@@ -7,7 +7,8 @@ in groups, which are told apart by how they decay and by whether they are of exp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
@@ -16,6 +17,37 @@ from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase
 SAVED, WANTED = "optimizer", "wanted_optimizer"  # keys in a checkpoint, and of what is asked of it
 _EXPERTS = "is_expert_parallel"
 _KINDS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # what else tells megatron-core's groups apart
+
+
+@contextlib.contextmanager
+def packed_places(optimizer: Any) -> Iterator[None]:
+    """While this lasts, the optimizer's buffers name each parameter's place as if nothing were between their buckets.
+
+    megatron-core 0.16.1 gathers the state of a sharded optimizer without the padding that ends each bucket, and cuts
+    out the parameters at their places with it: after the first padding each would be saved with a neighbour's weights
+    and moments (`DistributedOptimizer.sharded_param_state_fully_reshardable`, where a warning tells of the last one).
+    """
+    buffers = [buffer for part in optimizer.chained_optimizers for buffer in getattr(part, "buffers", [])]
+    places = [buffer.param_index_map for buffer in buffers]
+    try:
+        for buffer in buffers:
+            buffer.param_index_map = _without_padding(buffer)
+        yield
+    finally:
+        for buffer, known in zip(buffers, places, strict=True):
+            buffer.param_index_map = known
+
+
+def _without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Each parameter's (start, end, bucket) in the buffer's elements, less what pads the buckets before its own."""
+    padding, seen = [], 0
+    for bucket in buffer.buckets:
+        padding.append(seen)
+        seen += bucket.grad_data.numel() - bucket.numel_unpadded
+    return {
+        parameter: (start - padding[number], end - padding[number], number)
+        for parameter, (start, end, number) in buffer.param_index_map.items()
+    }
 
 
 def request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:
