@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.mapping import Link
 from dlm_bridge.convert.pool import run_tasks, worker_count
 from dlm_bridge.parallel.core import unwrap_model
+from dlm_bridge.parallel.fsdp import Held, held, original
 from dlm_bridge.parallel.weights import link_bytes, live_tensors, places, shard_of
 
 
@@ -30,20 +32,22 @@ def start_masters(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoint)
     """Set the masters of a rank's wrapped chunks to the values in `checkpoint`, from which the chunks were loaded.
 
     Read are only tensors that are stored in another dtype than the parameters', of which this rank has masters.
-    Megatron FSDP and megatron-core's precision-aware optimizer keep theirs elsewhere: those begin with the rounded
-    values.
+    megatron-core's precision-aware optimizer keeps its own elsewhere: those begin with the rounded values.
     """
-    masters = dict(_masters(optimizer))
+    sharded = chunks[0].ddp_config.use_megatron_fsdp
+    live = live_tensors([chunk.module.module for chunk in chunks] if sharded else unwrap_model(list(chunks)))
+    masters = dict(_fsdp_masters(chunks, live) if sharded else _masters(optimizer))
     if not masters:
         return
-    live = live_tensors(unwrap_model(list(chunks)))
     tasks = []
     for link in checkpoint.links:
         targets = [live[name] for name in places(link) if name in live and live[name] in masters]
         stored = {checkpoint.spec(name)[0] for name in link.hub_names}
-        targets = [target for target in targets if stored != {target.dtype} and masters[target].values.numel()]
+        targets = [
+            target for target in targets if stored != {original(target).dtype} and masters[target].values.numel()
+        ]
         if targets:
-            pairs = [(target, masters[target]) for target in targets]
+            pairs = [(original(target), masters[target]) for target in targets]
             tasks.append((link_bytes(checkpoint, link), partial(_start, checkpoint, link, pairs)))
     run_tasks(tasks, worker_count(None))
     for part in optimizer.chained_optimizers:
@@ -63,6 +67,18 @@ def _masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, Master]]:
             for parameters, wholes in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
                 for parameter, whole in zip(parameters, wholes, strict=True):
                     yield parameter, Master(whole.view(-1), 0)
+
+
+def _fsdp_masters(chunks: Sequence[Any], live: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, Master]]:
+    """Megatron FSDP's optimizer updates fp32 rows in place of the parameters, as whose they are known to the model."""
+    parts: dict[int, Held] = {}
+    for chunk in chunks:
+        for part in held(chunk):
+            parts |= {id(part.parameter): part, id(original(part.parameter)): part}
+    for tensor in live.values():
+        part = parts.get(id(tensor))
+        if part is not None and (rows := part.parameter._local_tensor.detach()).dtype == torch.float32:
+            yield tensor, Master(rows.view(-1), part.start * prod(part.part[1:]))
 
 
 @torch.no_grad()

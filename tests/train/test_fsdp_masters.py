@@ -1,0 +1,65 @@
+"""The fp32 rows that Megatron FSDP's optimizer updates begin with what the source stores, not with its rounding. FSDP
+itself needs GPUs: here its parameters are stood in for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlm_bridge import Bridge, Layout
+from tests.interop.cases import models
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    """One process, on CPU."""
+    from dlm_bridge.parallel import groups
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+        groups.initialize(Layout())
+        yield
+        groups.destroy()
+        dist.destroy_process_group()
+
+
+class Chunk:
+    """What FSDP's wrapper shows of one of several data parallel ranks: fp32 rows of each parameter."""
+
+    ddp_config = SimpleNamespace(use_megatron_fsdp=True)
+
+    def __init__(self, model: Any, rank: int, ranks: int) -> None:
+        named = []
+        for name, parameter in model.named_parameters():
+            first, last = (len(parameter) * number // ranks for number in (rank, rank + 1))
+            row = parameter[0].numel()
+            rows = parameter.detach()[first:last].float().clone()
+            part = slice(first * row, last * row)
+            named.append((name, SimpleNamespace(orig_param=parameter, megatron_fsdp_slice=part, _local_tensor=rows)))
+        self.param_and_grad_buffer = SimpleNamespace(optimizer_named_parameters=named)
+        self.module = SimpleNamespace(module=model)
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        return {name: held._local_tensor for name, held in self.param_and_grad_buffer.optimizer_named_parameters}
+
+
+@pytest.mark.parametrize("name", ["gqa", "llada_moe"])
+def test_masters_begin_with_what_the_source_stores(name: str, tmp_path: Path) -> None:
+    from dlm_bridge.parallel.masters import start_masters
+
+    models()[name].write(tmp_path)
+    bridge = Bridge.from_hf(tmp_path)
+    (exact,) = bridge.build_megatron_model(Layout(), torch.float32)
+    (model,) = bridge.build_megatron_model(Layout(), torch.bfloat16)
+    optimizer = SimpleNamespace(chained_optimizers=[])
+    for rank in range(3):
+        chunk, wanted = Chunk(model, rank, 3), Chunk(exact, rank, 3).rows()
+        assert not all(torch.equal(rows, wanted[key]) for key, rows in chunk.rows().items())
+        start_masters([chunk], optimizer, bridge.checkpoint)
+        assert [key for key, rows in chunk.rows().items() if not torch.equal(rows, wanted[key])] == []
