@@ -183,6 +183,10 @@ class Runs:
         if self.bench.on_cpu:  # where there is no FSDP the rest can be tried
             killed = {}
         else:
+            for task in (DENSE, EXPERTS):
+                found[f"fsdp optim_grads_params, {task.model}: masters begin unrounded"] = self._bound(
+                    self.begun, task
+                )
             for strategy in STRATEGIES:
                 found[f"fsdp {strategy}: resumed, exported"] = self._bound(self.resumed, DENSE, fsdp=strategy)
             found["fsdp optim_grads_params with experts: resumed, exported"] = self._bound(
@@ -206,6 +210,25 @@ class Runs:
 
     def _bound(self, check: Callable[..., tuple[bool, str]], *arguments: Any, **flags: Any) -> Callable[..., Any]:
         return lambda: check(*arguments, **flags)
+
+    def begun(self, task: Task) -> tuple[bool, str]:
+        """What Megatron FSDP's optimizer begins with, in a run whose weights are bf16 and whose source is fp32."""
+        from dlm_bridge.parallel.fsdp import whole
+        from dlm_bridge.parallel.weights import live_tensors, places, shard_of
+
+        with self.assembled("begun", task, "bf16", fsdp=STRATEGIES[-1]) as trainer:
+            live = live_tensors([trainer.chunks[0].module.module])
+            checkpoint = trainer.source.bridge.checkpoint
+            count, other = 0, []
+            for link in checkpoint.links:
+                for name in (name for name in places(link) if name in live):
+                    found = whole(live[name]).cpu()
+                    wanted = shard_of(link, link.to_megatron(checkpoint.read_link(link)), found)
+                    count += 1
+                    if not torch.equal(found[: len(wanted)], wanted):
+                        other.append(name)
+        equal = "all equal the source's fp32 to the bit" if not other else f"{len(other)} differ, the first {other[0]}"
+        return count > 0 and not other, f"{count} masters: {equal}"
 
     def resumed(self, task: Task, **flags: Any) -> tuple[bool, str]:
         """A run; what its last checkpoint is read back as, and exported as; and the run again from its middle."""
@@ -336,7 +359,7 @@ class Runs:
 
     @contextlib.contextmanager
     def assembled(self, name: str, task: Task, precision: str, **flags: Any) -> Iterator[Any]:
-        """The trainer of a run as it is read back from its last checkpoint, before a step."""
+        """The trainer of a run as it is read back from its last checkpoint if it has one, before a step."""
         from rich.console import Console
 
         from dlm_bridge.train.megatron import checkpoints, engine
