@@ -31,7 +31,8 @@ def open_megatron(
         raise DlmBridgeError("give --like or --hf-config, not both")
     megatron = is_megatron(root)
     if not megatron and dcp_folder(root) is None:
-        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no latest_checkpointed_iteration.txt")
+        runs = f" (a training run's are in {root / 'checkpoints'})" if (root / "checkpoints").is_dir() else ""
+        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no latest_checkpointed_iteration.txt{runs}")
     twin = None if like is None else open_hub(os.fspath(like), family=family)
     hub = None if twin is None else hub_side_like(twin)
     if hf_config is not None:

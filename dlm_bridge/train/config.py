@@ -125,7 +125,7 @@ class TrainConfig(AccelerateOptions, MegatronOptions):
         None, "flash: FlashAttention 4. Of --engine accelerate: sdpa, eager, ...; of megatron: auto, fused, unfused."
     )
     compile: bool | None = option(None, "Of --engine accelerate: compile the decoder layers; so on a GPU.")
-    gradient_checkpointing: bool = option(False, "Recompute activations to save memory.")
+    gradient_checkpointing: bool = option(False, "Of --engine accelerate: recompute activations to save memory.")
 
     def __post_init__(self) -> None:
         _check(self)
@@ -302,6 +302,8 @@ def _check(config: TrainConfig) -> None:
         _split_schedule(config.block_schedule, config.seq_length)
     if config.compile is not None and config.engine != "accelerate":
         raise DlmBridgeError("--compile and --no-compile need --engine accelerate: megatron-core has its own kernels")
+    if config.gradient_checkpointing and config.engine != "accelerate":
+        raise DlmBridgeError("--gradient-checkpointing needs --engine accelerate: megatron-core's is --recompute full")
     config.accumulation(processes=1)
     check_accelerate_options(config, config.engine, config.precision)
     check_megatron_options(config, config.engine, config.precision)

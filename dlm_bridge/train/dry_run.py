@@ -183,6 +183,7 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
         optimizer="adamw",
         distributed_optimizer=False,
         recompute=recompute,
+        gradient_checkpointing=False,
         fsdp="optim_grads_params" if config.shards else None,
         **own,
     )

@@ -98,6 +98,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"lr_schedule": "wsd"}, "--lr-schedule 'wsd' is unknown: known are cosine, linear, constant"),
         ({"precision": "fp8", "lora_rank": 4, "lora_quantize": "4bit"}, "--lora-quantize with --precision fp8"),
         ({"compile": True, "engine": "megatron"}, "--compile and --no-compile need --engine accelerate"),
+        ({"gradient_checkpointing": True, "engine": "megatron"}, "megatron-core's is --recompute full"),
         ({"engine": "deepspeed"}, "--engine 'deepspeed' is unknown"),
         ({"split": "90,10"}, "--split '90,10' must be three shares"),
         ({"split": "0,1,0"}, "--split '0,1,0' must be three shares"),
