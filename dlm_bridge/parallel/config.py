@@ -56,11 +56,6 @@ def model_config(
     parallel.check(dims, layout)
     if mapping.hub_only:
         raise DlmBridgeError(f"megatron-core cannot hold this model: {mapping.hub_only}")
-    if dims.mtp:
-        raise DlmBridgeError(
-            f"the Megatron engine builds no multi-token prediction layers, and this checkpoint has {dims.mtp}: "
-            "save it through transformers, which leaves them out"
-        )
     described = mapping.transformer(config)
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
     known = {field.name for field in fields(kind)}

@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine) that it does without
     from megatron.core import __version__ as version
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
     from megatron.core.dist_checkpointing.serialization import (
         get_default_load_sharded_strategy,
         get_default_save_sharded_strategy,
@@ -80,6 +80,7 @@ __all__ = [
     "OptimizerConfig",
     "SelfAttention",
     "ShardedBase",
+    "ShardedTensor",
     "StrictHandling",
     "TopKRouter",
     "TransformerBlockSubmodules",

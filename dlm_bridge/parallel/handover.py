@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dlm_bridge.convert.mapping import Link
+from dlm_bridge.convert.mapping import Carried, Link
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import parallel_state
@@ -36,23 +36,32 @@ def stream_hf_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[str
     Collective: every rank iterates to the end, and every rank gets every tensor, on the model's device and in the
     model's dtype. At most one tensor is gathered at a time, and what is yielded is a copy. `megatron_model` is this
     rank's chunks (a GPTModel or a list, wrapped for data parallelism or not). Padded vocabulary rows are left out.
-    Raises DlmBridgeError where the model and the mapping do not cover each other.
+    What the live model does not have (carried tensors, multi-token prediction layers) comes last, as the bridge's
+    source has it. Raises DlmBridgeError where the model and the mapping do not cover each other.
     """
+    yield from stream_live_weights(bridge, megatron_model)
+    for link in bridge.checkpoint.links:
+        if link.is_mtp:
+            yield from zip(link.hub_names, bridge.checkpoint.read_link(link), strict=True)
+    for name, entry in _carried(bridge).items():
+        if not entry.copy_of:
+            yield name, bridge.read(name)
+
+
+@torch.no_grad()
+def stream_live_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """`stream_hf_weights` without what the live model does not have: nothing is read."""
     chunks = list(megatron_model) if isinstance(megatron_model, Sequence | torch.nn.ModuleList) else [megatron_model]
     gather = _Gather(unwrapped(chunks))
-    links = list(bridge.mapping.links(bridge.dims))
+    links = _live_links(bridge)
     gather.check(links, tied=bridge.dims.tied)
-    hub_names = set(bridge.hub_names())
-    carried = {name: entry for name, entry in bridge.mapping.carried_names(bridge.dims).items() if name in hub_names}
+    carried = _carried(bridge)
     for link in links:
         for name, tensor in zip(link.hub_names, link.to_hub(gather(link)), strict=True):
             yield name, tensor.contiguous()
             for copy, entry in carried.items():
                 if entry.copy_of == name:
                     yield copy, tensor.contiguous()
-    for name, entry in carried.items():
-        if not entry.copy_of:
-            yield name, bridge.read(name)
 
 
 @torch.no_grad()
@@ -65,7 +74,7 @@ def refresh_hf_model(bridge: Bridge, hf_model: PreTrainedModel, megatron_model: 
     writer = HubWriter(hf_model)
     wanted = {
         name: shape
-        for link in bridge.mapping.links(bridge.dims)
+        for link in _live_links(bridge)
         for name, shape in zip(link.hub_names, link.hub_shapes, strict=True)
     }
     for name, shape in wanted.items():
@@ -75,9 +84,19 @@ def refresh_hf_model(bridge: Bridge, hf_model: PreTrainedModel, megatron_model: 
             raise DlmBridgeError(f"{name} has shape {writer.shapes[name]} in the Hub model, but {shape} here")
     if extra := sorted(writer.shapes.keys() - wanted.keys() - bridge.mapping.carried_names(bridge.dims).keys()):
         raise DlmBridgeError(f"{extra[0]}: the Hub model has this tensor, but the mapping does not know it")
-    for name, tensor in stream_hf_weights(bridge, megatron_model):
+    for name, tensor in stream_live_weights(bridge, megatron_model):
         if name in wanted:
             writer.write(name, tensor)
+
+
+def _live_links(bridge: Bridge) -> list[Link]:
+    """Those of a live model, which has no multi-token prediction layers, nor has transformers' model."""
+    return [link for link in bridge.mapping.links(bridge.dims) if not link.is_mtp]
+
+
+def _carried(bridge: Bridge) -> dict[str, Carried]:
+    names = set(bridge.hub_names())
+    return {name: entry for name, entry in bridge.mapping.carried_names(bridge.dims).items() if name in names}
 
 
 class _Gather:

@@ -24,8 +24,6 @@ def buildable(family: str, config: dict[str, Any]) -> bool:
     from dlm_bridge.parallel.config import model_config
 
     mapping = family_by_name(family).load("mapping")
-    # As transformers saves them: it leaves prediction layers out, which the engine's refusal tells users to do.
-    config = {name: value for name, value in config.items() if "nextn" not in name}
     try:
         model_config(mapping, config, mapping.dims(config), Layout(), torch.float32)
     except DlmBridgeError:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dlm_bridge.train.data import IndexedWriter, token_dtype
 from tests.checkpoints import write_tokenizer
-from tests.interop.cases import Model, models
+from tests.interop.cases import PREDICTING, Model, models
 
 LENGTH, SAMPLES, MASK, TOKENS = 16, 4, 99, 97  # tokens a row, rows a step, the mask token, the data's vocabulary
 
@@ -166,14 +166,16 @@ class Files:
         return self.root / f"reference_{row}.pt"
 
     def __getattr__(self, name: str) -> Path:
-        """Inputs that do not fit: data (tiny, damaged, foreign, more) and models (one_head, three_layers, bare)."""
-        if name not in ("tiny", "damaged", "foreign", "more", "one_head", "three_layers", "bare"):
+        """Inputs that do not fit: data (tiny, damaged, foreign, more) and models (one_head, three_layers, bare); and
+        a model that predicts more than one token (predicting)."""
+        if name not in ("tiny", "damaged", "foreign", "more", "one_head", "three_layers", "bare", "predicting"):
             raise AttributeError(name)
         return self.root / "inputs" / name
 
     def write(self) -> None:
         for name, subject in SUBJECTS.items():
             subject.build().write(self.hub(name))
+        models()[PREDICTING].write(self.predicting)
         self.tokenizer.mkdir()
         write_tokenizer(self.tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast"})
         _write_pair(self.corpus, 60)

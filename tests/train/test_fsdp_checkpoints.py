@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from tests.convert.helpers import hub_tensors, same
-from tests.interop.cases import models
+from tests.interop.cases import PREDICTING, models
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,15 +70,17 @@ class Key:
         self.__dict__.update(vars(held))
 
 
-@pytest.mark.parametrize("name", ["gqa", "llada_moe", "llada2_moe"])
+@pytest.mark.parametrize("name", ["gqa", "llada_moe", "llada2_moe", PREDICTING])
 def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
-    from dlm_bridge.train.megatron import fsdp_checkpoints
+    from dlm_bridge.train.megatron import carried_layers, fsdp_checkpoints
 
     hub, folder = tmp_path / "hub", tmp_path / "iter_0000007"
     models()[name].write(hub)
-    (model,) = Bridge.from_hf(hub).build_megatron_model(Layout())
+    bridge = Bridge.from_hf(hub)
+    (model,) = bridge.build_megatron_model(Layout())
     whole = Rank(model, 0, 1)
-    fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, whole, whole.optimizer)
+    share = carried_layers.read_share(bridge.checkpoint)
+    fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, whole, whole.optimizer, share)
 
     for rank in range(3):
         wanted, found = Rank(model, rank, 3), Rank(model, rank, 3, fill=-1.0)
@@ -104,7 +106,7 @@ def test_another_tensor_parallel_size_is_refused(tmp_path: Path, monkeypatch: py
     models()["gqa"].write(tmp_path / "hub")
     (model,) = Bridge.from_hf(tmp_path / "hub").build_megatron_model(Layout())
     rank = Rank(model, 0, 1)
-    fsdp_checkpoints.save(tmp_path / "iter_0000007", 7, {}, rank, rank.optimizer)
+    fsdp_checkpoints.save(tmp_path / "iter_0000007", 7, {}, rank, rank.optimizer, {})
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
     with pytest.raises(DlmBridgeError, match="resumed at their own --tp only, which is not 2"):
         fsdp_checkpoints.load(tmp_path / "iter_0000007", rank, rank.optimizer)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate.state import AcceleratorState
 from rich.console import Console
@@ -74,6 +75,21 @@ def test_a_training_checkpoint_is_a_hub_model(files: Files, said: Said, tmp_path
     for place in (tmp_path / "exported", files.run("terminated") / "checkpoints"):
         options = files.run_options(f"from-{place.name}", **unmoved, model=str(place))
         assert _train_with_accelerate(options)[-1]["eval_loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_prediction_layers_come_back_as_they_were(files: Files, said: Said, tmp_path: Path) -> None:
+    """From a run that was resumed at another layout, and has removed the checkpoint that it was resumed from."""
+    found, before = Bridge.from_megatron(files.run("predicting") / "checkpoints"), Bridge.from_hf(files.predicting)
+    assert found.checkpoint.iteration == "iter_0000004"
+    assert found.hub_names() == before.hub_names()
+    carried = {name for link in before.checkpoint.links if link.is_mtp for name in link.hub_names}
+    assert len(carried) > 30
+    for name in before.hub_names():
+        same = torch.equal(found.read(name), before.read(name))
+        assert same == (name in carried or name.endswith("correction_bias")), name
+    found.to_hf(tmp_path / "exported")
+    assert json.loads((tmp_path / "exported/config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert CliRunner().invoke(app, ["verify", str(tmp_path / "exported"), str(found.checkpoint.root)]).exit_code == 0
 
 
 def test_the_config_says_what_was_trained(files: Files, said: Said, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from dlm_bridge.convert.outputs import write_carried, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpointing, parallel_state, unwrap_model
 from dlm_bridge.train.checkpoints import sync, sync_tree
-from dlm_bridge.train.megatron import fsdp_checkpoints, optimizer_state
+from dlm_bridge.train.megatron import carried_layers, fsdp_checkpoints, optimizer_state
 from dlm_bridge.train.megatron.source import Source
 from dlm_bridge.train.tokenizer_files import save_tokenizer
 
@@ -96,12 +96,19 @@ class Saver:
     """Writes and reads the iterations of one run. Every process makes one and calls it together."""
 
     def __init__(
-        self, output: Path, chunks: Sequence[Any], optimizer: Any, in_background: bool, keep_last: int
+        self,
+        output: Path,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        in_background: bool,
+        keep_last: int,
+        carried: carried_layers.Share,
     ) -> None:
         self.root = root_of(output)
         self.chunks = chunks
         self.optimizer = optimizer
         self.keep_last = keep_last
+        self.carried = carried
         self.queue = AsyncCallsQueue() if in_background else None
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
 
@@ -117,13 +124,14 @@ class Saver:
         dist.barrier()
         if self.fsdp:
             try:
-                fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer)
+                fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer, self.carried)
                 _note_digests(hidden, dist.get_rank())
             except (OSError, CheckpointException) as error:
                 raise DlmBridgeError(f"{folder}: cannot be written: {one_line(error)}") from error
             self._publish(hidden, folder, step)
             return folder
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **self._state(is_loading=False)}
+        state["mtp"] = carried_layers.sharded(self.carried)
         try:
             request = dist_checkpointing.save(
                 state, str(hidden), content_metadata=_content(), async_sharded_save=self.queue is not None

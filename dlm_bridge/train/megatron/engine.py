@@ -21,7 +21,7 @@ from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
 from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
 from dlm_bridge.parallel.gpt import arguments
-from dlm_bridge.parallel.handover import refresh_hf_model, stream_hf_weights
+from dlm_bridge.parallel.handover import refresh_hf_model, stream_live_weights
 from dlm_bridge.parallel.masters import start_masters
 from dlm_bridge.parallel.model import build_megatron_model
 from dlm_bridge.parallel.query_scaling import scales_queries
@@ -31,6 +31,7 @@ from dlm_bridge.train.data import Samples
 from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.keyed import torch_seed
 from dlm_bridge.train.loop import EVAL_BATCHES, Engine
+from dlm_bridge.train.megatron import carried_layers
 from dlm_bridge.train.megatron.batches import Batcher, StepBatches
 from dlm_bridge.train.megatron.checkpoints import Saver, clear, newest, prepare, write_hub_config
 from dlm_bridge.train.megatron.clipping import clipped_step
@@ -84,6 +85,8 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
             f"{config.seq_length} tokens, {len(trainer.valid):,} for validation; {describe(config)}",
             highlight=False,
         )
+        if layers := trainer.source.bridge.dims.mtp:
+            console.print(carried_layers.describe(layers), highlight=False)
     try:
         return trainer.run(step)
     finally:
@@ -178,7 +181,8 @@ class MegatronTrainer(Engine):
         self.replica = parallel_state.get_data_parallel_rank()
         self.replicas = parallel_state.get_data_parallel_world_size()
         self.micro_batch_size, _ = config.accumulation(self.replicas)
-        self.saver = Saver(self.output, self.chunks, self.optimizer, config.async_save, config.keep_last)
+        carried = carried_layers.read_share(self.source.bridge.checkpoint)
+        self.saver = Saver(self.output, self.chunks, self.optimizer, config.async_save, config.keep_last, carried)
         # Counts travel between CPUs: agreeing on them never waits for the device.
         self.cpu_group = dist.group.WORLD if self.platform.backend == "gloo" else dist.new_group(backend="gloo")
         self.schedule = get_forward_backward_func()
@@ -321,7 +325,7 @@ class MegatronTrainer(Engine):
             if self.main:
                 refresh_hf_model(bridge, self.hub_model, self.chunks)
             else:
-                for _ in stream_hf_weights(bridge, self.chunks):
+                for _ in stream_live_weights(bridge, self.chunks):
                     pass
         if self.main:
             for name in ("mask_token_id", "block_size"):  # which the run may have changed

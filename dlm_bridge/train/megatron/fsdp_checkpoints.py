@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.fsdp import Held, buffers, held
+from dlm_bridge.train.megatron import carried_layers
 
 RUN = "dlm_bridge_run"  # the key of our own values, JSON
 MODEL, OPTIMIZER = "model.module.", "optimizer.state.module.module."
@@ -31,10 +32,16 @@ _EXPERT = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.(?:weight|bias)|local_ex
 _GATED = re.compile(r"\.mlp\.(experts\.(local_experts\.\d+\.)?|shared_experts\.)?linear_fc1\.(weight|bias)\d*$")
 
 
-def save(folder: Path, step: int, values: dict[str, Any], chunk: Any, optimizer: Any) -> None:
-    """Write the iteration `step` into `folder`. Every process calls it."""
+def save(
+    folder: Path, step: int, values: dict[str, Any], chunk: Any, optimizer: Any, carried: carried_layers.Share
+) -> None:
+    """Write the iteration `step` into `folder`. Every process calls it, with its share of what is carried along."""
     run = {**values, "tp": parallel_state.get_tensor_model_parallel_world_size(), **_numbers(optimizer)}
-    state = {**_pieces(chunk, optimizer), "iteration": step, "checkpoint_version": 3.0, RUN: json.dumps(run)}
+    kept = {
+        MODEL + link.megatron_name: Piece(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+        for link, tensor in carried.items()
+    }
+    state = {**_pieces(chunk, optimizer), **kept, "iteration": step, "checkpoint_version": 3.0, RUN: json.dumps(run)}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(str(folder)), planner=_SavePlanner(flatten_state_dict=False))
 
 
