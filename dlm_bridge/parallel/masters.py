@@ -76,9 +76,11 @@ def _fsdp_masters(chunks: Sequence[Any], live: dict[str, torch.Tensor]) -> Itera
         for part in held(chunk):
             parts |= {id(part.parameter): part, id(original(part.parameter)): part}
     for tensor in live.values():
-        part = parts.get(id(tensor))
-        if part is not None and (rows := part.parameter._local_tensor.detach()).dtype == torch.float32:
-            yield tensor, Master(rows.view(-1), part.start * prod(part.part[1:]))
+        if (found := parts.get(id(tensor))) is None:
+            continue
+        rows = found.parameter._local_tensor.detach()
+        if rows.dtype == torch.float32:
+            yield tensor, Master(rows.view(-1), found.start * prod(found.part[1:]))
 
 
 @torch.no_grad()
