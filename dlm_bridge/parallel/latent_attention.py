@@ -19,6 +19,8 @@ from dlm_bridge.parallel.core import MLASelfAttention, TransformerConfig, multi_
 class LatentAttention(MLASelfAttention):
     """megatron-core's layer, which takes the angles of its positions where a call has them."""
 
+    rotary_pos_emb: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _linear_layers():
             super().__init__(*args, **kwargs)

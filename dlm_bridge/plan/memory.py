@@ -109,7 +109,9 @@ def notes(model: Model, run: Run) -> list[str]:
     """What the figures leave out or assume, for people."""
     found = []
     if model.left_out_mtp:
-        found.append(f"{model.left_out_mtp} multi-token prediction layer(s) are left out: training keeps them on the CPU")
+        found.append(
+            f"{model.left_out_mtp} multi-token prediction layer(s) are left out: training keeps them on the CPU"
+        )
     if run.global_batch_size is None:
         found.append(f"no --global-batch-size: {run.micro_batches} micro-batches a step are assumed")
     if model.dims.experts:
