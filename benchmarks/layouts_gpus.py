@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-TWO = ("^fsdp", "^cp2 (a2a|allgather):", "^cp2 p2p:", "packed$")
+TWO = ("^fsdp", "^cp2 (a2a|allgather):", "nemotron|deepseek_v3", "^cp2 p2p:", "packed$")
 FOUR = (r"a2a\+p2p", "^cp2 p2p x", "^fsdp .* x (tp2|cp2)", "^cp4 (a2a|allgather):", "^cp4 p2p:", r"etp2: .*packed$")
 
 
