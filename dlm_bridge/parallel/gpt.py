@@ -86,21 +86,21 @@ class LiveModel(GPTModel):
             logits: [B, S, V / tp] fp32 of every position, -inf at padded columns.
             loss, sums: with `chosen`; see `output.chosen_loss`.
         """
-        early = chosen is not None and len(chosen.positions) > 0 and self._takes_positions()
-        with self.decoder.layers[-1].at(chosen.positions) if early else nullcontext():
+        last = self._last_layer() if chosen is not None and len(chosen.positions) else None
+        with nullcontext() if last is None or chosen is None else last.at(chosen.positions):
             hidden_SBH = super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
         if not self.post_process:
             return hidden_SBH
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if chosen is not None:
-            return self.output_layer(hidden_SBH, weight, chosen=chosen, whole=not early)
+            return self.output_layer(hidden_SBH, weight, chosen=chosen, whole=last is None)
         logits_SBV, _ = self.output_layer(hidden_SBH, weight)
         return logits_SBV.transpose(0, 1).contiguous().float()
 
-    def _takes_positions(self) -> bool:
-        """Whether the last layer here gives hidden states of chosen positions only."""
-        layers = self.decoder.layers
-        return self.post_process and len(layers) > 0 and isinstance(layers[-1], LastLayer)
+    def _last_layer(self) -> LastLayer | None:
+        """The layer that can give hidden states of chosen positions only; None where this stage has none."""
+        found = [layer for layer in self.decoder.layers[-1:] if isinstance(layer, LastLayer)]
+        return found[0] if found else None
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """megatron-core's embedding and rotary angles, but the angles of the positions that were given."""

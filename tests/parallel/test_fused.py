@@ -10,13 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interop.cases import models
-from tests.parallel.fused_worker import CASES
-from tests.parallel.live_cases import CASES as LAYOUTS
-from tests.parallel.live_cases import WORLD, Files
-from tests.parallel.test_live_model import write_reference
-from tests.processes import assert_ok, launch
-
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
@@ -190,23 +183,3 @@ class FusedSGD(FusedAdam):
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((found.double() - expected).norm() / expected.norm()).detach())
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each check said of a model whose layers have the kernels, on every rank."""
-    pytest.importorskip("megatron.core")
-    files = Files(tmp_path_factory.mktemp("fused"))
-    for model in sorted({LAYOUTS[name].model for name in CASES}):
-        models()[model].write(files.hub(model))
-        write_reference(files, model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        return launch("tests.parallel.fused_worker", files.root, WORLD)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_layout_has_the_loss_and_the_gradients_of_transformers_model(
-    name: str, report: dict[str, list[str]]
-) -> None:
-    assert_ok(name, report, WORLD)

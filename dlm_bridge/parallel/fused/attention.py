@@ -91,5 +91,6 @@ class FusedSelfAttention(SelfAttention):
             interleaved=self.config.rotary_interleaved,
         )
         normed = isinstance(self.q_layernorm, HeadNorm)
-        weights = (self.q_layernorm(), self.k_layernorm()) if normed else (None, None)
-        return split_heads(mixed.unflatten(-1, (groups, -1)).contiguous(), self._table, *weights, heads)
+        query_weight, key_weight = (self.q_layernorm(), self.k_layernorm()) if normed else (None, None)
+        mixed = mixed.unflatten(-1, (groups, -1)).contiguous()
+        return split_heads(mixed, self._table, query_weight, key_weight, heads)

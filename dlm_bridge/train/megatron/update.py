@@ -109,7 +109,8 @@ class Update:
             lr, decay = float(group["lr"]), float(group["weight_decay"])
             if self.adam:
                 group["step"] = group.get("step", 0) + 1
-                adam = Adam(lr, *group["betas"], group["eps"], decay, int(group["step"]))
+                beta1, beta2 = group["betas"]
+                adam = Adam(lr, beta1, beta2, group["eps"], decay, int(group["step"]))
             for master in group["params"]:
                 if self.adam and not self.optimizer.state[master]:
                     self.optimizer.initialize_state(master, False)
@@ -120,8 +121,8 @@ class Update:
                 flat, gradient = master.detach().view(-1), gradient.view(-1)
                 if self.adam:
                     state = self.optimizer.state[master]
-                    averages = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-                    adam_step(flat, gradient, *averages, half, share, adam)
+                    average, square = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
+                    adam_step(flat, gradient, average, square, half, share, adam)
                 else:
                     gradient_step(flat, gradient, half, share, lr, decay)
 
