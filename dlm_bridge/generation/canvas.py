@@ -8,6 +8,7 @@ import torch
 
 from dlm_bridge.generation.ending import Ending
 from dlm_bridge.generation.prompt import Prompt
+from dlm_bridge.generation.transfers import send
 
 Columns = slice | torch.Tensor  # the same columns of every row, or a [rows, N] tensor of each row's own
 
@@ -73,6 +74,7 @@ class Canvas:
             self.tokens[:, -1] = closing
         self._columns = torch.arange(self.width, device=device)
         self._starts = torch.tensor(self.starts, device=device)
+        self._index: tuple[list[int], torch.Tensor] | None = None
         self._places = self._columns - torch.tensor(self.origins, device=device)[:, None]
         self._output = torch.full((batch, self.prompt_width + gen_length), pad_token_id, device=device)
         self._output[:, : self.prompt_width] = prompt.tokens
@@ -103,19 +105,26 @@ class Canvas:
     def padded(self) -> bool:
         return any(self.origins)
 
+    def index(self, rows: list[int]) -> torch.Tensor:
+        """[A], the rows as an index on the device, made once for all who ask in a step."""
+        if self._index is None or self._index[0] != rows:
+            self._index = rows, send(rows, self.tokens.device)
+        return self._index[1]
+
     def take(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
         """[A, N] tokens; `rows` None means all of them."""
-        tokens = self.tokens if rows is None else self.tokens[rows]
+        tokens = self.tokens if rows is None else self.tokens[self.index(rows)]
         return tokens[:, columns] if isinstance(columns, slice) else tokens.gather(1, columns)
 
     def put(self, rows: list[int] | None, columns: Columns, tokens_AN: torch.Tensor) -> None:
         """Write [A, N] tokens."""
         if isinstance(columns, slice):
-            self.tokens[slice(None) if rows is None else rows, columns] = tokens_AN
+            self.tokens[slice(None) if rows is None else self.index(rows), columns] = tokens_AN
         elif rows is None:
             self.tokens.scatter_(1, columns, tokens_AN)
         else:
-            self.tokens[rows] = self.tokens[rows].scatter(1, columns, tokens_AN)
+            index = self.index(rows)
+            self.tokens[index] = self.tokens[index].scatter(1, columns, tokens_AN)
 
     def behind_prompt(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
         """[A, N], True at the columns that are not given: behind the row's prompt, or a hole in it."""
@@ -123,7 +132,7 @@ class Canvas:
         behind_AN = columns_AN >= self.first_new(rows)[:, None]
         if self._is_hole is None:
             return behind_AN
-        return behind_AN | (self._is_hole if rows is None else self._is_hole[rows]).gather(1, columns_AN)
+        return behind_AN | (self._is_hole if rows is None else self._is_hole[self.index(rows)]).gather(1, columns_AN)
 
     def masked(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
         """[A, N], True at what is not settled yet; padding, though made of mask tokens, is not meant."""
@@ -136,11 +145,11 @@ class Canvas:
 
     def first_new(self, rows: list[int] | None) -> torch.Tensor:
         """[A], the column of a row's first new token."""
-        return self._starts if rows is None else self._starts[rows]
+        return self._starts if rows is None else self._starts[self.index(rows)]
 
     def places(self, rows: list[int] | None) -> torch.Tensor:
         """[A, S], each column counted from its row's first token: below 0 there is padding."""
-        return self._places if rows is None else self._places[rows]
+        return self._places if rows is None else self._places[self.index(rows)]
 
     def real(self, rows: list[int] | None) -> torch.Tensor:
         """[A, S], False at padding."""
@@ -172,7 +181,7 @@ class Canvas:
         if self._ending.happens:
             open_AN &= self._ending.marks(tokens_AN, new_AN, self.mask_token_id).cumsum(dim=1) == 0
         if self._is_hole is not None:
-            holes_AN = (self._is_hole if rows is None else self._is_hole[rows])[:, : block.stop]
+            holes_AN = (self._is_hole if rows is None else self._is_hole[self.index(rows)])[:, : block.stop]
             open_AN |= holes_AN & (tokens_AN == self.mask_token_id)
         return open_AN.any(dim=1)
 

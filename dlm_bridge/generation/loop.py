@@ -25,6 +25,7 @@ from dlm_bridge.generation.prompt import Prompt
 from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.generation.rules.base import CommitRule, Step
 from dlm_bridge.generation.rules.threshold import Leftmost
+from dlm_bridge.generation.transfers import read
 from dlm_bridge.generation.uniform import Resampling, resample_block
 
 
@@ -109,7 +110,7 @@ def denoise(
                     break
     sequences = canvas.output()
     observer.end(sequences)
-    return Outcome(sequences, runner.forwards, observer.row_forwards, canvas.new_tokens())
+    return Outcome(sequences, predictor.forwards, observer.row_forwards, canvas.new_tokens())
 
 
 def _cache(predictor: type[Predictor], model: Any, wanted: Cache | None) -> Cache:
@@ -161,9 +162,9 @@ def settle_block(work: Denoising, block: slice) -> None:
         work.observer.step(canvas, active, columns, logits, predictor.forwards, final=not recipe.rule.edits)
         index += 1
         more = [index < len(quotas[row]) for row in active]
-        if not recipe.rule.exact and any(more):  # looking at the device makes it wait for the next launch
-            unfinished = recipe.rule.goes_on(step, canvas.unfinished(rows, block)).tolist()
-            more = [a and b for a, b in zip(more, unfinished, strict=True)]
+        if not recipe.rule.exact and any(more):
+            unfinished_A = recipe.rule.goes_on(step, canvas.unfinished(rows, block))
+            more = [a and b for a, b in zip(more, read(unfinished_A, predictor.run_ahead), strict=True)]
         active = [row for row, on in zip(active, more, strict=True) if on]
 
 

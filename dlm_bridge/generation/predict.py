@@ -61,7 +61,7 @@ class Predictor:
         # What is kept is that of every row, so that every row runs.
         asked, rows = (rows, None) if self._cache != "none" else (None, rows)
         logits = self._guided(rows, columns, self.shift if shift is None else shift)
-        return logits if asked is None else logits[asked]
+        return logits if asked is None else logits[self.canvas.index(asked)]
 
     def view(self, rows: list[int] | None, columns: slice) -> View:
         """What the model is given for a forward."""
@@ -72,6 +72,9 @@ class Predictor:
             first = max(self._block.start - self.shift, 0)
             seen = slice(first, end if self._cache == "prefix" else self._block.stop)
         return self._bidirectional(rows, seen, end)
+
+    def run_ahead(self) -> None:
+        """Launch the next forward before it is known what comes next, if it is the same whatever comes."""
 
     def end(self, block: slice) -> int:
         """How many columns the model sees."""
@@ -168,6 +171,11 @@ class _Settling(Predictor):
         super().__init__(runner, canvas, shift=shift, cache=cache, cfg_scale=cfg_scale)
         self._kept_until = 0
         self._last_column: torch.Tensor | None = None  # [A, 1, H], of the column before the block
+        self._ahead: torch.Tensor | None = None  # [A, block, H] of a forward that nobody has asked for yet
+
+    @property
+    def forwards(self) -> int:
+        return super().forwards - (self._ahead is not None)
 
     def open(self, block: slice) -> None:
         """Keep what stands before the block, as far as it is not kept yet."""
@@ -177,7 +185,7 @@ class _Settling(Predictor):
             if self.cfg_scale:
                 view = self._with_blind_rows(view, self._given(None, block))
             # A block was run in this shape when it was denoised; the prompt's will not come again.
-            hidden = self._runner.hidden(view, once=begin == 0)
+            hidden = self._hidden(view, once=begin == 0)
             self._last_column = hidden[:, -1:].clone()
             self._kept_until = block.start
         super().open(block)
@@ -188,6 +196,8 @@ class _Settling(Predictor):
                 rows = rows + [len(self._last_column) // 2 + row for row in rows]
             self._runner.keep(rows)
             self._last_column = self._last_column[rows]
+        if self._ahead is not None:
+            self._ahead = self._ahead[rows]
 
     def end(self, block: slice) -> int:
         return block.stop
@@ -198,14 +208,21 @@ class _Settling(Predictor):
         return self._bidirectional(rows, self._block, self._block.stop)
 
     def run(self, view: View, keep: slice) -> torch.Tensor:
-        before = view.first - keep.start  # 1 where the column before the block is asked for
-        if before <= 0 or self._cache == "none":
+        if self._cache == "none":
             return super().run(view, keep)
-        assert self._last_column is not None
+        stop = keep.stop - view.first
+        if keep.start >= view.first:
+            return self._runner.head(self._hidden(view), slice(keep.start - view.first, stop))
+        assert self._last_column is not None  # the column before the block is asked for
         hidden = self._last_column
-        if keep.stop > view.first:
-            hidden = torch.cat([hidden, self._runner.hidden(view)[:, : keep.stop - view.first]], dim=1)
+        if stop > 0:
+            hidden = torch.cat([hidden, self._hidden(view)[:, :stop]], dim=1)
         return self._runner.head(hidden, slice(None))
+
+    def _hidden(self, view: View, *, once: bool = False) -> torch.Tensor:
+        """[A, Q, H] of the view: by the forward that was launched ahead if there is one, which is this one then."""
+        ahead, self._ahead = self._ahead, None
+        return self._runner.hidden(view, once=once) if ahead is None else ahead
 
     def _view_of_all(self, rows: list[int] | None, columns: slice) -> View:
         raise NotImplementedError
@@ -231,6 +248,13 @@ class BlockCausal(_Settling):
         super().__init__(runner, canvas, shift=shift, cache=cache, cfg_scale=cfg_scale)
         self._block_length = block_length
         self._offset = -canvas.blocks[0].start % block_length
+
+    def run_ahead(self) -> None:
+        """The block as it stands: its next step or, if it is done, the forward that keeps it."""
+        block = self._block
+        one = block.stop - block.start <= self._block_length and block != self.canvas.blocks[-1]
+        if self._cache == "block" and one and not self.cfg_scale:
+            self._ahead = self._runner.hidden(self.view(None, block))
 
     def _view_of_all(self, rows: list[int] | None, columns: slice) -> View:
         end = self.end(columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,46 @@ def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pyt
         for ours, theirs in zip(kept_logits, plain_logits, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     assert not any(hasattr(module, "kv_keys") for module in model.modules())  # the model is as it was
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in SETTLING if case.spec.name in ("sdar", "fast_dllm_v2")], ids=lambda case: case.id
+)
+def test_a_forward_launched_ahead_is_the_next(
+    case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the next forward is launched before the rule's answer is known: the same forwards, the same text."""
+    model, mask = load_case(case, tmp_path)
+    block = model.config.block_size
+    tokens = prompts(4, block + 3) % 60
+    real = torch.ones_like(tokens)
+    real[1, :block] = 0
+    settings = {"attention_mask": real, "gen_length": 3 * block, "temperature": 0.0, "mask_token_id": mask}
+    settings |= {"pad_token_id": 0, "return_dict_in_generate": True}
+    runs: list[int] = []
+    early: list[bool] = []
+    model.model.register_forward_pre_hook(lambda *_: runs.append(1))
+
+    def read(flags: torch.Tensor, meanwhile: Callable[[], None]) -> list[bool]:
+        before = len(runs)
+        meanwhile()
+        early.append(len(runs) > before)
+        return flags.tolist()
+
+    free = model.generate(tokens, **settings, eos_token_id=None).sequences
+    for stops in (None, [int(free[0, block + 4])], sorted({int(free[row, block + 4]) for row in range(4)})):
+        found = []
+        for ahead in (False, True):
+            runs.clear()
+            with monkeypatch.context() as patch:
+                if ahead:
+                    patch.setattr(loop, "read", read)
+                found.append((model.generate(tokens, **settings, eos_token_id=stops), len(runs)))
+        (expected, before), (output, after) = found
+        assert torch.equal(output.sequences, expected.sequences)
+        assert (output.forwards, output.tokens_per_forward) == (expected.forwards, expected.tokens_per_forward)
+        assert before <= after <= before + 1  # one that nobody asks for where every row ends before the last block
+    assert any(early)
 
 
 @pytest.mark.parametrize("threshold", [None, 3.0])

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlm_bridge.generation.transfers import send
+
 
 class KeptKeysValues:
     """Buffers [rows, groups, width, head size] of every attention layer.
@@ -37,9 +39,10 @@ class KeptKeysValues:
 
     def keep(self, rows: list[int]) -> None:
         """Move these rows to the front."""
+        indices = {keys.device: send(rows, keys.device) for keys, _ in self._buffers}
         for buffers in self._buffers:
             for buffer in buffers:
-                buffer[: len(rows)] = buffer[rows]
+                buffer[: len(rows)] = buffer[indices[buffer.device]]
 
     def detach(self) -> None:
         """Take the buffers away from the layers."""

@@ -7,6 +7,7 @@ import torch
 from dlm_bridge.generation.noise import Noise
 from dlm_bridge.generation.rules.base import NEVER, CommitRule, Step, best, highest, highest_on_canvas
 from dlm_bridge.generation.rules.scores import Score, precise_confidence, probability
+from dlm_bridge.generation.transfers import send
 
 
 class OneByOne(CommitRule):
@@ -87,7 +88,7 @@ class Dynamic(CommitRule):
         if self._threshold is None:
             return best_AN
         sure_AN = (scores_AN > self._threshold) & step.masked
-        enough_A = sure_AN.sum(dim=1) >= torch.tensor(step.quotas, device=sure_AN.device)
+        enough_A = sure_AN.sum(dim=1) >= send(step.quotas, sure_AN.device)
         return torch.where(enough_A[:, None], sure_AN, best_AN)
 
 
@@ -104,7 +105,7 @@ class Sequential(CommitRule):
 
     def select(self, step: Step) -> torch.Tensor:
         rank_AN = step.masked.long().cumsum(dim=1)
-        return step.masked & (rank_AN <= torch.tensor(step.quotas, device=rank_AN.device)[:, None])
+        return step.masked & (rank_AN <= send(step.quotas, rank_AN.device)[:, None])
 
 
 class Leftmost(OneByOne):
