@@ -8,6 +8,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.kernels import flash
+from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import AttnBackend, AttnMaskType, TransformerConfig
 
 
@@ -21,7 +22,7 @@ def takes_flash(
         return False
     reason = (
         _unfit(config, mask_type, window, setting, ranks)
-        or flash.missing()
+        or _missing()
         or flash.unfit(config.kv_channels, config.params_dtype)
     )
     if reason is not None and config.attention_backend == AttnBackend.flash:
@@ -51,6 +52,12 @@ def flash_rows(
         return flash.flash_attention(query, key, value, scale, causal, starts, longest).flatten(1)
     q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
     return flash.flash_attention(q, k, v, scale, causal).transpose(0, 1).flatten(2)
+
+
+def _missing() -> str | None:
+    """A GPU that is there is of no use to a platform that computes elsewhere."""
+    name = platform.current().name
+    return flash.missing() if name == "cuda" else f"FlashAttention 4 needs the CUDA platform, this one is {name}"
 
 
 def _unfit(

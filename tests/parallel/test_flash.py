@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has FlashAttention 4, which takes all heads."""
-    monkeypatch.setattr(flash, "missing", lambda: None)
+    """A machine that has FlashAttention 4, which takes all heads, and a platform that computes there."""
+    monkeypatch.setattr("dlm_bridge.parallel.flash._missing", lambda: None)
     monkeypatch.setattr(flash, "unfit", lambda *_: None)
     monkeypatch.setattr(flash, "kernels", lambda: (standin.forward, standin.backward))
 
@@ -117,6 +117,10 @@ def test_a_setting_of_transformer_engine_alone(there: None) -> None:
 
 
 def test_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DlmBridgeError, match="FlashAttention 4 needs the CUDA platform, this one is cpu"):
+        _layer("flash", "causal")
+    platform = "dlm_bridge.parallel.flash.platform.current"
+    monkeypatch.setattr(platform, lambda: SimpleNamespace(name="cuda"))
     monkeypatch.setattr(flash, "missing", lambda: "flash-attn-4 is not installed: pip install 'dlm-bridge[flash]'")
     assert not _layer("auto", "causal").flash
     with pytest.raises(DlmBridgeError, match="--attention-backend flash: flash-attn-4 is not installed"):
