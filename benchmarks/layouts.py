@@ -212,7 +212,7 @@ class Bench:
 
     def precision(self, layout: Layout, task: Task) -> str:
         """Transformer Engine's kernels for packed rows and for context parallelism take half precision only."""
-        masked_by_codes = task.objective == "block"
+        masked_by_codes = task.objective in ("block", "nemotron")
         if self.on_cpu or not (task.packed or (layout.flags.get("cp", 1) > 1 and not masked_by_codes)):
             return "fp32"
         return "bf16"
@@ -362,6 +362,8 @@ class Bench:
             config = model_config(task.model, self.size)
             if all_experts:
                 config["num_experts_per_tok"] = EXPERTS
+                if "n_group" in config:
+                    config["topk_group"] = config["n_group"]
             temporary = folder / f".config.{os.getpid()}"
             temporary.write_text(json.dumps(config))
             temporary.replace(folder / "config.json")

@@ -19,6 +19,7 @@ class Size:
 
 ON_GPU = Size(hidden=256, ffn=512, heads=8, groups=4, length=256, block=32, vocab=509)  # tp 2 has to pad it
 ON_CPU = Size(hidden=64, ffn=96, heads=8, groups=4, length=32, block=4, vocab=109)
+YARN: dict[str, Any] = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 LAYERS, EXPERTS, BATCH, MICRO = 4, 8, 16, 2
 
 
@@ -36,7 +37,7 @@ class Task:
 
     @property
     def has_experts(self) -> bool:
-        return self.model in MOE
+        return self.model in (*MOE, LATENT)
 
 
 DENSE = {"llada": "masked", "sdar": "block", "dream": "shifted", "qwen3": "causal"}
@@ -44,6 +45,12 @@ MOE = {"llada_moe": "masked", "sdar_moe": "block", "rnd1": "shifted", "qwen3_moe
 DENSE_TASKS = [Task(*pair) for pair in DENSE.items()] + [Task("llada", "masked", True), Task("qwen3", "causal", True)]
 MOE_TASKS = [*(Task(*pair) for pair in MOE.items()), Task("llada_moe", "masked", True)]
 EVERYTHING = [*DENSE_TASKS, *MOE_TASKS]
+SCALED, LATENT = "nemotron", "deepseek_v3"  # queries that grow with their position; latent attention, with experts
+OWN_ATTENTION = [
+    Task(SCALED, "nemotron"),
+    Task(SCALED, "masked", True),
+    *(Task(LATENT, "causal", p) for p in (False, True)),
+]
 SOME = [Task("llada", "masked"), Task("sdar", "block"), Task("qwen3", "causal"), Task("llada_moe", "masked")]
 FEW = [Task("llada", "masked"), Task("llada_moe", "masked")]
 
@@ -89,11 +96,11 @@ def layouts() -> list[Layout]:
         Layout("dp, distributed optimizer", 2, {}),
         Layout("dp, no overlap", 2, {"overlap_communication": False}, FEW),
         Layout("tp2, no sp", 2, {**tp, "sequence_parallel": False}, DENSE_TASKS),
-        Layout("tp2 + sp", 2, tp),
-        Layout("pp2", 2, {"pp": 2}),
+        Layout("tp2 + sp", 2, tp, [*EVERYTHING, *OWN_ATTENTION]),
+        Layout("pp2", 2, {"pp": 2}, [*EVERYTHING, *OWN_ATTENTION]),
         Layout("pp2 x vp2", 2, {"pp": 2, "vp": 2}),
         Layout("tp2 + sp x pp2", 4, {**tp, "pp": 2}, SOME),
-        Layout("ep2, alltoall", 2, experts, MOE_TASKS),
+        Layout("ep2, alltoall", 2, experts, [*MOE_TASKS, Task(LATENT, "causal")]),
         Layout("ep2, allgather", 2, {**experts, "moe_dispatcher": "allgather"}, MOE_TASKS),
         Layout("ep4", 4, {"ep": 4}, MOE_TASKS),
         Layout("tp2 + sp, ep2 x etp1", 2, {**tp, **experts, "etp": 1}, MOE_TASKS),
@@ -102,7 +109,7 @@ def layouts() -> list[Layout]:
         Layout("ep2 x pp2", 4, {**experts, "pp": 2}, MOE_TASKS),
     ]
     for comm in ("p2p", "a2a", "allgather"):
-        found.append(Layout(f"cp2 {comm}", 2, {"cp": 2, "cp_comm_type": comm}))
+        found.append(Layout(f"cp2 {comm}", 2, {"cp": 2, "cp_comm_type": comm}, [*EVERYTHING, *OWN_ATTENTION]))
         found.append(Layout(f"cp4 {comm}", 4, {"cp": 4, "cp_comm_type": comm}, SOME))
     found += [
         Layout(
@@ -218,5 +225,45 @@ def model_config(model: str, size: Size) -> dict[str, Any]:
         },
         "rnd1": {"architectures": ["RND1LM"], "model_type": "rnd1", **diffusion, **experts},
         "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **experts},
+        SCALED: {
+            "architectures": ["NemotronLabsDiffusionModel"],
+            "model_type": "nemotron_labs_diffusion",
+            "dlm_paradigm": "bidirectional",
+            "mlp_bias": False,
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "llama_4_scaling_beta": 0.1,
+                "original_max_position_embeddings": size.length // 8,
+            },
+            **diffusion,
+            **blocks,
+        },
+        LATENT: {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": size.heads,
+            "head_dim": 64,
+            "q_lora_rank": 96,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": size.ffn // 4,
+            "n_routed_experts": EXPERTS,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "num_nextn_predict_layers": 0,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "rope_theta": 10000,
+            "rope_scaling": {**YARN, "factor": 40, "original_max_position_embeddings": 4096},
+        },
     }
     return {**shared, **own[model]}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.layouts import LAUNCHER, Bench
-from benchmarks.layouts_cells import ON_CPU, ON_GPU, Task
+from benchmarks.layouts_cells import LATENT, ON_CPU, ON_GPU, OWN_ATTENTION, SCALED, Task
 from benchmarks.layouts_table import conditions
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError, one_line
@@ -85,7 +85,8 @@ class Checks:
 
     def all(self) -> dict[str, Check]:
         found: dict[str, Check] = {}
-        for task in (MASKED, Task("sdar", "block"), Task("dream", "shifted"), Task("qwen3", "causal"), EXPERTS):
+        others = [Task("sdar", "block"), Task("dream", "shifted"), Task("qwen3", "causal"), EXPERTS]
+        for task in (MASKED, *others, *(task for task in OWN_ATTENTION if not task.packed)):
             for precision in ("fp32", "bf16"):
                 found[f"logits against the Hub model: {task.name}, {precision}"] = self._bound(
                     self.logits, task, precision
@@ -118,9 +119,11 @@ class Checks:
         )
         for backend in ("flash", "fused", "unfused"):
             found[f"attention backend {backend} against auto: bf16"] = self._bound(self.backend, backend)
-        found["packed documents of variable length against masks, logits: bf16"] = self.packed_logits
-        found["packed documents of variable length against each alone, logits: bf16"] = self.packed_alone
-        found["packed documents of variable length against masks, gradients: bf16"] = self.packed_gradients
+        for task in (PACKED, Task(SCALED, "masked", True), Task(LATENT, "causal", True)):
+            name = f"packed documents of variable length, {task.model}, bf16"
+            found[f"{name}: against masks, logits"] = self._bound(self.packed_logits, task)
+            found[f"{name}: against each alone, logits"] = self._bound(self.packed_alone, task)
+            found[f"{name}: against masks, gradients"] = self._bound(self.packed_gradients, task)
         for rows in (1, 64, 1000, 4096):
             for dtype in (torch.float32, torch.bfloat16):
                 name = f"compiled loss of chosen positions against fp64: {rows} rows, {dtype}"
@@ -197,16 +200,16 @@ class Checks:
         wanted = float(live.objective.loss_sum(logits, noisy).sum())
         return abs(float(found) - wanted) / abs(wanted), 1e-5 if precision == "fp32" else HALF[0], ""
 
-    def packed_logits(self) -> tuple[float, float, str]:
-        live, noisy = self._packed()
+    def packed_logits(self, task: Task) -> tuple[float, float, str]:
+        live, noisy = self._packed(task)
         with torch.no_grad():
             packed = self._packed_logits(live, noisy)
             batch = self._micro_batch(live, noisy)
             masked = live.model.eval()(batch.input_ids, batch.position_ids, batch.attention)
         return float((packed - masked.flatten(0, 1)).abs().max() / masked.abs().max()), HALF_LOGITS, ""
 
-    def packed_alone(self) -> tuple[float, float, str]:
-        live, noisy = self._packed()
+    def packed_alone(self, task: Task) -> tuple[float, float, str]:
+        live, noisy = self._packed(task)
         with torch.no_grad():
             packed = self._packed_logits(live, noisy)
             batch = self._micro_batch(live, noisy, packed=True)
@@ -218,10 +221,10 @@ class Checks:
         wanted = torch.cat(alone)
         return float((packed - wanted).abs().max() / wanted.abs().max()), HALF_LOGITS, f"{len(ends) - 1} documents"
 
-    def packed_gradients(self) -> tuple[float, float, str]:
+    def packed_gradients(self, task: Task) -> tuple[float, float, str]:
         from dlm_bridge.parallel.gpt import arguments
 
-        live, noisy = self._packed()
+        live, noisy = self._packed(task)
         found = []
         for packed in (True, False):
             loss, _ = live.model.train()(**arguments(self._micro_batch(live, noisy, packed)))
@@ -242,8 +245,8 @@ class Checks:
         logits = live.model.eval()(batch.input_ids, None, None, packed_seq_params=batch.packed.params())
         return logits.flatten(0, 1)
 
-    def _packed(self) -> tuple[Live, Any]:
-        live = self._live(PACKED, "bf16")
+    def _packed(self, task: Task) -> tuple[Live, Any]:
+        live = self._live(task, "bf16")
         length = self.bench.size.length
         documents = torch.stack(
             [torch.arange(length) // (length // 3 + 1), (torch.arange(length) >= length // 4).long()]
@@ -262,9 +265,11 @@ class Checks:
         from dlm_bridge.parallel import platform
         from dlm_bridge.parallel.attention import block_size
         from dlm_bridge.parallel.batch import micro_batch
+        from dlm_bridge.parallel.query_scaling import scales_queries
 
         topology = live.bridge.family.topology
-        batch = micro_batch(noisy, topology, block_size(live.bridge), packed=packed)
+        absolute = scales_queries(live.model.config)
+        batch = micro_batch(noisy, topology, block_size(live.bridge), packed=packed, absolute=absolute)
         return batch.to(platform.current().device())
 
     def _tokens(self) -> torch.Tensor:
