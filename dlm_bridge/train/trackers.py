@@ -24,8 +24,10 @@ class Trackers:
     """The trackers of one run, on its main process: DIR/tensorboard, and a wandb run with the folder's name."""
 
     def __init__(self, config: TrainConfig, output: Path) -> None:
+        from accelerate import PartialState
         from accelerate.tracking import TensorBoardTracker, WandBTracker
 
+        PartialState()  # which Accelerate's trackers and their logger look at; a Megatron run has no Accelerator
         self.trackers: list[Any] = []
         for name in names(config.trackers):
             if name == "tensorboard":

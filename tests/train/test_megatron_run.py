@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,27 @@ def test_a_resume_of_an_optimizer_in_many_padded_buckets(tmp_path: Path, on_mega
     resumed = on_megatron(tmp_path / "run", resume=True, steps=4, **options)
     assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]
     assert [row["grad_norm"] for row in resumed] == [row["grad_norm"] for row in whole]
+
+
+WANDB = """
+config = {}
+
+class Run:
+    def log(self, values, step=None, **_): open(FILE, "a").write(f"{step} {values['loss']}\\n")
+    def finish(self): pass
+
+def init(project, dir): return Run()
+"""
+
+
+def test_wandb_has_every_step_through_accelerates_tracker(
+    tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+    (tmp_path / "wandb.py").write_text(f"FILE = {str(tmp_path / 'logged')!r}\n{WANDB}")
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = on_megatron(tmp_path / "run", steps=2, eval_interval=0, trackers="wandb")
+    assert (tmp_path / "logged").read_text().split() == [f"{row[key]}" for row in rows for key in ("step", "loss")]
+    monkeypatch.delitem(sys.modules, "wandb")
