@@ -20,6 +20,7 @@ from tests.train.megatron_cases import STEPS, Cell, Files, cells
 WORLDS = (1, 2, 4)
 # Adam's steps of gradients that are next to nothing are noise, but for an epsilon that is larger than they are.
 EXPERTS = {"subject": "masked-moe", "steps": 6, "adam_eps": 1e-3}
+LATENT = {"subject": "latent", "steps": 4, "adam_eps": 1e-3, "save_interval": 2, "eval_interval": 2}
 
 Plan = dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]
 
@@ -55,6 +56,7 @@ def _alone() -> Plan:
         "whole": ("trains", ("whole",), {}),
         "causal": ("trains", ("causal",), {"subject": "causal", "steps": 6}),
         "experts": ("trains", ("experts",), EXPERTS),
+        "latent attention": ("trains", ("latent",), LATENT),
         "experts stop": ("trains", ("experts-alone",), {**EXPERTS, "steps": 3}),
         "experts stop, unsharded": (
             "trains",
@@ -97,6 +99,8 @@ def _two(files: Files) -> Plan:
         },
         **{f"samples at {layout}": ("samples_as_one_process", (layout,), {}) for layout in ("tp2-sp", "pp2-vp2")},
         "killed at tp2-sp, then pp2": (resumed, ("killed",), {"layout": "pp2"}),
+        "latent attention stops": ("trains", ("latent-cut",), {**LATENT, "layout": "tp2-sp", "steps": 2}),
+        "latent attention, tp2-sp then pp2": (resumed, ("latent-cut", "latent"), {**LATENT, "layout": "pp2"}),
         "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
         "crashed, then tp2-sp": (resumed, ("crashed",), {"layout": "tp2-sp"}),
         "terminated": ("saves_when_terminated", (), {**terminated, "kept": (4, 6)}),

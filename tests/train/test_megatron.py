@@ -67,13 +67,16 @@ def test_both_engines_agree(name: str, subject: str, steps: int, files: Files, s
             assert one[figure] == pytest.approx(two[figure], rel=1e-4), (figure, one, two)
 
 
-def test_a_training_checkpoint_is_a_hub_model(files: Files, said: Said, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("run", "subject"), [("terminated", "masked"), ("latent-cut", "latent")])
+def test_a_training_checkpoint_is_a_hub_model(
+    run: str, subject: str, files: Files, said: Said, tmp_path: Path
+) -> None:
     """Saved at two pipeline stages by megatron-core; transformers' model of it has the same validation loss."""
-    Bridge.from_megatron(files.run("terminated") / "checkpoints").to_hf(tmp_path / "exported")
+    Bridge.from_megatron(files.run(run) / "checkpoints").to_hf(tmp_path / "exported")
     unmoved = {"engine": "accelerate", "from_scratch": False, "lr": 0.0, "steps": 1, "eval_interval": 1}
-    wanted = read_metrics(files.run("terminated"))[-1]["eval_loss"]
-    for place in (tmp_path / "exported", files.run("terminated") / "checkpoints"):
-        options = files.run_options(f"from-{place.name}", **unmoved, model=str(place))
+    wanted = read_metrics(files.run(run))[-1]["eval_loss"]
+    for place in (tmp_path / "exported", files.run(run) / "checkpoints"):
+        options = files.run_options(f"from-{run}-{place.name}", subject, **unmoved, model=str(place))
         assert _train_with_accelerate(options)[-1]["eval_loss"] == pytest.approx(wanted, rel=1e-5)
 
 
