@@ -48,7 +48,7 @@ def plan(
     recompute_layers: Annotated[
         int | None, typer.Option(help="For full: layers of each chunk; all by default.")
     ] = None,
-    moe_dispatcher: Annotated[str, typer.Option(help="alltoall, allgather or flex.")] = "alltoall",
+    moe_dispatcher: Annotated[str, typer.Option(help="auto, alltoall, allgather or flex.")] = "alltoall",
     gradients: Annotated[str, typer.Option(help="Dtype of the gradient buffer: fp32 or bf16.")] = "fp32",
     objective: Annotated[
         str | None,

@@ -42,6 +42,7 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer import multi_latent_attention
@@ -49,8 +50,9 @@ with warnings.catch_warnings():
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import MegatronModule, param_is_not_shared
-    from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+    from megatron.core.transformer.moe.moe_utils import permute, track_moe_metrics
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -76,6 +78,7 @@ __all__ = [
     "MLASelfAttentionSubmodules",
     "MLATransformerConfig",
     "MegatronModule",
+    "MoEAllGatherTokenDispatcher",
     "ModuleSpec",
     "OptimizerConfig",
     "SelfAttention",
@@ -109,6 +112,8 @@ __all__ = [
     "parallel_state",
     "param_is_not_shared",
     "param_is_not_tensor_parallel_duplicate",
+    "permute",
+    "reduce_scatter_to_sequence_parallel_region",
     "tensor_parallel_layers",
     "track_moe_metrics",
     "unwrap_model",

@@ -18,6 +18,7 @@ from dlm_bridge.parallel.core import (
     gather_from_sequence_parallel_region,
     tensor_parallel_layers,
 )
+from dlm_bridge.parallel.expert_dispatch import GatherDispatcher
 from dlm_bridge.parallel.fused.attention import fuses_heads, rotary_table
 from dlm_bridge.parallel.last_layer import LastLayer, rows_at
 from dlm_bridge.parallel.output import Chosen, Shard, chosen_loss
@@ -61,6 +62,7 @@ class LiveModel(GPTModel):
         for setting, reason in IGNORED.items():
             if getattr(self.config, setting):
                 raise DlmBridgeError(f"{setting} would be ignored ({reason}): leave it off")
+        GatherDispatcher.take_over(self)
         if self.post_process:
             OutputLayer.take_over(self.output_layer, vocab)
             for layer in self.decoder.layers[-1:]:

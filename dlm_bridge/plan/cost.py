@@ -165,7 +165,8 @@ def _context_parallel(model: Model, run: Run, hardware: Hardware, attention: flo
 
 
 def _expert_parallel(model: Model, run: Run, hardware: Hardware) -> float:
-    """All-to-all of the copies to their experts and back, forward and backward; within a node at NVLink's rate.
+    """All-to-all of the copies to their experts and back, forward and backward; within a node at NVLink's rate. An
+    all-gather moves a copy to every rank, and is automatic where those are fewer than a token's experts.
 
     The flex dispatcher (DeepEP) sends a token once to each node that it has experts on, which a router limited to
     groups of experts bounds; the others send every copy.
@@ -174,7 +175,8 @@ def _expert_parallel(model: Model, run: Run, hardware: Hardware) -> float:
     group = layout.ep * layout.expert_tp
     if group == 1:
         return 0.0
-    sent = 2 * model.dims.hidden * copies(model, run) * run.tokens
+    gathers = run.moe_dispatcher == "allgather" or (run.moe_dispatcher == "auto" and group < model.top_k)
+    sent = 2 * model.dims.hidden * (group if gathers else copies(model, run)) * run.tokens
     nodes = -(-group // hardware.per_node)
     near = sent * max(0.0, 1 / nodes - 1 / group) / hardware.bandwidth(min(group, hardware.per_node))
     far = sent * (1 - 1 / nodes)

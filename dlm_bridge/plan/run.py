@@ -16,7 +16,7 @@ RECOMPUTE = ("none", "selective", "full")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 FSDP = ("optim", "optim_grads", "optim_grads_params")
 OPTIMIZERS = ("adamw", "sgd")
-DISPATCHERS = ("alltoall", "allgather", "flex")
+DISPATCHERS = ("auto", "alltoall", "allgather", "flex")
 
 
 @dataclass(frozen=True)

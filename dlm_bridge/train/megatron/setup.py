@@ -44,6 +44,13 @@ OF_TRANSFORMER_ENGINE = (
     "moe_permute_fusion",
     "moe_router_fusion",
 )
+# What megatron-core's all-gather of tokens does not know.
+OF_ALL_TO_ALL = (
+    "moe_expert_capacity_factor",
+    "moe_router_padding_for_fp8",
+    "moe_router_padding_for_quantization",
+    "variable_seq_lengths",
+)
 # Options that say something of experts alone.
 OF_EXPERTS = (
     "moe_dispatcher",
@@ -107,10 +114,11 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
     for name in () if engine else OF_TRANSFORMER_ENGINE:
         if passed.get(name):
             raise DlmBridgeError(f"--megatron transformer.{name} needs Transformer Engine: leave it out")
-    check_experts(config, bridge.dims, bridge.mapping.transformer(bridge.config))
+    described = bridge.mapping.transformer(bridge.config)
+    check_experts(config, bridge.dims, described)
     if bridge.dims.experts:
         tokens = config.global_batch_size * config.seq_length * objective.tokens_read
-        fields |= _experts(config, engine, tokens)
+        fields |= _experts(config, engine, tokens, _dispatcher(config, described["moe_router_topk"], passed))
     return fields | passed
 
 
@@ -168,14 +176,24 @@ def check_experts(config: TrainConfig, dims: Dims, described: dict[str, Any]) ->
         raise DlmBridgeError("--moe-dispatcher flex needs --ep above 1: use alltoall")
 
 
-def _experts(config: TrainConfig, engine: bool, tokens: int) -> dict[str, Any]:
+def _dispatcher(config: TrainConfig, top_k: int, passed: dict[str, Any]) -> str:
+    """The one that moves the fewest copies of a token (see `parallel.expert_dispatch`), where none is asked for."""
+    if config.moe_dispatcher != "auto":
+        return config.moe_dispatcher
     expert_tp = config.tp if config.etp is None else config.etp
-    if config.moe_dispatcher == "alltoall" and min(config.ep, expert_tp) > 1 and platform.current().backend == "gloo":
+    if config.moe_shared_expert_overlap or any(passed.get(name) for name in OF_ALL_TO_ALL):
+        return "alltoall"
+    return "allgather" if 1 < config.ep * expert_tp < top_k else "alltoall"
+
+
+def _experts(config: TrainConfig, engine: bool, tokens: int, dispatcher: str) -> dict[str, Any]:
+    expert_tp = config.tp if config.etp is None else config.etp
+    if dispatcher == "alltoall" and min(config.ep, expert_tp) > 1 and platform.current().backend == "gloo":
         raise DlmBridgeError(
             f"--ep {config.ep} with experts cut over {expert_tp} ranks: gloo cannot gather the uneven shares that "
             "--moe-dispatcher alltoall leaves: use allgather, or --etp 1"
         )
-    if config.moe_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
+    if dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
         raise DlmBridgeError("--moe-dispatcher flex needs the package deep_ep (DeepEP): install it, or use alltoall")
     grouped = engine if config.moe_grouped_gemm is None else config.moe_grouped_gemm
     # megatron-core multiplies these losses with the local tokens of each rank, which sequence and context parallelism
@@ -184,7 +202,7 @@ def _experts(config: TrainConfig, engine: bool, tokens: int) -> dict[str, Any]:
     rows, _ = config.accumulation(parallel_state.get_data_parallel_world_size())
     of_sequences = config.moe_aux_loss == "seq_aux_loss"  # ... but this one with the tokens of one row
     fields: dict[str, Any] = {
-        "moe_token_dispatcher_type": config.moe_dispatcher,
+        "moe_token_dispatcher_type": dispatcher,
         "moe_grouped_gemm": grouped,
         "moe_permute_fusion": engine,
         "moe_shared_expert_overlap": config.moe_shared_expert_overlap,

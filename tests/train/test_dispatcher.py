@@ -1,0 +1,35 @@
+"""How tokens reach experts where nothing is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="megatron-core is not installed: pip install 'dlm-bridge[megatron]'",
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "passed", "expected"),
+    [
+        ({"ep": 4}, {}, "allgather"),
+        ({"ep": 8}, {}, "alltoall"),  # as many copies either way
+        ({"ep": 1}, {}, "alltoall"),
+        ({"ep": 4, "tp": 2}, {}, "alltoall"),  # experts are cut over as many ranks
+        ({"ep": 4, "tp": 2, "etp": 1}, {}, "allgather"),
+        ({"ep": 4, "moe_dispatcher": "alltoall"}, {}, "alltoall"),
+        ({"ep": 4, "moe_shared_expert_overlap": True}, {}, "alltoall"),
+        ({"ep": 4}, {"moe_expert_capacity_factor": 1.0}, "alltoall"),
+    ],
+)
+def test_tokens_take_the_way_of_fewest_copies(options: dict[str, Any], passed: dict[str, Any], expected: str) -> None:
+    from dlm_bridge.train.megatron.setup import _dispatcher
+
+    defaults = {"moe_dispatcher": "auto", "tp": 1, "etp": None, "moe_shared_expert_overlap": False}
+    config: Any = SimpleNamespace(**{**defaults, **options})
+    assert _dispatcher(config, 8, passed) == expected
