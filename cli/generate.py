@@ -47,6 +47,11 @@ SETTINGS: dict[str, tuple[type, str]] = {
     "execution": (str, "How forwards run: eager, graph (the default on a GPU) or compiled."),
     "seed": (int, "The same seed, the same text."),
 }
+# What `generate` takes in Python beside settings, and what the command itself asks for.
+NO_SETTINGS = (
+    "attention_mask", "commit_rule", "generation_config", "generator", "input_ids", "inputs", "output_history",
+    "return_dict_in_generate", "streamer", "tokenizer",
+)  # fmt: skip
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 Option = typer.Option
 
@@ -109,6 +114,8 @@ def _command() -> Callable[..., None]:
         if options.pop("infill"):
             settings["infill"] = True
         for name, value in parse_settings(options.pop("set") or []).items():
+            if name in NO_SETTINGS:
+                raise DlmBridgeError(f"--set {name}: an argument of generate in Python, no setting: leave it out")
             if name in settings:
                 raise DlmBridgeError(f"--set {name}: --{name.replace('_', '-')} says it already")
             settings[name] = value

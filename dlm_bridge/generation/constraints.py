@@ -221,7 +221,9 @@ def read_constraints(
     if not isinstance(words, (list, tuple)) or not all(isinstance(word, (list, tuple)) and word for word in words):
         raise DlmBridgeError(f"bad_words_ids must be a list of lists of token ids, not {words!r}")
     banned = asked("suppress_tokens")
-    banned = [] if banned is None else banned.tolist() if isinstance(banned, torch.Tensor) else list(banned)
+    banned = [] if banned is None else banned.tolist() if isinstance(banned, torch.Tensor) else banned
+    if not isinstance(banned, (list, tuple)):
+        raise DlmBridgeError(f"suppress_tokens must be a list of token ids, not {banned!r}")
     for name, tokens in (("bad_words_ids", [token for word in words for token in word]), ("suppress_tokens", banned)):
         wrong = next((token for token in tokens if not isinstance(token, int) or not 0 <= token < vocabulary), None)
         if wrong is not None:

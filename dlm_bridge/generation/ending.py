@@ -59,7 +59,7 @@ class Ending:
 
 def check_stop_strings(value: Any) -> tuple[str, ...]:
     """`stop_strings` as a tuple. Raises DlmBridgeError for what is not strings."""
-    strings = (value,) if isinstance(value, str) else tuple(value or ())
+    strings = tuple(value or ()) if value is None or isinstance(value, (list, tuple)) else (value,)
     if not all(isinstance(string, str) and string for string in strings):
         raise DlmBridgeError(f"stop_strings must be a string or a list of them, none empty, not {value!r}")
     return strings

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.config import OWN_FIELDS, check_values, eos_token_ids, merge_names
 
-SPAN = re.compile(r"\[MASK(?::(\d+))?\]")  # as many tokens to fill, or one
+SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # as many tokens to fill, or one
 NEW_TOKENS = 128  # of an autoregressive model, where nobody says how many; a diffusion sampler has its own default
 
 
@@ -47,7 +47,7 @@ class Texts:
 
 def encode_text(tokenizer: Any, text: str, mask_token_id: int | None = None) -> list[int]:
     """A plain prompt's tokens, as the tokenizer begins a text; with a mask token, [MASK] stands for one of it and
-    [MASK:n] for n."""
+    [MASK:n] for n. Raises DlmBridgeError for a span of none."""
     return _with_spans(tokenizer, text, mask_token_id, begins=True)
 
 
@@ -126,7 +126,10 @@ def _with_spans(tokenizer: Any, text: str, mask_token_id: int | None, begins: bo
     place = 0
     for span in SPAN.finditer(text):
         ids += tokenizer(text[place : span.start()], add_special_tokens=begins and not place)["input_ids"]
-        ids += [mask_token_id] * int(span[1] or 1)
+        count = int(span[1] or 1)
+        if count < 1:
+            raise DlmBridgeError(f"{span[0]} in a prompt: a span to fill has at least one token")
+        ids += [mask_token_id] * count
         place = span.end()
     return [*ids, *tokenizer(text[place:], add_special_tokens=begins and not place)["input_ids"]]
 

@@ -38,7 +38,7 @@ class Nemotron(Algorithm):
 
     def recipe(self, tokens: Tokens) -> Recipe:
         check_blocks(self.gen_length, self.block_length)
-        rule: CommitRule = Quota(low_confidence, partial(even, steps=self.block_length))
+        rule: CommitRule = Quota(low_confidence, partial(even, steps=self.block_length), on_canvas=False)
         if self.threshold is not None:
             rule = Threshold(self.threshold, low_confidence)
         return Recipe(
