@@ -208,5 +208,9 @@ def _filled(tensor: torch.Tensor, batch: int) -> torch.Tensor:
 
 def _state(model: Any) -> tuple[Any, ...]:
     """What a recorded graph depends on beside its inputs."""
-    pointers = tuple(parameter.data_ptr() for parameter in model.parameters())
-    return pointers, model.training, model.dtype, torch.is_autocast_enabled(model.device.type)
+    pointers, modules = [], [model]
+    while modules:  # as model.parameters(), which for a deep model takes as long as a forward of it
+        module = modules.pop()
+        pointers += [one.data_ptr() for one in module._parameters.values() if one is not None]
+        modules += [one for one in module._modules.values() if one is not None]
+    return tuple(pointers), model.training, model.dtype, torch.is_autocast_enabled(model.device.type)

@@ -62,4 +62,8 @@ def _device(layer: nn.Module) -> torch.device:
 
 
 def attention_layers(model: Any) -> list[nn.Module]:
-    return [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
+    return [module for module in model.modules() if is_attention(module)]
+
+
+def is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "num_key_value_groups")

@@ -98,16 +98,20 @@ def separate(places: Iterable[Place]) -> None:
 @contextmanager
 def taken(places: Iterable[Place]) -> Iterator[None]:
     """Let the model compute the products as one; afterwards its layers are in their places again."""
-    before = [(place, [getattr(place.holder, name) for name in place.names]) for place in places]
+    # Past nn.Module's own __setattr__, which takes as long for a deep model as a forward of it.
+    before = [
+        (place.holder._modules, name, part)
+        for place in places
+        for name, part in zip(place.names, place.parts, strict=True)
+    ]
+    layers = [modules[name] for modules, name, _ in before]
     try:
-        for place, _ in before:
-            for name, part in zip(place.names, place.parts, strict=True):
-                setattr(place.holder, name, part)
+        for modules, name, part in before:
+            modules[name] = part
         yield
     finally:
-        for place, layers in before:
-            for name, layer in zip(place.names, layers, strict=True):
-                setattr(place.holder, name, layer)
+        for (modules, name, _), layer in zip(before, layers, strict=True):
+            modules[name] = layer
 
 
 def _is_plain(layer: object) -> TypeGuard[nn.Linear]:

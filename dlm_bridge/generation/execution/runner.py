@@ -14,7 +14,7 @@ from torch import nn
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.execution import attention
 from dlm_bridge.generation.execution.graphs import GraphedBody, batch_size_for, run_body
-from dlm_bridge.generation.execution.kept import KeptKeysValues, attention_layers
+from dlm_bridge.generation.execution.kept import KeptKeysValues, is_attention
 
 Execution = Literal["eager", "graph", "compiled"]
 EXECUTIONS: tuple[Execution, ...] = ("eager", "graph", "compiled")
@@ -157,7 +157,7 @@ def can_keep(model: Any) -> bool:
     plain = unwrapped(model)
     if plain is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
         return False
-    return bool(attention_layers(plain))
+    return any(map(is_attention, plain.modules()))
 
 
 def release(model: Any) -> None:
