@@ -70,14 +70,15 @@ class DiffusionGenerationConfig(GenerationConfig):
         top_k, top_p: only the k most probable tokens, or the most probable up to a total of p, are drawn.
         block_length, block_size: tokens that are denoised together; blocks are settled from left to right. By default
             the model's own block.
-        steps: denoising steps, over all blocks (llada, mdlm, bd3lm, dream, uniform) or of each block (illada, llada2).
+        steps: denoising steps, over all blocks (llada, difflm, mdlm, bd3lm, dream, uniform) or of each block (illada,
+            llada2).
         denoising_steps, diffusion_steps, num_diffusion_steps: the same of sdar (each block), diffullama and rnd1.
         small_block_size: (fast_dllm_v2) tokens of a block that are settled before the next ones.
         logits_eos_inf, confidence_eos_eot_inf: (llada) end-of-sequence tokens are never proposed; or they and
             `eot_token_id` are settled last, since they have no confidence.
         eot_token_id: (llada) the end-of-turn token where it is none of `eos_token_id`.
         cfg_scale: w of classifier-free guidance, logits = un + (w + 1) * (cond - un); 0 is off.
-        remasking: (llada, illada, mdlm, bd3lm) which positions a step settles: "low_confidence" (the most probable)
+        remasking: (llada, difflm, illada, mdlm, bd3lm) which positions a step settles: "low_confidence" (the most probable)
             or "random".
         remasking_strategy: (sdar) "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded".
         alg, eps, alg_temp: (dream) the order of reveals, "origin", "maskgit_plus", "topk_margin", "entropy" or
@@ -96,8 +97,8 @@ class DiffusionGenerationConfig(GenerationConfig):
         eos_token_id: one id or several that end a row; None, when given, turns stopping off (kept as an empty list).
         pad_token_id: what follows the end of a row.
         mask_token_id: the token that stands for "not settled yet".
-        cache: what is kept of a forward for the next ones: "none"; "block" (exact, the default of block-causal models
-            and Nemotron's); "prefix" or "dual" (approximate, of bidirectional models; Fast-dLLM v1).
+        cache: what is kept of a forward for the next ones: "none"; "block" (exact, the default of block-causal models,
+            Nemotron's and WeDLM's); "prefix" or "dual" (approximate, of bidirectional models; Fast-dLLM v1).
         execution: how forwards run: "eager", "graph" (recorded as CUDA graphs, the default on a GPU) or "compiled"
             (recorded, and decoder layers are compiled: faster, after up to a minute once for each model).
         repetition_penalty, suppress_tokens, bad_words_ids, min_new_tokens, min_length, no_repeat_ngram_size: as in
