@@ -78,8 +78,8 @@ class DiffusionGenerationConfig(GenerationConfig):
             `eot_token_id` are settled last, since they have no confidence.
         eot_token_id: (llada) the end-of-turn token where it is none of `eos_token_id`.
         cfg_scale: w of classifier-free guidance, logits = un + (w + 1) * (cond - un); 0 is off.
-        remasking: (llada, difflm, illada, mdlm, bd3lm) which positions a step settles: "low_confidence" (the most probable)
-            or "random".
+        remasking: (llada, difflm, illada, mdlm, bd3lm) which positions a step settles: "low_confidence" (the most
+            probable) or "random".
         remasking_strategy: (sdar) "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded".
         alg, eps, alg_temp: (dream) the order of reveals, "origin", "maskgit_plus", "topk_margin", "entropy" or
             Fast-dLLM's "confidence_threshold"; the last noise level; above 0, positions are drawn, not ranked.
