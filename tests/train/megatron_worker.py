@@ -99,6 +99,14 @@ def _two(files: Files) -> Plan:
         },
         **{f"samples at {layout}": ("samples_as_one_process", (layout,), {}) for layout in ("tp2-sp", "pp2-vp2")},
         "killed at tp2-sp, then pp2": (resumed, ("killed",), {"layout": "pp2"}),
+        **{
+            f"{cell} computed again: {modules}": ("equals_one_process", (cell,), {"recompute": how, **options})
+            for cell, modules, how, options in (
+                (Cell("scaled-queries", True, "tp2-sp"), "layers", "full", {}),
+                (Cell("latent", True, "pp2"), "layers", "full", {}),
+                (Cell("latent", True, "tp2-sp"), "heads", "selective", {"recompute_modules": "mla_up_proj"}),
+            )
+        },
         "latent attention stops": ("trains", ("latent-cut",), {**LATENT, "layout": "tp2-sp", "steps": 2}),
         "latent attention, tp2-sp then pp2": (resumed, ("latent-cut", "latent"), {**LATENT, "layout": "pp2"}),
         "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
