@@ -25,7 +25,7 @@ from dlm_bridge.generation.show.film import Film
 from dlm_bridge.generation.show.html import page
 from dlm_bridge.generation.show.pieces import Pieces
 from dlm_bridge.generation.show.terminal import live
-from dlm_bridge.generation.texts import Texts, mask_token, write_texts
+from dlm_bridge.generation.texts import Texts, check_prompts, mask_token, write_texts
 
 
 def run(request: Request) -> None:
@@ -83,7 +83,9 @@ def _sample_one(request: Request, opened: Opened, settings: dict[str, Any]) -> N
 
 def _sample_file(request: Request, opened: Opened, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]) -> None:
     span_token = _span_token(opened, settings)
-    tokens = [prompt.encode(opened.tokenizer, request.model, span_token) for prompt in prompts]
+    tokens = [prompt.encode(opened.tokenizer, f"{prompt.where}: {request.model}", span_token) for prompt in prompts]
+    named = [(prompt.where, ids) for prompt, ids in zip(prompts, tokens, strict=True)]
+    check_prompts(opened.model, named, settings, diffusion=opened.diffusion)
     done: list[Texts] = []
     began = time.perf_counter()
     size = request.batch_size

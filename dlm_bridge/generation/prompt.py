@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +56,15 @@ class Prompt:
                     f"attention_mask row {number} has padding between its tokens: pad on the left or on the right"
                 )
             prompt = row[first : first + count]
-            _check_row(prompt, number, mask_token_id, vocabulary, infill)
-            if context is not None and count + gen_length > context:
-                raise DlmBridgeError(_too_long(count, gen_length, context))
+            check_row(
+                prompt,
+                f"input_ids row {number}",
+                mask_token_id=mask_token_id,
+                vocabulary=vocabulary,
+                gen_length=gen_length,
+                context=context,
+                infill=infill,
+            )
             rows.append(prompt)
             pads.append(width - count)
             aligned.append(row[first + count :] + row[:first] + prompt)
@@ -108,15 +115,27 @@ def check_ids(tokens: Any, attention_mask: Any) -> torch.Tensor:
     return tokens
 
 
-def _check_row(prompt: list[int], number: int, mask_token_id: int | None, vocabulary: int, infill: bool) -> None:
+def check_row(
+    prompt: Sequence[int],
+    name: str,
+    *,
+    mask_token_id: int | None,
+    vocabulary: int,
+    gen_length: int,
+    context: int | None,
+    infill: bool,
+) -> None:
+    """Raise DlmBridgeError, which calls the prompt `name`, where it cannot be continued or filled."""
     if mask_token_id is not None and mask_token_id in prompt and not infill:
         raise DlmBridgeError(
-            f"input_ids row {number} holds the mask token {mask_token_id} at its token {prompt.index(mask_token_id)}: "
+            f"{name} holds the mask token {mask_token_id} at its token {prompt.index(mask_token_id)}: "
             "a prompt must be all real tokens (mask padding with attention_mask); infill=True fills its masks"
         )
     outside = next((token for token in prompt if not 0 <= token < vocabulary), None)
     if outside is not None:
-        raise DlmBridgeError(f"input_ids row {number} holds token {outside}, outside the vocabulary of {vocabulary}")
+        raise DlmBridgeError(f"{name} holds token {outside}, outside the vocabulary of {vocabulary}")
+    if context is not None and len(prompt) + gen_length > context:
+        raise DlmBridgeError(f"{name}: {_too_long(len(prompt), gen_length, context)}")
 
 
 def _too_long(count: int, gen_length: int, context: int) -> str:

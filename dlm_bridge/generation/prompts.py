@@ -15,11 +15,12 @@ from dlm_bridge.generation.texts import encode_chat, encode_text
 
 @dataclass(frozen=True)
 class WrittenPrompt:
-    """A text, or the messages of a conversation; `row` is all that stood beside it."""
+    """A text, or the messages of a conversation; `row` is all that stood beside it, `where` the file and line."""
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
     row: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
 
     def encode(self, tokenizer: Any, name: str, mask_token_id: int | None = None) -> list[int]:
         """Its tokens; `name` is what the tokenizer is called in errors, a mask token that of spans to fill (None:
@@ -75,10 +76,10 @@ def _prompt(line: str, where: str, key: str, chat: bool, system: str | None) -> 
         if not isinstance(text, str):
             raise DlmBridgeError(f"{where}: '{key}' must be a text, not {type(text).__name__}")
         message = as_message(text, system) if chat else WrittenPrompt(text=text)
-        return WrittenPrompt(message.text, message.messages, {**row, "prompt": text})
+        return WrittenPrompt(message.text, message.messages, {**row, "prompt": text}, where)
     messages = row.get("messages")
     if messages is None:
         raise DlmBridgeError(f"{where}: neither '{key}' nor 'messages' there")
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise DlmBridgeError(f"{where}: 'messages' must be a list of objects with role and content")
-    return WrittenPrompt(messages=tuple(messages), row=row)
+    return WrittenPrompt(messages=tuple(messages), row=row, where=where)

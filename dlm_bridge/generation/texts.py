@@ -15,6 +15,8 @@ from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.config import OWN_FIELDS, check_values, eos_token_ids, merge_names
+from dlm_bridge.generation.prompt import check_row
+from dlm_bridge.generation.settings import resolve
 
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # as many tokens to fill, or one
 NEW_TOKENS = 128  # of an autoregressive model, where nobody says how many; a diffusion sampler has its own default
@@ -61,7 +63,7 @@ def encode_chat(
     """
     if tokenizer.chat_template is None:
         raise DlmBridgeError(
-            f"{name}: its tokenizer has no chat template: leave --chat out, or name one with --tokenizer"
+            f"{name}: its tokenizer has no chat template, which messages and --chat need: name one with --tokenizer"
         )
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
@@ -74,6 +76,32 @@ def mask_token(model: Any, settings: Mapping[str, Any]) -> int | None:
     """The token that a diffusion model is sampled with; None where it has none."""
     given = settings.get("mask_token_id", getattr(model.config, "mask_token_id", None))
     return model.family.mask_token_id if given is None else given
+
+
+def check_prompts(
+    model: Any, prompts: Sequence[tuple[str, Sequence[int]]], settings: Mapping[str, Any], *, diffusion: bool
+) -> None:
+    """Raise DlmBridgeError for the first of these (name, tokens) that `write_texts` would refuse, by its name: a file
+    of prompts is known to be good before hours are spent on its first part."""
+    if diffusion:
+        found = resolve(model, None, settings, prompt_width=max(len(ids) for _, ids in prompts))
+        for name, ids in prompts:
+            check_row(
+                ids,
+                name,
+                mask_token_id=found.mask_token_id,
+                vocabulary=found.vocabulary,
+                gen_length=found.gen_length,
+                context=found.context,
+                infill=found.infill,
+            )
+        return
+    given = _autoregressive_settings(model, settings)
+    for name, ids in prompts:
+        try:
+            _check_length(model, len(ids), given)
+        except DlmBridgeError as error:
+            raise DlmBridgeError(f"{name}: {error}") from None
 
 
 def write_texts(
@@ -181,10 +209,9 @@ def _diffusion(
 def _autoregressive(
     model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], watcher: Any
 ) -> _Output:
-    if not input_ids.shape[1] or not bool(mask.any(dim=1).all()):
-        raise DlmBridgeError("an autoregressive model needs a prompt of at least one token: this one has none")
     given = _autoregressive_settings(model, settings)
-    _check_context(model, mask, given)
+    for count in mask.sum(dim=1).tolist():
+        _check_length(model, count, given)
     seed = given.pop("seed", None)
     if given.get("stop_strings"):
         given["tokenizer"] = tokenizer
@@ -232,12 +259,17 @@ def _autoregressive_settings(model: Any, settings: Mapping[str, Any]) -> dict[st
     return given
 
 
-def _check_context(model: Any, mask: torch.Tensor, given: Mapping[str, Any]) -> None:
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest, new = int(mask.sum(dim=1).max()), given.get("max_new_tokens")
-    if context is not None and new is not None and longest + new > context:
+def _check_length(model: Any, count: int, given: Mapping[str, Any]) -> None:
+    """Raise DlmBridgeError for a prompt of so many tokens that has nothing to go on, or no room to."""
+    if not count:
+        raise DlmBridgeError("an autoregressive model needs a prompt of at least one token: this one has none")
+    context, new = (
+        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        given.get("max_new_tokens"),
+    )
+    if context is not None and new is not None and count + new > context:
         raise DlmBridgeError(
-            f"a prompt of {longest} tokens and {new} new ones make {longest + new}, beyond the model's context of "
+            f"a prompt of {count} tokens and {new} new ones make {count + new}, beyond the model's context of "
             f"{context}: use a shorter gen_length"
         )
 

@@ -20,11 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli.app import main
 from dlm_bridge.cli.generate import SETTINGS
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DenoisingStep, DiffusionGenerationConfig
 from dlm_bridge.generation.show.film import Film
 from dlm_bridge.generation.show.html import film_data, page
 from dlm_bridge.generation.show.pieces import Pieces
 from dlm_bridge.generation.show.terminal import OPEN, frame_text, live, status
+from dlm_bridge.generation.texts import write_texts
 from tests.checkpoints import write_llada, write_tokenizer
 
 MASK, EOS = 259, 258
@@ -266,12 +268,43 @@ def test_messages_and_stdin(cli: Cli, qwen3: Path, tmp_path: Path, monkeypatch: 
     assert second["prompt"] == second["question"] == "hi"
 
 
-def test_a_sampling_that_fails_leaves_no_output(cli: Cli, llada: Path, tmp_path: Path) -> None:
+def test_a_file_with_a_prompt_that_cannot_be_sampled_is_refused_before_any_is(
+    cli: Cli, llada: Path, qwen3: Path, tmp_path: Path
+) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(json.dumps({"prompt": "short"}) + "\n" + json.dumps({"prompt": "x" * 500}) + "\n")
+    words = ["--jsonl", source, "--batch-size", 1, "--gen-length", 8]
+    cases = [(llada, "x" * 500, "beyond the model's context of 256"), (llada, "<mask>", "holds the mask token 259")]
+    cases += [(qwen3, "x" * 500, "beyond the model's context of 128"), (qwen3, "", "at least one token")]
+    for folder, bad, said in cases:
+        source.write_text("\n\n".join(json.dumps({"prompt": text}) for text in ("short", bad)))
+        code, out, err = cli(folder, *words)
+        assert (code, out) == (2, "")
+        assert f"{source}, line 3: " in err or f"{source}, line 3 " in err
+        assert said in err
+        assert err.count("\n") == 1
+        assert cli(folder, *words, "--output", target)[0] == 2
+        assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    source.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
+    assert f"{source}, line 1: {llada}: its tokenizer has no chat template" in cli(llada, *words)[2]
+
+
+def test_a_sampling_that_fails_leaves_no_output(
+    cli: Cli, llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "two")))
+    calls: list[int] = []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise DlmBridgeError("the second batch fails")
+        return write_texts(*args, **kwargs)
+
+    monkeypatch.setattr("dlm_bridge.cli.generate_run.write_texts", failing)
     code, _, err = cli(llada, "--jsonl", source, "--output", target, "--batch-size", 1, "--gen-length", 8)
-    assert code == 2
-    assert "beyond the model's context of 256" in err
+    assert (code, len(calls)) == (2, 2)
+    assert "the second batch fails" in err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

