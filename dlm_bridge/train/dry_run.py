@@ -198,8 +198,9 @@ def _check_megatron(config: TrainConfig, model: Model) -> None:
     """What megatron-core, and the engine on it, refuse of this model in this layout."""
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.refusals import NotInstalledError
+    from dlm_bridge.train.megatron.checks import check_experts, check_sequence
     from dlm_bridge.train.megatron.settings import passed_on
-    from dlm_bridge.train.megatron.setup import DTYPES, check_engine, check_experts, check_sequence
+    from dlm_bridge.train.megatron.setup import DTYPES, check_engine
 
     with contextlib.suppress(NotInstalledError):  # it may be where the run is
         check_engine(config)

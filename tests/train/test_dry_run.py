@@ -163,7 +163,6 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ),
     ({"engine": "megatron", "attention_backend": "sdpa"}, 1, "'sdpa' is unknown: with --engine megatron known are"),
     ({"engine": "megatron", "moe_aux_loss_coeff": 0.1}, 1, "--moe-aux-loss-coeff: the model is dense"),
-    ({"engine": "megatron", "moe_dispatcher": "flex"}, 1, "--moe-dispatcher: the model is dense"),
     ({"global_batch_size": 7}, 2, "--global-batch-size 7 does not divide over 2 processes"),
     ({"data": ["/nowhere/at/all.txt"]}, 1, "/nowhere/at/all.txt"),
     ({"model": "/nowhere/at/all"}, 1, "/nowhere/at/all"),

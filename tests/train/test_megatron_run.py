@@ -176,3 +176,20 @@ def test_wandb_has_every_step_through_accelerates_tracker(
     rows = on_megatron(tmp_path / "run", steps=2, eval_interval=0, trackers="wandb")
     assert (tmp_path / "logged").read_text().split() == [f"{row[key]}" for row in rows for key in ("step", "loss")]
     monkeypatch.delitem(sys.modules, "wandb")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload: everything is on the CPU already"),
+        ({"recompute": "selective", "recompute_modules": "layernorm"}, "--recompute-modules layernorm needs"),
+        ({"megatron": ["transformer.cpu_offloading=true"]}, "--megatron transformer.cpu_offloading needs"),
+        ({"megatron": ["optimizer.use_precision_aware_optimizer=true"]}, "use_precision_aware_optimizer needs"),
+        ({"attention_backend": "sdpa"}, "--attention-backend 'sdpa' is unknown"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_one_line(
+    tmp_path: Path, on_megatron: Run, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DlmBridgeError, match=message):
+        on_megatron(tmp_path / "run", **changes)

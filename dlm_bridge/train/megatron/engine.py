@@ -34,14 +34,13 @@ from dlm_bridge.train.loop import EVAL_BATCHES, Engine
 from dlm_bridge.train.megatron import carried_layers
 from dlm_bridge.train.megatron.batches import Batcher, StepBatches
 from dlm_bridge.train.megatron.checkpoints import Saver, clear, newest, prepare, write_hub_config
+from dlm_bridge.train.megatron.checks import check_sequence, check_sizes
 from dlm_bridge.train.megatron.clipping import clipped_step
 from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.setup import (
     DTYPES,
     build_optimizer,
     check_engine,
-    check_sequence,
-    check_sizes,
     transformer_overrides,
     wrap,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -11,10 +10,8 @@ from typing import Any
 import torch
 
 from dlm_bridge.bridge import Bridge
-from dlm_bridge.convert.mapping import Dims
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform, refusals
-from dlm_bridge.parallel.batch import rank_positions
 from dlm_bridge.parallel.config import ATTRIBUTES
 from dlm_bridge.parallel.core import (
     AttnBackend,
@@ -28,8 +25,8 @@ from dlm_bridge.parallel.core import (
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.parallel.refusals import NotInstalledError
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.megatron.checks import check_experts
 from dlm_bridge.train.megatron.settings import passed_on
-from dlm_bridge.train.megatron_options import flag
 from dlm_bridge.train.objectives import Objective, WeDLMDiffusion
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -51,28 +48,8 @@ OF_ALL_TO_ALL = (
     "moe_router_padding_for_quantization",
     "variable_seq_lengths",
 )
-# Options that say something of experts alone.
-OF_EXPERTS = (
-    "moe_dispatcher",
-    "moe_grouped_gemm",
-    "moe_aux_loss",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_expert_bias_update_rate",
-    "moe_shared_expert_overlap",
-)
-
-
-def check_sizes(config: TrainConfig, objective: Objective) -> None:
-    """Raise DlmBridgeError for rows and batches that a run's layout cannot deal out."""
-    streams = min(objective.tokens_read, 2)
-    rank_positions(streams * config.seq_length, config.cp, streams)
-    _, batches = config.accumulation(parallel_state.get_data_parallel_world_size())
-    if config.vp > 1 and batches % config.pp:
-        raise DlmBridgeError(
-            f"--vp {config.vp} takes micro-batches in groups of --pp {config.pp}, and a step has {batches} of them: "
-            "change --global-batch-size or --micro-batch-size"
-        )
+# Modules whose recomputation asks Transformer Engine whether its precision is FP8.
+RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
 
 
 def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Objective) -> dict[str, Any]:
@@ -96,7 +73,7 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         "use_te_activation_func": te_activation,
         "bias_dropout_fusion": not on_cpu,
         "apply_rope_fusion": engine and _plain_rotary(bridge, objective),
-        **_recompute(config),
+        **_recompute(config, engine),
     }
     if config.vp > 1 and config.pp > 2 and not config.overlap_communication:  # two stages cannot do without
         fields |= {"overlap_p2p_comm": False, "batch_p2p_comm": True}
@@ -130,18 +107,7 @@ def _plain_rotary(bridge: Bridge, objective: Objective) -> bool:
     return not own_positions and not any(name.startswith(ATTRIBUTES) for name in described)
 
 
-def check_sequence(config: TrainConfig) -> None:
-    """Raise DlmBridgeError where sequence parallelism cannot cut the rows, which megatron-core finds out too late."""
-    local = config.seq_length // config.cp  # of each stream
-    if config.sharded_sequence and local % config.tp:
-        context = f" / --cp {config.cp}" if config.cp > 1 else ""
-        raise DlmBridgeError(
-            f"--seq-length {config.seq_length}{context} is not a multiple of --tp {config.tp}, over which sequence "
-            "parallelism cuts the rows: change one of them, or add --no-sequence-parallel"
-        )
-
-
-def _recompute(config: TrainConfig) -> dict[str, Any]:
+def _recompute(config: TrainConfig, engine: bool) -> dict[str, Any]:
     if config.recompute == "full":
         layers = config.recompute_layers
         method = {"recompute_method": "uniform", "recompute_num_layers": 1}
@@ -149,31 +115,11 @@ def _recompute(config: TrainConfig) -> dict[str, Any]:
             method = {"recompute_method": "block", "recompute_num_layers": layers}
         return {"recompute_granularity": "full", **method}
     if config.recompute == "selective":
+        needing = [name for name in config.recomputed if name in RECOMPUTED_BY_TRANSFORMER_ENGINE]
+        if needing and not engine:
+            raise DlmBridgeError(f"--recompute-modules {needing[0]} needs Transformer Engine: leave it out")
         return {"recompute_granularity": "selective", "recompute_modules": config.recomputed}
     return {}
-
-
-def check_experts(config: TrainConfig, dims: Dims, described: dict[str, Any]) -> None:
-    """Raise DlmBridgeError for a layout in which megatron-core trains no experts, and for an option that would say
-    nothing of a model with these `dims` and TransformerConfig fields."""
-    defaults = {known.name: known.default for known in dataclasses.fields(TrainConfig)}
-    given = [name for name in OF_EXPERTS if getattr(config, name) != defaults[name]]
-    if not dims.experts:
-        if given:
-            raise DlmBridgeError(f"{flag(given[0])}: the model is dense (it has no experts): leave it out")
-        return
-    if config.moe_expert_bias_update_rate and not described.get("moe_router_enable_expert_bias"):
-        raise DlmBridgeError("--moe-expert-bias-update-rate: this model's router has no expert bias: leave it out")
-    if config.moe_shared_expert_overlap and not dims.shared_ffn:
-        raise DlmBridgeError("--moe-shared-expert-overlap: this model has no shared experts: leave it out")
-    if config.tp > 1 and not config.sharded_sequence:
-        raise DlmBridgeError(
-            f"--tp {config.tp} without sequence parallelism: megatron-core trains no experts so: leave out "
-            "--no-sequence-parallel"
-        )
-    expert_tp = config.tp if config.etp is None else config.etp
-    if config.moe_dispatcher == "flex" and config.ep * expert_tp == 1:
-        raise DlmBridgeError("--moe-dispatcher flex needs --ep above 1: use alltoall")
 
 
 def _dispatcher(config: TrainConfig, top_k: int, passed: dict[str, Any]) -> str:
