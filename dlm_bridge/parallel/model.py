@@ -31,8 +31,8 @@ def build_megatron_model(
 
     Every process of the layout calls it; process groups are initialised where they are not yet. Each rank reads only
     the tensors of its own pipeline stages. What a model's call takes and gives is `gpt.LiveModel.forward`. The
-    vocabulary is padded to a multiple of tp; padded columns enter no softmax. Parameters carry the attributes that
-    megatron-core's data parallelism and optimizers go by.
+    vocabulary is padded to a multiple of tp; padded columns enter no softmax. Multi-token prediction layers are left
+    out. Parameters carry the attributes that megatron-core's data parallelism and optimizers go by.
 
     `dtype` (as of `Bridge.to_megatron`) None keeps the stored one; tensors with a dtype of their own (a router in
     fp32) keep it. `overrides` are fields of megatron-core's TransformerConfig, such as `sequence_parallel=True`.

@@ -76,13 +76,20 @@ def _two(files: Files) -> Plan:
     crashed = {"name": "crashed", "step": 8, "layout": "dp2"}
     terminated = {"name": "terminated", "step": 5, "layout": "pp2-vp2", "save_steps": "3", "keep_last": 2}
     plain = {**EXPERTS, "distributed_optimizer": False}
-    predicting = {"subject": "causal-moe", "model": str(files.predicting), "from_scratch": False, "save_interval": 1}
+    predicting = {
+        "subject": "causal-moe",
+        "model": str(files.predicting),
+        "from_scratch": False,
+        "save_interval": 1,
+        "keep_last": 1,
+        "async_save": True,
+    }
     return {
-        "prediction layers": ("trains", ("predicting",), {**predicting, "layout": "ep2", "steps": 2, "keep_last": 1}),
+        "prediction layers": ("trains", ("predicting",), {**predicting, "layout": "ep2", "steps": 2}),
         "prediction layers, resumed": (
             "trains",
             ("predicting", True),
-            {**predicting, "layout": "pp2", "steps": 4, "keep_last": 1},
+            {**predicting, "layout": "pp2", "steps": 4},
         ),
         **{
             f"masters {cell}{' unsharded' * (not sharded)}": (
