@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dlm_bridge.generation.vocabulary import best_token
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -46,9 +48,12 @@ class Sampling:
         Where the filters leave nothing but the mask token, the unfiltered `logits` decide. Drawn by the Gumbel-max
         trick in float64, as lower precision cuts the noise's tail off and so skews the draws (arXiv 2409.02908).
         """
+        filtered = bool(self.top_k or self.top_p is not None)
+        if uniform is None and not filtered:
+            return best_token(shaped, mask_token_id)
         dtype = shaped.dtype if uniform is None else torch.float64
         scores = without(shaped, mask_token_id, dtype)
-        if self.top_k or self.top_p is not None:
+        if filtered:
             nothing = scores.amax(dim=-1, keepdim=True) == -torch.inf
             scores = torch.where(nothing, without(logits, mask_token_id, dtype), scores)
         if uniform is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dlm_bridge.generation.noise import Noise
+from dlm_bridge.generation.vocabulary import probability_of
 
 NEVER = -torch.inf
 
@@ -32,11 +33,11 @@ class Step:
 
     def probabilities(self) -> torch.Tensor:
         """[A, N], each proposal's probability in the distribution that it was drawn from."""
-        return chosen(self.shaped.softmax(dim=-1), self.tokens)
+        return probability_of(self.tokens, self.shaped)
 
     def raw_probabilities(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """[A, N], each proposal's probability by the model's own logits, computed in `dtype`, by default theirs."""
-        return chosen(self.logits.softmax(dim=-1, dtype=dtype), self.tokens)
+        return probability_of(self.tokens, self.logits, dtype)
 
 
 class CommitRule(ABC):
