@@ -64,7 +64,7 @@ def attend(
     batch, heads, width, size = query.shape
     groups = key.shape[1]
     rows = heads // groups * width
-    tiles = tiles or _tiles(rows, size, query.element_size())
+    tiles = tiles or _tiles(batch * groups, rows, size * query.element_size(), query.device)
     tile = min(tiles.rows, max(16, triton.next_power_of_2(rows)))
     row_tiles = triton.cdiv(rows, tile)
     if splits is None:
@@ -76,53 +76,54 @@ def attend(
         sums = query.new_empty(batch * groups, splits, rows, size, dtype=torch.float32)
         marks = query.new_empty(2, batch * groups, splits, rows, dtype=torch.float32)
     scale = (size**-0.5 if scaling is None else scaling) * _LOG2_E
-    _attend_kernel[(batch * groups, row_tiles, splits)](
-        query,
-        key,
-        value,
-        kept_keys,
-        kept_values,
-        columns if mask is None else mask,
-        columns,
-        output,
-        sums,
-        marks,
-        end,
-        per_split,
-        scale,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *kept_keys.stride()[:3],
-        *kept_values.stride()[:3],
-        0 if mask is None or len(mask) == 1 else mask.stride(0),
-        0 if mask is None else mask.stride(3),
-        groups,
-        width,
-        rows,
-        SIZE=size,
-        ROWS=tile,
-        KEYS=tiles.keys,
-        NEW=max(16, triton.next_power_of_2(width)),
-        MASKED=mask is not None,
-        SPLIT=splits > 1,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    if splits > 1:
-        _merge_kernel[(batch * groups, rows)](
+    with torch.cuda.device_of(query):
+        _attend_kernel[(batch * groups, row_tiles, splits)](
+            query,
+            key,
+            value,
+            kept_keys,
+            kept_values,
+            columns if mask is None else mask,
+            columns,
+            output,
             sums,
             marks,
-            output,
+            end,
+            per_split,
+            scale,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *kept_keys.stride()[:3],
+            *kept_values.stride()[:3],
+            0 if mask is None or len(mask) == 1 else mask.stride(0),
+            0 if mask is None else mask.stride(3),
             groups,
             width,
             rows,
-            splits,
             SIZE=size,
-            SPLITS=triton.next_power_of_2(splits),
-            num_warps=1,
+            ROWS=tile,
+            KEYS=tiles.keys,
+            NEW=max(16, triton.next_power_of_2(width)),
+            MASKED=mask is not None,
+            SPLIT=splits > 1,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
         )
+        if splits > 1:
+            _merge_kernel[(batch * groups, rows)](
+                sums,
+                marks,
+                output,
+                groups,
+                width,
+                rows,
+                splits,
+                SIZE=size,
+                SPLITS=triton.next_power_of_2(splits),
+                num_warps=1,
+            )
     return output
 
 
@@ -139,14 +140,18 @@ def serves(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) ->
     )
 
 
-def _tiles(rows: int, size: int, element_size: int) -> Tiles:
-    wide = size * element_size > 256  # what is loaded ahead has to fit the shared memory
-    return Tiles(rows=32 if wide else 64, keys=32 if wide else 64, stages=2 if wide else 3)
+def _tiles(programs: int, rows: int, row_bytes: int, device: torch.device) -> Tiles:
+    """By `benchmarks/attention.py --tune` on an H200."""
+    if row_bytes > 256:  # what is loaded ahead has to fit the shared memory
+        return Tiles(rows=32, keys=32, stages=2)
+    many = programs >= 4 * _multiprocessors(device)  # they hide each other's waits, the smaller the better
+    return Tiles(warps=2, stages=2) if many and rows <= 16 else Tiles()
 
 
 def _splits(programs: int, turns: int, device: torch.device) -> int:
-    """As many as bring about two programs to each multiprocessor, each with two turns of its loop at least."""
-    return max(1, min(2 * _multiprocessors(device) // programs, turns // 2))
+    """As many as bring about two programs to each multiprocessor, each with two turns of its loop at least. A short
+    loop takes no longer than to merge what several found."""
+    return max(1, min(2 * _multiprocessors(device) // programs, turns // 2)) if turns >= 8 else 1
 
 
 @functools.cache
