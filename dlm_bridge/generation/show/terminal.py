@@ -45,8 +45,8 @@ def frame_text(frame: Frame) -> Text:
 
 
 def confidence_colour(confidence: float) -> str:
-    """From red for a probability of 0 over yellow to green for 1, in a few steps; neither dark nor light, so that it can
-    be read on any background."""
+    """From red for a probability of 0 over yellow to green for 1, in a few steps; neither dark nor light, so that it
+    can be read on any background."""
     share = min(int(confidence * STEPS), STEPS - 1) / (STEPS - 1)
     rgb = colorsys.hls_to_rgb(share / 3, 0.42, 0.85)
     return "rgb({},{},{})".format(*(round(255 * part) for part in rgb))
