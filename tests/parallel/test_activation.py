@@ -27,7 +27,8 @@ def test_it_computes_and_saves_nothing() -> None:
     block = nn.Sequential(Operation())
     assert list(block.state_dict()) == ["0._extra_state"]
     operation: Any = stateless(block[0])
-    assert operation is block[0] and isinstance(operation, Operation)
+    assert operation is block[0]
+    assert isinstance(operation, Operation)
     assert operation.sharded_state_dict("mlp.activation_func.", (), {}) == {}
     assert not block.state_dict()
     block.load_state_dict({}, strict=True)
