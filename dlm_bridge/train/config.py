@@ -32,8 +32,10 @@ TASKS: dict[str, dict[str, Any]] = {
     "rl": {"length_variation": 0.0, "lr": 1e-6, "weight_decay": 0.0, "lr_schedule": "constant"},
 }
 
-# A resumed run must agree with its start on what decides the data's order and the noise.
+# A resumed run must agree with its start on whose checkpoints these are, and on what decides the data's order and the
+# noise.
 FIXED_FOR_A_RUN = (
+    "engine",
     "family",
     "mask_token_id",
     "split",

@@ -19,7 +19,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import Data, IndexedTokens, check_tokenizer
 from dlm_bridge.train.loading import check_exists, check_quantization, empty_model, load_tokenizer
 from dlm_bridge.train.lora import with_lora
-from dlm_bridge.train.setup import check_data, check_output, make_objective, with_objective
+from dlm_bridge.train.setup import check_data, check_output, check_same_model, make_objective, with_objective
 
 MASTERS = "the accelerate engine's fp32 weights are counted in optim, their 16-bit copies in weights"
 ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own keep more"
@@ -94,6 +94,8 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
 
         check_settings(config)
     step, checkpoint = _newest(config, output) if resume else (0, None)
+    if checkpoint is not None:
+        check_same_model(config, checkpoint.parent if config.engine == "megatron" else checkpoint)
     found = check_data(config, load=False)
     on_hub = not Path(config.model).is_dir()
     model = _model(config, None if config.adapts else checkpoint, on_hub)

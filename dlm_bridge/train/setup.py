@@ -39,6 +39,8 @@ def begin(config: TrainConfig, resume: bool, accelerator: Any, console: Any) -> 
     accelerator.wait_for_everyone()
     found = find_checkpoints(output) if resume else []
     step, checkpoint = found[-1] if found else (0, None)
+    if checkpoint is not None:
+        check_same_model(config, checkpoint)
     finished = checkpoint is not None and step >= config.steps
     if finished and accelerator.is_main_process:
         console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
@@ -68,6 +70,24 @@ def check_output(output: Path, resume: bool) -> None:
     traces = [name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()]
     if traces and not resume:
         raise DlmBridgeError(f"--output {output} already holds a run ({traces[0]}): add --resume or choose another")
+
+
+def check_same_model(config: TrainConfig, saved: Path) -> None:
+    """Raise DlmBridgeError where `--model` has another family or other sizes than what the run has `saved`, with which
+    a resume goes on. A model that is no longer there says nothing, nor does one on the Hub."""
+    from dlm_bridge.plan import open_model
+
+    if not Path(config.model).is_dir():
+        return
+    try:
+        asked, own = (open_model(place, family=config.family) for place in (config.model, saved))
+    except DlmBridgeError:  # an adapter's checkpoint, or a model that is planned nowhere
+        return
+    if (asked.family.name, asked.dims) != (own.family.name, own.dims):
+        raise DlmBridgeError(
+            f"--model {config.model} is another model than that of the run in {config.output}: resume with that, or "
+            "choose another --output"
+        )
 
 
 def write_config(config: TrainConfig, output: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,15 @@ def test_a_loss_that_is_no_number_ends_the_run(
 def test_one_rank_has_nobody_to_compare_with(tmp_path: Path, on_megatron: Run) -> None:
     with pytest.raises(DlmBridgeError, match=r"--straggler-interval 5: each of 1 rank\(s\) does other work"):
         on_megatron(tmp_path / "run", straggler_interval=5)
+
+
+def test_a_resume_of_another_model_is_refused(tmp_path: Path, on_megatron: Run, seed_folder: Path) -> None:
+    on_megatron(tmp_path / "run", steps=1, eval_interval=0)
+    other = shutil.copytree(seed_folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"n_layers": 3}))
+    with pytest.raises(DlmBridgeError, match="other is another model than that of the run in"):
+        on_megatron(tmp_path / "run", resume=True, steps=1, model=str(other))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

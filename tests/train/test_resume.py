@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train import accelerate_engine
+from dlm_bridge.train.config import load_config
 from tests.train.conftest import Run, read_metrics, without_speed
 
 STEPS = 14
@@ -141,6 +142,17 @@ def test_resume_with_other_data_is_refused(tmp_path: Path, run: Run, corpus: Pat
     longer.write_text(corpus.read_text() * 2)
     with pytest.raises(DlmBridgeError, match="resume with the data that it began with"):
         run(tmp_path / "run", resume=True, steps=4, data=[str(longer)])
+
+
+def test_resume_of_another_model_is_refused(tmp_path: Path, run: Run, seed_folder: Path) -> None:
+    run(tmp_path / "run", steps=2)
+    other = shutil.copytree(seed_folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"n_layers": 3}))
+    with pytest.raises(DlmBridgeError, match="other is another model than that of the run in"):
+        run(tmp_path / "run", resume=True, steps=2, model=str(other))
+    with pytest.raises(DlmBridgeError, match="--engine megatron differs from the accelerate that the run"):
+        load_config({"output": str(tmp_path / "run"), "engine": "megatron"}, resume=True)
 
 
 def test_a_damaged_state_is_named(tmp_path: Path, run: Run) -> None:

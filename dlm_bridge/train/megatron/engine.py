@@ -33,7 +33,7 @@ from dlm_bridge.train.keyed import torch_seed
 from dlm_bridge.train.loop import EVAL_BATCHES, Engine
 from dlm_bridge.train.megatron import carried_layers
 from dlm_bridge.train.megatron.batches import Batcher, StepBatches
-from dlm_bridge.train.megatron.checkpoints import Saver, clear, newest, prepare, write_hub_config
+from dlm_bridge.train.megatron.checkpoints import Saver, clear, newest, prepare, root_of, write_hub_config
 from dlm_bridge.train.megatron.checks import check_sequence, check_sizes
 from dlm_bridge.train.megatron.clipping import clipped_step
 from dlm_bridge.train.megatron.settings import check_settings
@@ -49,7 +49,15 @@ from dlm_bridge.train.megatron.stragglers import Stragglers, Timed
 from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
 from dlm_bridge.train.objectives import NoisyBatch, Objective, TwoStreams, divisors
 from dlm_bridge.train.optimisation import check_finite, learning_rate
-from dlm_bridge.train.setup import check_data, load_data, make_objective, open_output, with_objective, write_config
+from dlm_bridge.train.setup import (
+    check_data,
+    check_same_model,
+    load_data,
+    make_objective,
+    open_output,
+    with_objective,
+    write_config,
+)
 from dlm_bridge.train.speed.figures import Figures, Moment
 from dlm_bridge.train.text_samples import TextSamples
 
@@ -69,6 +77,8 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     output = Path(config.output)
     _first_on_main(lambda: open_output(output, resume) if main else None)
     step, checkpoint = newest(output) if resume else (0, None)
+    if checkpoint is not None:
+        check_same_model(config, root_of(output))
     if checkpoint is not None and step >= config.steps:
         if main:
             console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)

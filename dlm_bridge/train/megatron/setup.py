@@ -40,6 +40,8 @@ OF_TRANSFORMER_ENGINE = (
     "fp32_residual_connection",
     "moe_permute_fusion",
     "moe_router_fusion",
+    "symmetric_ar_type",
+    "use_te_activation_func",
 )
 # What megatron-core's all-gather of tokens does not know.
 OF_ALL_TO_ALL = (
@@ -92,6 +94,10 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         if passed.get(name):
             raise DlmBridgeError(f"--megatron transformer.{name} needs Transformer Engine: leave it out")
     described = bridge.mapping.transformer(bridge.config)
+    if passed.get("moe_apply_probs_on_input") and described.get("moe_router_topk") != 1:
+        raise DlmBridgeError(
+            "--megatron transformer.moe_apply_probs_on_input is for routers that choose one expert: leave it out"
+        )
     check_experts(config, bridge.dims, described)
     if bridge.dims.experts:
         tokens = config.global_batch_size * config.seq_length * objective.tokens_read
