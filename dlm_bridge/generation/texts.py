@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.config import OWN_FIELDS, check_values, eos_token_ids, merge_names
+from dlm_bridge.generation.ending import Ending, check_stop_strings
 from dlm_bridge.generation.prompt import check_row
 from dlm_bridge.generation.settings import resolve
 
@@ -135,10 +136,14 @@ def write_texts(
         output = _diffusion(model, tokenizer, input_ids, mask, settings, watcher)
     else:
         output = _autoregressive(model, tokenizer, input_ids, mask, settings, watcher)
-    rows = output.sequences.tolist()
+    rows = output.sequences.cpu()
     seconds = time.perf_counter() - began  # the tokens have arrived
     copies = len(rows) // len(prompts)  # of each prompt
-    pairs = [_texts_ids(row, prompts[number // copies], width, settings, output) for number, row in enumerate(rows)]
+    lengths = _lengths(rows[:, width:], _ending(model, tokenizer, settings))
+    pairs = [
+        _texts_ids(row, prompts[number // copies], width, length, settings, output.mask_token_id)
+        for number, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True))
+    ]
     token_ids, counts = tuple(ids for ids, _ in pairs), tuple(count for _, count in pairs)
     texts = tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids)
     each = output.tokens_per_forward
@@ -163,17 +168,20 @@ def _with_spans(tokenizer: Any, text: str, mask_token_id: int | None, begins: bo
 
 
 def _texts_ids(
-    row: Sequence[int], prompt: Sequence[int], width: int, settings: Mapping[str, Any], output: _Output
+    row: Sequence[int],
+    prompt: Sequence[int],
+    width: int,
+    length: int,
+    settings: Mapping[str, Any],
+    mask_token_id: int | None,
 ) -> tuple[tuple[int, ...], int]:
-    """The tokens of a row's text, and how many are new; a row is padding up to `width`, prompt and new tokens."""
+    """The tokens of a row's text, and how many are new; a row is padding up to `width`, prompt and new tokens, of
+    which `length` are its own."""
     if not settings.get("infill"):
-        new = _until_end(row[width:], set(output.ends))
-        return new, len(new)
-    if settings.get("span_lengths"):  # a row alone, of its own length: it is no padding
-        filled = tuple(row)
-    else:
-        filled = (*row[width - len(prompt) : width], *_until_end(row[width:], set(output.ends)))
-    return filled, len(filled) - sum(token != output.mask_token_id for token in prompt)
+        return tuple(row[width : width + length]), length
+    alone = settings.get("span_lengths")  # a row of its own length: it is no padding
+    filled = tuple(row if alone else row[width - len(prompt) : width + length])
+    return filled, len(filled) - sum(token != mask_token_id for token in prompt)
 
 
 @contextmanager
@@ -188,7 +196,6 @@ def random_state_kept(enabled: bool = True) -> Iterator[None]:
 class _Output:
     sequences: torch.Tensor  # [B, P + new]
     forwards: int
-    ends: tuple[int, ...]  # tokens that end a row
     tokens_per_forward: float | None = None  # where `generate` counts it
     mask_token_id: int | None = None
 
@@ -196,14 +203,11 @@ class _Output:
 def _diffusion(
     model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], watcher: Any
 ) -> _Output:
-    given = dict(settings)
-    if given.get("stop_strings"):
-        given["tokenizer"] = tokenizer
+    given = {**settings, "tokenizer": tokenizer}  # which stop_strings need, given or the checkpoint's own
     if watcher is not None:
         given["streamer"] = watcher
     output = model.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **given)
-    ends, token = _ends(model, settings), mask_token(model, settings)
-    return _Output(output.sequences, output.forwards, ends, output.tokens_per_forward, token)
+    return _Output(output.sequences, output.forwards, output.tokens_per_forward, mask_token(model, settings))
 
 
 def _autoregressive(
@@ -213,8 +217,7 @@ def _autoregressive(
     for count in mask.sum(dim=1).tolist():
         _check_length(model, count, given)
     seed = given.pop("seed", None)
-    if given.get("stop_strings"):
-        given["tokenizer"] = tokenizer
+    given["tokenizer"] = tokenizer
     ends = _ends(model, settings)
     if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
         given["pad_token_id"] = ends[0] if ends else 0  # what transformers takes, with a warning
@@ -232,7 +235,7 @@ def _autoregressive(
         raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
     finally:
         handle.remove()
-    return _Output(sequences, count.forwards, ends)
+    return _Output(sequences, count.forwards)
 
 
 def _autoregressive_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,12 +285,17 @@ def _ends(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
     return eos_token_ids(getattr(model.config, "eos_token_id", None) if stored is None else stored)
 
 
-def _until_end(row: Sequence[int], ends: set[int]) -> tuple[int, ...]:
-    """The row up to and with the first token that ends it."""
-    for place, token in enumerate(row):
-        if token in ends:
-            return tuple(row[: place + 1])
-    return tuple(row)
+def _ending(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Ending:
+    """What ends a row, from where `generate` takes it."""
+    stored = getattr(model.generation_config, "stop_strings", None)
+    strings = check_stop_strings(settings.get("stop_strings", stored))
+    return Ending(_ends(model, settings), torch.device("cpu"), strings, tokenizer)
+
+
+def _lengths(new_BN: torch.Tensor, ending: Ending) -> list[int]:
+    """How many of the new tokens are a row's own: up to and with the first that ends it."""
+    ends_BN = ending.marks(new_BN, torch.ones_like(new_BN, dtype=torch.bool), mask_token_id=-1).long()
+    return ((ends_BN.cumsum(dim=1) - ends_BN) == 0).sum(dim=1).tolist()
 
 
 class _ForwardCount:

@@ -256,6 +256,27 @@ def test_a_file_of_prompts_is_sampled_in_batches(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("name", ["llada", "qwen3"])
+def test_a_row_that_a_stop_string_ends_has_no_padding(
+    cli: Cli, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(name)
+    words = ["--gen-length", 16, "--temperature", 0, "--set", "eos_token_id=None", "--set", "pad_token_id=5"]
+    texts = ["the cat", "12 + 7", "x"]
+    full = [cli.report(folder, "--prompt", text, *words)["samples"][0] for text in texts]
+    stop = next(letter for letter in full[0]["text"] if letter.isprintable() and letter != "\ufffd")
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    code, out, err = cli(folder, "--jsonl", source, *words, "--set", f"stop_strings={json.dumps(stop)}")
+    assert code == 0, err
+    written = [json.loads(line) for line in out.splitlines()]
+    for row, whole in zip(written, full, strict=True):
+        assert row["token_ids"] == whole["token_ids"][: row["tokens"]]
+        assert row["text"].count(stop) == (stop in whole["text"])
+    assert 1 <= written[0]["tokens"] < 16
+    assert max(row["tokens"] for row in written) > written[0]["tokens"]  # so that the first row was padded
+
+
 def test_messages_and_stdin(cli: Cli, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"messages": [{"role": "user", "content": "hi"}]}, {"question": "hi"}]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(map(json.dumps, rows))))
