@@ -50,14 +50,19 @@ def start_masters(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoint)
             pairs = [(original(target), masters[target]) for target in targets]
             tasks.append((link_bytes(checkpoint, link), partial(_start, checkpoint, link, pairs)))
     run_tasks(tasks, worker_count(None))
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         # With masters on the CPU these are copies, made when the optimizer was.
         for master, copy in getattr(part.optimizer, "gpu_params_map_cpu_copy", {}).items():
             copy.data.copy_(master.data)
 
 
+def _parts(optimizer: Any) -> list[Any]:
+    """megatron-core's optimizers: under FSDP one alone, otherwise a chain, of one or more."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def _masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, Master]]:
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         if hasattr(part, "shard_fp32_from_float16_groups"):  # the distributed optimizer
             for parameters, shards in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
                 for parameter, shard in zip(parameters, shards, strict=True):
