@@ -184,7 +184,9 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
     sharded = _is_sharded(config)
     settings: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
-        "overlap_grad_reduce": config.overlap_communication,
+        # FSDP with whole gradients on each rank: megatron-core 0.16.1 adds what it has summed in the meantime to the
+        # rank's own (`GradReducePipeline._bucket_group_gradient_reduce`), whereas the sum at the end replaces it.
+        "overlap_grad_reduce": config.overlap_communication and config.fsdp != "optim",
         "overlap_param_gather": config.overlap_communication and sharded,
         "use_distributed_optimizer": sharded,
         "fp8_param_gather": config.fp8_params,
