@@ -1,17 +1,19 @@
 """Everything about layouts that a machine's one, two or four GPUs can show, in one command and at once.
 
-    python benchmarks/layouts_gpus.py --output layouts --seconds 240     cells2, cells4, runs: a .json and .md of each
+    python benchmarks/layouts_gpus.py --output layouts --seconds 240     a .json and .md of each part
 
 On two GPUs or more, layouts of two ranks talk through NCCL; those of four share GPUs where there are fewer, and talk
 through the host (layouts_transport.py). With one GPU all of them do. What has no result in docs/support_matrix.md yet
-comes first. The three parts run side by side, because most of their time is Python's and the compiler's.
-Then: python benchmarks/support_matrix.py --gpu cells2.json cells4.json --runs runs.json
+comes first. All parts run side by side, because most of their time is Python's and the compiler's: with few cores or
+little time choose some by --parts.
+Then: python benchmarks/support_matrix.py --gpu layouts/cells*.json --runs layouts/runs*.json
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,27 +22,46 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-TWO = ("^fsdp", "^cp2 (a2a|allgather):", "nemotron|deepseek_v3", "^cp2 p2p:", "packed$")
-FOUR = (r"a2a\+p2p", "^cp2 p2p x", "^fsdp .* x (tp2|cp2)", "^cp4 (a2a|allgather):", "^cp4 p2p:", r"etp2: .*packed$")
+# Of layouts of two ranks and of four, and whole runs: what is launched together, in the order in which it is run.
+TWO = (
+    ("^fsdp optim:", "^fsdp optim_grads_params:", "^fsdp .* x (ep2|pp2): .*(llada|moe) (masked|block)$"),
+    ("^cp2 p2p: .*_moe (masked|block)$", "^cp2 p2p: (rnd1|dream)", "^(cp2 p2p|tp2.*): llada_moe masked packed$"),
+    ("^cp2 (a2a|allgather): .*_moe", "^cp2 (a2a|allgather)"),
+    ("nemotron|deepseek_v3", "^fsdp", "^cp2 p2p", "packed$"),
+)
+FOUR = (
+    ("^cp2 p2p x (pp2|ep2)",),
+    ("^cp4 p2p", "^cp4 allgather", "^cp4 a2a:", "etp2: .*packed$"),
+    ("^fsdp .* x (tp2|cp2)", r"a2a\+p2p", "^cp2 p2p x tp2"),
+)
+RUNS = (
+    "masters begin|fsdp optim:",
+    "fsdp optim_grads:|fp8, delayed",
+    "fsdp optim_grads_params: resumed|straggler",
+    "fsdp optim_grads_params with experts",
+    "fsdp optim_grads_params x ep2",
+    "SIGKILL",
+    "dp: resumed|fp8, current",
+    "in the background|on the CPU|NaN",
+    "tp2 to pp2",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="a folder")
     parser.add_argument("--seconds", type=float, default=240, help="what has not begun by then is not run")
-    parser.add_argument("--parts", default="cells2,cells4,runs")
+    parser.add_argument("--limit", type=float, help="seconds after which all is stopped; default: 45 more")
+    parser.add_argument("--parts", default="", help="a regular expression on cells2_0, cells4_0, runs_0 and so on")
     options = parser.parse_args()
+    began, limit = time.time(), options.limit or options.seconds + 45
     options.output.mkdir(parents=True, exist_ok=True)
     devices = torch.cuda.device_count()
-    scripts = {
-        "cells2": ("layouts.py", 2, ["--references", "/tmp/layouts.references", *_cells(TWO)]),
-        "cells4": ("layouts.py", 4, ["--references", "/tmp/layouts.references", *_cells(FOUR)]),
-        "runs": ("layouts_runs.py", 2, []),
-    }
     environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     running = {}
-    for name in options.parts.split(","):
-        script, ranks, arguments = scripts[name]
+    for name, (script, ranks, arguments) in _parts().items():
+        if not re.search(options.parts, name):
+            continue
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "20"]
         command += ["--nproc-per-node", str(ranks), str(HERE / script), "--output", str(options.output / name)]
         command += ["--seconds", str(options.seconds), *arguments]
@@ -49,18 +70,28 @@ def main() -> None:
         running[name] = subprocess.Popen(
             command, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT
         )
-    deadline = time.time() + options.seconds + 45
-    while time.time() < deadline and any(process.poll() is None for process in running.values()):
+    while time.time() - began < limit and any(process.poll() is None for process in running.values()):
         time.sleep(0.2)
     late = {name: process for name, process in running.items() if process.poll() is None}
     for process in late.values():
         process.terminate()  # torchrun gives its processes 30 seconds, then kills them
     for name, process in late.items():
         process.wait()
-        print(f"{name}: stopped after {options.seconds + 45:.0f} s", flush=True)
+        print(f"{name}: stopped after {limit:.0f} s", flush=True)
     for name in running:
         table = options.output / f"{name}.md"
         print(f"\n{name}: {table.read_text() if table.exists() else 'no table: see ' + name + '.log'}", flush=True)
+
+
+def _parts() -> dict[str, tuple[str, int, list[str]]]:
+    """By name: the script, its number of ranks, and its options."""
+    cells = {f"cells2_{number}": (2, each) for number, each in enumerate(TWO)}
+    cells |= {f"cells4_{number}": (4, each) for number, each in enumerate(FOUR)}
+    found = {
+        name: ("layouts.py", ranks, ["--references", "/tmp/layouts.references", *_cells(each)])
+        for name, (ranks, each) in cells.items()
+    }
+    return found | {f"runs_{n}": ("layouts_runs.py", 2, ["--only", each]) for n, each in enumerate(RUNS)}
 
 
 def _cells(patterns: tuple[str, ...]) -> list[str]:

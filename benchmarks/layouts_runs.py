@@ -15,6 +15,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -59,7 +60,7 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="writes OUTPUT.json and OUTPUT.md")
-    parser.add_argument("--only", default="", help="a part of the names of what is to be run")
+    parser.add_argument("--only", default="", help="a regular expression on the names of what is to be run")
     parser.add_argument("--seconds", type=float, default=300, help="what has not begun by then is not run")
     parser.add_argument("--transport", choices=("direct", "host"), default="direct")
     options = parser.parse_args()
@@ -72,7 +73,7 @@ def main() -> None:
     bench.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     runs = Runs(bench, log)
     for name, check in runs.all().items():
-        if options.only in name and name not in log.rows and time.time() - log.began < options.seconds:
+        if re.search(options.only, name) and name not in log.rows and time.time() - log.began < options.seconds:
             _one(bench, log, name, check)
     if dist.get_rank() == 0:
         print("\n" + log.markdown(), flush=True)
