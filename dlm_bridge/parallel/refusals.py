@@ -14,17 +14,17 @@ class NotInstalledError(DlmBridgeError):
 
 
 @contextlib.contextmanager
-def named() -> Iterator[None]:
-    """Whatever megatron-core raises while it checks a configuration, as a DlmBridgeError; where a package is missing
-    as a NotInstalledError."""
+def named(kind: type[Exception] = Exception) -> Iterator[None]:
+    """Whatever megatron-core raises while it checks a configuration, or only what is of this `kind`, as a
+    DlmBridgeError; where a package is missing as a NotInstalledError."""
     try:
         yield
     except DlmBridgeError:
         raise
-    except Exception as error:  # it asserts, looks words up and imports as it checks
+    except kind as error:  # it asserts, looks words up and imports as it checks
         missing = isinstance(error, ImportError | RuntimeError) or "install TE" in str(error)
-        kind = NotInstalledError if missing else DlmBridgeError
-        raise kind(f"megatron-core refuses this configuration: {_reason(error)}") from error
+        refusal = NotInstalledError if missing else DlmBridgeError
+        raise refusal(f"megatron-core refuses this configuration: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

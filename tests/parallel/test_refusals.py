@@ -12,6 +12,11 @@ def complain(error: Exception) -> None:
     raise error
 
 
+def test_other_kinds_pass() -> None:
+    with pytest.raises(KeyError), named(AssertionError):
+        complain(KeyError("x"))
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [

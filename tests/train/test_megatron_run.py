@@ -148,6 +148,14 @@ def test_a_resume_of_another_model_is_refused(tmp_path: Path, on_megatron: Run, 
         on_megatron(tmp_path / "run", resume=True, steps=1, model=str(other))
 
 
+def test_a_variable_that_says_otherwise_is_named(
+    tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    with pytest.raises(DlmBridgeError, match="NVTE_FLASH_ATTN set to 0, but expected 1"):
+        on_megatron(tmp_path / "run", steps=1)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_resume_of_an_optimizer_in_many_padded_buckets(tmp_path: Path, on_megatron: Run, precision: str) -> None:
     """megatron-core pads what it reduces at once; a checkpoint must not take the padding for parameters."""

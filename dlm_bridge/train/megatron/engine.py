@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import groups, platform
+from dlm_bridge.parallel import groups, platform, refusals
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
 from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
 from dlm_bridge.parallel.gpt import arguments
@@ -126,8 +126,9 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     # The main process reads and packs, the others find it in the cache.
     blocks, valid, tokenizer = _first_on_main(lambda: load_data(config, source.model, mask_token))
     dtype = DTYPES[config.precision]
-    chunks = wrap(build_megatron_model(source.bridge, config.layout, dtype, config.context, **overrides), config)
-    optimizer = build_optimizer(chunks, config)
+    with refusals.named(AssertionError):  # of settings, and of NVTE_... variables
+        chunks = wrap(build_megatron_model(source.bridge, config.layout, dtype, config.context, **overrides), config)
+        optimizer = build_optimizer(chunks, config)
     if checkpoint is None and dtype != torch.float32:
         start_masters(chunks, optimizer, source.bridge.checkpoint)
     trainer = MegatronTrainer(
