@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import generate
+from dlm_bridge.generation import Layout, generate
+from dlm_bridge.generation.canvas import Canvas
+from dlm_bridge.generation.constraints import Constraints
+from dlm_bridge.generation.ending import Ending
+from dlm_bridge.generation.prompt import Prompt
 from tests.generation.published_samplers import bidirectional
 from tests.generation.scripted import Scripted
 from tests.generation.standin import MASK, VOCABULARY, StandIn, family, ragged
@@ -127,6 +131,19 @@ def test_an_allowed_prefix_is_followed_from_left_to_right() -> None:
         assert text == found[row][: len(text)]  # the text before the position, whatever the padding
 
 
+def test_a_row_keeps_its_number_when_others_have_ended() -> None:
+    _, ids, mask = ragged((5, 9, 2))
+    arguments = {"gen_length": 8, "block_length": 4, "eos_token_id": 3, "pad_token_id": 0}
+    output = generate(
+        StandIn(family(algorithm="llada")),
+        ids,
+        attention_mask=mask,
+        prefix_allowed_tokens_fn=lambda row, text: [10 + row] if row else [3],
+        **arguments,
+    )
+    assert output[:, 9:].tolist() == [[3] + [0] * 7, [11] * 8, [12] * 8]
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("rnd1", "uniform"))])
 def test_every_sampler_follows_an_allowed_prefix(name: str) -> None:
     model, arguments = build(name)
@@ -188,6 +205,13 @@ def test_a_stop_string_ends_a_row(name: str) -> None:
     assert output[:, 9:].tolist() == [line + [0] * (width - len(line)) for line in expected]
 
 
+def test_a_stop_string_is_not_looked_for_behind_a_gap() -> None:
+    tokens = torch.tensor([[0, MASK, 2], [0, 2, MASK], [MASK, 0, 2]])
+    ending = Ending((), tokens.device, ["ac"], Letters())
+    marks = ending.marks(tokens, torch.ones_like(tokens, dtype=torch.bool), MASK)
+    assert marks.tolist() == [[False] * 3, [False, True, False], [False] * 3]
+
+
 def test_a_stop_string_saves_forwards() -> None:
     table = torch.zeros(16, 27)
     table[:, :26] = torch.eye(26)[:16]
@@ -237,7 +261,24 @@ def test_a_penalty_s_text_is_the_row_s_own() -> None:
     together = generate(model, ids, attention_mask=mask, **arguments)
     for row, line in zip(rows, together, strict=True):
         assert torch.equal(line[9 - len(row) :], generate(model, torch.tensor([row]), **arguments)[0])
-    assert RepetitionPenaltyLogitsProcessor(1.5).penalty == 1.5
+
+
+def test_a_penalty_counts_neither_a_position_s_own_token_nor_masks() -> None:
+    device, mask = torch.device("cpu"), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    given = {"mask_token_id": MASK, "gen_length": 4}
+    prompt = Prompt.build(
+        torch.tensor([[0, 0, 7], [5, 6, 7]]), mask, vocabulary=VOCABULARY, context=None, device=device, **given
+    )
+    canvas = Canvas(prompt, Layout(4), pad_token_id=0, ending=Ending((), device), **given)
+    canvas.tokens[:, 4] = 9  # the second new token is settled
+    logits = torch.ones(2, 4, VOCABULARY)
+    penalised = Constraints(repetition_penalty=2.0)(logits, canvas, [0, 1], slice(3, 7))
+    for row, text in enumerate(({7, 9}, {5, 6, 7, 9})):
+        for place in range(4):
+            expected = torch.ones(VOCABULARY)
+            expected[[*(text - {9} if place == 1 else text)]] = 0.5
+            assert torch.equal(penalised[row, place], expected), (row, place)
+    assert (logits == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dlm_bridge.generation import ALGORITHMS, generate
 from dlm_bridge.generation.lengths import spans
 from tests.generation import published_samplers as published
 from tests.generation.published_samplers import Logits, bidirectional, block_causal
+from tests.generation.scripted import Scripted
 from tests.generation.standin import MASK, StandIn, family, ragged
 from tests.generation.test_observer import Watcher
 from tests.generation.test_samplers import CASES, build
@@ -176,8 +177,21 @@ def test_a_span_gets_the_length_that_the_model_is_surest_of() -> None:
         assert line[: longest - len(row)] == [0] * (longest - len(row))
         expected = generate(model, torch.tensor([row]), **arguments)[0] if MASK in row else torch.tensor(row)
         assert line[longest - len(row) :] == expected.tolist()
-    plain = generate(model, ids, attention_mask=mask, return_dict_in_generate=True, **arguments)
-    assert result.forwards >= plain.forwards + 2 * len(lengths) - 8
+    as_fitted = torch.tensor([[0] * (longest - len(row)) + row for row in fitted])
+    real = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in fitted])
+    plain = generate(model, as_fitted, attention_mask=real, return_dict_in_generate=True, **arguments)
+    assert torch.equal(plain.sequences, result.sequences)
+    assert result.forwards == plain.forwards + 2 * len(lengths)  # the first span of all rows, and the second
+
+
+def test_a_span_s_length_does_not_depend_on_the_mask_token_s_own_logit() -> None:
+    table = torch.zeros(4, 3)
+    table[1] = torch.tensor([2.0, 0.0, 10.0])  # without the mask token, 0.88 sure
+    table[2] = torch.tensor([5.0, 0.0, 0.0])  # 0.99 sure
+    model = Scripted(table)
+    mask = table.shape[1] - 1
+    output = generate(model, torch.tensor([[1, mask, 1]]), infill=True, span_lengths=(1, 2), eos_token_id=None)
+    assert output.tolist() == [[1, 0, 0, 1]]
 
 
 def test_spans() -> None:

@@ -173,7 +173,8 @@ def test_refused_sources(model: Any) -> None:
     with pytest.raises(DlmBridgeError, match=r"steps must be .* above 0, not '4' \(the model's generation_config\)"):
         settings(mistyped)
     inherited = with_stored(model, repetition_penalty=1.05)  # as in checkpoints made of Qwen2.5
-    assert settings(inherited).algorithm == settings(model).algorithm
+    assert settings(inherited) == settings(model)
+    assert settings(inherited, repetition_penalty=1.2).constraints == {"repetition_penalty": 1.2}
     with pytest.raises(DlmBridgeError, match="Linear is not a diffusion language model"):
         generate(torch.nn.Linear(1, 1), prompts(1, 4))
     maskless = copy.copy(model)

@@ -93,10 +93,13 @@ def test_the_prompt_may_hold_the_end_token(model: Any) -> None:
 def test_without_a_padding_token_the_end_token_fills_up() -> None:
     table = torch.zeros(5, 5)
     table[:, 1] = 1.0
-    table[1, 3] = 2.0  # with one token of prompt row 0 ends at once ...
+    table[1, 3] = 2.0
     model = Scripted(table)
-    ids, mask = torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1)
-    output = generate(model, ids, attention_mask=mask, gen_length=4, eos_token_id=[3, 2])
+    ids = torch.zeros(2, 1, dtype=torch.long)
+    output = generate(model, ids, gen_length=4, eos_token_id=[2, 3])
     assert output.tolist() == [[0, 3], [0, 3]]
-    output = generate(model, ids, attention_mask=mask, gen_length=4, eos_token_id=None)
+    output = generate(model, ids, gen_length=4, eos_token_id=None)
     assert output.tolist() == [[0, 3, 1, 1, 1]] * 2
+    only_row_0_ends = {"prefix_allowed_tokens_fn": lambda row, text: [1] if row else [3]}
+    output = generate(model, ids, gen_length=4, eos_token_id=[2, 3], **only_row_0_ends)
+    assert output.tolist() == [[0, 3, 2, 2, 2], [0, 1, 1, 1, 1]]
