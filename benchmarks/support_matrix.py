@@ -1,6 +1,7 @@
 """Which layouts train which objectives to one process's loss and gradients: run on CPU processes and printed.
 
     python benchmarks/support_matrix.py --json matrix.json
+    python benchmarks/support_matrix.py --gpu layouts/cells*.json --runs layouts/runs*.json     GPUs', into the document
 
 Every cell is a tiny model, dense or with experts, rows packed and not, cut over two or four gloo processes; it must
 have the loss, the gradient norm, every gradient and the validation loss of one process to 1e-4.
@@ -19,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.layouts_document import merge  # noqa: E402
 from tests.processes import OK, forked  # noqa: E402
 from tests.train.megatron_cases import EXPERTS_ONLY, LARGE, LAYOUTS, SUBJECTS, Files, cells, refusal  # noqa: E402
 
@@ -26,7 +28,13 @@ from tests.train.megatron_cases import EXPERTS_ONLY, LARGE, LAYOUTS, SUBJECTS, F
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the cells there")
+    parser.add_argument("--gpu", type=Path, nargs="+", default=[], help="what benchmarks/layouts.py wrote on GPUs")
+    parser.add_argument("--runs", type=Path, nargs="+", default=[], help="what layouts_runs.py wrote there")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "support_matrix.md")
     options = parser.parse_args()
+    if options.gpu or options.runs:
+        merge(options.document, options.gpu, options.runs)
+        return
     matrix = run()
     if options.json is not None:
         options.json.write_text(json.dumps(matrix, indent=2) + "\n")
