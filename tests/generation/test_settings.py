@@ -153,6 +153,20 @@ def test_a_refused_object_is_named_by_its_class(model: Any) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_what_a_checkpoint_inherited_is_passed_over_with_a_warning(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("dlm_bridge.generation.settings.logger.warning_once", said.append)
+    settings(with_stored(model, repetition_penalty=1.05, num_beams=4))
+    names = ("num_beams 4", "repetition_penalty 1.05")
+    start = "the model's generation_config has"
+    end = "which the published llada sampler does not read: ignored"
+    assert said == [f"{start} {name}, {end}" for name in names]
+    settings(with_stored(model, repetition_penalty=1.0, num_beams=1))
+    assert len(said) == 2
+
+
 def test_numpy_s_numbers_are_numbers(model: Any) -> None:
     numbers = {"gen_length": 8, "temperature": 0.5, "seed": 3}
     arrays = {"gen_length": np.int64(8), "temperature": np.float64(0.5), "seed": np.int32(3)}
