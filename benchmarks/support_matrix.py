@@ -1,7 +1,7 @@
 """Which layouts train which objectives to one process's loss and gradients: run on CPU processes and printed.
 
     python benchmarks/support_matrix.py --json matrix.json
-    python benchmarks/support_matrix.py --gpu layouts/cells*.json --runs layouts/runs*.json     GPUs', into the document
+    python benchmarks/support_matrix.py --gpu layouts/cells*.json --runs layouts/runs*.json     GPUs', into docs
 
 Every cell is a tiny model, dense or with experts, rows packed and not, cut over two or four gloo processes; it must
 have the loss, the gradient norm, every gradient and the validation loss of one process to 1e-4.
