@@ -215,7 +215,7 @@ class DiffusionLM:
         transformers, reading it as its own, drops a sampler's parameters where the file says `_from_model_config`, and
         would run a custom_generate/generate.py for `trust_remote_code=True`.
         """
-        del kwargs["trust_remote_code"]
+        kwargs.pop("trust_remote_code", None)
         if generation_config is not None:
             self.generation_config = DiffusionGenerationConfig.from_config(generation_config)
         elif source is not None:
