@@ -8,11 +8,21 @@ from typing import Any
 from torch import nn
 
 
-def transformer_engine_activation(config: Any) -> nn.Module:
-    """What megatron-core builds for `use_te_activation_func`, without a state of its own."""
+class TransformerEngineActivation:
+    """What megatron-core builds for `use_te_activation_func`, without a state of its own.
+
+    A class, because megatron-core takes a function in a layer's description for the activation itself.
+    """
+
+    def __new__(cls, config: Any) -> Any:
+        return stateless(_operation(config))
+
+
+def _operation(config: Any) -> nn.Module:
     from megatron.core.extensions.transformer_engine import TEActivationOp
 
-    return stateless(TEActivationOp(config))
+    operation: nn.Module = TEActivationOp(config)
+    return operation
 
 
 def stateless(module: nn.Module) -> nn.Module:
@@ -22,7 +32,7 @@ def stateless(module: nn.Module) -> nn.Module:
     operations do not have; what they call their extra state is that of a quantisation that is never asked of them, and
     a checkpoint would have to have it in order to be loaded.
     """
-    module.__class__ = _stateless(type(module))
+    module.__class__ = _stateless(type(module))  # type: ignore[arg-type]  # mypy's own view of types as keys
     return module
 
 

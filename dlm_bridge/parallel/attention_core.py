@@ -84,9 +84,9 @@ class LocalAttention(MegatronModule):
 
 @cache
 def transformer_engine_attention() -> type:
-    """Without a mask FlashAttention 4 where `takes_flash`, else Transformer Engine's attention, both of which go by the
-    layers' mask type and packed documents, the latter by its own context parallelism; with a mask, FlexAttention over
-    gathered keys and values."""
+    """Without a mask FlashAttention 4 where `takes_flash`, else Transformer Engine's attention, both of which go by
+    the layers' mask type and packed documents, the latter by its own context parallelism; with a mask, FlexAttention
+    over gathered keys and values."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class MaskedTEDotProductAttention(TEDotProductAttention):  # type: ignore[misc, unused-ignore]

@@ -8,7 +8,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
-from dlm_bridge.parallel.activation import transformer_engine_activation
+from dlm_bridge.parallel.activation import TransformerEngineActivation
 from dlm_bridge.parallel.attention import MASK_TYPES, check_topology
 from dlm_bridge.parallel.attention_core import LocalAttention, transformer_engine_attention
 from dlm_bridge.parallel.core import (
@@ -107,11 +107,11 @@ def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int 
         layer = get_gpt_layer_with_transformer_engine_spec(
             **kind, use_te_activation_func=config.use_te_activation_func
         )
-        if config.use_te_activation_func and experts is None:
-            layer.submodules.mlp.submodules.activation_func = transformer_engine_activation
     else:
         layer = get_gpt_layer_local_spec(**kind, normalization="RMSNorm")
         _make_local(layer.submodules, experts is not None)
+    if config.use_te_activation_func and experts is None:
+        layer.submodules.mlp.submodules.activation_func = TransformerEngineActivation
     attention = layer.submodules.self_attention
     if scales_queries(config):
         attention.module = ScaledQueryAttention

@@ -211,3 +211,41 @@ def test_what_a_cpu_cannot_do_is_one_line(
 ) -> None:
     with pytest.raises(DlmBridgeError, match=message):
         on_megatron(tmp_path / "run", **changes)
+
+
+class GatedOperation(torch.nn.Module):
+    """Called as Transformer Engine's SwiGLU is, with an extra state that strict loading asks for, as its operations
+    have it, and no sharded one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0)
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("nothing of it was saved")
+
+
+def test_a_run_with_transformer_engines_activation_saves_and_resumes(
+    tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlm_bridge.train.megatron import engine
+
+    plain = on_megatron(tmp_path / "plain", steps=4)
+    built = []
+    overrides = engine.transformer_overrides
+
+    def operation(config: Any) -> torch.nn.Module:
+        built.append(GatedOperation())
+        return built[-1]
+
+    monkeypatch.setattr("dlm_bridge.parallel.activation._operation", operation)
+    monkeypatch.setattr(
+        engine, "transformer_overrides", lambda *arguments: overrides(*arguments) | {"use_te_activation_func": True}
+    )
+    on_megatron(tmp_path / "run", steps=2)
+    resumed = on_megatron(tmp_path / "run", resume=True, steps=4)
+    assert built
+    assert [row["loss"] for row in resumed] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
