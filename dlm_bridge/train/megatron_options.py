@@ -56,7 +56,7 @@ class MegatronOptions:
     fp8_format: str = option("hybrid", "With --precision fp8: hybrid or e4m3.")
     fp8_recipe: str = option("delayed", "With --precision fp8: " + ", ".join(FP8_RECIPES) + " scaling.")
     fp8_params: bool = option(False, "Keep the weights themselves in FP8.")
-    moe_dispatcher: str = option("auto", "How tokens reach experts: " + ", ".join(DISPATCHERS) + ".")
+    moe_dispatcher: str = option("alltoall", "How tokens reach experts: " + ", ".join(DISPATCHERS) + ".")
     moe_grouped_gemm: bool | None = option(None, "All experts of a rank in one product; on with Transformer Engine.")
     moe_aux_loss: str = option("seq_aux_loss", "Load balancing loss: " + ", ".join(AUX_LOSSES) + ".")
     moe_aux_loss_coeff: float = option(0.0, "Its weight, 0: none.")

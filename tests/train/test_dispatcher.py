@@ -1,4 +1,4 @@
-"""How tokens reach experts where nothing is asked for."""
+"""How tokens reach experts with `--moe-dispatcher auto`."""
 
 from __future__ import annotations
 
