@@ -129,7 +129,8 @@ def _recompute(config: TrainConfig, engine: bool) -> dict[str, Any]:
 
 
 def _dispatcher(config: TrainConfig, top_k: int, passed: dict[str, Any]) -> str:
-    """The one that is asked for; of "auto" that which moves the fewest copies of a token (`parallel.expert_dispatch`)."""
+    """The one that is asked for; for "auto" that which moves the fewest copies of a token, see
+    `parallel.expert_dispatch`."""
     if config.moe_dispatcher != "auto":
         return config.moe_dispatcher
     expert_tp = config.tp if config.etp is None else config.etp
