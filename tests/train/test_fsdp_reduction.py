@@ -1,4 +1,4 @@
-"""When Megatron FSDP sums gradients over ranks: with whole gradients on each rank at the end of a step only."""
+"""Megatron FSDP sums whole gradients at the end of a step only; what its optimizer gets is one process's gradients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dlm_bridge.train.config import TrainConfig
+from tests.processes import OK, launch
 
 
 @pytest.mark.parametrize("fsdp", [None, "optim", "optim_grads", "optim_grads_params"])
@@ -19,3 +20,9 @@ def test_whole_gradients_are_summed_at_the_end(fsdp: str | None, tmp_path: Path)
     found = data_parallel_config(config)
     assert found.overlap_grad_reduce == (fsdp != "optim")
     assert found.overlap_param_gather
+
+
+def test_the_optimizer_gets_one_process_s_gradients(tmp_path: Path) -> None:
+    report = launch("tests.train.fsdp_reduction_worker", tmp_path, timeout_s=120)
+    assert len(report) == 3
+    assert {name: said for name, said in report.items() if said != [OK] * 2} == {}

@@ -1,0 +1,105 @@
+"""One of two processes that train a small network in megatron-core's own FSDP, on CPU: what the optimizer gets as
+gradients against one process's. CUDA's streams are stood in for by one that does everything at once."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.layouts_transport import NAME, register
+from dlm_bridge.train.config import TrainConfig
+from tests.processes import work
+
+MICRO = 3
+
+
+class Stream:
+    """A stream, and an event on it."""
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    def record_event(self, *_: Any) -> Stream:
+        return self
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+
+def stand_in() -> None:
+    nothing: dict[str, Any] = {
+        "Stream": lambda *_, **__: Stream(),
+        "current_stream": lambda *_: Stream(),
+        "stream": lambda _: contextlib.nullcontext(),
+        "current_device": lambda: 0,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+    }
+    for name, function in nothing.items():
+        setattr(torch.cuda, name, function)
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def checks() -> Iterator[tuple[str, Callable[[], None]]]:
+    for strategy in ("optim", "optim_grads"):
+        yield f"{strategy}: as the engine asks for it", partial(gradients, strategy, None, True)
+    yield "optim: overlapped, which is why", partial(gradients, "optim", True, False)
+
+
+def gradients(strategy: str, overlapped: bool | None, equal: bool) -> None:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
+
+    from dlm_bridge.train.megatron.setup import data_parallel_config
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    rows = torch.randn(2, MICRO, 5, 8)
+    config = data_parallel_config(
+        TrainConfig(
+            task="pretrain", model="model", data=["data"], output="run", engine="megatron", steps=1, fsdp=strategy
+        )
+    )
+    if overlapped is not None:
+        config.overlap_grad_reduce = overlapped
+    groups = [dist.new_group([0, 1]), [dist.new_group([other]) for other in (0, 1)][rank]]
+    mesh = DeviceMesh.from_group(groups, "cpu", mesh=[[0], [1]], mesh_dim_names=("dp_cp", "tp"))
+    index = FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
+    device = torch.device("cpu")
+    sharded = MegatronFSDP(deepcopy(alone), index, config, [], device=device, calculate_per_token_loss=True)
+    farthest = 0.0
+    for _ in range(2):
+        sharded.zero_grad_buffer()
+        with sharded.no_sync() if config.overlap_grad_reduce else contextlib.nullcontext():
+            for part in rows[rank, :-1]:
+                sharded(part).square().sum().backward()
+        sharded(rows[rank, -1]).square().sum().backward()
+        sharded.finish_grad_sync()
+        alone.zero_grad()
+        alone(rows.flatten(0, 2)).square().sum().backward()
+        wanted = dict(alone.named_parameters())
+        for name, parameter in sharded.param_and_grad_buffer.optimizer_named_parameters:
+            whole = wanted[name.removeprefix("module.")].grad
+            mine = whole.flatten()[parameter.megatron_fsdp_slice]
+            if len(mine):
+                apart = parameter.grad._local_tensor.flatten() - mine
+                farthest = max(farthest, float(apart.abs().max() / whole.abs().max()))
+    assert (farthest < 1e-5) == equal, farthest
+
+
+if __name__ == "__main__":
+    stand_in()
+    register()
+    dist.init_process_group(NAME)
+    work(Path(sys.argv[1]), checks())
