@@ -126,10 +126,10 @@ def generate(
         device=_input_device(model),
         infill=settings.infill,
     )
-    prompt, trials = prompt_of(tokens_BP, attention_mask), 0
+    prompt, trials, row_trials = prompt_of(tokens_BP, attention_mask), 0, 0
     if settings.span_lengths:
         make = partial(_left_padded, prompt_of, settings.pad_token_id)
-        rows, trials = fit_spans(
+        rows, trials, row_trials = fit_spans(
             model,
             prompt.rows,
             settings.span_lengths,
@@ -172,10 +172,11 @@ def generate(
         return outcome.sequences
     if outcome.sequences.device.type == "cuda":
         torch.cuda.synchronize(outcome.sequences.device)
+    row_forwards = outcome.row_forwards + row_trials * settings.num_return_sequences
     return DiffusionGenerateOutput(
         sequences=outcome.sequences,
         forwards=outcome.forwards + trials,
-        tokens_per_forward=int(outcome.new_tokens) / max(outcome.row_forwards, 1),
+        tokens_per_forward=int(outcome.new_tokens) / max(row_forwards, 1),
         time=time.perf_counter() - began,
         history=tuple(observer.history) if settings.output_history else None,
     )

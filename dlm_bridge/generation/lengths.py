@@ -34,14 +34,15 @@ def fit_spans(
     gen_length: int,
     mask_token_id: int,
     shift: bool,
-) -> tuple[list[list[int]], int]:
-    """The rows with each span of masks as long as the best of `lengths` for it, and the number of forwards.
+) -> tuple[list[list[int]], int, int]:
+    """The rows with each span of masks as long as the best of `lengths` for it; the number of forwards, and the sum
+    over them of how many rows took part.
 
     Spans are decided from left to right, those to the right as long as they are given; of equal scores the shortest
     length wins. Each length costs a forward for the first span of all rows, for the second, and so on.
     """
     fitted = [list(row) for row in rows]
-    forwards = 0
+    forwards = row_forwards = 0
     for number in range(max((len(spans(row, mask_token_id)) for row in rows), default=0)):
         chosen = [row for row, tokens in enumerate(fitted) if len(spans(tokens, mask_token_id)) > number]
         scores, candidates = [], []
@@ -66,11 +67,12 @@ def fit_spans(
                 predictor.open(columns)
                 logits_ANV = predictor(None, columns)
             forwards += 1
+            row_forwards += len(tried)
             scores.append(_confidence(logits_ANV, [begin - columns.start for begin in begins], length, mask_token_id))
             candidates.append(tried)
         for place, best in enumerate(torch.stack(scores).argmax(dim=0).tolist()):
             fitted[chosen[place]] = candidates[best][place]
-    return fitted, forwards
+    return fitted, forwards, row_forwards
 
 
 def spans(row: Sequence[int], mask_token_id: int) -> list[tuple[int, int]]:

@@ -194,6 +194,17 @@ def test_a_span_s_length_does_not_depend_on_the_mask_token_s_own_logit() -> None
     assert output.tolist() == [[1, 0, 0, 1]]
 
 
+def test_forwards_that_chose_a_length_count_for_the_tokens_of_a_forward() -> None:
+    model, arguments = build("llada")
+    for unused in ("block_length", "gen_length", "steps"):
+        arguments.pop(unused, None)
+    arguments |= {"infill": True, "eos_token_id": None, "return_dict_in_generate": True, "steps": 2}
+    for copies in (1, 3):
+        settings = {**arguments, "num_return_sequences": copies, "span_lengths": (2,)}
+        result = generate(model, torch.tensor([[1, MASK, 2]]), **settings)
+        assert (result.forwards, result.tokens_per_forward) == (3, 2 / 3)  # one chose, two settled a token each
+
+
 def test_spans() -> None:
     assert spans([MASK, MASK, 1, MASK], MASK) == [(0, 2), (3, 4)]
     assert spans([], MASK) == []
