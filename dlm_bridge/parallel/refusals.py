@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from collections.abc import Iterator
 
 from dlm_bridge.errors import DlmBridgeError, one_line
+
+BUILDING = re.compile(r"( when instantiating \w+)+$")  # what its build_module adds to any message, ours too
 
 
 class NotInstalledError(DlmBridgeError):
@@ -19,8 +22,10 @@ def named(kind: type[Exception] = Exception) -> Iterator[None]:
     DlmBridgeError; where a package is missing as a NotInstalledError."""
     try:
         yield
-    except DlmBridgeError:
-        raise
+    except DlmBridgeError as error:
+        if not BUILDING.search(str(error)):
+            raise
+        raise type(error)(BUILDING.sub("", str(error))) from error
     except kind as error:  # it asserts, looks words up and imports as it checks
         missing = isinstance(error, ImportError | RuntimeError) or "install TE" in str(error)
         refusal = NotInstalledError if missing else DlmBridgeError

@@ -26,6 +26,7 @@ def test_other_kinds_pass() -> None:
         (ImportError("no fused_permute"), NotInstalledError, "refuses this configuration: no fused_permute"),
         (ValueError("Please install TE >= 1.4."), NotInstalledError, "Please install TE"),
         (DlmBridgeError("ours"), DlmBridgeError, "ours"),
+        (DlmBridgeError("ours when instantiating A when instantiating B"), DlmBridgeError, "ours"),
     ],
 )
 def test_one_line(error: Exception, kind: type[Exception], message: str) -> None:
@@ -34,3 +35,4 @@ def test_one_line(error: Exception, kind: type[Exception], message: str) -> None
     assert type(raised.value) is kind
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+    assert "instantiating" not in str(raised.value)
