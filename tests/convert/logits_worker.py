@@ -23,7 +23,7 @@ from tests.autoregressive.cases import CASES
 from tests.checkpoints import write_llada
 from tests.convert.helpers import hub_tensors, save_dcp
 from tests.convert.test_torch_dist import expected
-from tests.families import nemotron_labs_diffusion, sdar
+from tests.families import sdar
 
 YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}}
 WINDOW = {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 2}
@@ -49,11 +49,13 @@ def run(folder: Path) -> dict[str, Any]:
     wrong = {**mapping.transformer(Bridge.from_hf(hub).config), "rotary_base": 10000.0}
     with mock.patch.dict(vars(mapping), transformer=lambda config: dict(wrong)):
         said["wrong-setting"] = verify(megatron)
+    windowed = {**mapping.transformer(Bridge.from_hf(hub).config), "window_size": (3, 0)}
+    with mock.patch.dict(vars(mapping), transformer=lambda config: dict(windowed)):
+        said["refused"] = verify(hub, megatron)
+        said["refused-alone"] = verify(megatron)
     padded = write_llada(folder / "padded", n_kv_heads=2, embedding_size=160)  # more rows than tokens
     said["padded"] = verify(padded, imported(padded))
     said["blocks"] = verify(imported(sdar.CASES[0].write(folder / "blocks")))
-    said["refused"] = both(nemotron_labs_diffusion.CASES[1].write(folder / "refused"))
-    said["refused-alone"] = verify(folder / "refused_megatron")
     autoregressive = {case.label: case for case in CASES}
     said["window"] = verify(imported(autoregressive["mistral"].write(folder / "window", sliding_window=40)))
     said["yarn"] = verify(imported(autoregressive["qwen2.5"].write(folder / "yarn", **YARN, **WINDOW)))
@@ -83,10 +85,6 @@ def imported(hub: Path) -> Path:
     megatron = hub.with_name(hub.name + "_megatron")
     Bridge.from_hf(hub).to_megatron(megatron)
     return megatron
-
-
-def both(hub: Path) -> list[Any]:
-    return verify(hub, imported(hub))
 
 
 def swapped(hub: Path, folder: Path) -> Path:

@@ -95,7 +95,7 @@ def test_a_missing_tensor_leaves_no_logits(said: dict[str, Any]) -> None:
     ("case", "reason"),
     [
         ("missing", "needs megatron-core, which is not installed: pip install 'dlm-bridge[megatron]'"),
-        ("refused", "has no query scaling by position"),
+        ("refused", "megatron-core's sliding window is causal, this model's attention is bidirectional"),
     ],
 )
 def test_what_megatron_core_cannot_compute_is_said(said: dict[str, Any], case: str, reason: str) -> None:
