@@ -1,104 +1,26 @@
-"""`dlm-bridge generate` as a user meets it: both kinds of model, files of prompts, what is watched and refused."""
+"""`dlm-bridge generate` as a user meets it: both kinds of model, files of prompts, what is refused."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
-import shutil
-import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.cli.app import main
 from dlm_bridge.cli.generate import SETTINGS
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import DenoisingStep, DiffusionGenerationConfig
-from dlm_bridge.generation.show.film import Film
-from dlm_bridge.generation.show.html import film_data, page
-from dlm_bridge.generation.show.pieces import Pieces
-from dlm_bridge.generation.show.terminal import OPEN, frame_text, live, status
+from dlm_bridge.generation import DiffusionGenerationConfig
 from dlm_bridge.generation.texts import write_texts
-from tests.checkpoints import write_llada, write_tokenizer
-
-MASK, EOS = 259, 258
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-TOKENIZER = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "eos_token": "<eos>",
-    "mask_token": "<mask>",
-    "clean_up_tokenization_spaces": False,
-}
-
-
-@pytest.fixture(scope="module")
-def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny LLaDA whose tokenizer has no chat template."""
-    sizes = {"vocab_size": 272, "embedding_size": 272, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
-    folder = write_llada(tmp_path_factory.mktemp("models") / "llada", **sizes)
-    write_tokenizer(folder, TOKENIZER)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny autoregressive model whose tokenizer has a chat template."""
-    folder = tmp_path_factory.mktemp("models") / "qwen3"
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=272,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        initializer_range=0.5,
-        eos_token_id=EOS,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    write_tokenizer(folder, TOKENIZER)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-class Cli:
-    """Runs the command in this process: its exit code, stdout and stderr."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._patch, self._capsys = patch, capsys
-
-    def __call__(self, *words: Any) -> tuple[int, str, str]:
-        self._patch.setattr(sys, "argv", ["dlm-bridge", "generate", *map(str, words)])
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        out, err = self._capsys.readouterr()
-        return int(exit_.value.code or 0), out, err
-
-    def report(self, *words: Any) -> dict[str, Any]:
-        code, out, err = self(*words, "--json")
-        assert code == 0, err
-        return json.loads(out)
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(monkeypatch, capsys)
+from tests.checkpoints import write_tokenizer
+from tests.cli.conftest import MASK, TOKENIZER, Cli
+from tests.cli.pages import Page, played
 
 
 def by_hand(folder: Path, prompt: str, **settings: Any) -> list[int]:
@@ -327,129 +249,6 @@ def test_a_sampling_that_fails_leaves_no_output(
     assert (code, len(calls)) == (2, 2)
     assert "the second batch fails" in err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-
-
-# ------------------------------------------------------------------------------------------------- watching
-
-
-class Page(HTMLParser):
-    """What a browser finds: the scripts' texts, every attribute, the text outside of scripts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.scripts: list[tuple[dict[str, Any], str]] = []
-        self.attributes: list[tuple[str, str, str | None]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(tag, name, value) for name, value in attributes]
-        self.open.append(tag)
-        if tag == "script":
-            self.scripts.append((dict(attributes), ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        while self.open and self.open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "script":
-            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
-        else:
-            self.text += data
-
-
-def played(film: dict[str, Any]) -> list[list[str | None]]:
-    """The text of each place in each frame, as the page plays it."""
-    places: list[str | None] = [""] * film["length"]
-    frames = []
-    for frame in film["frames"]:
-        for place, piece, *_ in frame["changes"]:
-            places[place] = piece
-        frames.append(list(places))
-    return frames
-
-
-@pytest.mark.parametrize("name", ["llada", "qwen3"])
-def test_the_page_plays_what_was_sampled_and_loads_nothing(
-    cli: Cli, name: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    folder = request.getfixturevalue(name)
-    evil = "</script><script>alert(1)</script> & <b>\u2028{{facts}}"
-    words = ["--prompt", evil, "--gen-length", 8, "--temperature", 0, "--set", "eos_token_id=null"]
-    report = cli.report(folder, *words, "--html", tmp_path / "out.html")
-    text = (tmp_path / "out.html").read_text("utf-8")
-    found = Page(text)
-    assert [attributes for attributes, _ in found.scripts] == [{"id": "film", "type": "application/json"}, {}]
-    assert not [each for each in found.attributes if each[1] in ("src", "href", "action") or each[1].startswith("on")]
-    assert "http:" not in text
-    assert "https:" not in text
-    assert "default-src 'none'" in text
-    assert str(folder) in found.text
-    film = json.loads(found.scripts[0][1])
-    frames = played(film)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    new = tokenizer.decode(report["samples"][0]["token_ids"], skip_special_tokens=False)
-    assert "".join(map(str, frames[-1])) == evil + new
-    assert [frame["forwards"] for frame in film["frames"]] == list(range(report["forwards"] + 1))
-    if name == "llada":
-        prompt = len(tokenizer(evil)["input_ids"])
-        open_places = [sum(piece is None for piece in frame) for frame in frames]
-        assert open_places == list(range(8, -1, -1))  # one token a step
-        assert all(given == (place < prompt) for place, piece, given, _ in film["frames"][0]["changes"] if piece)
-    for frame in film["frames"][1:]:
-        for _, piece, given, sure in frame["changes"]:
-            assert (sure is not None and 0 <= sure <= 1) == (name == "llada" and piece is not None and not given)
-    code, _, err = cli(folder, *words, "--html", tmp_path / "out.html")
-    assert code == 2
-    assert "out.html exists" in err
-
-
-def test_the_pages_script_is_a_script(llada: Path, tmp_path: Path) -> None:
-    """Only where node is installed: its parser takes the page's code."""
-    if shutil.which("node") is None:
-        pytest.skip("node is not installed")
-    film = Film(Pieces(AutoTokenizer.from_pretrained(llada), MASK), [1, 2])
-    script = Page(page(film, "title", {})).scripts[1][1]
-    (tmp_path / "page.js").write_text(script)
-    subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
-
-
-def test_characters_of_several_tokens_appear_when_they_are_whole(llada: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(llada)
-    pieces = Pieces(tokenizer, MASK)
-    ids = tokenizer("é the 漢", add_special_tokens=False)["input_ids"]
-    assert len(ids) > len("é the 漢") - 2
-    assert "".join(map(str, pieces.of(ids))) == "é the 漢"
-    assert pieces.of([*ids[:1], MASK, *ids[2:]])[1] is None
-    assert "\ufffd" in str(pieces.of(ids[:1])[0])
-
-
-def test_the_terminal_shows_open_places_and_what_is_new(llada: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(llada)
-    prompt = tokenizer("the", add_special_tokens=False)["input_ids"]
-    film = Film(Pieces(tokenizer, MASK), prompt)
-    console = Console(force_terminal=True, width=40, height=10, file=(out := io.StringIO()))
-    with live(film, console):
-        for forwards, new in enumerate(([MASK, prompt[0]], [prompt[0], prompt[0]]), 1):
-            tokens = torch.tensor([[*prompt, *new]])
-            settled = torch.tensor([[False, forwards == 2, forwards == 1]])
-            confidence = torch.tensor([[torch.nan, 0.02 if forwards == 2 else torch.nan, 0.99]])
-            film.on_step(DenoisingStep(forwards, (0,), tokens, settled, confidence))
-            if forwards == 1:
-                text = frame_text(film.last)
-    assert text.plain == "the" + OPEN + "the"
-    red, green = "rgb(198,16,16)", "rgb(16,198,16)"
-    assert [span.style for span in text.spans] == ["dim", "bright_black", f"reverse {green}"]
-    assert [span.style for span in frame_text(film.last).spans] == ["dim", f"reverse {red}", green]
-    assert [frame.since for frame in film.frames] == [(0, 0, 0), (0, 0, 1), (0, 2, 1)]
-    assert "forward 2, 2 tokens settled" in out.getvalue()
-    legend = status(film.last)
-    assert legend.plain.endswith("probability 0 ██████████ 1")
-    assert [span.style for span in legend.spans][:: len(legend.spans) - 1] == [red, green]
-    assert "probability" not in status(film.frames[0]).plain
-    assert film_data(film)["length"] == 3
 
 
 # ------------------------------------------------------------------------------------------------- bad input

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
+from dlm_bridge import Layout
 from dlm_bridge.train.config import TrainConfig
 from tests.checkpoints import llada_config
 
@@ -111,3 +113,16 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
 def without_speed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows without what differs from run to run."""
     return [{key: value for key, value in row.items() if not key.startswith("tokens_per_s")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    """megatron-core's groups of one process, on the CPU."""
+    from dlm_bridge.parallel import groups
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+        groups.initialize(Layout())
+        yield
+        groups.destroy()
+        dist.destroy_process_group()

@@ -3,31 +3,18 @@ another number of ranks and exported. FSDP itself needs GPUs: here its parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from tests.convert.helpers import hub_tensors, same
 from tests.interop.cases import PREDICTING, models
 
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    """One process, on CPU."""
-    from dlm_bridge.parallel import groups
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-        groups.initialize(Layout())
-        yield
-        groups.destroy()
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Rank:

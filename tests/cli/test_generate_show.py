@@ -1,0 +1,103 @@
+"""What `dlm-bridge generate` lets one watch: the page that plays a sampling, the live view in the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from dlm_bridge.generation import DenoisingStep
+from dlm_bridge.generation.show.film import Film
+from dlm_bridge.generation.show.html import film_data, page
+from dlm_bridge.generation.show.pieces import Pieces
+from dlm_bridge.generation.show.terminal import OPEN, frame_text, live, status
+from tests.cli.conftest import MASK, Cli
+from tests.cli.pages import Page, played
+
+
+@pytest.mark.parametrize("name", ["llada", "qwen3"])
+def test_the_page_plays_what_was_sampled_and_loads_nothing(
+    cli: Cli, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(name)
+    evil = "</script><script>alert(1)</script> & <b>\u2028{{facts}}"
+    words = ["--prompt", evil, "--gen-length", 8, "--temperature", 0, "--set", "eos_token_id=null"]
+    report = cli.report(folder, *words, "--html", tmp_path / "out.html")
+    text = (tmp_path / "out.html").read_text("utf-8")
+    found = Page(text)
+    assert [attributes for attributes, _ in found.scripts] == [{"id": "film", "type": "application/json"}, {}]
+    assert not [each for each in found.attributes if each[1] in ("src", "href", "action") or each[1].startswith("on")]
+    assert "http:" not in text
+    assert "https:" not in text
+    assert "default-src 'none'" in text
+    assert str(folder) in found.text
+    film = json.loads(found.scripts[0][1])
+    frames = played(film)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    new = tokenizer.decode(report["samples"][0]["token_ids"], skip_special_tokens=False)
+    assert "".join(map(str, frames[-1])) == evil + new
+    assert [frame["forwards"] for frame in film["frames"]] == list(range(report["forwards"] + 1))
+    if name == "llada":
+        prompt = len(tokenizer(evil)["input_ids"])
+        open_places = [sum(piece is None for piece in frame) for frame in frames]
+        assert open_places == list(range(8, -1, -1))  # one token a step
+        assert all(given == (place < prompt) for place, piece, given, _ in film["frames"][0]["changes"] if piece)
+    for frame in film["frames"][1:]:
+        for _, piece, given, sure in frame["changes"]:
+            assert (sure is not None and 0 <= sure <= 1) == (name == "llada" and piece is not None and not given)
+    code, _, err = cli(folder, *words, "--html", tmp_path / "out.html")
+    assert code == 2
+    assert "out.html exists" in err
+
+
+def test_the_pages_script_is_a_script(llada: Path, tmp_path: Path) -> None:
+    """Only where node is installed: its parser takes the page's code."""
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    film = Film(Pieces(AutoTokenizer.from_pretrained(llada), MASK), [1, 2])
+    script = Page(page(film, "title", {})).scripts[1][1]
+    (tmp_path / "page.js").write_text(script)
+    subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
+
+
+def test_characters_of_several_tokens_appear_when_they_are_whole(llada: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(llada)
+    pieces = Pieces(tokenizer, MASK)
+    ids = tokenizer("é the 漢", add_special_tokens=False)["input_ids"]
+    assert len(ids) > len("é the 漢") - 2
+    assert "".join(map(str, pieces.of(ids))) == "é the 漢"
+    assert pieces.of([*ids[:1], MASK, *ids[2:]])[1] is None
+    assert "\ufffd" in str(pieces.of(ids[:1])[0])
+
+
+def test_the_terminal_shows_open_places_and_what_is_new(llada: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(llada)
+    prompt = tokenizer("the", add_special_tokens=False)["input_ids"]
+    film = Film(Pieces(tokenizer, MASK), prompt)
+    console = Console(force_terminal=True, width=40, height=10, file=(out := io.StringIO()))
+    with live(film, console):
+        for forwards, new in enumerate(([MASK, prompt[0]], [prompt[0], prompt[0]]), 1):
+            tokens = torch.tensor([[*prompt, *new]])
+            settled = torch.tensor([[False, forwards == 2, forwards == 1]])
+            confidence = torch.tensor([[torch.nan, 0.02 if forwards == 2 else torch.nan, 0.99]])
+            film.on_step(DenoisingStep(forwards, (0,), tokens, settled, confidence))
+            if forwards == 1:
+                text = frame_text(film.last)
+    assert text.plain == "the" + OPEN + "the"
+    red, green = "rgb(198,16,16)", "rgb(16,198,16)"
+    assert [span.style for span in text.spans] == ["dim", "bright_black", f"reverse {green}"]
+    assert [span.style for span in frame_text(film.last).spans] == ["dim", f"reverse {red}", green]
+    assert [frame.since for frame in film.frames] == [(0, 0, 0), (0, 0, 1), (0, 2, 1)]
+    assert "forward 2, 2 tokens settled" in out.getvalue()
+    legend = status(film.last)
+    assert legend.plain.endswith("probability 0 ██████████ 1")
+    assert [span.style for span in legend.spans][:: len(legend.spans) - 1] == [red, green]
+    assert "probability" not in status(film.frames[0]).plain
+    assert film_data(film)["length"] == 3
