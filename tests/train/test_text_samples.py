@@ -102,6 +102,20 @@ def test_the_megatron_engine_hands_its_weights_to_the_hub_side(
     assert read_rows(tmp_path / "accelerate/samples.jsonl")[:3] == rows[:3]
 
 
+def test_a_resumed_run_samples_after_its_checkpoint_was_removed(
+    tmp_path: Path, on_megatron: Run, options: dict[str, Any]
+) -> None:
+    """The first sampling after the resume is at step 10; by then --keep-last has removed step 4."""
+    saves = {**options, "save_interval": 2, "keep_last": 1, "lr_schedule": "constant"}
+    on_megatron(tmp_path / "whole", **{**saves, "sample_interval": 10})
+    on_megatron(tmp_path / "run", **{**saves, "steps": 4})
+    on_megatron(tmp_path / "run", resume=True, **{**saves, "sample_interval": 10})
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("iter_*")] == ["iter_0000010"]
+    whole, resumed = (read_rows(tmp_path / name / "samples.jsonl")[-3:] for name in ("whole", "run"))
+    assert [row["step"] for row in resumed] == [10] * 3
+    assert resumed == whole
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -219,6 +219,8 @@ class MegatronTrainer(Engine):
         return dist.get_rank() == 0
 
     def run(self, step: int) -> Path:
+        if self.config.sample_interval and self.main:
+            self.hub_model  # noqa: B018 (read now: on a resume, --keep-last may remove what it is read from)
         self.prefetcher = Prefetcher(self._produce, step + 1)
         folder = super().run(step)
         self.saver.finish()
