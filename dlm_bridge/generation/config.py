@@ -35,6 +35,9 @@ OWN_FIELDS = [
     "span_lengths",
 ]
 
+# What transformers' text-generation pipeline sets where neither its user nor the model does.
+PIPELINE_DEFAULTS = ("max_new_tokens", "do_sample", "temperature")
+
 _ABOVE_ZERO = (
     "max_new_tokens", "max_length", "num_return_sequences",
     "block_length", "block_size", "small_block_size", "steps", "denoising_steps",
@@ -171,6 +174,18 @@ class DiffusionGenerationConfig(GenerationConfig):
             # With this mark transformers drops every field that is not its own when it loads the file.
             fields.pop("_from_model_config", None)
         return fields
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As in transformers, with None for what the sampler has a default of its own for: there transformers'
+        pipelines look for settings that nobody made, and give them values made for autoregressive models."""
+        return {**dict.fromkeys(PIPELINE_DEFAULTS), **super().to_diff_dict()}
+
+    def to_json_string(
+        self, use_diff: bool = True, ignore_metadata: bool = False, keys_to_pop: list[str] | None = None
+    ) -> str:
+        """As in transformers: unset values are left out."""
+        unset = [name for name in PIPELINE_DEFAULTS if use_diff and getattr(self, name) is None]
+        return super().to_json_string(use_diff, ignore_metadata, [*(keys_to_pop or []), *unset])
 
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
         """As in transformers, with our own checks; a temperature needs no `do_sample` here."""
