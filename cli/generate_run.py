@@ -45,11 +45,10 @@ def run(request: Request) -> None:
         tokenizer=request.tokenizer,
     )
     try:
-        settings = _with_shared_seed(request.settings)
         if request.jsonl is None:
-            _sample_one(request, opened, settings)
+            _sample_one(request, opened, request.settings)
         else:
-            _sample_file(request, opened, settings, prompts)
+            _sample_file(request, opened, request.settings, prompts)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -164,15 +163,6 @@ def _summary(result: Texts) -> str:
 
 def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _with_shared_seed(settings: dict[str, Any]) -> dict[str, Any]:
-    """Processes that hold a model together must draw the same tokens."""
-    if not dist.is_initialized() or settings.get("seed") is not None:
-        return settings
-    seed: list[Any] = [int.from_bytes(os.urandom(4), "little")]
-    dist.broadcast_object_list(seed)
-    return {**settings, "seed": seed[0]}
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from dlm_bridge.generation.lengths import fit_spans
 from dlm_bridge.generation.loop import denoise
 from dlm_bridge.generation.noise import Noise
 from dlm_bridge.generation.observe import DenoisingStep, Observer
+from dlm_bridge.generation.processes import shared_seed
 from dlm_bridge.generation.prompt import Prompt, check_ids
 from dlm_bridge.generation.rules.base import CommitRule
 from dlm_bridge.generation.rules.checked import Checked
@@ -80,7 +81,8 @@ def generate(
         attention_mask: [B, P], zero at padding, on the left or on the right; without it every token is real. Each row
             is computed as if it were alone: the model sees neither the padding nor the positions it takes.
         generator: a torch.Generator for the whole batch, or one per row, which makes rows independent of the batch.
-            Without it and without `seed`, torch's global random state is used.
+            Without it and without `seed`, torch's global random state is used, of a tensor-parallel model the first
+            process's.
         streamer: who watches, one object or a list of them: a transformers streamer, which gets the prompts and then
             each run of new tokens as soon as it is settled for good, or any object with `on_step(step)`, which gets a
             `DenoisingStep` after every forward; see `dlm_bridge.generation.observe`. Nobody watching costs nothing.
@@ -141,7 +143,8 @@ def generate(
         )
         prompt = make(rows)
     prompt = prompt.repeated(settings.num_return_sequences)
-    noise = Noise.build(generator, settings.seed, prompt.rows, prompt.tokens.device)
+    seed = shared_seed(model) if settings.seed is None and generator is None else settings.seed
+    noise = Noise.build(generator, seed, prompt.rows, prompt.tokens.device)
     observer = Observer(
         streamer, keep_history=settings.return_dict and settings.output_history, batch=len(prompt.rows)
     )

@@ -21,6 +21,7 @@ from dlm_bridge.convert.formats.megatron_store import is_megatron
 from dlm_bridge.convert.hub import read_config, resolve
 from dlm_bridge.convert.tensors import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.generation.processes import check_cut
 from dlm_bridge.models import find_family
 from dlm_bridge.models.spec import FamilySpec
 
@@ -207,7 +208,7 @@ def _family(raw: dict[str, Any], family: str | None, folder: Path) -> FamilySpec
 
 
 def _load(folder: Path, where: dict[str, Any], dtype: torch.dtype | None, spec: FamilySpec | None, name: str) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     import dlm_bridge  # noqa: F401  registers the families
 
@@ -217,6 +218,8 @@ def _load(folder: Path, where: dict[str, Any], dtype: torch.dtype | None, spec: 
         if spec is not None:
             model_class = spec.load("model_class")
             arguments["config"] = spec.load("config_class").from_pretrained(folder)
+        if (distributed := where.get("distributed_config")) is not None:
+            check_cut(arguments.get("config") or AutoConfig.from_pretrained(folder), distributed.tp_size, name)
         model, info = model_class.from_pretrained(folder, **arguments)
     except DlmBridgeError:
         raise

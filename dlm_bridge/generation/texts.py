@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.config import OWN_FIELDS, check_values, eos_token_ids, merge_names
 from dlm_bridge.generation.ending import Ending, check_stop_strings
+from dlm_bridge.generation.processes import shared_seed
 from dlm_bridge.generation.prompt import check_row
 from dlm_bridge.generation.settings import resolve
 
@@ -217,6 +218,7 @@ def _autoregressive(
     for count in mask.sum(dim=1).tolist():
         _check_length(model, count, given)
     seed = given.pop("seed", None)
+    seed = shared_seed(model) if seed is None else seed
     given["tokenizer"] = tokenizer
     ends = _ends(model, settings)
     if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:

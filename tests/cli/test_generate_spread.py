@@ -1,0 +1,186 @@
+"""`dlm-bridge generate` on models that are spread: over the processes of a launcher, over the CPU and the disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.checkpoints import write_tokenizer
+from tests.cli.conftest import EOS, MASK, TOKENIZER, Cli
+from tests.cli.pages import Page
+from tests.families import llada2_moe, sdar
+from tests.processes import launch
+
+PROMPTS = [{"prompt": "abc", "id": 1}, {"prompt": "de"}, {"prompt": "fghij"}]
+LONG = ("--gen-length", "16", "--set", "eos_token_id=null")
+GREEDY = ("--prompt", "abc", *LONG, "--temperature", "0")
+DRAWN = ("--prompt", "abc", *LONG, "--temperature", "2")
+REFUSED = {
+    "compiled": "execution 'compiled' does not run tensor-parallel models: use execution 'eager'",
+    "uneven": "3 key/value heads cannot be shared by 2 processes: start 3 of them, or use --device-map auto",
+    "whole": "2 processes would each hold the whole model: add --tp-plan auto, or start one process",
+    "stdin": "--jsonl -: stdin is read by one process only: name a file",
+    "adapter": "--tp-plan cuts whole models: merge",
+}
+
+
+class Said(NamedTuple):
+    """What a command said in one process, and the tokens that it drew."""
+
+    code: int
+    out: str
+    err: str
+    drawn: list[list[int]]
+
+
+class Two(NamedTuple):
+    """What each command said in each of two processes, which ran all of them together."""
+
+    root: Path
+    models: dict[str, Path]
+    said: dict[str, list[Said]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, llada: Path, qwen3: Path) -> dict[str, Path]:
+    """Tiny models by name: bidirectional, block-causal, block-causal with experts, autoregressive, and one whose heads
+    two processes cannot share."""
+    root = tmp_path_factory.mktemp("models")
+    ids = {"vocab_size": 272, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
+    blocks = sdar.CASES[0].write(root / "sdar", **ids)
+    experts = llada2_moe.CASE.write(root / "llada2", **ids)
+    for folder in (blocks, experts):
+        write_tokenizer(folder, TOKENIZER)
+    uneven = shutil.copytree(qwen3, root / "uneven")
+    config = json.loads((uneven / "config.json").read_text()) | {"num_attention_heads": 6, "num_key_value_heads": 3}
+    (uneven / "config.json").write_text(json.dumps(config))
+    adapter = root / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(llada)}))
+    return {"llada": llada, "sdar": blocks, "llada2": experts, "qwen3": qwen3, "uneven": uneven, "adapter": adapter}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Two:
+    root = tmp_path_factory.mktemp("two")
+    (root / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    split = ("--tp-plan", "auto")
+    file = (
+        "--jsonl",
+        root / "in.jsonl",
+        "--output",
+        root / "out.jsonl",
+        "--batch-size",
+        2,
+        *LONG,
+        "--temperature",
+        "2",
+        *split,
+    )
+    commands: dict[str, tuple[Any, ...]] = {
+        **{f"greedy {name}": (models[name], *GREEDY, *split) for name in ("llada", "sdar", "llada2", "qwen3")},
+        **{f"drawn {name}": (models[name], *DRAWN, *split) for name in ("llada", "sdar", "llada2", "qwen3")},
+        "seeded": (models["sdar"], *DRAWN, *split, "--seed", 5, "--json"),
+        "watched": (models["sdar"], *DRAWN, *split, "--seed", 5, "--html", root / "page.html", "--show"),
+        "file": (models["llada"], *file, "--seed", 5, "--json"),
+        "compiled": (models["llada"], *GREEDY, *split, "--execution", "compiled"),
+        "uneven": (models["uneven"], *GREEDY, *split),
+        "whole": (models["llada"], *GREEDY),
+        "stdin": (models["llada"], "--jsonl", "-", *split),
+        "adapter": (models["adapter"], *GREEDY, *split),
+    }
+    words = {name: list(map(str, command)) for name, command in commands.items()}
+    (root / "commands.json").write_text(json.dumps(words))
+    reports = launch("tests.cli.tp_worker", root)
+    assert reports.keys() == words.keys(), reports
+    return Two(root, models, {name: [Said(*json.loads(one)) for one in both] for name, both in reports.items()})
+
+
+@pytest.mark.parametrize("name", ["llada", "sdar", "llada2", "qwen3"])
+def test_two_processes_say_what_one_says(two: Two, cli: Cli, name: str) -> None:
+    """With the family's own cache; and only the first one says it."""
+    first, second = two.said[f"greedy {name}"]
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert first.drawn == second.drawn
+    alone = cli.report(two.models[name], *GREEDY)
+    assert first.drawn[0] == alone["samples"][0]["token_ids"]
+    assert first.out == alone["samples"][0]["text"] + "\n"
+    assert f"{alone['tokens']} tokens in {alone['forwards']} forwards" in first.err
+    assert (second.out, second.err) == ("", "")
+
+
+@pytest.mark.parametrize("name", ["llada", "sdar", "llada2", "qwen3"])
+def test_without_a_seed_all_processes_draw_the_same(two: Two, name: str) -> None:
+    first, second = two.said[f"drawn {name}"]
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert first.drawn == second.drawn != two.said[f"greedy {name}"][0].drawn
+    assert len(first.drawn[0]) == 16
+
+
+def test_a_seed_says_what_it_says_in_one_process(two: Two, cli: Cli) -> None:
+    first, second = two.said["seeded"]
+    assert first.drawn == second.drawn
+    alone = cli.report(two.models["sdar"], *DRAWN, "--seed", "5")
+    reported = json.loads(first.out)
+    assert {**reported, "seconds": 0} == {**alone, "seconds": 0}
+    assert second.out == ""
+
+
+def test_who_watches_changes_nothing(two: Two) -> None:
+    """The first process alone watches, and writes the page."""
+    first, second = two.said["watched"]
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert first.drawn == second.drawn == two.said["seeded"][0].drawn
+    assert "settled" in Page((two.root / "page.html").read_text("utf-8")).text
+    assert (second.out, second.err) == ("", "")
+
+
+def test_a_file_of_prompts_is_written_once(two: Two, cli: Cli, tmp_path: Path) -> None:
+    first, second = two.said["file"]
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    words = (
+        "--jsonl",
+        two.root / "in.jsonl",
+        "--output",
+        tmp_path / "out.jsonl",
+        "--batch-size",
+        2,
+        *LONG,
+        "--temperature",
+        "2",
+    )
+    alone = cli.report(two.models["llada"], *words, "--seed", 5)
+    assert {**json.loads(first.out), "seconds": 0} == {**alone, "seconds": 0}
+    assert (two.root / "out.jsonl").read_text() == (tmp_path / "out.jsonl").read_text()
+    assert (second.out, second.err) == ("", "")
+    assert first.drawn == second.drawn
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused(two: Two, name: str) -> None:
+    for said in two.said[name]:
+        assert said.code == 2
+        assert REFUSED[name] in said.err
+        assert said.err.count("\n") == 1
+        assert said.out == ""
+
+
+# ------------------------------------------------------------------------------------------------- a device map
+
+
+@pytest.mark.parametrize("name", ["llada", "sdar", "llada2", "qwen3"])
+def test_a_device_map_changes_no_token(models: dict[str, Path], cli: Cli, tmp_path: Path, name: str) -> None:
+    """Half of the layers are on the disk."""
+    config = json.loads((models[name] / "config.json").read_text())
+    count = config.get("num_hidden_layers") or config["n_layers"]
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {f"model.layers.{layer}": "disk" if layer % 2 else "cpu" for layer in range(count)}
+    spread = ("--device-map", json.dumps(places), "--offload-folder", tmp_path / "offload")
+    report = cli.report(models[name], *GREEDY, *spread)
+    alone = cli.report(models[name], *GREEDY)
+    assert report["samples"] == alone["samples"]
+    assert cli.report(models[name], *GREEDY, "--device-map", "auto")["samples"] == alone["samples"]

@@ -1,0 +1,57 @@
+"""One of two processes that run `dlm-bridge generate` together, as torchrun starts them.
+
+Usage: tp_worker.py FOLDER, where FOLDER/commands.json has the words of each command by its name. Writes of each the
+exit code, stdout, stderr and the tokens that this process drew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlm_bridge.cli import generate_run
+from dlm_bridge.cli.app import main as command_line
+from dlm_bridge.generation.texts import Texts, write_texts
+
+
+def run(words: list[str]) -> list[Any]:
+    out, err, drawn = io.StringIO(), io.StringIO(), []
+
+    def seen(*args: Any, **kwargs: Any) -> Texts:
+        result = write_texts(*args, **kwargs)
+        drawn.extend(result.token_ids)
+        return result
+
+    generate_run.write_texts = seen
+    sys.argv = ["dlm-bridge", "generate", *words]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            command_line()
+        except SystemExit as exit_:
+            return [exit_.code, out.getvalue(), err.getvalue(), drawn]
+    raise AssertionError(f"{words} never ended")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    root, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    end = dist.destroy_process_group
+    dist.destroy_process_group = lambda: None  # the next command goes on with it
+    report = {}
+    for name, words in json.loads((root / "commands.json").read_text()).items():
+        torch.manual_seed(rank)  # no process draws what the other does by chance
+        report[name] = json.dumps(run(words))
+        (root / f"report_{rank}.json").write_text(json.dumps(report))
+    end()
+
+
+if __name__ == "__main__":
+    main()
