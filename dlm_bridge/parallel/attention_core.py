@@ -21,6 +21,7 @@ from dlm_bridge.parallel.core import (
 from dlm_bridge.parallel.flash import flash_rows, takes_call, takes_flash
 
 MASKS = MaskCache()
+WIDE_HEAD = 128  # up to which FlexAttention's own tiles of fp32 fit
 
 
 class LocalAttention(MegatronModule):
@@ -139,13 +140,28 @@ def masked_attention(
     if mask.is_cuda and mask.dim() == 3:
         blocks = MASKS.get(mask, ("blocks", rank, queries), lambda codes: block_mask(codes, rank, queries))
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        grouped = q.shape[1] != k.shape[1]
-        return _rows(_compiled_flex_attention()(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped))
+        grouped, options = q.shape[1] != k.shape[1], tile_options(q, v)
+        flex = _compiled_flex_attention()
+        return _rows(flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped, kernel_options=options))
     if mask.dim() == 4:
         dense = dense_mask(mask, rank, queries)
     else:
         dense = MASKS.get(mask, ("dense", rank, queries), lambda codes: dense_mask(codes, rank, queries))
     return _torch_attention(query, key, value, dense, False, scale)
+
+
+def tile_options(query: torch.Tensor, value: torch.Tensor) -> dict[str, Any] | None:
+    """FlexAttention's `kernel_options` for heads [..., D] and [..., Dv]; None where torch's own choice fits.
+
+    Of fp32 heads wider than 128, which Triton rounds up to a power of two, torch 2.11 keeps three tiles of 64 keys and
+    values at once in a shared memory that has no room for two. A tile of 32 queries, keys and values needs 96 KiB at a
+    width of 256. Short rows go the same way: the kernel that torch has for them takes no such options.
+    """
+    if query.dtype != torch.float32 or max(query.shape[-1], value.shape[-1]) <= WIDE_HEAD:
+        return None
+    forward = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
+    backward = {f"bwd_BLOCK_{axis}": 16 for axis in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
+    return {**forward, **backward, "FORCE_USE_FLEX_ATTENTION": True}
 
 
 def gathered(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dlm_bridge.models.visibility import Visibility, documents_of
+from dlm_bridge.parallel.attention_core import tile_options
 from dlm_bridge.parallel.attention_masks import MaskCache, block_mask, dense_mask, mask_mod, plain_mask
 from dlm_bridge.parallel.batch import rank_positions
 
@@ -43,6 +44,33 @@ def test_the_kernels_rule_is_the_dense_mask(kind: str, ranks: int) -> None:
         repeated = [tensor.repeat_interleave(2, dim=1) for tensor in (k, v)]
         wanted = torch.nn.functional.scaled_dot_product_attention(q, *repeated, attn_mask=dense, scale=0.3)
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "of_values", "chosen"),
+    [
+        (torch.float32, 192, 128, True),  # multi-head latent attention of DeepSeek-V3
+        (torch.float32, 128, 160, True),
+        (torch.float32, 128, 128, False),
+        (torch.bfloat16, 192, 128, False),
+    ],
+)
+def test_wide_heads_of_fp32_get_tiles_that_fit(dtype: torch.dtype, width: int, of_values: int, chosen: bool) -> None:
+    from torch.nn.attention.flex_attention import FlexKernelOptions, flex_attention
+
+    q, k, v = (torch.randn(1, 2, LENGTH, size, dtype=dtype) for size in (width, width, of_values))
+    options = tile_options(q, v)
+    assert (options is not None) == chosen
+    if options is None:
+        return
+    known = FlexKernelOptions.__annotations__
+    assert {name.removeprefix("fwd_").removeprefix("bwd_") for name in options} <= known.keys()
+    tile, rounded = options["fwd_BLOCK_M"] + options["fwd_BLOCK_N"], 1 << (width - 1).bit_length()
+    values = options["fwd_BLOCK_N"] * (1 << (of_values - 1).bit_length())
+    assert 4 * options["fwd_num_stages"] * (tile * rounded + values) <= 99 << 10  # bytes: of the smallest GPUs
+    blocks = block_mask(_codes("shared"), 0, LENGTH)
+    plain, tiled = (flex_attention(q, k, v, block_mask=blocks, kernel_options=given) for given in (None, options))
+    assert torch.equal(plain, tiled)  # they are no part of the maths, and torch takes them
 
 
 def test_a_mask_of_pairs_is_cut_by_queries() -> None:
