@@ -131,7 +131,8 @@ def test_options_that_would_say_nothing_of_these_experts(show: Any, changes: dic
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="of machines without Transformer Engine")
 @pytest.mark.parametrize(
-    "setting", ["optimizer.use_precision_aware_optimizer=true", "transformer.apply_rope_fusion=true"]
+    "setting",
+    ["optimizer.use_precision_aware_optimizer=true", "transformer.apply_rope_fusion=true", "ddp.nccl_ub=true"],
 )
 def test_what_only_this_machine_lacks_is_left_to_the_run(show: Any, setting: str) -> None:
     assert show(1, engine="megatron", megatron=[setting], **SHORT).memory is not None

@@ -203,6 +203,9 @@ def test_wandb_has_every_step_through_accelerates_tracker(
         ({"recompute": "selective", "recompute_modules": "layernorm"}, "--recompute-modules layernorm needs"),
         ({"megatron": ["transformer.cpu_offloading=true"]}, "--megatron transformer.cpu_offloading needs"),
         ({"megatron": ["optimizer.use_precision_aware_optimizer=true"]}, "use_precision_aware_optimizer needs"),
+        ({"megatron": ["ddp.nccl_ub=true"]}, "--megatron ddp.nccl_ub: its buffers are NCCL's"),
+        ({"megatron": ["transformer.fp4=e2m1"]}, "--megatron transformer.fp4 needs Transformer Engine"),
+        ({"megatron": ["transformer.moe_router_dtype=fp32"]}, "moe_router_dtype: the model is dense"),
         ({"attention_backend": "sdpa"}, "--attention-backend 'sdpa' is unknown"),
     ],
 )

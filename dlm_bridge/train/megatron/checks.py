@@ -47,10 +47,11 @@ def check_sequence(config: TrainConfig) -> None:
 def check_experts(config: TrainConfig, dims: Dims, described: dict[str, Any]) -> None:
     """Raise DlmBridgeError for a layout in which megatron-core trains no experts, and for an option that would say
     nothing of a model with these `dims` and TransformerConfig fields."""
-    given = [name for name in OF_EXPERTS if getattr(config, name)]
     if not dims.experts:
+        given = [flag(name) for name in OF_EXPERTS if getattr(config, name)]
+        given += [f"--megatron transformer.{name}" for name in config.passed_through("transformer") if "moe_" in name]
         if given:
-            raise DlmBridgeError(f"{flag(given[0])}: the model is dense (it has no experts): leave it out")
+            raise DlmBridgeError(f"{given[0]}: the model is dense (it has no experts): leave it out")
         return
     if config.moe_expert_bias_update_rate and not described.get("moe_router_enable_expert_bias"):
         raise DlmBridgeError("--moe-expert-bias-update-rate: this model's router has no expert bias: leave it out")

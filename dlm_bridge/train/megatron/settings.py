@@ -180,6 +180,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "moe_enable_routing_replay": "nothing records a routing or replays one",
         "moe_use_legacy_grouped_gemm": "experts are Transformer Engine's grouped layers, or one by one",
         "moe_router_topk_limited_devices": "it would make the routing depend on --ep; config.json says the groups",
+        **dict.fromkeys(
+            ("use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
+            "the engine's layers are Transformer Engine's or its own, none of nvidia-kitchen's",
+        ),
         "test_mode": "it is of megatron-core's own tests",
         "quant_recipe": "it is no value that can be written here: use --precision fp8 with --fp8-recipe",
         "perform_initialization": "every weight is loaded, and the gradient norm goes by what initialisation marks",
@@ -241,6 +245,7 @@ ALWAYS: dict[str, dict[str, tuple[Any, str]]] = {
         "calculate_per_token_loss": (True, "it is always on: --loss-normalisation says what a loss is divided by")
     }
 }
+SHARES = ("hidden_dropout", "attention_dropout")  # from 0 to below 1, which is not checked before a layer is built
 _SIMPLE = (bool, int, float, str)
 
 
@@ -270,6 +275,8 @@ def passed_on(options: MegatronOptions, group: str) -> dict[str, Any]:
         fixed, reason = ALWAYS.get(group, {}).get(key, (found[key], ""))
         if found[key] != fixed:
             raise DlmBridgeError(f"{where} cannot be {str(found[key]).lower()}: {reason}")
+        if key in SHARES and not 0 <= found[key] < 1:
+            raise DlmBridgeError(f"{where} must be in [0, 1), not {found[key]}")
     return found
 
 

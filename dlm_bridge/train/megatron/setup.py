@@ -37,6 +37,7 @@ OF_TRANSFORMER_ENGINE = (
     "apply_rope_fusion",
     "cpu_offloading",
     "fine_grained_activation_offloading",
+    "fp4",
     "fp32_residual_connection",
     "moe_permute_fusion",
     "moe_router_fusion",
@@ -195,6 +196,10 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
         **({} if config.fsdp is None else {"data_parallel_sharding_strategy": config.fsdp}),
         **passed_on(config, "ddp"),
     }
+    if settings.get("nccl_ub") and (backend := platform.current().backend) != "nccl":
+        raise NotInstalledError(
+            f"--megatron ddp.nccl_ub: its buffers are NCCL's, and messages are {backend}'s here: leave it out"
+        )
     with refusals.named():
         return DistributedDataParallelConfig(**settings)
 
