@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from dlm_bridge import Bridge, Layout
+from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.generation.predict import Cache
 from tests.checkpoints import write_tokenizer
 from tests.families.case import FamilyCase, all_cases
 from tests.families.tp_worker import sampled
@@ -38,6 +40,16 @@ def ids(case: FamilyCase) -> torch.Tensor:
     return torch.randint(0, 100, (3, case.length), generator=torch.Generator().manual_seed(1))
 
 
+def every_cache(model: Any, input_ids: torch.Tensor) -> dict[str | None, torch.Tensor]:
+    """The tokens by what is kept between forwards, as far as the sampler allows; None is its default."""
+    tokens: dict[str | None, torch.Tensor] = {}
+    for cache in (None, *get_args(Cache)):
+        with suppress(DlmBridgeError):
+            tokens[cache] = sampled(model, input_ids, cache)
+    assert len(tokens) > 2
+    return tokens
+
+
 @pytest.fixture(scope="session")
 def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What each of two processes said of each case: "ok" or a traceback. They run once, for all cases."""
@@ -47,7 +59,7 @@ def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
         model = case.load(case.write(root / case.id))
         with torch.no_grad():
             logits = model(input_ids).logits
-        saved = {"input_ids": input_ids, "logits": logits, "sampled": sampled(model, input_ids)}
+        saved = {"input_ids": input_ids, "logits": logits, "sampled": every_cache(model, input_ids)}
         torch.save(saved, root / f"{case.id}.pt")
     llada = root / "llada"
     write_tokenizer(llada, {"tokenizer_class": "PreTrainedTokenizerFast"})

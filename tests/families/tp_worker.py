@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
@@ -30,15 +31,34 @@ def check(case: FamilyCase, root: Path) -> str:
     with torch.no_grad():
         logits = model(saved["input_ids"]).logits
     torch.testing.assert_close(logits, saved["logits"], atol=1e-5, rtol=1e-5)
-    assert torch.equal(sampled(model, saved["input_ids"]), saved["sampled"])
+    for cache, tokens in saved["sampled"].items():
+        assert torch.equal(sampled(model, saved["input_ids"], cache), tokens), cache
+    check_drawn(model, saved["input_ids"])
     cut = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor) and held(parameter)]
     return OK if len(cut) >= 2 * model.config.num_hidden_layers else f"only these are cut: {cut}"
 
 
-def sampled(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+def sampled(model: Any, input_ids: torch.Tensor, cache: str | None = None) -> torch.Tensor:
     """The best tokens after some of the input."""
     prompt = input_ids[:, :7].where(input_ids[:, :7] != 99, 98)
-    return model.generate(prompt, gen_length=8, temperature=0.0, seed=1, mask_token_id=99, eos_token_id=None)
+    return model.generate(
+        prompt, gen_length=8, temperature=0.0, seed=1, mask_token_id=99, eos_token_id=None, cache=cache
+    )
+
+
+def check_drawn(model: Any, input_ids: torch.Tensor) -> None:
+    """Processes whose random numbers differ draw the same tokens, without a seed; and the first one's decide."""
+    prompt = input_ids[:, :7].where(input_ids[:, :7] != 99, 98)
+    given = {"gen_length": 8, "temperature": 2.0, "mask_token_id": 99, "eos_token_id": None}
+    both = []
+    for other in (3, 4):
+        torch.manual_seed(2 if dist.get_rank() == 0 else other)
+        drawn = model.generate(prompt, **given)
+        gathered = [torch.empty_like(drawn) for _ in range(2)]
+        dist.all_gather(gathered, drawn)
+        both += gathered
+    assert all(torch.equal(one, both[0]) for one in both)
+    assert not torch.equal(both[0], model.generate(prompt, **given))
 
 
 def drawn_by_the_command(place: Path) -> str:
