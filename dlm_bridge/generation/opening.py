@@ -139,7 +139,8 @@ def open_tokenizer(place: str | os.PathLike[str], name: str, remedy: str = "") -
     import dlm_bridge  # noqa: F401  registers the families' own
 
     try:
-        return AutoTokenizer.from_pretrained(place)
+        # False, not unset: transformers would ask on the terminal whether to run the folder's code.
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise DlmBridgeError(f"{name}: no tokenizer that loads there ({one_line(error)[:300]}){remedy}") from error
 

@@ -154,7 +154,7 @@ def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
     check_exists(flag, place)
     folder = Path(place) / "hf" if (Path(place) / TRACKER).is_file() else place
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # unset, it asks
     except (OSError, ValueError, KeyError) as error:
         raise DlmBridgeError(f"{flag} {place}: no tokenizer that loads there ({one_line(error)}){remedy}") from error
 
@@ -210,7 +210,7 @@ def _hub_config(model: str, family: FamilySpec | None) -> Any:
 
     try:
         if family is None:
-            return AutoConfig.from_pretrained(model)
+            return AutoConfig.from_pretrained(model, trust_remote_code=False)
         config_class = family.load("config_class")
         config = config_class.from_pretrained(model)
     except DlmBridgeError:

@@ -53,7 +53,9 @@ def _unchanged(tokenizer: Any) -> bool:
     from transformers import AutoTokenizer
 
     try:
-        original: Any = AutoTokenizer.from_pretrained(tokenizer.name_or_path, local_files_only=True)
+        original: Any = AutoTokenizer.from_pretrained(
+            tokenizer.name_or_path, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError):
         return False
     facts = [(each.get_vocab(), each.special_tokens_map, each.chat_template) for each in (tokenizer, original)]

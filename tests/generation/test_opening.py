@@ -1,0 +1,40 @@
+"""What is opened is opened as data: nobody is asked to run code that lies beside it."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlm_bridge.generation import opening
+from dlm_bridge.train import loading
+from tests.checkpoints import write_tokenizer
+
+REMOTE = {"AutoConfig": "configuration_x.XConfig", "AutoTokenizer": ["tokenization_x.XTokenizer", None]}
+
+
+@pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("open_tokenizer", [opening.open_tokenizer, loading.open_tokenizer])
+def test_nobody_is_asked_to_run_a_folder_s_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, open_tokenizer: Callable[[str, str], Any]
+) -> None:
+    asked: list[str] = []
+
+    def answer(question: str = "") -> str:
+        asked.append(question)
+        return "y"  # which would run it
+
+    monkeypatch.setattr(builtins, "input", answer)
+    write_tokenizer(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"})
+    # As MegaDLMs' configs are: remote code and no model_type.
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DiffLM"]}))
+    written = json.loads((tmp_path / where).read_text())
+    (tmp_path / where).write_text(json.dumps({**written, "auto_map": REMOTE}))
+    for name in ("configuration_x", "tokenization_x"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('remote code was executed')\n")
+    assert open_tokenizer(str(tmp_path), "--tokenizer").convert_tokens_to_ids("the") == 257
+    assert not asked
