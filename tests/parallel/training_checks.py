@@ -15,6 +15,7 @@ from dlm_bridge import Bridge
 from dlm_bridge.convert.tensors import parse_dtype
 from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.core import parallel_state
+from dlm_bridge.train.megatron.update import Shards
 from tests.parallel.training_cases import ALONE, BALANCED, FULL, GLOBALLY_BALANCED, LAYOUTS, LOSS_SCALE, STEPS, Files
 from tests.parallel.training_loop import Setup, Trainer
 
@@ -116,12 +117,40 @@ def half_precision_trains_alike(files: Files, dtype: str) -> None:
         trainer = _trainer(files, "dense", setup)
         _assert_near(trainer.train(STEPS), alone["losses"], 1e-3)
         weights.append(trainer.weights())
+        if distributed:
+            _shards_are_megatron_cores(trainer)
     start = Bridge.from_hf(files.hub("dense"))
     moved = sum(float((tensor.float() - start.read(name)).square().sum()) for name, tensor in weights[0].items())
     # A weight that is rounded to the other neighbour moves what Adam does with small gradients.
     apart = sum(float((weights[1][name] - tensor).float().square().sum()) for name, tensor in weights[0].items())
     assert apart < 1e-4 * moved, (apart, moved)
     assert {tensor.dtype for tensor in weights[0].values()} == {parse_dtype(dtype)}
+
+
+def _shards_are_megatron_cores(trainer: Trainer) -> None:
+    """Where the engine's kernels find gradients and weights is where megatron-core puts them."""
+    parts = trainer.optimizer.chained_optimizers
+    assert sum(len(group) for part in parts for group in part.shard_fp32_from_float16_groups) > 0
+    for part in parts:
+        shards = Shards(part)
+        assert shards.hold()
+        assert shards.give_gradients() == (part.grad_scaler is None)
+        given = {master: master.grad for group in part.optimizer.param_groups for master in group["params"]}
+        for master in given:
+            master.grad = None
+        part._copy_model_grads_to_main_grads()
+        for master, gradient in given.items():
+            assert part.grad_scaler or gradient.data_ptr() == master.grad.data_ptr()
+            assert part.grad_scaler or torch.equal(gradient, master.grad)
+        for master, half in shards.halves.items():
+            assert torch.equal(half, master.to(half.dtype))
+            half.add_(1)
+        moved = [half.clone() for half in shards.halves.values()]
+        part._copy_main_params_to_model_params()  # writes where the shards are
+        assert all(not torch.equal(half, other) for half, other in zip(shards.halves.values(), moved, strict=True))
+        assert all(torch.equal(half, master.to(half.dtype)) for master, half in shards.halves.items())
+        part.buffers[0].buckets[0].grad_data = part.buffers[0].buckets[0].grad_data.clone()
+        assert not shards.hold()
 
 
 def an_overflow_is_skipped(files: Files) -> None:

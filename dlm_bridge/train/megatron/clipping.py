@@ -17,34 +17,40 @@ SPECIAL = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
 MOST = 12 << 30
 
 
-@torch.no_grad()
-def clipped_step(optimizer: Any, max_norm: float, special: bool = False) -> tuple[bool, torch.Tensor]:
-    """Clip the gradients to a global norm of `max_norm` (0: do not) and update the weights.
+class ClippedStep:
+    """Clips the gradients to a global norm and updates the weights."""
 
-    `special` asks for megatron-core's own step, which FSDP needs. Returns whether the weights were updated (fp16
-    gradients can overflow), and the norm before clipping, fp32 on the device, infinite where they were not.
-    """
-    if special or any(getattr(optimizer.config, name) for name in SPECIAL):
-        updated, norm, _ = optimizer.step()
-        return updated, torch.tensor(float("inf") if norm is None else float(norm))
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    updates = [Update.of(part) for part in parts]
-    # All of them, whatever the first says: each has gradients to prepare.
-    overflowed = [(update or part).prepare_grads() for update, part in zip(updates, parts, strict=True)]
-    if any(overflowed):
-        return False, torch.tensor(float("inf"))
-    norm = gradient_norm(parts, updates)
-    share = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
-    with ExitStack() as clipping:
-        gradients = []  # which are clipped before the step
-        for part, update in zip(parts, updates, strict=True):
-            if update is None:
-                gradients += [p.grad for p in part.get_parameters() if p.grad is not None]
-            else:
-                clipping.enter_context(update.clipping(share))
-        if gradients and max_norm and (sum(g.nbytes for g in gradients) <= MOST or norm > max_norm):
-            torch._foreach_mul_(gradients, share)
-        return optimizer.step_with_ready_grads(), norm
+    def __init__(self, optimizer: Any, max_norm: float, special: bool = False) -> None:
+        """`max_norm` 0 does not clip; `special` asks for megatron-core's own step, which FSDP needs."""
+        self.optimizer, self.max_norm = optimizer, max_norm
+        self.special = special or any(getattr(optimizer.config, name) for name in SPECIAL)
+        self.parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        self.updates = [None if self.special else Update.of(part) for part in self.parts]
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[bool, torch.Tensor]:
+        """Whether the weights were updated (fp16 gradients can overflow), and the norm before clipping, fp32 on the
+        device, infinite where they were not."""
+        if self.special:
+            updated, norm, _ = self.optimizer.step()
+            return updated, torch.tensor(float("inf") if norm is None else float(norm))
+        max_norm, pairs = self.max_norm, list(zip(self.updates, self.parts, strict=True))
+        # All of them, whatever the first says: each has gradients to prepare.
+        overflowed = [(update or part).prepare_grads() for update, part in pairs]
+        if any(overflowed):
+            return False, torch.tensor(float("inf"))
+        norm = gradient_norm(self.parts, self.updates)
+        share = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+        with ExitStack() as clipping:
+            gradients = []  # which are clipped before the step
+            for update, part in pairs:
+                if update is None:
+                    gradients += [p.grad for p in part.get_parameters() if p.grad is not None]
+                else:
+                    clipping.enter_context(update.clipping(share))
+            if gradients and max_norm and (sum(g.nbytes for g in gradients) <= MOST or norm > max_norm):
+                torch._foreach_mul_(gradients, share)
+            return self.optimizer.step_with_ready_grads(), norm
 
 
 def gradient_norm(parts: list[Any], updates: list[Update | None]) -> torch.Tensor:

@@ -35,7 +35,7 @@ from dlm_bridge.train.megatron import carried_layers
 from dlm_bridge.train.megatron.batches import Batcher, StepBatches
 from dlm_bridge.train.megatron.checkpoints import Saver, clear, newest, prepare, root_of, write_hub_config
 from dlm_bridge.train.megatron.checks import check_sequence, check_sizes
-from dlm_bridge.train.megatron.clipping import clipped_step
+from dlm_bridge.train.megatron.clipping import ClippedStep
 from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.setup import (
     DTYPES,
@@ -195,6 +195,7 @@ class MegatronTrainer(Engine):
         self.saver = Saver(self.output, self.chunks, self.optimizer, config.async_save, config.keep_last, carried)
         # Counts travel between CPUs: agreeing on them never waits for the device.
         self.cpu_group = dist.group.WORLD if self.platform.backend == "gloo" else dist.new_group(backend="gloo")
+        self.update = ClippedStep(self.optimizer, config.clip_grad, config.fsdp is not None)
         self.schedule = get_forward_backward_func()
         self.batcher = Batcher(config, self.train, self.replica, self.replicas, self.micro_batch_size, self._cut)
         self.topology = self.source.bridge.family.topology
@@ -275,7 +276,7 @@ class MegatronTrainer(Engine):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self._forward_backward(batches.batches, normaliser, forward_only=False)
-        updated, norm = clipped_step(self.optimizer, config.clip_grad, config.fsdp is not None)
+        updated, norm = self.update()
         figures = Figures(torch.cat([sums, norm.to(sums)[None]]), began)
         timed = None if self.stragglers is None else self.stragglers.taken()
         peak = self._fullest()
