@@ -162,6 +162,7 @@ def generate(
             settings.constraints.get,
             prompt_width=prompt.tokens.shape[1],
             vocabulary=settings.vocabulary,
+            mask_token_id=mask_token_id,
             eos_token_ids=settings.eos_token_ids,
             pad_token_id=settings.pad_token_id,
             suppress=recipe.suppress,

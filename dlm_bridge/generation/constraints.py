@@ -156,6 +156,20 @@ class Constraints:
                             f"logits_processor {type(processor).__name__} must give scores of shape {tuple(shape)}"
                         )
                 logits_ANV[group, place] = scores_AV
+        self._refuse_banned(logits_ANV, canvas, rows, columns_AN)
+
+    def _refuse_banned(
+        self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
+    ) -> None:
+        """Raise DlmBridgeError where the hooks left an open position no token but the mask token."""
+        others_V = torch.arange(logits_ANV.shape[-1], device=logits_ANV.device) != canvas.mask_token_id
+        some_AN = ((logits_ANV > -torch.inf) & others_V).any(dim=-1)  # NaN is no token either
+        for row, place in (canvas.masked(rows, columns_AN) & ~some_AN).nonzero().tolist():
+            before = int(canvas.places(rows)[row, columns_AN[row, place]])
+            raise DlmBridgeError(
+                f"row {canvas.names[row if rows is None else rows[row]]}: logits_processor leaves no token to stand "
+                f"after its first {before}: one score at least must be above minus infinity"
+            )
 
     def _follow_text(
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int], columns_AN: torch.Tensor
@@ -183,7 +197,12 @@ class Constraints:
 
 
 def _keep(scores_1V: torch.Tensor, allowed: Any, name: int) -> torch.Tensor:
-    tokens = [int(token) for token in allowed]
+    try:
+        tokens = [int(token) for token in allowed]
+    except (TypeError, ValueError):
+        raise DlmBridgeError(
+            f"prefix_allowed_tokens_fn must give a list of token ids, not {allowed!r} as for row {name}"
+        ) from None
     outside = next((token for token in tokens if not 0 <= token < scores_1V.shape[1]), None)
     if outside is not None:
         raise DlmBridgeError(
@@ -200,11 +219,13 @@ def read_constraints(
     *,
     prompt_width: int,
     vocabulary: int,
+    mask_token_id: int,
     eos_token_ids: tuple[int, ...],
     pad_token_id: int,
     suppress: tuple[int, ...] = (),
 ) -> Constraints:
     """The constraints of a call; `asked` gives a setting of `FIELDS` or None, `suppress` are the sampler's own bans.
+    `mask_token_id` is never a token to propose; below 0 there is none.
 
     Raises:
         DlmBridgeError: a value that is wrong, by its setting's name.
@@ -228,6 +249,13 @@ def read_constraints(
         wrong = next((token for token in tokens if not isinstance(token, int) or not 0 <= token < vocabulary), None)
         if wrong is not None:
             raise DlmBridgeError(f"{name} holds {wrong!r}, which is no token of the vocabulary of {vocabulary}")
+    ends = tuple(token for token in eos_token_ids if token < vocabulary)  # others no model proposes
+    fewest = max(counts["min_new_tokens"], counts["min_length"] - prompt_width)
+    never = {*suppress, *banned, *(word[0] for word in words if len(word) == 1), *(ends if fewest > 0 else ())}
+    if never | {mask_token_id} >= {*range(vocabulary)}:
+        raise DlmBridgeError(
+            f"suppress_tokens, bad_words_ids and min_new_tokens leave no token of the vocabulary of {vocabulary}"
+        )
     allowed = asked("prefix_allowed_tokens_fn")
     processors = asked("logits_processor")
     processors = [] if processors is None else list(processors) if isinstance(processors, list) else [processors]
@@ -238,10 +266,10 @@ def read_constraints(
         repetition_penalty=float(penalty or 1.0),
         suppress=tuple(dict.fromkeys([*suppress, *banned])),
         bad_words=tuple(tuple(word) for word in words),
-        min_new_tokens=max(counts["min_new_tokens"], counts["min_length"] - prompt_width),
+        min_new_tokens=fewest,
         no_repeat_ngram_size=counts["no_repeat_ngram_size"],
         allowed=allowed,
         processors=tuple(processors),
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=ends,
         pad_token_id=pad_token_id,
     )

@@ -281,6 +281,16 @@ def test_a_penalty_counts_neither_a_position_s_own_token_nor_masks() -> None:
     assert (logits == 1).all()
 
 
+def test_an_end_outside_the_vocabulary_is_never_proposed_anyway() -> None:
+    """As where a checkpoint's tokenizer has grown beyond its model."""
+    model, ids = StandIn(family(algorithm="llada")), torch.tensor([[1, 2, 3]])
+    for given in ({"min_new_tokens": 4}, {"confidence_eos_eot_inf": True}, {"logits_eos_inf": True}):
+        some, one = (
+            generate(model, ids, gen_length=4, pad_token_id=0, eos_token_id=ends, **given) for ends in ([5, 99], 5)
+        )
+        assert torch.equal(some, one)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -296,6 +306,14 @@ def test_a_penalty_counts_neither_a_position_s_own_token_nor_masks() -> None:
         ({"prefix_allowed_tokens_fn": lambda row, text: [MASK]}, "row 0: no token is allowed after its 3 tokens"),
         ({"prefix_allowed_tokens_fn": lambda row, text: [99]}, "allows row 0 the token 99, outside the vocabulary"),
         ({"logits_processor": [lambda ids, scores: scores[0]]}, r"must give scores of shape \(1, 48\)"),
+        ({"prefix_allowed_tokens_fn": lambda row, text: None}, "must give a list of token ids, not None as for row 0"),
+        ({"suppress_tokens": [*range(MASK)]}, "leave no token of the vocabulary of 48"),
+        (
+            {"suppress_tokens": [*range(2, MASK)], "bad_words_ids": [[0]], "min_new_tokens": 1, "eos_token_id": 1},
+            "suppress_tokens, bad_words_ids and min_new_tokens leave no token of the vocabulary of 48",
+        ),
+        ({"logits_processor": [lambda ids, scores: scores - torch.inf]}, "row 0: logits_processor leaves no token at"),
+        ({"logits_processor": [lambda ids, scores: scores * torch.nan]}, "after its first 3: one score"),
         ({"logits_processor": ["x"]}, "logits_processor must be callable, not 'x'"),
         ({"stop_strings": ["a"]}, "stop_strings are found in decoded text: pass tokenizer="),
         ({"stop_strings": [""]}, "stop_strings must be a string or a list of them, none empty"),
@@ -309,5 +327,5 @@ def test_a_penalty_counts_neither_a_position_s_own_token_nor_masks() -> None:
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     model = StandIn(family(algorithm="llada"))
     with pytest.raises(DlmBridgeError, match=message) as error:
-        generate(model, torch.tensor([[1, 2, 3]]), gen_length=4, eos_token_id=None, **arguments)
+        generate(model, torch.tensor([[1, 2, 3]]), **{"gen_length": 4, "eos_token_id": None, **arguments})
     assert "\n" not in str(error.value)

@@ -33,7 +33,7 @@ def without_tokens(score: Score, tokens: tuple[int, ...]) -> Score:
 
     def scored(step: Step) -> torch.Tensor:
         logits = step.logits.clone()
-        logits[..., list(tokens)] = -torch.inf
+        logits[..., [token for token in tokens if token < logits.shape[-1]]] = -torch.inf
         return score(replace(step, logits=logits))
 
     return scored
