@@ -167,8 +167,8 @@ class Constraints:
         for row, place in (canvas.masked(rows, columns_AN) & ~some_AN).nonzero().tolist():
             before = int(canvas.places(rows)[row, columns_AN[row, place]])
             raise DlmBridgeError(
-                f"row {canvas.names[row if rows is None else rows[row]]}: logits_processor leaves no token to stand "
-                f"after its first {before}: one score at least must be above minus infinity"
+                f"row {canvas.names[row if rows is None else rows[row]]}: logits_processor leaves no token to come "
+                f"after its first {before} tokens: one score at least must be above minus infinity"
             )
 
     def _follow_text(

@@ -312,8 +312,11 @@ def test_an_end_outside_the_vocabulary_is_never_proposed_anyway() -> None:
             {"suppress_tokens": [*range(2, MASK)], "bad_words_ids": [[0]], "min_new_tokens": 1, "eos_token_id": 1},
             "suppress_tokens, bad_words_ids and min_new_tokens leave no token of the vocabulary of 48",
         ),
-        ({"logits_processor": [lambda ids, scores: scores - torch.inf]}, "row 0: logits_processor leaves no token at"),
-        ({"logits_processor": [lambda ids, scores: scores * torch.nan]}, "after its first 3: one score"),
+        (
+            {"logits_processor": [lambda ids, scores: scores - torch.inf]},
+            "row 0: logits_processor leaves no token to come after its first 3",
+        ),
+        ({"logits_processor": [lambda ids, scores: scores * torch.nan]}, "after its first 3 tokens: one score"),
         ({"logits_processor": ["x"]}, "logits_processor must be callable, not 'x'"),
         ({"stop_strings": ["a"]}, "stop_strings are found in decoded text: pass tokenizer="),
         ({"stop_strings": [""]}, "stop_strings must be a string or a list of them, none empty"),
