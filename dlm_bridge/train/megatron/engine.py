@@ -36,6 +36,7 @@ from dlm_bridge.train.megatron.batches import Batcher, StepBatches
 from dlm_bridge.train.megatron.checkpoints import Saver, clear, newest, prepare, root_of, write_hub_config
 from dlm_bridge.train.megatron.checks import check_sequence, check_sizes
 from dlm_bridge.train.megatron.clipping import ClippedStep
+from dlm_bridge.train.megatron.collection import Collection
 from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.setup import (
     DTYPES,
@@ -195,6 +196,7 @@ class MegatronTrainer(Engine):
         self.saver = Saver(self.output, self.chunks, self.optimizer, config.async_save, config.keep_last, carried)
         # Counts travel between CPUs: agreeing on them never waits for the device.
         self.cpu_group = dist.group.WORLD if self.platform.backend == "gloo" else dist.new_group(backend="gloo")
+        self.collection = Collection()
         self.update = ClippedStep(self.optimizer, config.clip_grad, config.fsdp is not None)
         self.schedule = get_forward_backward_func()
         self.batcher = Batcher(config, self.train, self.replica, self.replicas, self.micro_batch_size, self._cut)
@@ -229,6 +231,7 @@ class MegatronTrainer(Engine):
 
     def close(self) -> None:
         """Stop what runs in the background."""
+        self.collection.close()
         if self.prefetcher is not None:
             self.prefetcher.close()
 
@@ -260,6 +263,7 @@ class MegatronTrainer(Engine):
         only where its optimizer does."""
         config = self.config
         began = Moment(self.device)
+        self.collection.step()
         self.saver.poll()
         assert self.prefetcher is not None
         batches = self.prefetcher.get()
