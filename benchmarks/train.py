@@ -19,8 +19,10 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--set", action="append", default=[], help="of ours: a field of the run's configuration, K=V")
     parser.add_argument("--megatron", action="append", default=[], help="of ours: GROUP.KEY=VALUE")
+    parser.add_argument(
+        "--balanced", action="store_true", help="of both: tokens go to experts by lot, not by the router"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--only", choices=("ours", "peer"))
@@ -189,6 +194,7 @@ def run_config(arguments: argparse.Namespace, folder: Path) -> TrainConfig:
     (folder / "config.json").write_text(json.dumps(shape))
     replicas = world() // (arguments.tp * arguments.pp * arguments.cp)
     sgd = ["optimizer.sgd_momentum=0.0"] if arguments.optimizer == "sgd" else []
+    lot = ["transformer.moe_router_force_load_balancing=true"] if arguments.balanced else []
     settings = dict(pair.split("=", 1) for pair in arguments.set)
     return TrainConfig(
         engine="megatron",
@@ -212,7 +218,7 @@ def run_config(arguments: argparse.Namespace, folder: Path) -> TrainConfig:
         length_variation=0.0,
         lr=1e-5,
         distributed_optimizer=world() > 1,
-        megatron=[*arguments.megatron, *sgd],
+        megatron=[*arguments.megatron, *sgd, *lot],
         **{name: yaml.safe_load(value) for name, value in settings.items()},
     )
 
@@ -220,7 +226,8 @@ def run_config(arguments: argparse.Namespace, folder: Path) -> TrainConfig:
 def draw(name: str, shape: tuple[int, ...], distribution: Any, seed: int) -> torch.Tensor:
     if isinstance(distribution, Constant):
         return torch.full(shape, distribution.value, device="cuda")
-    return torch.randn(shape, device="cuda") * distribution.std
+    generator = torch.Generator("cuda").manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, device="cuda", generator=generator) * distribution.std
 
 
 def ours(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None], Any]:
@@ -253,6 +260,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     from dlm_bridge.bridge import Bridge
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
+    from dlm_bridge.parallel.weights import load
     from dlm_bridge.train.megatron.engine import join
     from dlm_bridge.train.megatron.setup import DTYPES, build_optimizer, wrap
 
@@ -269,6 +277,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
             "moe_grouped_gemm": True,
             "moe_permute_fusion": True,
             "moe_router_load_balancing_type": "none",
+            "moe_router_force_load_balancing": any("force_load_balancing" in each for each in config.megatron),
         }
         if bridge.dims.experts
         else {}
@@ -319,10 +328,8 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
             vp_stage=number if config.vp > 1 else None,
             **arguments,
         )
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter.data, std=0.02)
         chunks.append(model.cuda())
+    load(chunks, bridge.checkpoint)  # our side's weights: routers, above all, send as many tokens to each GPU
     wrapped = wrap(chunks, config)
     optimizer = build_optimizer(wrapped, config)
     wrapped[0].config.finalize_model_grads_func = finalize
@@ -424,7 +431,9 @@ def release(trainer: Any) -> None:
     """Give the memory of one side back: megatron-core's gradient hooks keep its parameters alive for ever."""
     for chunk in trainer.chunks:
         tensors = [parameter.data for parameter in chunk.parameters()]
-        for buffer in [*getattr(chunk, "buffers", []), *getattr(chunk, "expert_parallel_buffers", [])]:
+        # Of megatron-core's data parallelism; its FSDP has a method of the name.
+        buffers = chunk.buffers if isinstance(getattr(chunk, "buffers", None), list) else []
+        for buffer in [*buffers, *getattr(chunk, "expert_parallel_buffers", [])]:
             tensors += [tensor for tensor in (buffer.param_data, buffer.grad_data) if tensor is not None]
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
@@ -439,6 +448,10 @@ def free() -> None:
     from dlm_bridge.parallel import groups
 
     groups.destroy()
+    if "transformer_engine.pytorch" in sys.modules:  # it keeps the process groups of FP8's scales
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
     gc.collect()
     torch.cuda.empty_cache()
 
