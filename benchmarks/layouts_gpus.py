@@ -12,6 +12,7 @@ Then: python benchmarks/support_matrix.py --gpu layouts/cells*.json --runs layou
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -58,6 +59,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     devices = torch.cuda.device_count()
     environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    pairs = itertools.cycle([f"{first},{first + 1}" for first in range(0, devices - 1, 2)] or ["0"])
     running = {}
     for name, (script, ranks, arguments) in _parts().items():
         if not re.search(options.parts, name):
@@ -66,9 +68,10 @@ def main() -> None:
         command += ["--nproc-per-node", str(ranks), str(HERE / script), "--output", str(options.output / name)]
         command += ["--seconds", str(options.seconds), *arguments]
         command += ["--transport", "direct" if ranks <= devices else "host"]
+        visible = {"CUDA_VISIBLE_DEVICES": next(pairs)} if ranks == 2 and devices > 2 else {}
         log = (options.output / f"{name}.log").open("w")
         running[name] = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT
+            command, env={**os.environ, **environment, **visible}, stdout=log, stderr=subprocess.STDOUT
         )
     while time.time() - began < limit and any(process.poll() is None for process in running.values()):
         time.sleep(0.2)
