@@ -172,6 +172,7 @@ def generate(
         cache=settings.cache,
         execution=settings.execution,
     )
+    _refuse_no_numbers(observer, outcome.sequences, prompt, mask_token_id)
     if not settings.return_dict:
         return outcome.sequences
     if outcome.sequences.device.type == "cuda":
@@ -195,7 +196,25 @@ def _left_padded(prompt_of: Callable[..., Prompt], pad_token_id: int, rows: list
 
 def _input_device(model: Any) -> torch.device:
     embedding = model.get_input_embeddings()
-    device = embedding.weight.device
+    device: torch.device = embedding.weight.device
     if device.type == "meta":  # offloaded: accelerate's hook says where it runs
-        device = torch.device(embedding._hf_hook.execution_device)
+        hook = getattr(embedding, "_hf_hook", None)
+        if hook is None:
+            raise DlmBridgeError(
+                "the model is on the meta device, without weights: load it with from_pretrained, or move it with "
+                "to_empty and load its state_dict"
+            )
+        device = torch.device(hook.execution_device)
     return device
+
+
+def _refuse_no_numbers(observer: Observer, tokens_BS: torch.Tensor, prompt: Prompt, mask_token_id: int) -> None:
+    """Raise DlmBridgeError where the model's logits were NaN: from the first forward on, or so that masks are left, as
+    no rule leaves them whose scores are numbers."""
+    pads_B = torch.tensor(prompt.pads, device=tokens_BS.device)
+    real_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) >= pads_B[:, None]
+    if observer.saw_no_numbers or bool(((tokens_BS == mask_token_id) & real_BS).any()):
+        raise DlmBridgeError(
+            "the model's logits are not numbers (NaN), nothing can be chosen by them: look for NaN in its weights; "
+            "float16 overflows where bfloat16 does not"
+        )

@@ -66,6 +66,12 @@ class Observer:
         self._sent = 0  # columns of the output that the streams have been given
         self.history: list[DenoisingStep] = []
         self.row_forwards = 0  # the sum over the forwards of how many rows took part
+        self._no_numbers: torch.Tensor | None = None  # whether the first forward's logits held NaN
+
+    @property
+    def saw_no_numbers(self) -> bool:
+        """Whether the first forward gave NaN, which no rule can choose by. Waits for the device."""
+        return self._no_numbers is not None and bool(self._no_numbers)
 
     @property
     def listens(self) -> bool:
@@ -91,6 +97,8 @@ class Observer:
         """After a forward that predicted these columns of these rows of the canvas, and after what it settled is
         there; `final` says that no settled token can change any more."""
         self.row_forwards += len(rows)
+        if self._no_numbers is None:
+            self._no_numbers = logits_ANV.amax(dim=-1).isnan().any()
         if not self.listens:
             return
         if self._on_step or self._keep_history:

@@ -101,6 +101,8 @@ def check_ids(tokens: Any, attention_mask: Any) -> torch.Tensor:
     if len(shape) != 2:
         remedy = ": add a batch axis with input_ids[None]" if len(shape) == 1 else ""
         raise DlmBridgeError(f"input_ids must be [batch, length], not of shape {shape}{remedy}")
+    if tokens.device.type == "meta":
+        raise DlmBridgeError("input_ids are on the meta device, without values: pass real ones")
     if shape[0] == 0:
         raise DlmBridgeError("input_ids has no rows: there is nothing to generate")
     if shape[1] and (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool):

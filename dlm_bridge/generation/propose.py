@@ -8,6 +8,9 @@ import torch
 
 from dlm_bridge.generation.vocabulary import best_token
 
+# A smaller temperature would divide logits beyond what float32 holds; both are greedy.
+LEAST = 1e-30
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -29,7 +32,7 @@ class Sampling:
             logits = logits.float()
         for name in self.order:
             if name == "temperature" and self.temperature > 0:
-                logits = logits / self.temperature
+                logits = logits / max(self.temperature, LEAST)
             elif name == "top_k" and self.top_k:
                 logits = keep_top_k(logits, self.top_k)
             elif name == "top_p" and self.top_p is not None and self.top_p < 1:

@@ -83,6 +83,12 @@ GENERATE_ARGUMENTS = (
     "negative_prompt_attention_mask",
     "custom_generate",
 )
+# What transformers' generate hands on to a model, and what to do instead.
+NO_INPUTS = {
+    "inputs_embeds": "a denoiser starts from tokens, pass input_ids",
+    "position_ids": "each row counts from its own first token, say with attention_mask where padding is",
+    "past_key_values": "what is kept between forwards is chosen by cache",
+}
 KEYWORD, GIVEN, STORED, MODEL, FAMILY, ALGORITHM = (
     "keyword argument",
     "generation_config",
@@ -177,8 +183,17 @@ def resolve(
     eot = parameters.get("eot_token_id")
     if eot is not None and eot >= vocabulary:
         raise DlmBridgeError(f"eot_token_id {eot} is outside the vocabulary of {vocabulary}")
-    if eos and pad_token_id == mask_token_id:
+    if mask_token_id is not None and mask_token_id in eos:
+        raise DlmBridgeError(
+            f"eos_token_id {mask_token_id} is the mask token, which is never generated: pass another, or None"
+        )
+    stop_strings = check_stop_strings(_find(levels, "stop_strings", ())[0])
+    if (eos or stop_strings) and pad_token_id == mask_token_id:
         raise DlmBridgeError(f"pad_token_id {pad_token_id} is the mask token: pass another pad_token_id")
+    return_dict = bool(_find(levels, "return_dict_in_generate", False)[0])
+    output_history, where = _find(levels, "output_history", False)
+    if output_history and not return_dict and where == KEYWORD:
+        raise DlmBridgeError("output_history is a part of the returned dict: pass return_dict_in_generate=True too")
     return SamplerSettings(
         algorithm=kind(**parameters),
         gen_length=gen_length,
@@ -192,10 +207,10 @@ def resolve(
         seed=_find(levels, "seed", None)[0],
         cache=_find(levels, "cache", None)[0],
         execution=_find(levels, "execution", None)[0],
-        return_dict=bool(_find(levels, "return_dict_in_generate", False)[0]),
-        output_history=bool(_find(levels, "output_history", False)[0]),
+        return_dict=return_dict,
+        output_history=bool(output_history),
         num_return_sequences=_find(levels, "num_return_sequences", 1)[0],
-        stop_strings=check_stop_strings(_find(levels, "stop_strings", ())[0]),
+        stop_strings=stop_strings,
         constraints=_constraints(levels),
         vocabulary=vocabulary,
         context=getattr(config, "max_position_embeddings", None),
@@ -360,6 +375,8 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
     known = {*ALIASES, *OWN_FIELDS, *SHARED_FIELDS, *WITHOUT_EFFECT, *SAMPLING_ONLY, *OFF, *GENERATE_ARGUMENTS}
     known |= set(vars(GenerationConfig()))
     for name in values:
+        if name in NO_INPUTS:
+            raise DlmBridgeError(f"generate takes no {name}: {NO_INPUTS[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
 from tests.generation import published
 from tests.generation.conftest import EOS, MASK, load, prompts
@@ -122,3 +124,8 @@ def test_a_dispatched_model_samples(model: Any, folder: Path, tmp_path: Path) ->
     undispatched = type(model).from_pretrained(folder)
     ids = prompts(2, 5).clamp(max=EOS - 1)
     assert torch.equal(dispatched.generate(ids, gen_length=8), undispatched.generate(ids, gen_length=8))
+
+
+def test_a_model_without_weights_is_refused(model: Any) -> None:
+    with pytest.raises(DlmBridgeError, match="the model is on the meta device, without weights: load it with from_pr"):
+        copy.deepcopy(model).to("meta").generate(prompts(1, 4), gen_length=8)

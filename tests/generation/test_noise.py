@@ -37,6 +37,16 @@ def test_tokens_are_drawn_from_the_tempered_softmax(temperature: float) -> None:
     assert float(((counts[:4] - expected) ** 2 / expected).sum()) < 21.1
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-45, 1e-300])
+def test_a_temperature_next_to_nothing_is_greedy(model: Any, temperature: float) -> None:
+    """Where logits / temperature are beyond float32's largest number, too."""
+    given = {"gen_length": 16, "block_length": 8, "eos_token_id": None}
+    almost = model.generate(prompts(2, 5), temperature=temperature, threshold=0.5, seed=0, **given)
+    assert torch.equal(almost, model.generate(prompts(2, 5), threshold=0.5, **given))
+    logits = 100 * torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(Sampling(temperature).shape(logits).softmax(dim=-1).argmax(dim=-1), logits.argmax(dim=-1))
+
+
 def test_a_draw_of_zero_never_wins() -> None:
     uniform = torch.tensor([[[0.0, 0.5, 0.5]]], dtype=torch.float64)  # -log(-log 0) is minus infinity
     logits = torch.tensor([[[800.0, 1.0, 0.0]]])
