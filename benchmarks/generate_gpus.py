@@ -1,0 +1,238 @@
+"""Sampling of models that are spread over GPUs: the same tokens as one GPU's, and how long a forward takes.
+
+    python benchmarks/generate_gpus.py                       on all GPUs, about a minute on four
+    python benchmarks/generate_gpus.py --size tiny           also on a CPU, there by two processes and gloo
+
+Two ways, both transformers' own: tensor parallelism, for which this command starts torchrun, and a device map, whose
+GPUs run one after the other. Small models of several families in fp32, dense and with experts, with the family's own
+cache and without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and without a seed all
+processes must draw the same. Then LLaDA-8B's shape with random weights in bf16: milliseconds a forward, beside one
+GPU's. Prints a line for each and exits with 1 if one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dlm_bridge  # noqa: F401
+from dlm_bridge.models import family_by_name
+
+TINY = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "initializer_range": 0.2,
+    "mask_token_id": 1000,
+    "eos_token_id": 1001,
+    "pad_token_id": 1001,
+}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "head_dim": 32}
+LLADA = {
+    "vocab_size": 1024,
+    "embedding_size": 1024,
+    "d_model": 256,
+    "mlp_hidden_size": 512,
+    "n_layers": 4,
+    "n_heads": 16,
+    "n_kv_heads": 8,
+    "init_std": 0.2,
+    "mask_token_id": 1000,
+    "eos_token_id": 1001,
+    "pad_token_id": 1001,
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "llada": LLADA,
+    "dream": TINY,
+    "sdar": {**TINY, "head_dim": 32, "block_size": 4},
+    "nemotron_labs_diffusion": {**TINY, "head_dim": 32, "block_size": 8},
+    "wedlm": TINY,
+    "sdar_moe": {**TINY, **EXPERTS, "block_size": 4},
+    "llada2_moe": {**TINY, **EXPERTS, "n_group": 4, "topk_group": 2, "num_shared_experts": 1},
+}
+LARGE: dict[str, dict[str, Any]] = {
+    "8b": {"d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12288},
+    "tiny": LLADA,
+}
+PROMPT = 128
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
+    parser.add_argument("--size", choices=tuple(LARGE), default="8b", help="of the model that is timed")
+    parser.add_argument("--length", type=int, default=64, help="new tokens of the model that is timed")
+    parser.add_argument("--folder", type=Path, help="where there is room for a checkpoint of 16 GB")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # one of torchrun's processes
+    options = parser.parse_args()
+    if options.worker:
+        tensor_parallel(options)
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        options.folder = Path(folder)
+        began = time.perf_counter()
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+        words = ["--folder", str(options.folder), "--size", options.size, "--length", str(options.length)]
+        workers = subprocess.Popen([*launch, __file__, "--worker", *words])
+        try:
+            for name, sizes in SMALL.items():
+                write(name, sizes, options.folder / name, torch.float32)
+            write("llada", LARGE[options.size], options.folder / "large", torch.bfloat16)
+            (options.folder / "ready").touch()
+            workers.wait()
+            wrong = 0 if (options.folder / "right").exists() else 1
+        finally:
+            workers.kill()
+        wrong |= device_map(options)
+        print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
+    sys.exit(1 if wrong else 0)
+
+
+def write(name: str, sizes: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
+    """A checkpoint with random weights."""
+    spec = family_by_name(name)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = spec.load("model_class")._from_config(spec.load("config_class")(**sizes), dtype=dtype)
+    model.save_pretrained(folder)
+
+
+def tensor_parallel(options: argparse.Namespace) -> None:
+    """One process of several, each with its share of every matrix. The first one says in a file if all is right."""
+    from transformers.distributed import DistributedConfig
+
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    while not (options.folder / "ready").exists():  # written while this process imported
+        time.sleep(0.1)
+    own = torch.device(DEVICE, int(os.environ["LOCAL_RANK"]) if DEVICE == "cuda" else None)
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(f"tp {processes}: {text}", flush=True)
+
+    def spread(folder: Path, **more: Any) -> Any:
+        return load(folder, distributed_config=DistributedConfig(tp_plan="auto"), **more)
+
+    wrong = 0
+    for name in SMALL:
+        model, whole = spread(options.folder / name), load(options.folder / name).to(own)
+        wrong |= compare(name, model, whole, own, say)
+        wrong |= draws_the_same(name, model, own, say)
+    if rank == 0:
+        whole = load(options.folder / "large").to(own)
+        figures(whole, own, options.length, lambda text: print(f"one GPU: {text}", flush=True))
+        figures(whole, own, options.length, lambda text: print(f"one GPU: {text}", flush=True), execution="eager")
+        del whole
+    gc.collect()
+    dist.barrier()
+    model = spread(options.folder / "large")
+    figures(model, own, options.length, say)
+    verdict = torch.tensor([wrong], device=own)
+    dist.all_reduce(verdict, dist.ReduceOp.MAX)
+    if rank == 0 and not verdict.item():
+        (options.folder / "right").touch()
+    dist.destroy_process_group()
+
+
+def device_map(options: argparse.Namespace) -> int:
+    """One process, whose layers lie on several GPUs. Returns 1 if something is wrong."""
+    devices = [f"cuda:{number}" for number in range(options.gpus)] if DEVICE == "cuda" else ["cpu"]
+
+    def say(text: str) -> None:
+        print(f"device map of {len(devices)}: {text}", flush=True)
+
+    wrong, first = 0, torch.device(devices[0])
+    for name, sizes in SMALL.items():
+        layers = sizes.get("num_hidden_layers") or sizes["n_layers"]
+        places = {"model.embed_tokens": devices[0], "model.rotary_emb": devices[0]}
+        places |= {"model.norm": devices[-1], "lm_head": devices[-1]}
+        places |= {f"model.layers.{layer}": devices[layer * len(devices) // layers] for layer in range(layers)}
+        model, whole = load(options.folder / name, device_map=places), load(options.folder / name).to(first)
+        wrong |= compare(name, model, whole, first, say)
+    model = load(options.folder / "large", device_map="auto")
+    say(f"auto uses {len({*getattr(model, 'hf_device_map', {}).values()}) or 1} devices")
+    figures(model, first, options.length, say)
+    return wrong
+
+
+def load(folder: Path, **more: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **more).eval()
+
+
+@torch.no_grad()
+def compare(name: str, model: Any, whole: Any, device: torch.device, say: Callable[[str], None]) -> int:
+    """Logits, and greedy tokens with the family's own cache and with none."""
+    ids = torch.randint(0, 1000, (2, 40), generator=torch.Generator().manual_seed(1)).to(device)
+    logits, wanted = model(ids).logits.to(device), whole(ids).logits
+    apart = ((logits - wanted).abs().max() / wanted.abs().max()).item()
+    given = {"gen_length": 32, "temperature": 0.0, "eos_token_id": None, "seed": 1}
+    equal = {}
+    for cache in (None, "none"):
+        try:
+            rows = model.generate(ids, cache=cache, **given).to(device)
+            same = (rows == whole.generate(ids, cache=cache, execution="eager", **given)).float().mean().item()
+        except RuntimeError as error:
+            say(f"{name}: {str(error).splitlines()[0]}")
+            return 1
+        equal["own" if cache is None else cache] = same
+    right = apart < 1e-4 and all(same == 1 for same in equal.values())
+    shown = ", ".join(f"{same:.0%} with cache {cache}" for cache, same in equal.items())
+    say(f"{name}: logits {apart:.1e} apart, equal tokens: {shown}{'' if right else '  WRONG'}")
+    return 0 if right else 1
+
+
+def draws_the_same(name: str, model: Any, device: torch.device, say: Callable[[str], None]) -> int:
+    """Whether processes with random numbers of their own draw the same tokens."""
+    torch.manual_seed(dist.get_rank())
+    ids = torch.randint(0, 1000, (2, 40), generator=torch.Generator().manual_seed(1)).to(device)
+    rows = model.generate(ids, gen_length=32, temperature=1.0, eos_token_id=None)
+    gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, rows)
+    if all(torch.equal(one, rows) for one in gathered):
+        return 0
+    say(f"{name}: processes drew different tokens  WRONG")
+    return 1
+
+
+def figures(model: Any, device: torch.device, length: int, say: Callable[[str], None], **more: Any) -> None:
+    """Say how long a forward of one row takes, with every step of the published sampler."""
+    ids = torch.randint(0, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
+    given = {"gen_length": length, "block_length": min(32, length), "steps": length, "eos_token_id": None} | more
+    times = []
+    for _ in range(3):
+        output = model.generate(ids, return_dict_in_generate=True, temperature=0.0, **given)
+        times.append(output.time)
+    taken = min(times[1:])
+    line = {
+        "parameters_b": round(sum(one.numel() for one in model.parameters()) / 1e9, 2),
+        "execution": more.get("execution", "default"),
+        "tokens": length,
+        "forwards": output.forwards,
+        "ms_per_forward": round(1000 * taken / output.forwards, 2),
+        "tokens_per_s": round(length / taken, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 1) if DEVICE == "cuda" else None,
+    }
+    say(json.dumps(line))
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main()
