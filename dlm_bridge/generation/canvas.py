@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -185,8 +186,9 @@ class Canvas:
             open_AN |= holes_AN & (tokens_AN == self.mask_token_id)
         return open_AN.any(dim=1)
 
-    def retire(self, block: slice) -> list[int] | None:
-        """Take out the rows that the block completes. Returns those that stay, None if all do."""
+    def retire(self, block: slice, read: Callable[[torch.Tensor], list[bool]]) -> list[int] | None:
+        """Take out the rows that the block completes. Returns those that stay, None if all do. `read` brings flags to
+        the host."""
         done = [start + self._gen_length <= block.stop for start in self.starts]
         if block is self.blocks[-1]:
             done = [True] * len(done)
@@ -194,7 +196,7 @@ class Canvas:
             columns = slice(0, block.stop)
             new_BN = self._wanted(None, columns)
             ended_B = self._ending.marks(self.tokens[:, columns], new_BN, self.mask_token_id).any(dim=1)
-            done = [a or b for a, b in zip(done, ended_B.tolist(), strict=True)]
+            done = [a or b for a, b in zip(done, read(ended_B), strict=True)]
         if not any(done):
             return None
         for row in [row for row, over in enumerate(done) if over]:

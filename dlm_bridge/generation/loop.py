@@ -8,6 +8,7 @@ from). A published sampler is one choice of each (`algorithms`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -93,6 +94,7 @@ def denoise(
         model, execution, keeps=cache != "none", rows=copies * len(canvas.rows), width=canvas.width
     ) as runner:
         predictor = recipe.predictor(runner, canvas, shift=shift, cache=cache, **recipe.predictor_options)
+        predictor.seeded = recipe.seed is not None
         work = Denoising(canvas, predictor, recipe, constraints, noise, observer, vocabulary)
         observer.begin(canvas)
         for block in canvas.blocks:
@@ -102,7 +104,7 @@ def denoise(
             else:
                 settle_block(work, block)
             observer.block(canvas, block)
-            stay = canvas.retire(block)
+            stay = canvas.retire(block, partial(read, meanwhile=partial(predictor.run_ahead, done=True)))
             if stay is not None:
                 noise.keep(stay)
                 predictor.keep(stay)

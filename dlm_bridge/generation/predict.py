@@ -7,19 +7,20 @@ A predictor is all that the loop knows of the model. Caches (`Cache`):
 - "prefix" and "dual" (Fast-dLLM v1, arXiv 2505.22618), for bidirectional models: a block's first forward runs the
   whole canvas and keeps its keys and values; the others run just the block ("dual"), or the block and what stands
   behind it ("prefix"), and see the rest as it was then. Approximate.
-- "block", for models that see nothing behind what is settled: settled blocks are run once more and kept, of WeDLM's
-  all tokens before the first mask. Exact.
+- "block", for models that see nothing behind what is settled (`settling`): settled blocks are run once more and kept,
+  of WeDLM's all tokens before the first mask. Exact.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
 
 from dlm_bridge.generation.canvas import Canvas, Columns
 from dlm_bridge.generation.execution.runner import Runner, View
-from dlm_bridge.models.masks import block_causal_mask, causal_mask
+from dlm_bridge.models.masks import causal_mask
 
 Cache = Literal["none", "prefix", "dual", "block"]
 
@@ -28,6 +29,7 @@ class Predictor:
     """Bidirectional attention over the whole canvas: every block sees the masks of all later ones."""
 
     caches: ClassVar[tuple[Cache, ...]] = ("none", "prefix", "dual")
+    seeded = False  # True: the loop asks for a block's first token alone, before the others
 
     def __init__(
         self, runner: Runner, canvas: Canvas, *, shift: bool, cache: Cache = "none", cfg_scale: float = 0.0
@@ -73,8 +75,9 @@ class Predictor:
             seen = slice(first, end if self._cache == "prefix" else self._block.stop)
         return self._bidirectional(rows, seen, end)
 
-    def run_ahead(self) -> None:
-        """Launch the next forward before it is known what comes next, if it is the same whatever comes."""
+    def run_ahead(self, *, done: bool = False) -> None:
+        """Launch the next forward before it is known what comes next, if it is of use whatever comes. `done`: the
+        block is settled, what is not known is which rows go on."""
 
     def end(self, block: slice) -> int:
         """How many columns the model sees."""
@@ -102,12 +105,11 @@ class Predictor:
         blind = view.tokens.clone()
         blind[given_AS[:, view.first : view.first + blind.shape[1]]] = self.canvas.mask_token_id
         mask, positions = view.attention_mask, view.position_ids
-        return View(
-            torch.cat([view.tokens, blind]),
-            mask if mask is None else mask.repeat(2, *[1] * (mask.dim() - 1)),
-            positions if positions is None else positions.repeat(2, 1),
-            view.first,
-            view.end,
+        return replace(
+            view,
+            tokens=torch.cat([view.tokens, blind]),
+            attention_mask=mask if mask is None else mask.repeat(2, *[1] * (mask.dim() - 1)),
+            position_ids=positions if positions is None else positions.repeat(2, 1),
         )
 
     def _given(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
@@ -158,132 +160,6 @@ class Growing(Predictor):
         given = torch.zeros_like(self.canvas.take(rows, slice(0, self.canvas.width)), dtype=torch.bool)
         given[:, : columns.start] = True
         return given
-
-
-class _Settling(Predictor):
-    """Attention that never looks behind the block, so that what is settled stays what it is."""
-
-    caches: ClassVar[tuple[Cache, ...]] = ("none", "block")
-
-    def __init__(
-        self, runner: Runner, canvas: Canvas, *, shift: bool, cache: Cache = "none", cfg_scale: float = 0.0
-    ) -> None:
-        super().__init__(runner, canvas, shift=shift, cache=cache, cfg_scale=cfg_scale)
-        self._kept_until = 0
-        self._last_column: torch.Tensor | None = None  # [A, 1, H], of the column before the block
-        self._ahead: torch.Tensor | None = None  # [A, block, H] of a forward that nobody has asked for yet
-
-    @property
-    def forwards(self) -> int:
-        return super().forwards - (self._ahead is not None)
-
-    def open(self, block: slice) -> None:
-        """Keep what stands before the block, as far as it is not kept yet."""
-        begin = self._kept_until
-        if self._cache == "block" and begin < block.start:
-            view = self._settled_view(begin, block.start)
-            if self.cfg_scale:
-                view = self._with_blind_rows(view, self._given(None, block))
-            # A block was run in this shape when it was denoised; the prompt's will not come again.
-            hidden = self._hidden(view, once=begin == 0)
-            self._last_column = hidden[:, -1:].clone()
-            self._kept_until = block.start
-        super().open(block)
-
-    def keep(self, rows: list[int]) -> None:
-        if self._last_column is not None:
-            if self.cfg_scale:  # the blind copies stand behind all rows
-                rows = rows + [len(self._last_column) // 2 + row for row in rows]
-            self._runner.keep(rows)
-            self._last_column = self._last_column[rows]
-        if self._ahead is not None:
-            self._ahead = self._ahead[rows]
-
-    def end(self, block: slice) -> int:
-        return block.stop
-
-    def view(self, rows: list[int] | None, columns: slice) -> View:
-        if self._cache == "none":
-            return self._view_of_all(rows, columns)
-        return self._bidirectional(rows, self._block, self._block.stop)
-
-    def run(self, view: View, keep: slice) -> torch.Tensor:
-        if self._cache == "none":
-            return super().run(view, keep)
-        stop = keep.stop - view.first
-        if keep.start >= view.first:
-            return self._runner.head(self._hidden(view), slice(keep.start - view.first, stop))
-        assert self._last_column is not None  # the column before the block is asked for
-        hidden = self._last_column
-        if stop > 0:
-            hidden = torch.cat([hidden, self._hidden(view)[:, :stop]], dim=1)
-        return self._runner.head(hidden, slice(None))
-
-    def _hidden(self, view: View, *, once: bool = False) -> torch.Tensor:
-        """[A, Q, H] of the view: by the forward that was launched ahead if there is one, which is this one then."""
-        ahead, self._ahead = self._ahead, None
-        return self._runner.hidden(view, once=once) if ahead is None else ahead
-
-    def _view_of_all(self, rows: list[int] | None, columns: slice) -> View:
-        raise NotImplementedError
-
-    def _settled_view(self, begin: int, end: int) -> View:
-        """The columns from `begin` on, settled, looking at each other and at those before them."""
-        raise NotImplementedError
-
-
-class BlockCausal(_Settling):
-    """A position sees its own block and those before it. Blocks are counted from where those of the canvas begin."""
-
-    def __init__(
-        self,
-        runner: Runner,
-        canvas: Canvas,
-        *,
-        shift: bool,
-        block_length: int,
-        cache: Cache = "none",
-        cfg_scale: float = 0.0,
-    ) -> None:
-        super().__init__(runner, canvas, shift=shift, cache=cache, cfg_scale=cfg_scale)
-        self._block_length = block_length
-        self._offset = -canvas.blocks[0].start % block_length
-
-    def run_ahead(self) -> None:
-        """The block as it stands: its next step or, if it is done, the forward that keeps it."""
-        block = self._block
-        one = block.stop - block.start <= self._block_length and block != self.canvas.blocks[-1]
-        if self._cache == "block" and one and not self.cfg_scale:
-            self._ahead = self._runner.hidden(self.view(None, block))
-
-    def _view_of_all(self, rows: list[int] | None, columns: slice) -> View:
-        end = self.end(columns)
-        positions, real = self._positions(rows, end)
-        return View(self.canvas.take(rows, slice(0, end)), self._mask(positions, real), positions)
-
-    def _settled_view(self, begin: int, end: int) -> View:
-        if begin and end - begin <= self._block_length:  # one block: it sees all that there is
-            return self._bidirectional(None, slice(begin, end), end)
-        positions, real = self._positions(None, end)
-        mask = self._mask(positions, real)[:, :, begin:]
-        return View(self.canvas.take(None, slice(begin, end)), mask, positions[:, begin:], begin, end)
-
-    def _mask(self, positions: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions) + self._offset
-        return block_causal_mask(index, self._block_length, real)
-
-
-class CausalContext(_Settling):
-    """What stands before the current block is causal; the block sees all of that and itself (Nemotron)."""
-
-    def _view_of_all(self, rows: list[int] | None, columns: slice) -> View:
-        positions, real = self._positions(rows, columns.stop)
-        return View(self.canvas.take(rows, slice(0, columns.stop)), causal_mask(real, columns.start), positions)
-
-    def _settled_view(self, begin: int, end: int) -> View:
-        positions, real = self._positions(None, end)
-        mask = causal_mask(real)[:, :, begin:]
-        return View(self.canvas.take(None, slice(begin, end)), mask, positions[:, begin:], begin, end)
 
 
 class Reordered(Predictor):

@@ -12,7 +12,9 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import loop
+from dlm_bridge.generation import loop, settling
+from dlm_bridge.generation.execution import attention, graphs
+from dlm_bridge.generation.settling import Settling
 from tests.families.case import FamilyCase
 from tests.generation.conftest import MASK, prompts
 from tests.generation.test_families import DIFFUSION
@@ -75,13 +77,115 @@ def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pyt
     assert not any(hasattr(module, "kv_keys") for module in model.modules())  # the model is as it was
 
 
+SDAR = next(case for case in SETTLING if case.spec.name == "sdar")
+
+
+def widths_of(model: Any, **settings: Any) -> tuple[Any, list[int]]:
+    """What `generate` returns, and how many columns each of its forwards ran."""
+    widths: list[int] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    output = model.generate(**settings, return_dict_in_generate=True)
+    hook.remove()
+    return output, widths
+
+
+def test_keeping_a_block_takes_no_forward_of_its_own(tmp_path: Path) -> None:
+    """The prompt is run with the first block, a settled block with the next one, the last one not again."""
+    model, mask = load_case(SDAR, tmp_path)
+    block = model.config.block_size
+    settings = {"inputs": prompts(2, 2 * block) % 60, "gen_length": 3 * block, "temperature": 0.0}
+    settings |= {"mask_token_id": mask, "eos_token_id": None, "remasking_strategy": "low_confidence_static"}
+    for steps in (1, block):
+        output, widths = widths_of(model, **settings, denoising_steps=steps)
+        again = [block] * (steps - 1)
+        assert widths == [3 * block, *again, 2 * block, *again, 2 * block, *again]
+        assert output.forwards == len(widths) == 3 * steps
+        assert output.tokens_per_forward == block / steps
+
+
+@pytest.mark.parametrize("case", SETTLING, ids=lambda case: case.id)
+def test_a_block_is_kept_as_by_a_forward_of_its_own(
+    case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block's first forward, with what is settled before it, against one for each."""
+    model, mask = load_case(case, tmp_path)
+    block = model.config.block_size if case.spec.topology == "block_causal" else 8
+    tokens, real = prompts(3, 2 * block + 1) % 60, torch.ones(3, 2 * block + 1, dtype=torch.long)
+    real[1, : block + 2] = 0
+    settings = {"inputs": tokens, "attention_mask": real, "gen_length": 3 * block, "temperature": 0.0}
+    settings |= {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None}
+    if case.spec.topology != "block_causal":
+        settings["block_length"] = block
+    if case.spec.name == "fast_dllm_v2":
+        settings["small_block_size"] = min(block, 8)
+    together, logits = logits_of(model, monkeypatch, **settings)
+    forwards = len(widths_of(model, **settings)[1])
+    view = Settling.view
+
+    def view_of_the_block(self: Settling, *arguments: Any) -> Any:
+        if self._kept_until < self._block.start:
+            self._column_before()
+        return view(self, *arguments)
+
+    monkeypatch.setattr(Settling, "view", view_of_the_block)
+    apart, expected = logits_of(model, monkeypatch, **settings)
+    assert torch.equal(together, apart)
+    for ours, theirs in zip(logits, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    saved = len(widths_of(model, **settings)[1]) - forwards
+    # Where a block's first token is settled alone, it needs no more than the column before it.
+    assert saved == {"nemotron_labs_diffusion": 0, "fast_dllm_v2": 1}.get(case.spec.name, 4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("case", [SDAR, REORDERED[0]], ids=lambda case: case.id)
+def test_a_length_that_only_the_device_knows(
+    case: FamilyCase, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What recorded forwards are given, so that one serves every length: PyTorch's attention takes it as well."""
+    model, mask = load_case(case, tmp_path)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(
+        attention,
+        "in_place",
+        lambda shapes, dtype, columns, mask: columns.dim() == 1 and (mask is None or mask.shape[2] == 1),
+    )
+    tokens = prompts(3, 9) % 60
+    real = torch.ones_like(tokens)
+    real[1, : 7 * padded] = 0
+    settings = {"input_ids": tokens, "attention_mask": real, "gen_length": 16, "temperature": 0.0}
+    settings |= {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None}
+    lengths: set[Any] = set()
+    run = graphs.run_body
+
+    def run_body(model: Any, kept: Any, inputs: graphs.Inputs) -> torch.Tensor:
+        lengths.add((inputs.end, None if inputs.ends is None else int(inputs.ends)))
+        return run(model, kept, inputs)
+
+    expected, expected_logits = logits_of(model, monkeypatch, **settings)
+    monkeypatch.setattr(graphs, "run_body", run_body)
+    found, logits = logits_of(model, monkeypatch, **settings, execution="compiled")
+    assert torch.equal(found, expected)
+    for ours, theirs in zip(logits, expected_logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    if case is SDAR:  # the buffers' width, but for the prompt's forward, of which the mask says what is seen
+        assert lengths == {(12, None), *((64, end) for end in (12, 16, 20, 24, 28))}
+    else:  # each row's own columns
+        assert all(known is None for _, known in lengths)
+
+
+@pytest.mark.parametrize("free", [0, 256])
 @pytest.mark.parametrize(
     "case", [case for case in SETTLING if case.spec.name in ("sdar", "fast_dllm_v2")], ids=lambda case: case.id
 )
 def test_a_forward_launched_ahead_is_the_next(
-    case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: FamilyCase, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the next forward is launched before the rule's answer is known: the same forwards, the same text."""
+    """On a GPU the next forward is launched before the rule's answer is known: the same text, by the same forwards
+    where the next block comes with it, else by one more where a block is done sooner than it had to be."""
+    monkeypatch.setattr(settling, "FREE_TOKENS", free)
     model, mask = load_case(case, tmp_path)
     block = model.config.block_size
     tokens = prompts(4, block + 3) % 60
@@ -99,8 +203,8 @@ def test_a_forward_launched_ahead_is_the_next(
         early.append(len(runs) > before)
         return flags.tolist()
 
-    free = model.generate(tokens, **settings, eos_token_id=None).sequences
-    for stops in (None, [int(free[0, block + 4])], sorted({int(free[row, block + 4]) for row in range(4)})):
+    text = model.generate(tokens, **settings, eos_token_id=None).sequences
+    for stops in (None, [int(text[0, block + 4])], sorted({int(text[row, block + 4]) for row in range(4)})):
         found = []
         for ahead in (False, True):
             runs.clear()
@@ -110,8 +214,11 @@ def test_a_forward_launched_ahead_is_the_next(
                 found.append((model.generate(tokens, **settings, eos_token_id=stops), len(runs)))
         (expected, before), (output, after) = found
         assert torch.equal(output.sequences, expected.sequences)
-        assert (output.forwards, output.tokens_per_forward) == (expected.forwards, expected.tokens_per_forward)
-        assert before <= after <= before + 1  # one that nobody asks for where every row ends before the last block
+        assert output.tokens_per_forward == expected.tokens_per_forward
+        assert expected.forwards <= output.forwards <= expected.forwards + (0 if free else 3)
+        assert before == expected.forwards
+        # One that nobody asks for where every row ends before the last block.
+        assert output.forwards <= after <= output.forwards + 1
     assert any(early)
 
 

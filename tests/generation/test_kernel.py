@@ -77,6 +77,44 @@ def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, masked: boo
         torch.testing.assert_close(kept, before, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "block"), [((3, 2, 4, 8, 16, 56, 64, 192), 4), ((2, 1, 2, 48, 32, 81, 129, 192), 16)]
+)
+def test_blocks_of_which_each_sees_those_before(shape: tuple[int, ...], block: int, masked: bool, splits: int) -> None:
+    """What one launch gives for two blocks or three is what a launch for each gives, and it keeps the same."""
+    arguments, _ = case(shape, torch.float32, masked)
+    first, end = shape[5:7]
+    alone = arguments | {name: arguments[name].clone() for name in ("kept_keys", "kept_values")}
+    mask = arguments["mask"]
+    expected = []
+    for begin in range(0, end - first, block):
+        part = {name: arguments[name][:, :, begin : begin + block] for name in ("query", "key", "value")}
+        seen = first + begin + block
+        part |= {"end": seen, "columns": arguments["columns"][begin : begin + block]}
+        expected.append(kernel.attend(**alone | part | {"mask": mask if mask is None else mask[..., :seen]}))
+    output = kernel.attend(**arguments, block=block, splits=splits)
+    torch.testing.assert_close(output, torch.cat(expected, dim=1), rtol=1e-5, atol=1e-5)
+    for name in ("kept_keys", "kept_values"):
+        torch.testing.assert_close(arguments[name], alone[name], rtol=0, atol=0, equal_nan=True)
+    whole = kernel.attend(**arguments, splits=splits)
+    assert not torch.allclose(output[:, :block], whole[:, :block], atol=1e-3)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_length_that_the_device_knows(masked: bool, splits: int) -> None:
+    """The same launch for every length: how many columns there are is read where it is at work."""
+    arguments, expected = case(SHAPES[5], torch.float32, masked)
+    mask, end, columns = arguments["mask"], arguments["end"], arguments["kept_keys"].shape[2]
+    if masked:
+        arguments["mask"] = torch.nn.functional.pad(mask, (0, columns - end), value=True)
+    ends = torch.tensor([end], dtype=torch.int32, device=DEVICE)
+    output = kernel.attend(**arguments | {"end": columns}, ends=ends, splits=splits)
+    assert (output.double() - expected).norm() / expected.norm() < ERRORS[torch.float32]
+
+
 def test_a_row_that_may_look_at_nothing_gets_zero() -> None:
     arguments, _ = case(SHAPES[2], torch.float32, masked=True)
     arguments["mask"][1] = False

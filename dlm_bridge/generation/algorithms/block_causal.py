@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 from dlm_bridge.generation.algorithms.base import Algorithm, Tokens
 from dlm_bridge.generation.canvas import Layout
 from dlm_bridge.generation.loop import Recipe
-from dlm_bridge.generation.predict import BlockCausal
 from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.generation.rules.base import CommitRule
 from dlm_bridge.generation.rules.editing import Editing
 from dlm_bridge.generation.rules.entropy import EntropyBounded
 from dlm_bridge.generation.rules.schedules import even
 from dlm_bridge.generation.rules.threshold import Dynamic, Sequential
+from dlm_bridge.generation.settling import BlockCausal
 from dlm_bridge.models.spec import Topology
 
 

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 from dlm_bridge.generation.algorithms.base import Algorithm, Tokens
 from dlm_bridge.generation.canvas import Layout
 from dlm_bridge.generation.loop import Recipe
-from dlm_bridge.generation.predict import BlockCausal, Predictor
+from dlm_bridge.generation.predict import Predictor
 from dlm_bridge.generation.rules.quota import Quota
 from dlm_bridge.generation.rules.schedules import by_rounding
 from dlm_bridge.generation.rules.scores import low_confidence, random_order
+from dlm_bridge.generation.settling import BlockCausal
 from dlm_bridge.models.spec import Topology
 
 

@@ -9,12 +9,12 @@ from typing import ClassVar
 from dlm_bridge.generation.algorithms.base import Algorithm, Tokens, check_blocks
 from dlm_bridge.generation.canvas import Layout
 from dlm_bridge.generation.loop import Recipe
-from dlm_bridge.generation.predict import CausalContext
 from dlm_bridge.generation.rules.base import CommitRule
 from dlm_bridge.generation.rules.quota import Quota
 from dlm_bridge.generation.rules.schedules import even
 from dlm_bridge.generation.rules.scores import low_confidence
 from dlm_bridge.generation.rules.threshold import Threshold
+from dlm_bridge.generation.settling import CausalContext
 from dlm_bridge.models.spec import Topology
 
 

@@ -5,19 +5,34 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
-from dlm_bridge.generation.execution import products
+from dlm_bridge.generation.execution import attention, products
 from dlm_bridge.generation.execution.kept import KeptKeysValues
 
 logger = logging.get_logger(__name__)
 
-# Recorded shapes; a block-causal sampler of 2048 new tokens in blocks of 4 has 512. One costs a few MB of host memory.
+# Recorded shapes. Where attention is in place one serves every length of the context, else a block-causal sampler of
+# 2048 new tokens in blocks of 4 has 1024. One costs a few MB of host memory.
 MOST_GRAPHS = 1024
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a body is run on: A rows of Q columns."""
+
+    tokens: torch.Tensor  # [A, Q]
+    mask: torch.Tensor | None  # [A, 1, Q or 1, K]
+    positions: torch.Tensor  # [A, Q]
+    columns: torch.Tensor | None = None  # [Q] or [A, Q], where keys and values are kept; None: they are not
+    # Which columns of those that are kept are looked at; see `attention.attend_kept`.
+    end: int | None = None
+    ends: torch.Tensor | None = None
+    block: int | None = None
 
 
 @dataclass
@@ -25,10 +40,7 @@ class _Recorded:
     """A graph with the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    tokens: torch.Tensor
-    mask: torch.Tensor | None
-    positions: torch.Tensor
-    columns: torch.Tensor | None
+    inputs: Inputs
     hidden: torch.Tensor
 
 
@@ -98,37 +110,40 @@ class GraphedBody:
                 self.kept.detach()
             self._model = None  # the graphs live as long as the model, not longer
 
-    def __call__(
-        self,
-        tokens_AQ: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions_AQ: torch.Tensor,
-        columns: torch.Tensor | None,
-        end: int | None,
-        *,
-        record: bool,
-    ) -> torch.Tensor:
+    def __call__(self, inputs: Inputs, *, record: bool) -> torch.Tensor:
         """[A, Q, H]; see `run_body`. The next forward may overwrite the result."""
-        rows, width = tokens_AQ.shape
+        rows, width = inputs.tokens.shape
         batch = self._batch_for(rows)
-        key = (batch, width, end, *(None if one is None else tuple(one.shape[1:]) for one in (mask, columns)))
+        inputs = self._for_every_length(inputs)
+        shapes = (None if one is None else tuple(one.shape[1:]) for one in (inputs.mask, inputs.columns))
+        key = (batch, width, inputs.end, inputs.ends is None, inputs.block, *shapes)
         recorded = self._recorded.get(key)
         if recorded is None and not (record and self._records and key in self._seen):
             self._seen.add(key)
-            return self._run(tokens_AQ, mask, positions_AQ, columns, end)
+            return run_body(self._model, self.kept, inputs)
         if recorded is None:
-            recorded = self._record(key, batch, tokens_AQ, mask, positions_AQ, columns, end)
+            recorded = self._record(key, batch, inputs)
             if recorded is None:
-                return self._run(tokens_AQ, mask, positions_AQ, columns, end)
+                return run_body(self._model, self.kept, inputs)
         self._recorded.move_to_end(key)
-        recorded.tokens[:rows].copy_(tokens_AQ)
-        recorded.positions[:rows].copy_(positions_AQ)
-        if recorded.mask is not None and mask is not None:
-            recorded.mask[:rows].copy_(mask)
-        if recorded.columns is not None and columns is not None:
-            recorded.columns[: len(columns)].copy_(columns)
+        for name in ("tokens", "mask", "positions", "columns", "ends"):
+            static, new = getattr(recorded.inputs, name), getattr(inputs, name)
+            if new is not None:
+                static[: len(new)].copy_(new)
         recorded.graph.replay()
         return recorded.hidden[:rows]
+
+    def _for_every_length(self, inputs: Inputs) -> Inputs:
+        """The same forward, with how many columns it looks at as a number on the device, where attention reads it."""
+        columns, mask, end = inputs.columns, inputs.mask, inputs.end
+        if self.kept is None or columns is None or end is None:
+            return inputs
+        if not attention.in_place(self.kept.shapes, self._model.dtype, columns, mask):
+            return inputs
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, self._width - mask.shape[-1]))
+        ends = torch.full((1,), end, dtype=torch.int32, device=columns.device)
+        return replace(inputs, mask=mask, end=self._width, ends=ends)
 
     def _batch_for(self, rows: int) -> int:
         """Rows that have ended make the batch smaller once it is half empty: each size is recorded anew."""
@@ -136,28 +151,23 @@ class GraphedBody:
             self._batch = batch_size_for(rows)
         return self._batch
 
-    def _run(self, *inputs: Any) -> torch.Tensor:
-        return run_body(self._model, self.kept, *inputs)
-
-    def _record(
-        self,
-        key: Any,
-        batch: int,
-        tokens_AQ: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions_AQ: torch.Tensor,
-        columns: torch.Tensor | None,
-        end: int | None,
-    ) -> _Recorded | None:
-        tokens, positions = _filled(tokens_AQ, batch), _filled(positions_AQ, batch)
-        static_mask = None if mask is None else _filled(mask, batch)
+    def _record(self, key: Any, batch: int, inputs: Inputs) -> _Recorded | None:
+        columns, ends = inputs.columns, inputs.ends
         if columns is not None:
             columns = columns.clone() if columns.dim() == 1 else _filled(columns, batch)
+        inputs = replace(
+            inputs,
+            tokens=_filled(inputs.tokens, batch),
+            mask=None if inputs.mask is None else _filled(inputs.mask, batch),
+            positions=_filled(inputs.positions, batch),
+            columns=columns,
+            ends=None if ends is None else ends.clone(),
+        )
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                hidden = self._run(tokens, static_mask, positions, columns, end)
+                hidden = run_body(self._model, self.kept, inputs)
         except RuntimeError as error:  # such as experts whose code looks at the routing on the CPU
             logger.warning_once(
                 f"{type(self._model).__name__} cannot be recorded as a CUDA graph ({str(error).splitlines()[0]}): "
@@ -165,7 +175,7 @@ class GraphedBody:
             )
             self._records = False
             return None
-        recorded = _Recorded(graph, tokens, static_mask, positions, columns, hidden)
+        recorded = _Recorded(graph, inputs, hidden)
         self._recorded[key] = recorded
         if len(self._recorded) > MOST_GRAPHS:
             self._recorded.popitem(last=False)
@@ -178,25 +188,19 @@ def batch_size_for(rows: int) -> int:
     return size * 3 // 4 if size >= 4 and rows <= size * 3 // 4 else size
 
 
-def run_body(
-    model: Any,
-    kept: KeptKeysValues | None,
-    tokens_AQ: torch.Tensor,
-    mask: torch.Tensor | None,
-    positions_AQ: torch.Tensor,
-    columns: torch.Tensor | None,
-    end: int | None,
-) -> torch.Tensor:
+def run_body(model: Any, kept: KeptKeysValues | None, inputs: Inputs) -> torch.Tensor:
     """[A, Q, H], the last hidden states of a model whose attention is `attention.attend`."""
     if kept is not None:
-        kept.show(len(tokens_AQ))
+        kept.show(len(inputs.tokens))
     output = model.model(
-        input_ids=tokens_AQ,
-        attention_mask=mask,
-        position_ids=positions_AQ,
+        input_ids=inputs.tokens,
+        attention_mask=inputs.mask,
+        position_ids=inputs.positions,
         use_cache=False,
-        kv_columns=columns,
-        kv_end=end,
+        kv_columns=inputs.columns,
+        kv_end=inputs.end,
+        kv_ends=inputs.ends,
+        kv_block=inputs.block,
     )
     return output.last_hidden_state
 

@@ -23,11 +23,14 @@ class KeptKeysValues:
         processes = getattr(model, "_tp_size", None) or 1
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         layer: Any
+        # Of the layers: how many query heads share keys, and how large a head is.
+        self.shapes: set[tuple[int, int]] = set()
         for layer in self._layers:
             device = _device(layer)
             # What is cut over processes are the heads, but of a fused matrix, whose output every process gathers.
             share = 1 if hasattr(layer, "query_key_value") else processes
             heads = model.config.num_attention_heads // share
+            self.shapes.add((layer.num_key_value_groups, layer.head_dim))
             shape = (rows, heads // layer.num_key_value_groups, width, layer.head_dim)
             keys, values = (torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2))
             self._buffers.append((keys, values))

@@ -45,6 +45,8 @@ def attend(
     end: int,
     mask: torch.Tensor | None,
     scaling: float | None,
+    ends: torch.Tensor | None = None,
+    block: int | None = None,
     tiles: Tiles | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
@@ -56,11 +58,15 @@ def attend(
         columns: [Q], one after the other, the last of them before `end`.
         mask: [B or 1, 1, 1, K] boolean, True: may be looked at; None: all may. A row that sees nothing gets zero.
         scaling: what scores are multiplied with, by default 1 / sqrt(D).
+        ends: [1], on the device, how many of those columns there are, so that a recorded launch serves every length.
+        block: of the new columns a query sees its own block of so many and those before it; they are the last ones.
         splits: how many programs share a group's columns; by default as many as fill the GPU.
 
     Returns:
         [B, Q, heads, D].
     """
+    if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     batch, heads, width, size = query.shape
     groups = key.shape[1]
     rows = heads // groups * width
@@ -69,7 +75,6 @@ def attend(
     row_tiles = triton.cdiv(rows, tile)
     if splits is None:
         splits = _splits(batch * groups * row_tiles, triton.cdiv(end, tiles.keys), query.device)
-    per_split = triton.cdiv(triton.cdiv(end, tiles.keys), splits) * tiles.keys
     output = query.new_empty(batch, width, heads, size)
     sums, marks = output, output  # not looked at by a program that has a group's columns to itself
     if splits > 1:
@@ -85,11 +90,12 @@ def attend(
             kept_values,
             columns if mask is None else mask,
             columns,
+            columns if ends is None else ends,
             output,
             sums,
             marks,
             end,
-            per_split,
+            width if block is None else block,
             scale,
             *query.stride()[:3],
             *key.stride()[:3],
@@ -106,6 +112,7 @@ def attend(
             KEYS=tiles.keys,
             NEW=max(16, triton.next_power_of_2(width)),
             MASKED=mask is not None,
+            ENDS=ends is not None,
             SPLIT=splits > 1,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=tiles.warps,
@@ -127,16 +134,15 @@ def attend(
     return output
 
 
-def serves(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether `attend` is for such tensors: short rows of queries that all see the same columns."""
-    heads, width, size = query.shape[1:]
+def serves(dtype: torch.dtype, width: int, heads_per_group: int, size: int, mask: torch.Tensor | None) -> bool:
+    """Whether `attend` is for so many new positions of heads of this size: short rows of queries, of which no mask
+    says what each of them sees."""
     return (
-        query.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        dtype in (torch.bfloat16, torch.float16, torch.float32)
         and size in (16, 32, 64, 128, 256)
         and (mask is None or (mask.shape[2] == 1 and mask.dtype == torch.bool))
         and width <= 64
-        and heads // key.shape[1] * width <= 512
-        and query.stride(-1) == key.stride(-1) == 1
+        and heads_per_group * width <= 512
     )
 
 
@@ -161,8 +167,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def _scores(query, key, seen, scale, precision: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, columns]; `seen` is [1 or rows, columns]."""
     scores = tl.dot(query, tl.trans(key), input_precision=precision) * scale
-    return tl.where(seen[None, :], scores, _NEVER)
+    return tl.where(seen, scores, _NEVER)
 
 
 @triton.jit
@@ -170,21 +177,24 @@ def _add(total, peak, mass, scores, seen, value, precision: tl.constexpr):  # ty
     """Take another tile's columns into the running softmax."""
     higher = tl.maximum(peak, tl.max(scores, 1))
     shrink = tl.exp2(peak - higher)
-    weights = tl.where(seen[None, :], tl.exp2(scores - higher[:, None]), 0.0)
+    weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
     total = total * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=precision)
     return total, higher, mass * shrink + tl.sum(weights, 1)
 
 
-@triton.jit(do_not_specialize=["end", "per_split"])
+@triton.jit(do_not_specialize=["end"])
 def _attend_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, kept_keys, kept_values, mask, columns, output, sums, marks, end, per_split, scale,
+    query, key, value, kept_keys, kept_values, mask, columns, ends, output, sums, marks, end, block, scale,
     query_b, query_h, query_q, key_b, key_g, key_q, value_b, value_g, value_q,
     kept_keys_b, kept_keys_g, kept_keys_c, kept_values_b, kept_values_g, kept_values_c, mask_b, mask_c,
     groups, width, rows,
     SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, NEW: tl.constexpr,
-    MASKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, ENDS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pair, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if ENDS:
+        end = tl.minimum(end, tl.load(ends).to(tl.int32))
+    per_split = tl.cdiv(tl.cdiv(end, KEYS), tl.num_programs(2)) * KEYS
     b, g = (pair // groups).to(tl.int64), pair % groups
     first = tl.load(columns).to(tl.int32)
     last = first + width
@@ -210,8 +220,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
             seen = seen & (tl.load(mask + b * mask_b + c * mask_c, mask=c < end, other=0) != 0)
         key_tile = tl.load(keys_of_group + c[:, None] * kept_keys_c + d[None, :], mask=seen[:, None], other=0.0)
         value_tile = tl.load(values_of_group + c[:, None] * kept_values_c + d[None, :], mask=seen[:, None], other=0.0)
-        scores = _scores(query_tile, key_tile, seen, scale, PRECISION)
-        total, peak, mass = _add(total, peak, mass, scores, seen, value_tile, PRECISION)
+        scores = _scores(query_tile, key_tile, seen[None, :], scale, PRECISION)
+        total, peak, mass = _add(total, peak, mass, scores, seen[None, :], value_tile, PRECISION)
 
     if split == 0:
         n = tl.arange(0, NEW)
@@ -225,8 +235,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         value_tile = tl.load(
             value + b * value_b + g * value_g + n[:, None] * value_q + d[None, :], mask=is_new[:, None], other=0.0
         )
-        scores = _scores(query_tile, key_tile, seen, scale, PRECISION)
-        total, peak, mass = _add(total, peak, mass, scores, seen, value_tile, PRECISION)
+        of_block = seen[None, :] & (n[None, :] // block <= at[:, None] // block)
+        scores = _scores(query_tile, key_tile, of_block, scale, PRECISION)
+        total, peak, mass = _add(total, peak, mass, scores, of_block, value_tile, PRECISION)
         if tile == 0:
             c = first + n
             tl.store(keys_of_group + c[:, None] * kept_keys_c + d[None, :], key_tile, mask=is_new[:, None])

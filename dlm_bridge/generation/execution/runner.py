@@ -13,7 +13,7 @@ from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.execution import attention
-from dlm_bridge.generation.execution.graphs import GraphedBody, batch_size_for, run_body
+from dlm_bridge.generation.execution.graphs import GraphedBody, Inputs, batch_size_for, run_body
 from dlm_bridge.generation.execution.kept import KeptKeysValues, is_attention
 
 Execution = Literal["eager", "graph", "compiled"]
@@ -33,6 +33,9 @@ class View:
     first: int = 0
     end: int | None = None  # K, the columns that are looked at where keys and values are kept
     columns: torch.Tensor | None = None  # [A, Q], where each row's keys and values are kept; None: from `first` on
+    # Of the view's columns each sees its own block of so many and those before it; None: all of them. What is kept
+    # before the view is seen as the mask says.
+    block: int | None = None
 
 
 class Runner:
@@ -122,9 +125,10 @@ class Runner:
         columns = view.columns
         if columns is None and self._kept is not None:
             columns = torch.arange(view.first, view.first + view.tokens.shape[1], device=view.tokens.device)
+        inputs = Inputs(view.tokens, mask, positions_AQ, columns, view.end, block=view.block)
         if self._body is not None:
-            return self._body(view.tokens, mask, positions_AQ, columns, view.end, record=not once)
-        return run_body(self._model, self._kept, view.tokens, mask, positions_AQ, columns, view.end)
+            return self._body(inputs, record=not once)
+        return run_body(self._model, self._kept, inputs)
 
     def head(self, hidden_AQH: torch.Tensor, keep: slice) -> torch.Tensor:
         """[A, N, V] logits of these hidden states."""
