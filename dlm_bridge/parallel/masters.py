@@ -3,7 +3,7 @@ source stores, not with the parameters' rounding of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -16,23 +16,29 @@ from dlm_bridge.convert.mapping import Link
 from dlm_bridge.convert.pool import run_tasks, worker_count
 from dlm_bridge.parallel.core import unwrap_model
 from dlm_bridge.parallel.fsdp import Held, held, original
+from dlm_bridge.parallel.inner_masters import inner_masters, keeps_masters, write_master
 from dlm_bridge.parallel.weights import link_bytes, live_tensors, places, shard_of
 
 
 @dataclass(frozen=True)
 class Master:
-    """The fp32 values of the elements from `start` on of a flattened parameter: all of them, or a data parallel rank's
-    share."""
+    """The fp32 values of `size` elements from `start` on of a flattened parameter: all of them, or a data parallel
+    rank's share. `write` takes them, flat."""
 
-    values: torch.Tensor
     start: int
+    size: int
+    write: Callable[[torch.Tensor], Any]
+
+    @classmethod
+    def of(cls, values: torch.Tensor, start: int) -> Master:
+        """A master that is a tensor."""
+        return cls(start, values.numel(), values.copy_)
 
 
 def start_masters(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoint) -> None:
     """Set the masters of a rank's wrapped chunks to the values in `checkpoint`, from which the chunks were loaded.
 
     Read are only tensors that are stored in another dtype than the parameters', of which this rank has masters.
-    megatron-core's precision-aware optimizer keeps its own elsewhere: those begin with the rounded values.
     """
     sharded = chunks[0].ddp_config.use_megatron_fsdp
     live = live_tensors([chunk.module.module for chunk in chunks] if sharded else unwrap_model(list(chunks)))
@@ -43,17 +49,11 @@ def start_masters(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoint)
     for link in checkpoint.links:
         targets = [live[name] for name in places(link) if name in live and live[name] in masters]
         stored = {checkpoint.spec(name)[0] for name in link.hub_names}
-        targets = [
-            target for target in targets if stored != {original(target).dtype} and masters[target].values.numel()
-        ]
+        targets = [target for target in targets if stored != {original(target).dtype} and masters[target].size]
         if targets:
             pairs = [(original(target), masters[target]) for target in targets]
             tasks.append((link_bytes(checkpoint, link), partial(_start, checkpoint, link, pairs)))
     run_tasks(tasks, worker_count(None))
-    for part in _parts(optimizer):
-        # With masters on the CPU these are copies, made when the optimizer was.
-        for master, copy in getattr(part.optimizer, "gpu_params_map_cpu_copy", {}).items():
-            copy.data.copy_(master.data)
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -63,15 +63,22 @@ def _parts(optimizer: Any) -> list[Any]:
 
 def _masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, Master]]:
     for part in _parts(optimizer):
-        if hasattr(part, "shard_fp32_from_float16_groups"):  # the distributed optimizer
+        if keeps_masters(part):
+            for parameter, share in inner_masters(part):
+                write = partial(write_master, part.optimizer, share)
+                yield (
+                    parameter,
+                    Master(part._get_model_param_range_map(parameter)["param"].start, share.numel(), write),
+                )
+        elif hasattr(part, "shard_fp32_from_float16_groups"):  # the distributed optimizer
             for parameters, shards in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
                 for parameter, shard in zip(parameters, shards, strict=True):
                     if shard is not None:
-                        yield parameter, Master(shard, part._get_model_param_range_map(parameter)["param"].start)
+                        yield parameter, Master.of(shard, part._get_model_param_range_map(parameter)["param"].start)
         elif hasattr(part, "fp32_from_float16_groups"):
             for parameters, wholes in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
                 for parameter, whole in zip(parameters, wholes, strict=True):
-                    yield parameter, Master(whole.view(-1), 0)
+                    yield parameter, Master.of(whole.view(-1), 0)
 
 
 def _fsdp_masters(chunks: Sequence[Any], live: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, Master]]:
@@ -85,7 +92,7 @@ def _fsdp_masters(chunks: Sequence[Any], live: dict[str, torch.Tensor]) -> Itera
             continue
         rows = found.parameter._local_tensor.detach()
         if rows.dtype == torch.float32:
-            yield tensor, Master(rows.view(-1), found.start * prod(found.part[1:]))
+            yield tensor, Master.of(rows.view(-1), found.start * prod(found.part[1:]))
 
 
 @torch.no_grad()
@@ -93,8 +100,7 @@ def _start(checkpoint: Checkpoint, link: Link, pairs: Sequence[tuple[torch.Tenso
     whole = link.to_megatron(checkpoint.read_link(link))
     for target, master in pairs:
         flat = shard_of(link, whole, target).reshape(-1)
-        size = master.values.numel()
-        values = flat[master.start : master.start + size]
+        values = flat[master.start : master.start + master.size]
+        values = torch.nn.functional.pad(values, (0, master.size - len(values)))  # rows of a padded vocabulary
         with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
-            master.values[: len(values)].copy_(values)
-            master.values[len(values) :].zero_()  # rows of a padded vocabulary
+            master.write(values)

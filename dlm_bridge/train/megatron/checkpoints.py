@@ -26,6 +26,7 @@ from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE, HUB_FOLDER
 from dlm_bridge.convert.outputs import write_carried, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpointing, parallel_state, unwrap_model
+from dlm_bridge.parallel.inner_masters import whole_masters
 from dlm_bridge.train.checkpoints import sync, sync_tree
 from dlm_bridge.train.megatron import carried_layers, fsdp_checkpoints, optimizer_state
 from dlm_bridge.train.megatron.source import Source
@@ -181,9 +182,13 @@ class Saver:
         for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True):
             chunk.load_state_dict(state[key], strict=True)
         try:
-            optimizer_state.restore(self.optimizer, wanted, state)
+            with whole_masters(self.optimizer):
+                optimizer_state.restore(self.optimizer, wanted, state)
         except DlmBridgeError as error:
             raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
+        for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True):
+            # Again: to have a state at all, an offloading optimizer takes a step of random gradients.
+            chunk.load_state_dict(state[key], strict=True)
         return dict(state[STATE])
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
@@ -192,7 +197,7 @@ class Saver:
             key: chunk.sharded_state_dict(metadata=metadata)
             for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True)
         }
-        with optimizer_state.packed_places(self.optimizer):
+        with optimizer_state.packed_places(self.optimizer), whole_masters(self.optimizer):
             optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         return {**model, optimizer_state.SAVED: optimizer}
 

@@ -22,6 +22,7 @@ from dlm_bridge.parallel.core import (
     get_megatron_optimizer,
     parallel_state,
 )
+from dlm_bridge.parallel.inner_masters import mend_offloading
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.parallel.refusals import NotInstalledError
 from dlm_bridge.train.config import TrainConfig
@@ -249,12 +250,26 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
         "use_distributed_optimizer": _is_sharded(config),
         "optimizer_cpu_offload": config.optimizer_cpu_offload,
         "optimizer_offload_fraction": float(config.optimizer_cpu_offload),
+        # Without it masters would stay on the device besides, and no checkpoint could be resumed from.
+        "use_precision_aware_optimizer": config.optimizer_cpu_offload,
         **({"fp8_recipe": config.fp8_recipe} if config.precision == "fp8" else {}),
         **passed_on(config, "optimizer"),
     }
-    if settings.get("use_precision_aware_optimizer") and importlib.util.find_spec("transformer_engine") is None:
+    if config.optimizer_cpu_offload and not settings["use_precision_aware_optimizer"]:
+        raise DlmBridgeError(
+            "--megatron optimizer.use_precision_aware_optimizer=false: --optimizer-cpu-offload is part of that "
+            "optimizer: leave one of them out"
+        )
+    if config.optimizer_cpu_offload and not config.distributed_optimizer:
+        raise DlmBridgeError(
+            "--optimizer-cpu-offload with --no-distributed-optimizer: megatron-core offloads the optimizer that is "
+            "sharded only: leave out one of them"
+        )
+    if settings["use_precision_aware_optimizer"] and importlib.util.find_spec("transformer_engine") is None:
+        asked = "--megatron optimizer.use_precision_aware_optimizer"
         raise NotInstalledError(
-            "--megatron optimizer.use_precision_aware_optimizer needs Transformer Engine: pip install 'dlm-bridge[te]'"
+            f"{'--optimizer-cpu-offload' if config.optimizer_cpu_offload else asked} needs Transformer Engine: "
+            "pip install 'dlm-bridge[te]'"
         )
     with refusals.named():
         return OptimizerConfig(**settings)
@@ -265,6 +280,7 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
     before every step. Raises DlmBridgeError."""
     # Its own rule is ours: biases and 1-D parameters do not decay.
     optimizer = get_megatron_optimizer(optimizer_config(config), list(chunks))
+    mend_offloading(optimizer)
     transformer = chunks[0].config
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = _finalize

@@ -1,0 +1,152 @@
+"""Masters that the precision-aware optimizer leaves to Transformer Engine's Adam, which a stand-in takes the place of:
+they begin with the source's fp32, and checkpoints hold them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel.inner_masters import (
+    inner_masters,
+    joined,
+    keeps_masters,
+    mend_offloading,
+    read_master,
+    remainder,
+)
+from dlm_bridge.train.config import TrainConfig
+from tests.train import precision_aware
+from tests.train.conftest import Run, read_metrics
+
+AWARE = "optimizer.use_precision_aware_optimizer=true"
+WHOLE = "optimizer.store_param_remainders=false"
+
+
+@pytest.fixture
+def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """`run` in bf16 on the Megatron engine, on the CPU, with the stand-in where its settings ask for it."""
+    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+    from dlm_bridge.parallel import groups, overrides
+    from dlm_bridge.train.megatron.engine import train
+
+    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
+        fixed = {"engine": "megatron", "precision": "bf16", "lr_schedule": "constant", "eval_interval": 0}
+        config = TrainConfig(**{**values, **fixed, "output": str(output), **changes})
+        with pytest.MonkeyPatch.context() as patch:
+            if config.megatron:
+                precision_aware.install(patch)
+            train(config, resume, Console(quiet=True))
+        return read_metrics(output) if (output / "metrics.jsonl").exists() else []
+
+    yield _run
+    if dist.is_initialized():
+        groups.destroy()
+        dist.destroy_process_group()
+    overrides.uninstall()
+
+
+def test_what_a_bf16_weight_lacks_of_its_master() -> None:
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    values = torch.cat([values, values * 1e-39, -values, torch.tensor([0.0, -0.0, 3e38, 1.0, -1.0])])
+    halfway = torch.tensor([0x3F818000, 0x3F808000], dtype=torch.int32)  # which round up and down, to what is even
+    words = torch.cat([values.view(torch.int32), halfway])
+    half = words.view(torch.float32).bfloat16()
+    off = words - joined(half, remainder(words.view(torch.float32), half)).view(torch.int32)
+    assert off[-2:].tolist() == [0, 1]
+    assert not off[(words & 0xFFFF) != 0x8000].any()
+
+
+@pytest.mark.parametrize("settings", [[AWARE], [AWARE, WHOLE]], ids=["remainders", "whole"])
+def test_masters_begin_with_the_sources_fp32(
+    settings: list[str], tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlm_bridge import Layout
+    from dlm_bridge.train.megatron import engine
+
+    started = []
+    monkeypatch.setattr(engine.MegatronTrainer, "run", lambda trainer, _: started.append(trainer))
+    on_megatron(tmp_path / "run", megatron=settings)
+    (trainer,) = started
+    (exact,) = trainer.source.bridge.build_megatron_model(Layout(), "fp32")
+    names = {parameter: name for name, parameter in trainer.chunks[0].module.named_parameters()}
+    wanted, rounded = dict(exact.named_parameters()), 0
+    for part in trainer.optimizer.chained_optimizers:
+        assert keeps_masters(part)
+        for parameter, share in inner_masters(part):
+            master = read_master(part.optimizer, share)
+            away = master.view(torch.int32) - wanted[names[parameter]].flatten().view(torch.int32)
+            assert away.abs().max() <= 1
+            assert (away != 0).float().mean() < 1e-3  # what is halfway between two bf16 numbers
+            rounded += int((master != share).sum())
+    assert rounded > 1000
+
+
+@pytest.mark.parametrize("settings", [[AWARE], [AWARE, WHOLE]], ids=["remainders", "whole"])
+def test_checkpoints_hold_masters_whole(settings: list[str], tmp_path: Path, on_megatron: Run) -> None:
+    plain = on_megatron(tmp_path / "plain", steps=4)
+    aware = on_megatron(tmp_path / "aware", steps=4, megatron=settings)
+    wanted = _figures(plain)
+    assert _figures(aware) == pytest.approx(wanted, rel=1e-3)
+    for first, then, name in (([], settings, "to"), (settings, settings, "on"), (settings, [], "from")):
+        on_megatron(tmp_path / name, steps=2, megatron=first)
+        resumed = on_megatron(tmp_path / name, resume=True, steps=4, megatron=then)
+        assert _figures(resumed) == pytest.approx(wanted, rel=1e-3), name
+
+
+def _figures(rows: list[dict[str, Any]]) -> list[float]:
+    return [row[key] for row in rows for key in ("loss", "grad_norm")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"megatron": ["optimizer.use_precision_aware_optimizer=false"]}, "is part of that optimizer"),
+        ({"distributed_optimizer": False}, "--optimizer-cpu-offload with --no-distributed-optimizer"),
+    ],
+)
+def test_what_an_offloaded_optimizer_cannot_be(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlm_bridge.train.megatron.setup import optimizer_config
+
+    precision_aware.install(monkeypatch)
+    options = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron", "optimizer_cpu_offload": True}
+    assert optimizer_config(TrainConfig(**options)).use_precision_aware_optimizer
+    with pytest.raises(DlmBridgeError, match=said):
+        optimizer_config(TrainConfig(**options, **changes))
+
+
+def test_an_offloading_optimizer_takes_the_masters_of_fp32_parameters_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's own, of which nothing is on a GPU: it is loaded as by a resume."""
+    from megatron.core.optimizer.cpu_offloading import hybrid_optimizer
+
+    stream = SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: SimpleNamespace(wait=lambda _: None))
+    cuda = SimpleNamespace(current_stream=lambda: stream)
+    monkeypatch.setattr(hybrid_optimizer, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    parameters = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    inner = hybrid_optimizer.HybridDeviceOptimizer(
+        [{"params": parameters}],
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=False,
+    )
+    masters = [torch.arange(4.0) / 3, torch.arange(4.0) / 7]
+    inner.state = {
+        parameter: {"step": torch.tensor(1.0), "exp_avg": zeros, "exp_avg_sq": zeros, "master_param": master}
+        for parameter, master, zeros in zip(parameters, masters, torch.zeros(2, 4), strict=True)
+    }
+    with pytest.raises(KeyError):
+        inner._sync_hdo_state_to_sub_optimizers()
+    mend_offloading(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)]))
+    inner._sync_hdo_state_to_sub_optimizers()
+    for parameter, master in zip(parameters, masters, strict=True):
+        assert torch.equal(inner.param_to_inner_param[parameter], master)
