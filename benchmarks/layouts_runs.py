@@ -205,6 +205,12 @@ class Runs:
             found["fp8, delayed scaling"] = self._bound(self.fp8, "delayed")
             found["fp8, current scaling"] = self._bound(self.fp8, "tensorwise")
             found["optimizer on the CPU"] = self.offload
+            found["optimizer on the CPU: resumed, exported"] = self._bound(
+                self.resumed, DENSE, optimizer_cpu_offload=True
+            )
+            found["precision-aware optimizer: resumed, exported"] = self._bound(
+                self.resumed, DENSE, megatron=["optimizer.use_precision_aware_optimizer=true"]
+            )
         found["straggler report"] = self.stragglers
         found["NaN guard"] = self.nan
         return found
@@ -471,7 +477,8 @@ def _optimizer_state(trainer: Any) -> list[torch.Tensor]:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 moments = part.optimizer.state.get(parameter, {})
-                for tensor in (parameter, moments.get("exp_avg"), moments.get("exp_avg_sq")):
+                # The last where masters are left to the optimizer inside.
+                for tensor in (parameter, *(moments.get(name) for name in ("exp_avg", "exp_avg_sq", "master_param"))):
                     if isinstance(tensor, torch.Tensor):
                         local = getattr(tensor, "_local_tensor", tensor)
                         found.append(local.detach().float().cpu().clone())
