@@ -167,9 +167,10 @@ class DiffusionGenerationConfig(GenerationConfig):
     def to_dict(self) -> dict[str, Any]:
         """Every field but our own unset ones, which plain transformers would not know."""
         fields = super().to_dict()
-        unset = [name for name in OWN_FIELDS if fields[name] is None]
+        # A config that is older than a `register_algorithm` has none of that sampler's names.
+        unset = [name for name in OWN_FIELDS if fields.get(name) is None]
         for name in unset:
-            del fields[name]
+            fields.pop(name, None)
         if len(unset) < len(OWN_FIELDS):
             # With this mark transformers drops every field that is not its own when it loads the file.
             fields.pop("_from_model_config", None)
@@ -236,7 +237,8 @@ def check_values(values: Mapping[str, Any], where: str = "") -> None:
     check(_FLAGS, lambda value: isinstance(value, bool), "True or False")
     for name, known in {"algorithm": tuple(ALGORITHMS), **_CHOICES}.items():
         if name in given and given[name] not in known:
-            raise DlmBridgeError(f"unknown {name} {given[name]!r}: known are {', '.join(known)}{where}")
+            own = "; register_algorithm makes another known, before the model is loaded" if name == "algorithm" else ""
+            raise DlmBridgeError(f"unknown {name} {given[name]!r}: known are {', '.join(known)}{own}{where}")
     eos_token_ids(given.get("eos_token_id"))
 
 

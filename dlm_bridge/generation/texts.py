@@ -76,8 +76,9 @@ def encode_chat(
 
 def mask_token(model: Any, settings: Mapping[str, Any]) -> int | None:
     """The token that a diffusion model is sampled with; None where it has none."""
-    given = settings.get("mask_token_id", getattr(model.config, "mask_token_id", None))
-    return model.family.mask_token_id if given is None else given
+    sources = (getattr(model, "generation_config", None), model.config, model.family)
+    named = [settings.get("mask_token_id"), *(getattr(source, "mask_token_id", None) for source in sources)]
+    return next((token for token in named if token is not None), None)
 
 
 def check_prompts(

@@ -17,7 +17,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.hub import cached_file
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation import DiffusionGenerationConfig, generate
 from dlm_bridge.models.masks import block_causal_mask, for_kernel, positions_of
 from dlm_bridge.models.spec import FamilySpec
@@ -221,7 +221,12 @@ class DiffusionLM:
         elif source is not None:
             try:
                 self.generation_config = DiffusionGenerationConfig.from_pretrained(source, **kwargs)
-            except OSError:  # no such file: what old versions of transformers kept in config.json
+            except OSError as error:
+                if isinstance(error.__context__, ValueError):  # a file, but not of JSON
+                    raise DlmBridgeError(
+                        f"{source}: generation_config.json is not readable: {one_line(error)}"
+                    ) from error
+                # no such file: what old versions of transformers kept in config.json
                 self.generation_config = DiffusionGenerationConfig.from_config(self.generation_config)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -60,6 +61,9 @@ def test_a_rule_of_ones_own_replaces_the_sampler_s() -> None:
     assert not torch.equal(output, usual)
 
 
+OLDER = DiffusionGenerationConfig(gen_length=6, temperature=0.0)  # than any sampler that is registered here
+
+
 @pytest.fixture
 def left_to_right() -> Iterator[type[Algorithm]]:
     known, lists = dict(ALGORITHMS), (list(PARAMETERS), list(OWN_FIELDS))
@@ -94,8 +98,21 @@ def test_a_registered_sampler_is_known_by_its_name(left_to_right: type[Algorithm
     config.save_pretrained(tmp_path)
     loaded = DiffusionGenerationConfig.from_pretrained(tmp_path)
     assert generate(model, ids, generation_config=loaded, **arguments).forwards == 1
+    # As that of a model which was loaded before the sampler was registered.
+    older = copy.deepcopy(OLDER)
+    assert generate(model, ids, generation_config=older, algorithm="left_to_right", **arguments).forwards == 3
+    older.per_step, older.algorithm = 6, "left_to_right"
+    assert generate(model, ids, generation_config=older, **arguments).forwards == 1
     with pytest.raises(DlmBridgeError, match=r"the left_to_right sampler has no steps \(keyword argument: 4\)"):
         generate(model, ids, algorithm="left_to_right", steps=4, **arguments)
+
+
+def test_a_checkpoint_names_a_sampler_that_is_not_registered(tmp_path: Any) -> None:
+    (tmp_path / "generation_config.json").write_text('{"algorithm": "left_to_right", "per_step": 6}')
+    with pytest.raises(
+        DlmBridgeError, match=r"unknown algorithm 'left_to_right': .*; register_algorithm makes another"
+    ):
+        DiffusionGenerationConfig.from_pretrained(tmp_path)
 
 
 def test_what_cannot_be_registered(left_to_right: type[Algorithm]) -> None:

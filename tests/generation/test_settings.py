@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig, generate
 from dlm_bridge.generation.settings import resolve
+from dlm_bridge.generation.texts import mask_token
 from tests.checkpoints import write_llada
 from tests.generation.conftest import EOS, MASK, load, prompts
 
@@ -338,3 +339,23 @@ def test_custom_generate_is_never_run(tmp_path: Path) -> None:
     (folder / "custom_generate" / "generate.py").write_text("raise SystemExit('remote code was executed')\n")
     model = load(folder, trust_remote_code=True)
     assert model.generate(prompts(1, 4), gen_length=8, eos_token_id=None).shape == (1, 12)
+
+
+def test_a_damaged_file_is_not_passed_over(folder: Path, tmp_path: Path) -> None:
+    load(folder).save_pretrained(tmp_path)
+    for content in (b"{", b"\xff\xfe"):
+        (tmp_path / "generation_config.json").write_bytes(content)
+        with pytest.raises(DlmBridgeError, match=r"generation_config.json is not readable: .* valid JSON") as error:
+            load(tmp_path)
+        assert "\n" not in str(error.value)
+    (tmp_path / "generation_config.json").unlink()
+    assert load(tmp_path).generation_config.max_new_tokens is None
+
+
+def test_the_mask_token_of_written_prompts_is_that_of_the_sampler(model: Any) -> None:
+    """Which spans of a text are made of: from the same places, in the same order."""
+    maskless = with_stored(copy.copy(model))
+    maskless.config = copy.copy(model.config)
+    maskless.config.mask_token_id = None
+    for one, given in ((model, {}), (with_stored(maskless, mask_token_id=5), {}), (model, {"mask_token_id": 7})):
+        assert mask_token(one, given) == settings(one, **given).mask_token_id
