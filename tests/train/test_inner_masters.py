@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.inner_masters import (
     inner_masters,
     joined,
@@ -118,6 +119,7 @@ def test_what_an_offloaded_optimizer_cannot_be(
     from dlm_bridge.train.megatron.setup import optimizer_config
 
     precision_aware.install(monkeypatch)
+    monkeypatch.setattr(platform, "current", lambda: SimpleNamespace(name="cuda"))
     options = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron", "optimizer_cpu_offload": True}
     assert optimizer_config(TrainConfig(**options)).use_precision_aware_optimizer
     with pytest.raises(DlmBridgeError, match=said):

@@ -148,6 +148,43 @@ def test_a_resume_of_another_model_is_refused(tmp_path: Path, on_megatron: Run, 
         on_megatron(tmp_path / "run", resume=True, steps=1, model=str(other))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": "sgd"}, "--optimizer sgd differs from the adamw of the run in"),
+        ({"distributed_optimizer": False}, "--distributed-optimizer false differs from the true of the run in"),
+    ],
+)
+def test_a_resume_with_another_optimizer_is_refused(
+    tmp_path: Path, on_megatron: Run, changes: dict[str, Any], said: str
+) -> None:
+    on_megatron(tmp_path / "run", steps=1, eval_interval=0)
+    with pytest.raises(DlmBridgeError, match=said):
+        on_megatron(tmp_path / "run", resume=True, steps=2, eval_interval=0, **changes)
+
+
+def test_a_checkpoint_without_what_is_asked_of_it_is_one_line(
+    tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch gathers what the ranks say, with their tracebacks."""
+    from dlm_bridge.train.megatron import engine
+
+    monkeypatch.setattr(engine, "check_same_optimizer", lambda _: None)
+    options = {"precision": "bf16", "eval_interval": 0}
+    on_megatron(tmp_path / "run", steps=1, **options)
+    with pytest.raises(DlmBridgeError, match="cannot be resumed from") as raised:
+        on_megatron(tmp_path / "run", resume=True, steps=2, distributed_optimizer=False, **options)
+    assert "Traceback" not in str(raised.value)
+    assert len(str(raised.value)) < 500
+
+
+def test_gradients_that_megatron_core_finds_wrong_end_the_run(tmp_path: Path, on_megatron: Run) -> None:
+    options = {"lr": 1e30, "clip_grad": 0.0, "warmup_steps": 0, "lr_schedule": "constant", "eval_interval": 0}
+    with pytest.raises(DlmBridgeError, match=r"^step 2: .*found NaN in local grad norm") as raised:
+        on_megatron(tmp_path / "run", megatron=["ddp.check_for_nan_in_grad=true"], steps=6, **options)
+    assert "\n" not in str(raised.value)
+
+
 def test_a_variable_that_says_otherwise_is_named(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

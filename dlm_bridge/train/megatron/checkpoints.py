@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -128,7 +129,7 @@ class Saver:
                 fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer, self.carried)
                 _note_digests(hidden, dist.get_rank())
             except (OSError, CheckpointException) as error:
-                raise DlmBridgeError(f"{folder}: cannot be written: {one_line(error)}") from error
+                raise DlmBridgeError(f"{folder}: cannot be written: {_reason(error)}") from error
             self._publish(hidden, folder, step)
             return folder
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **self._state(is_loading=False)}
@@ -178,7 +179,7 @@ class Saver:
         except DlmBridgeError:
             raise
         except (Exception, CheckpointException) as error:  # megatron-core and torch raise what they like
-            raise DlmBridgeError(f"{folder}: cannot be resumed from: {one_line(error)}") from error
+            raise DlmBridgeError(f"{folder}: cannot be resumed from: {_reason(error)}") from error
         for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True):
             chunk.load_state_dict(state[key], strict=True)
         try:
@@ -221,6 +222,14 @@ class Saver:
                     os.replace(old, gone)  # out of sight first: a kill leaves nothing that looks like a checkpoint
                     shutil.rmtree(gone)
         dist.barrier()
+
+
+def _reason(error: BaseException) -> str:
+    """What is wrong; of what torch gathered from all ranks, with their tracebacks, the first one's, without the list
+    of all that there is in its place."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return textwrap.shorten(one_line(error), 400, placeholder=" ...")
 
 
 def _write_and_note(write: Callable[..., None], folder: Path, rank: int, *arguments: Any, **options: Any) -> None:

@@ -34,7 +34,7 @@ from dlm_bridge.train.loop import EVAL_BATCHES, Engine
 from dlm_bridge.train.megatron import carried_layers
 from dlm_bridge.train.megatron.batches import Batcher, StepBatches
 from dlm_bridge.train.megatron.checkpoints import Saver, clear, newest, prepare, root_of, write_hub_config
-from dlm_bridge.train.megatron.checks import check_sequence, check_sizes
+from dlm_bridge.train.megatron.checks import check_same_optimizer, check_sequence, check_sizes, gradient_checks
 from dlm_bridge.train.megatron.clipping import ClippedStep
 from dlm_bridge.train.megatron.collection import Collection
 from dlm_bridge.train.megatron.settings import check_settings
@@ -80,6 +80,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     step, checkpoint = newest(output) if resume else (0, None)
     if checkpoint is not None:
         check_same_model(config, root_of(output))
+        check_same_optimizer(config)
     if checkpoint is not None and step >= config.steps:
         if main:
             console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
@@ -279,7 +280,8 @@ class MegatronTrainer(Engine):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._forward_backward(batches.batches, normaliser, forward_only=False)
+        with gradient_checks(step):
+            sums = self._forward_backward(batches.batches, normaliser, forward_only=False)
         updated, norm = self.update()
         figures = Figures(torch.cat([sums, norm.to(sums)[None]]), began)
         timed = None if self.stragglers is None else self.stragglers.taken()

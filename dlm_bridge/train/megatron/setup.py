@@ -89,8 +89,6 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         fields |= {"fp8": config.fp8_format, "fp8_recipe": config.fp8_recipe, "fp8_param": config.fp8_params}
         if config.fp8_recipe == "delayed":
             fields |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
-    if on_cpu and config.optimizer_cpu_offload:
-        raise DlmBridgeError("--optimizer-cpu-offload: everything is on the CPU already: leave it out")
     passed = passed_on(config, "transformer")
     for name in () if engine else OF_TRANSFORMER_ENGINE:
         if passed.get(name):
@@ -265,6 +263,8 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
             "--optimizer-cpu-offload with --no-distributed-optimizer: megatron-core offloads the optimizer that is "
             "sharded only: leave out one of them"
         )
+    if config.optimizer_cpu_offload and platform.current().name == "cpu":
+        raise NotInstalledError("--optimizer-cpu-offload: everything is on the CPU already: leave it out")
     if settings["use_precision_aware_optimizer"] and importlib.util.find_spec("transformer_engine") is None:
         asked = "--megatron optimizer.use_precision_aware_optimizer"
         raise NotInstalledError(
