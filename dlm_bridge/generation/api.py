@@ -21,7 +21,7 @@ from dlm_bridge.generation.loop import denoise
 from dlm_bridge.generation.noise import Noise
 from dlm_bridge.generation.observe import DenoisingStep, Observer
 from dlm_bridge.generation.processes import shared_seed
-from dlm_bridge.generation.prompt import Prompt, check_ids
+from dlm_bridge.generation.prompt import Prompt, check_ids, warn_of_padding
 from dlm_bridge.generation.rules.base import CommitRule
 from dlm_bridge.generation.rules.checked import Checked
 from dlm_bridge.generation.settings import resolve
@@ -105,6 +105,8 @@ def generate(
         raise DlmBridgeError("inputs and input_ids are the same argument: give one of them")
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
     settings = resolve(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
+    if attention_mask is None:
+        warn_of_padding(tokens_BP, settings.pad_token_id)
     recipe = settings.algorithm.recipe(Tokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
     closing = recipe.layout.closing
     if closing is not None and closing >= settings.vocabulary:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from dlm_bridge.errors import DlmBridgeError
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,20 @@ def check_ids(tokens: Any, attention_mask: Any) -> torch.Tensor:
                 f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {shape}: they must be equal"
             )
     return tokens
+
+
+def warn_of_padding(tokens_BP: torch.Tensor, pad_token_id: int) -> None:
+    """Say what prompts without an attention_mask look like they forgot: some rows, not all, begin or end with padding.
+
+    It is not guessed: in most families the padding token is the end of text, which a prompt may hold.
+    """
+    edges_B2 = tokens_BP[:, [0, -1]] == pad_token_id if tokens_BP.shape[1] else torch.zeros(1, 2)
+    some = (edges_B2.any(dim=0) & ~edges_B2.all(dim=0)).any()
+    if bool(some):
+        logger.warning_once(
+            f"some rows of input_ids begin or end with the padding token {pad_token_id}, and there is no "
+            "attention_mask: it counts as text; pass the tokenizer's attention_mask"
+        )
 
 
 def check_row(

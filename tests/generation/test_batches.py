@@ -129,3 +129,18 @@ def test_a_dispatched_model_samples(model: Any, folder: Path, tmp_path: Path) ->
 def test_a_model_without_weights_is_refused(model: Any) -> None:
     with pytest.raises(DlmBridgeError, match="the model is on the meta device, without weights: load it with from_pr"):
         copy.deepcopy(model).to("meta").generate(prompts(1, 4), gen_length=8)
+
+
+def test_padding_without_a_mask_is_warned_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("dlm_bridge.generation.prompt.logger.warning_once", said.append)
+    left, right = torch.tensor([[EOS, EOS, 3], [4, 5, 6]]), torch.tensor([[3, EOS, EOS], [4, 5, 6]])
+    for ids in (left[:1], left[1:], left[:, :0], torch.tensor([[EOS, 3], [EOS, 4]])):
+        model.generate(ids, gen_length=4)
+    model.generate(left, attention_mask=(left != EOS).long(), gen_length=4)
+    assert not said
+    for ids in (left, right):
+        model.generate(ids, gen_length=4)
+    assert [line[:72] for line in said] == [
+        "some rows of input_ids begin or end with the padding token 126, and ther"
+    ] * 2
