@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,26 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests, each of several processes, share the cores
 torch.set_num_threads(1)
 
+import typer.main  # noqa: E402
+import typer.testing  # noqa: E402
+
 from tests.checkpoints import write_llada  # noqa: E402
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage, of which checkpoints ask for many, need walk it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _commands() -> Iterator[None]:
+    """Typer makes all commands anew whenever one is called; here once."""
+    made = functools.cache(typer.main.get_command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", made)
+        patch.setattr(typer.testing, "_get_command", made)
+        yield
 
 
 @pytest.fixture(scope="session")

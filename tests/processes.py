@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
-import multiprocessing
 import os
 import random
 import signal
 import socket
-import subprocess
-import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
+
+from tests import launcher
 
 OK = "ok"  # what a check says in the report when nothing was raised
 
 
 def launch(module: str, root: Path, processes: int = 2, timeout_s: float = 400) -> dict[str, list[str]]:
-    """Run `python -m MODULE ROOT` in each of several processes on CPU; what each check said, by rank: OK or a
-    traceback. A process that failed before its first check has its log under "start"."""
-    environment = {
+    """Run `python -m MODULE ROOT` in each of several processes on CPU, forked from the launcher; what each check said,
+    by rank: OK or a traceback. A process that failed before its first check has its log under "start"."""
+    logs = [root / f"log_{rank}.txt" for rank in range(processes)]
+    launcher.run(module, [str(root)], environments(processes), logs, timeout_s)
+    return _said(root, [log.read_text()[-4000:] for log in logs])
+
+
+def environments(processes: int) -> list[dict[str, str]]:
+    """Those of several processes on CPU, by rank, as torchrun gives them."""
+    shared = {
         **os.environ,
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
@@ -34,31 +39,7 @@ def launch(module: str, root: Path, processes: int = 2, timeout_s: float = 400) 
         "OMP_NUM_THREADS": "1",
         "DLM_BRIDGE_PLATFORM": "cpu",
     }
-    logs = [root / f"log_{rank}.txt" for rank in range(processes)]
-    running = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as stream:
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", module, str(root)],
-                    cwd=Path(__file__).parents[1],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    deadline = time.monotonic() + timeout_s
-    try:
-        # When one process fails the others may wait for it for ever; the checks that were not reached say so.
-        while time.monotonic() < deadline and any(process.poll() is None for process in running):
-            if any(process.poll() for process in running):
-                break
-            time.sleep(0.1)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    return _said(root, [log.read_text()[-4000:] for log in logs])
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def free_port() -> int:
@@ -82,17 +63,19 @@ def fork(
     hangs prints where it does and ends."""
     root.mkdir(exist_ok=True)
     port = free_port()
+    gc.collect()
+    gc.freeze()  # so that no child's collection touches, and so copies, every page of what is imported here
     children = []
     for rank in range(processes):
         child = os.fork()
         if child == 0:
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes)}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             faulthandler.dump_traceback_later(timeout_s, exit=True)
             try:
                 work(root, checks())
             finally:
-                _end(0)
+                launcher.end(0)
         children.append(child)
     while children:
         child, status = os.wait()
@@ -119,7 +102,7 @@ def work(root: Path, checks: Iterable[tuple[str, Callable[[], None]]]) -> None:
             # Another rank may be waiting for this one: nothing after this can be trusted.
             report[name] = traceback.format_exc()
             path.write_text(json.dumps(report))
-            _end(1)
+            launcher.end(1)
         path.write_text(json.dumps(report))
 
 
@@ -141,13 +124,6 @@ def _said(root: Path, logs: list[str]) -> dict[str, list[str]]:
         for name, result in found.items():
             said.setdefault(name, []).append(result)
     return said
-
-
-def _end(status: int) -> NoReturn:
-    """At once, with the process that megatron-core keeps for its checkpoints' queue, which would wait for ever."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(status)
 
 
 def _report(root: Path, rank: int) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tests import launcher
+from tests.processes import environments
 from tests.rl.conftest import Run, read_metrics
 
 
@@ -19,10 +19,10 @@ def test_two_processes_are_one(run: Run, tmp_path: Path, problems: Path) -> None
     alone = run(tmp_path / "alone", **changes)
     options = yaml.safe_load((tmp_path / "alone" / "config.yaml").read_text())
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(options | {"micro_batch_size": 8}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "dlm_bridge.cli", "rl", "--config", str(tmp_path / "rl.yaml"), "--output", str(tmp_path / "two")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = ["rl", "--config", str(tmp_path / "rl.yaml"), "--output", str(tmp_path / "two")]
+    logs = [tmp_path / f"log_{rank}.txt" for rank in range(2)]
+    ended = launcher.run("dlm_bridge.cli", words, environments(2), logs, timeout_s=300)
+    assert ended, "\n".join(log.read_text()[-3000:] for log in logs)
     together = read_metrics(tmp_path / "two")
     for one, two in zip(alone, together, strict=True):
         for key in ("reward", "reward_std", "idle_groups", "completion_length", "tokens", "failed_rewards"):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import datasets
 import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
@@ -191,6 +192,8 @@ def _adapter(root: Path) -> dict[str, Any]:
 
 
 def main(root: Path) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    datasets.config.HF_DATASETS_CACHE = root / "cache"
     for processes in WORLDS:
         fork(root / f"reports-{processes}", processes, partial(checks, root, processes))
 

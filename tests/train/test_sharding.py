@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from dlm_bridge.train.loading import load_model
 from dlm_bridge.train.sharding import as_launched, sharding_of
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.families import dream, illada, llada2_moe, sdar
-from tests.processes import assert_ok, forked
+from tests.processes import assert_ok, forked, launch
 from tests.train.chats import chatty, conversation, write_rows
 from tests.train.sharding_worker import WORLDS, names
 
@@ -44,14 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     write_rows(root / "chats.jsonl", [conversation(number) for number in range(24)])
     weights = TrainConfig(model=str(root / "masked"), data=["mock"], output="o", from_scratch=True)
     load_model(weights).save_pretrained(root / "weights")
-    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_CACHE": str(root / "cache")}
-    subprocess.run(
-        [sys.executable, "-m", "tests.train.sharding_worker", str(root)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **environment},
-        timeout=400,
-        check=False,  # the reports say what failed
-    )
+    launch("tests.train.sharding_worker", root, processes=1)  # the reports say what failed
     return root
 
 
