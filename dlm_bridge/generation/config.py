@@ -46,7 +46,8 @@ _ABOVE_ZERO = (
 _COUNTS = ("max_post_steps", "top_k")
 _NUMBERS = (
     "temperature", "cfg_scale", "alg_temp", "threshold", "factor", "confidence_threshold", "editing_threshold",
-    "eb_threshold", "eb_gamma", "entropy_bound", "wedlm_entropy_threshold", "wedlm_pos_penalty_factor",
+    "eb_threshold", "eb_gamma", "end_think_logit_boost", "end_think_boost_power", "entropy_bound",
+    "wedlm_entropy_threshold", "wedlm_pos_penalty_factor",
 )  # fmt: skip
 _FLAGS = ("greedy", "add_eos_at_end", "logits_eos_inf", "confidence_eos_eot_inf", "output_history", "infill")
 _CHOICES = {
@@ -80,6 +81,9 @@ class DiffusionGenerationConfig(GenerationConfig):
         logits_eos_inf, confidence_eos_eot_inf: (llada) end-of-sequence tokens are never proposed; or they and
             `eot_token_id` are settled last, since they have no confidence.
         eot_token_id: (llada) the end-of-turn token where it is none of `eos_token_id`.
+        end_think_token_ids, end_think_logit_boost, end_think_boost_power: (llada, illada) the tokens that close a
+            thought, in a row; what is added to their logits at the end of `gen_length`; and with which power of the
+            share of the text that is written before.
         cfg_scale: w of classifier-free guidance, logits = un + (w + 1) * (cond - un); 0 is off.
         remasking: (llada, difflm, illada, mdlm, bd3lm) which positions a step settles: "low_confidence" (the most
             probable) or "random".
@@ -233,6 +237,7 @@ def check_values(values: Mapping[str, Any], where: str = "") -> None:
     check(["top_p"], lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
     check(["eps"], lambda value: _is_number(value) and 0 < value < 1, "a number between 0 and 1")
     check(["mask_token_id", "pad_token_id", "eot_token_id"], lambda value: _is_int(value) and value >= 0, "a token id")
+    check(["end_think_token_ids"], _is_ids, "a list of token ids")
     check(["seed"], _is_int, "a whole number")
     check(_FLAGS, lambda value: isinstance(value, bool), "True or False")
     for name, known in {"algorithm": tuple(ALGORITHMS), **_CHOICES}.items():
@@ -251,6 +256,10 @@ def eos_token_ids(value: Any) -> tuple[int, ...]:
     if not isinstance(ids, (list, tuple)) or not all(_is_int(token) and token >= 0 for token in ids):
         raise DlmBridgeError(f"eos_token_id must be a token id or a list of them, not {value!r}")
     return tuple(ids)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(_is_int(token) and token >= 0 for token in value)
 
 
 def _is_int(value: Any) -> bool:

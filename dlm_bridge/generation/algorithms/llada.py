@@ -9,6 +9,7 @@ from typing import ClassVar
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.algorithms.base import Algorithm, Tokens, check_blocks
 from dlm_bridge.generation.canvas import Layout
+from dlm_bridge.generation.end_think import EndThink, Urging, UrgingGrowing
 from dlm_bridge.generation.loop import Recipe
 from dlm_bridge.generation.predict import Growing, Predictor
 from dlm_bridge.generation.rules.base import CommitRule
@@ -46,6 +47,9 @@ class LLaDA(Algorithm):
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
     eot_token_id: int | None = None
+    end_think_token_ids: tuple[int, ...] | None = None
+    end_think_logit_boost: float = 0.0
+    end_think_boost_power: float = 2.0
 
     def recipe(self, tokens: Tokens) -> Recipe:
         blocks = check_blocks(self.gen_length, self.block_length)
@@ -57,12 +61,15 @@ class LLaDA(Algorithm):
                 f"steps {steps} is not a multiple of the {blocks} blocks "
                 f"(gen_length {self.gen_length} / block_length {self.block_length}): use steps {numbers}"
             )
+        urge = EndThink.of(
+            self.end_think_token_ids, self.end_think_logit_boost, self.end_think_boost_power, self.gen_length
+        )
         return Recipe(
             layout=Layout(self.block_length),
             rule=self._rule(steps // blocks, tokens),
             sampling=self.sampling(),
-            predictor=Predictor,
-            predictor_options={"cfg_scale": self.cfg_scale},
+            predictor=Urging if urge else Predictor,
+            predictor_options={"cfg_scale": self.cfg_scale} | ({"end_think": urge} if urge else {}),
             suppress=_some_end(tokens.end_token_ids, "logits_eos_inf") if self.logits_eos_inf else (),
         )
 
@@ -105,14 +112,20 @@ class ILLaDA(Algorithm):
     steps: int | None = None  # of each block; one for each of its tokens by default
     cfg_scale: float = 0.0
     remasking: str = "low_confidence"
+    end_think_token_ids: tuple[int, ...] | None = None
+    end_think_logit_boost: float = 0.0
+    end_think_boost_power: float = 2.0
 
     def recipe(self, tokens: Tokens) -> Recipe:
         check_blocks(self.gen_length, self.block_length)
         score: Score = random_order if self.remasking == "random" else low_confidence
+        urge = EndThink.of(
+            self.end_think_token_ids, self.end_think_logit_boost, self.end_think_boost_power, self.gen_length
+        )
         return Recipe(
             layout=Layout(self.block_length),
             rule=Quota(score, partial(even, steps=self.steps or self.block_length)),
             sampling=self.sampling(),
-            predictor=Growing,
-            predictor_options={"cfg_scale": self.cfg_scale},
+            predictor=UrgingGrowing if urge else Growing,
+            predictor_options={"cfg_scale": self.cfg_scale} | ({"end_think": urge} if urge else {}),
         )
