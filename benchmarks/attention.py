@@ -27,7 +27,8 @@ LAYERS = 12
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows of the batch, query groups, heads of a group, new positions, the first of them, and how many are seen."""
+    """Rows of the batch, query groups, heads of a group, new positions, the first of them, and how many are seen; of
+    the new ones, by blocks of `block`."""
 
     name: str
     batch: int
@@ -37,11 +38,14 @@ class Shape:
     first: int
     end: int
     size: int = 128
+    block: int | None = None
 
 
 SHAPES = (
     Shape("SDAR-4B, 128 rows, 192", 128, 8, 4, 4, 188, 192),
     Shape("SDAR-4B, 128 rows, 256", 128, 8, 4, 4, 252, 256),
+    Shape("SDAR-4B, 128 rows, 192, two blocks", 128, 8, 4, 8, 184, 192, block=4),
+    Shape("SDAR-4B, 128 rows, 256, two blocks", 128, 8, 4, 8, 248, 256, block=4),
     Shape("SDAR-4B, 16 rows, 256", 16, 8, 4, 4, 252, 256),
     Shape("SDAR-4B, 1 row, 2048", 1, 8, 4, 4, 2044, 2048),
     Shape("LLaDA-8B, 1 row, 384", 1, 32, 1, 32, 160, 384),
@@ -59,11 +63,11 @@ def main() -> None:
     torch.manual_seed(0)
     for shape in SHAPES:
         layers = [inputs(shape) for _ in range(LAYERS)]
-        expected = by_torch(*layers[0]).double()
+        expected = attention.by_torch(*layers[0]).double()
         error = ((kernel.attend(*layers[0]).double() - expected).norm() / expected.norm()).item()
         least = 4 * shape.batch * shape.groups * shape.end * shape.size / BYTES_PER_S * 1e6
         console.print(
-            f"{shape.name:30} PyTorch {microseconds(by_torch, layers):6.1f}   kernel "
+            f"{shape.name:36} PyTorch {microseconds(attention.by_torch, layers):6.1f}   kernel "
             f"{microseconds(kernel.attend, layers):6.1f}   reading {least:5.1f}   relative error {error:.0e}"
         )
         if options.tune:
@@ -78,17 +82,7 @@ def inputs(shape: Shape) -> tuple[Any, ...]:
     kept = (shape.batch, shape.groups, -(-shape.end // 64) * 64, shape.size)
     keys, values = (torch.randn(kept, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     columns = torch.arange(shape.first, shape.first + shape.new, device="cuda")
-    return query, key, value, keys, values, columns, shape.end, None, None
-
-
-def by_torch(
-    query: Any, key: Any, value: Any, keys: Any, values: Any, columns: Any, end: int, mask: Any, scaling: Any
-) -> torch.Tensor:
-    keys.index_copy_(2, columns, key)
-    values.index_copy_(2, columns, value)
-    return (
-        attention._attention(query, keys[:, :, :end], values[:, :, :end], mask, scaling).transpose(1, 2).contiguous()
-    )
+    return query, key, value, keys, values, columns, shape.end, None, None, None, shape.block
 
 
 def tune(shape: Shape, layers: list[tuple[Any, ...]], console: Console) -> None:

@@ -12,7 +12,9 @@ of the same algorithm.
 - dual: the same shape; Fast-dLLM v1's dual cache, run from a checkout of NVlabs/Fast-dLLM at --fast-dllm, against
   ours. Its sampler takes one row; more rows run its model and its choice of tokens in the same schedule.
 - sdar: SDAR-4B's shape, blocks of 4; against the least time in which the GPU can read the weights and the kept keys
-  and values or do the multiplications, with both of its rates measured in the same run.
+  and values or do the multiplications, with both of its rates measured in the same run. What is counted is the least
+  that the result takes: a block's keys and values are kept by the next block's first forward, so that weights are read
+  as often as a block has steps.
 
 Prints medians of a call's time, the ratio, and what the first call took longer (recording and compiling). With --json
 FILE each line is appended there. With --profile each line is followed by one more call's kernels, those that take
@@ -102,7 +104,7 @@ class Bench:
             steps = length // self.options.block * self.steps
             arguments = {"gen_length": length, "block_length": self.options.block, "steps": steps}
             peer, _ = self.measure(lambda: published_llada(model, prompt, **arguments))  # noqa: B023
-            self.ours(model, prompt, arguments | {"cache": "none"}, "published loop", peer, steps)
+            self.ours(model, prompt, arguments | {"cache": "none"}, "published loop", peer)
 
     def dual(self) -> None:
         model = self.model("llada")
@@ -115,7 +117,7 @@ class Bench:
             peer, theirs = self.measure(
                 lambda: dual_cache(peer_model, peer_code, prompt, mask=mask, **arguments)  # noqa: B023
             )
-            ours = self.ours(model, prompt, arguments | {"cache": "dual"}, "Fast-dLLM", peer, steps)
+            ours = self.ours(model, prompt, arguments | {"cache": "dual"}, "Fast-dLLM", peer)
             equal = (ours == theirs)[:, PROMPT:].float().mean().item()
             self.console.print(
                 f"    equal tokens: {equal:.1%} (the same weights; bf16 rounds the two sides differently)"
@@ -129,31 +131,27 @@ class Bench:
         for batch, length in self.cases():
             prompt = self.prompt(model, batch)
             arguments = {"gen_length": length, "block_length": block, "denoising_steps": self.options.steps_per_block}
-            arguments |= {"temperature": 0.0}
             least = roofline(model, batch, length, block, self.options.steps_per_block or block, flops, bandwidth)
-            forwards = length // block * ((self.options.steps_per_block or block) + 1)  # the prompt's among them
-            self.ours(model, prompt, arguments, "roofline", least, forwards)
+            self.ours(model, prompt, arguments, "roofline", least)
 
     def ours(
-        self, model: Any, prompt: torch.Tensor, arguments: dict[str, Any], peer: str, peer_s: float, forwards: int
+        self, model: Any, prompt: torch.Tensor, arguments: dict[str, Any], peer: str, peer_s: float
     ) -> torch.Tensor:
         """Time every execution and print a line for each. Returns the last one's tokens."""
+        arguments = arguments | {"eos_token_id": None, "pad_token_id": 0, "temperature": 0.0}
         output = prompt
         for execution in self.options.executions:
             release(model)
 
             def call(execution: str = execution) -> torch.Tensor:
-                return model.generate(
-                    prompt, **arguments, eos_token_id=None, pad_token_id=0, execution=execution, temperature=0.0
-                )
+                return model.generate(prompt, **arguments, execution=execution)
 
-            arguments.pop("temperature", None)
             began = time.perf_counter()
-            call()
+            counted = model.generate(prompt, **arguments, execution=execution, return_dict_in_generate=True)
             self.synchronize()
             first = time.perf_counter() - began
             ours_s, output = self.measure(call)
-            batch, new = prompt.shape[0], arguments["gen_length"]
+            batch, new, forwards = prompt.shape[0], arguments["gen_length"], counted.forwards
             line = {
                 "case": self.options.case,
                 "batch": batch,
@@ -384,23 +382,26 @@ def ceilings(device: str) -> tuple[float, float]:
 
 
 def roofline(model: Any, batch: int, length: int, block: int, steps: int, flops: float, bandwidth: float) -> float:
-    """The least seconds of a block-causal call: for every forward of a block the longer of reading the weights and
-    what is kept, and of the multiplications."""
+    """The least seconds of a block-causal call: for every forward the longer of reading the weights and what is kept,
+    and of the multiplications. A block takes `steps` forwards, the first together with what is not kept yet: the
+    prompt or the block before. The last block is not kept. A prompt's attention is left out."""
     config = model.config
     body = sum(
         p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name and "lm_head" not in name
     )
     head = config.vocab_size * config.hidden_size
     group_bytes = 2 * 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
-    # The prompt is run once; a block takes `steps` forwards and, but for the last, one more that keeps it.
-    total = 2 * batch * PROMPT * body / flops
+    pair = 4 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    total = 0.0
     for start in range(PROMPT, PROMPT + length, block):
         end = start + block
-        attention = 4 * batch * block * end * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-        kept = batch * end * group_bytes
-        for has_head in [True] * steps + [False] * (end < PROMPT + length):
-            weights = body + head * has_head
-            total += max((2 * batch * block * weights + attention) / flops, (2 * weights + kept) / bandwidth)
+        reading = (2 * (body + head) + batch * end * group_bytes) / bandwidth
+        for step in range(steps):
+            products = 2 * batch * block * (body + head) + batch * block * end * pair
+            if step == 0:
+                settled = PROMPT if start == PROMPT else block
+                products += 2 * batch * settled * body + (batch * block * start * pair if start > PROMPT else 0)
+            total += max(products / flops, reading)
     return total
 
 
