@@ -60,10 +60,10 @@ def attend(
         module.kv_values,
         kv_columns,
         kv_end,
-        kv_ends,
-        kv_block,
         attention_mask,
         scaling,
+        kv_ends,
+        kv_block,
     )
     return output, None
 
@@ -87,10 +87,10 @@ def attend_kept(
     kept_values: torch.Tensor,
     columns: torch.Tensor,
     end: int,
-    ends: torch.Tensor | None,
-    block: int | None,
     mask: torch.Tensor | None,
     scaling: float | None,
+    ends: torch.Tensor | None,
+    block: int | None,
 ) -> torch.Tensor:
     """Keep `key` and `value` at their columns, then attend to the first `end` columns of what is kept.
 
@@ -105,11 +105,33 @@ def attend_kept(
     """
     kernel = _kernel(query.device.type) if columns.dim() == 1 else None
     shared, width, size = query.shape[1] // key.shape[1], query.shape[2], query.shape[3]
+    attend = by_torch
     if kernel is not None and kernel.serves(query.dtype, width, shared, size, mask):
-        attended: torch.Tensor = kernel.attend(
-            query, key, value, kept_keys, kept_values, columns, end, mask, scaling, ends, block
-        )
-        return attended
+        attend = kernel.attend
+    return attend(query, key, value, kept_keys, kept_values, columns, end, mask, scaling, ends, block)
+
+
+@attend_kept.register_fake
+def _(query: Any, *_: Any) -> Any:
+    batch, heads, width, size = query.shape
+    return query.new_empty(batch, width, heads, size)
+
+
+def by_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kept_keys: torch.Tensor,
+    kept_values: torch.Tensor,
+    columns: torch.Tensor,
+    end: int,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    ends: torch.Tensor | None,
+    block: int | None,
+) -> torch.Tensor:
+    """`attend_kept` by PyTorch's attention."""
+    width = query.shape[2]
     if columns.dim() == 1:
         kept_keys.index_copy_(2, columns, key)
         kept_values.index_copy_(2, columns, value)
@@ -128,12 +150,6 @@ def attend_kept(
         parts.append(_attention(query[:, :, first:stop], keys[:, :, :seen], values[:, :, :seen], own, scaling))
     output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return output.transpose(1, 2).contiguous()
-
-
-@attend_kept.register_fake
-def _(query: Any, *_: Any) -> Any:
-    batch, heads, width, size = query.shape
-    return query.new_empty(batch, width, heads, size)
 
 
 def _until(

@@ -19,6 +19,8 @@ logger = logging.get_logger(__name__)
 # Recorded shapes. Where attention is in place one serves every length of the context, else a block-causal sampler of
 # 2048 new tokens in blocks of 4 has 1024. One costs a few MB of host memory.
 MOST_GRAPHS = 1024
+# Compiled codes of a layer: its kinds, with experts and without, times prompts, blocks, blocks of two, with masks.
+MOST_CODES = 32
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class GraphedBody:
                     self._compiled = [torch.compile(layer._call_impl, dynamic=None) for layer in layers]
                 for layer, compiled in zip(layers, self._compiled, strict=True):
                     layer._compiled_call_impl = compiled
-            yield
+            with torch._dynamo.config.patch(recompile_limit=MOST_CODES):
+                yield
         finally:
             for layer in layers:
                 layer._compiled_call_impl = None
