@@ -187,11 +187,13 @@ def _parameters(model: Model, run: Run, pp: int) -> dict[str, int]:
 
 
 def _states(model: Model, run: Run, parameters: dict[str, int]) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer state."""
+    """Bytes of weights, gradients and optimizer state on the device."""
     experts = parameters.get("experts", 0)
     dense = sum(parameters.values()) - experts
     low = run.precision != "fp32"
     of_state = _STATE[run.optimizer] + (4 if low else 0)  # an fp32 copy of the weights beside narrow ones
+    if run.optimizer_cpu_offload:
+        of_state = 0
     sharded = run.distributed_optimizer or run.fsdp is not None
     weights = gradients = optimizer = 0.0
     for count, replicas in ((dense, run.dp * run.cp), (experts, run.expert_dp)):

@@ -37,6 +37,7 @@ class Run:
     precision: str = "bf16"
     optimizer: str = "adamw"
     distributed_optimizer: bool = True
+    optimizer_cpu_offload: bool = False
     fsdp: str | None = None
     sequence_parallel: bool | None = None
     recompute: str = "none"
@@ -146,8 +147,9 @@ class Run:
         """Plain values for `--json`."""
         names = (
             "gpus", "seq_length", "cp", "dp", "expert_dp", "micro_batch_size", "micro_batches", "batch", "precision",
-            "optimizer", "distributed_optimizer", "fsdp", "sharded_sequence", "recompute", "recompute_modules",
-            "recompute_layers", "moe_dispatcher", "gradient_bytes", "streams", "loss_share", "all_logits",
+            "optimizer", "distributed_optimizer", "optimizer_cpu_offload", "fsdp", "sharded_sequence", "recompute",
+            "recompute_modules", "recompute_layers", "moe_dispatcher", "gradient_bytes", "streams", "loss_share",
+            "all_logits",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         if self.recompute != "selective":

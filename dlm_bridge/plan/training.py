@@ -35,6 +35,7 @@ def run_of(config: TrainConfig, objective: str, gpus: int) -> Run:
         precision=config.precision,
         optimizer=config.optimizer,
         distributed_optimizer=config.distributed_optimizer,
+        optimizer_cpu_offload=config.optimizer_cpu_offload,
         fsdp=config.fsdp,
         sequence_parallel=config.sequence_parallel,
         recompute=config.recompute,

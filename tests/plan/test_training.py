@@ -52,6 +52,15 @@ def test_without_a_micro_batch_size_a_rank_takes_its_share_at_once() -> None:
     assert (plan.run.micro_batch_size, plan.run.micro_batches) == (4, 1)
 
 
+def test_an_offloaded_optimizer_takes_nothing_of_the_devices() -> None:
+    kept, offloaded = (
+        training_plan(settings(optimizer_cpu_offload=offload), configs.LLADA_8B, 8).stages for offload in (False, True)
+    )
+    for stage, other in zip(kept, offloaded, strict=True):
+        assert (other.weights, other.gradients, other.optimizer) == (stage.weights, stage.gradients, 0)
+        assert stage.optimizer > 0
+
+
 def test_objectives_read_one_stream_or_two() -> None:
     assert objective_settings("masked") == {"streams": 1, "loss_share": 0.5}
     assert objective_settings("causal") == {"streams": 1, "loss_share": 1.0}
