@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,14 @@ import pytest
 import torch
 
 from dlm_bridge.generation import ALGORITHMS
+from dlm_bridge.generation.algorithms.base import Tokens
 from dlm_bridge.generation.settings import resolve
 from dlm_bridge.models import FAMILIES
 from tests.families.case import FamilyCase, all_cases
 from tests.generation import published
 from tests.generation import published_samplers as samplers
 
+CARDS = Path(__file__).parents[2] / "model_cards"
 DIFFUSION = [case for case in all_cases() if case.spec.kind == "diffusion"]
 GEN = 8
 
@@ -100,3 +104,22 @@ def test_every_diffusion_family_names_its_sampler() -> None:
     for spec in FAMILIES:
         if spec.kind == "diffusion":
             assert spec.sampler["algorithm"] in ALGORITHMS
+
+
+@pytest.mark.parametrize(
+    "card",
+    sorted(card for card in CARDS.glob("*.md") if "model.generate(" in card.read_text()),
+    ids=lambda card: card.stem,
+)
+def test_the_card_s_example_is_a_call_that_works(card: Path, tmp_path: Path) -> None:
+    """Of its keywords; the prompts are ours."""
+    blocks = re.findall(r"```python\n(.*?)```", card.read_text(), flags=re.DOTALL)
+    calls = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "generate"]
+    assert calls
+    case = next(case for case in DIFFUSION if case.name.startswith(card.stem))
+    model = case.load(case.write(tmp_path / "hub"))
+    for call in calls:
+        given = {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
+        settings = resolve(model, None, {"mask_token_id": 99, **given}, prompt_width=4)
+        settings.algorithm.recipe(Tokens(0, ()))
