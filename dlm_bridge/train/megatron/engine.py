@@ -330,7 +330,7 @@ class MegatronTrainer(Engine):
         count = min(len(self.valid), EVAL_BATCHES * config.global_batch_size)
         objective = dataclasses.replace(self.objective, length_variation=0.0)
         totals = torch.zeros(2, objective.terms, dtype=torch.float64)
-        with self._without_gather():
+        with self._without_gather(), self._without_dropout():
             for batches in self.batcher.evaluation(objective, self.valid, count):
                 summed = self._sum_on_cpu(self._once(batches.normaliser))
                 sums = self._forward_backward(batches.batches, torch.ones(objective.terms), forward_only=True)
@@ -454,6 +454,15 @@ class MegatronTrainer(Engine):
     def _sum_on_cpu(self, values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values, group=self.cpu_group)
         return values
+
+    @contextlib.contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        """The layers as they are outside of training."""
+        for chunk in self.chunks:
+            chunk.eval()
+        yield
+        for chunk in self.chunks:
+            chunk.train()
 
     @contextlib.contextmanager
     def _without_gather(self) -> Iterator[None]:
