@@ -120,7 +120,10 @@ class MegatronOptions:
                     f"--megatron {setting}: write GROUP.KEY=VALUE with a group of {', '.join(PASSED_THROUGH)}"
                 )
             if target == group:
-                found[key] = yaml.safe_load(value)
+                try:
+                    found[key] = yaml.safe_load(value)
+                except yaml.YAMLError:
+                    raise DlmBridgeError(f"--megatron {setting}: {value} is no value in YAML") from None
         return found
 
 

@@ -150,6 +150,7 @@ def test_values_get_their_fields_types() -> None:
         ("ddp.bucket_size=big", "'big' is not int"),
         ("ddp.nccl_ub=1", "1 is not bool"),
         ("transformer.calculate_per_token_loss=false", "cannot be false: it is always on"),
+        ("transformer.offload_modules=[core_attn", r"\[core_attn is no value in YAML"),
         ("transformer.hidden_dropout=-1", r"must be in \[0, 1\), not -1"),
         ("transformer.attention_dropout=1.0", r"must be in \[0, 1\), not 1"),
         ("transformer.use_kitchen=true", "none of nvidia-kitchen's"),

@@ -185,6 +185,21 @@ def test_gradients_that_megatron_core_finds_wrong_end_the_run(tmp_path: Path, on
     assert "\n" not in str(raised.value)
 
 
+def test_an_iteration_is_no_model(tmp_path: Path, on_megatron: Run) -> None:
+    on_megatron(tmp_path / "run", steps=1, eval_interval=0)
+    options = {"model": str(tmp_path / "run/checkpoints/iter_0000001"), "from_scratch": False}
+    with pytest.raises(DlmBridgeError, match="iter_0000001: it is an iteration of a Megatron checkpoint"):
+        on_megatron(tmp_path / "next", **options)
+
+
+def test_validation_drops_nothing_out(tmp_path: Path, on_megatron: Run) -> None:
+    options = {"lr": 0.0, "steps": 2, "eval_interval": 1}
+    plain = on_megatron(tmp_path / "plain", **options)
+    dropping = on_megatron(tmp_path / "dropping", megatron=["transformer.hidden_dropout=0.5"], **options)
+    assert [row["eval_loss"] for row in dropping] == [row["eval_loss"] for row in plain]
+    assert all(row["loss"] != other["loss"] for row, other in zip(plain, dropping, strict=True))
+
+
 def test_a_variable_that_says_otherwise_is_named(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

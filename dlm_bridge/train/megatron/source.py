@@ -10,6 +10,7 @@ import torch
 
 from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.formats.torch_dist import TRACKER
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 
 
@@ -27,6 +28,11 @@ def open_source(config: TrainConfig, checkpoint: Path | None) -> Source:
         bridge = Bridge.from_megatron(checkpoint)
     elif config.from_scratch:
         bridge = Bridge.from_scratch(config.model, config.seed, family=config.family)
+    elif (Path(config.model).parent / TRACKER).is_file():
+        raise DlmBridgeError(
+            f"--model {config.model}: it is an iteration of a Megatron checkpoint: give the folder that holds it and "
+            f"{TRACKER}, which says the iteration, or export this one"
+        )
     elif (Path(config.model) / TRACKER).is_file():
         bridge = Bridge.from_megatron(config.model, family=config.family)
     else:
