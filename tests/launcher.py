@@ -54,11 +54,16 @@ def run(
     launcher = _launcher(os.environ.get("TRITON_INTERPRET"))
     assert launcher.stdin is not None
     assert launcher.stdout is not None
-    launcher.stdin.write(json.dumps(request) + "\n")
-    launcher.stdin.flush()
-    answer = launcher.stdout.readline()
+    answer = ""
+    try:
+        launcher.stdin.write(json.dumps(request) + "\n")
+        launcher.stdin.flush()
+        answer = launcher.stdout.readline()
+    finally:
+        if not answer:  # a test's time is over; or the launcher has ended
+            launcher.send_signal(signal.SIGINT)
+            _launcher.cache_clear()
     if not answer:
-        _launcher.cache_clear()
         raise RuntimeError(f"{__name__} has ended")
     return bool(json.loads(answer))
 
@@ -79,9 +84,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed is no answer
     _import()
-    for line in sys.stdin:
-        answers.write(json.dumps(_run(json.loads(line))) + "\n")
-        answers.flush()
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in sys.stdin:
+            answers.write(json.dumps(_run(json.loads(line))) + "\n")
+            answers.flush()
 
 
 def _import() -> None:

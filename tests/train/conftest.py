@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from matplotlib.figure import Figure
 from rich.console import Console
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
@@ -31,6 +32,18 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
         datasets.disable_progress_bars()
         yield
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To draw a loss curve takes longer than most runs here: only tests marked `draws` do."""
+    if "draws" not in request.keywords:
+        undrawn(monkeypatch)
+
+
+def undrawn(patch: pytest.MonkeyPatch) -> None:
+    """Figures are made, and written as empty files."""
+    patch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.processes import fork
@@ -187,8 +188,10 @@ def bad_input(files: Files, processes: int) -> Plan:
 
 def main(root: Path) -> None:
     from tests.train import megatron_checks as checks  # imports megatron-core
+    from tests.train.conftest import undrawn
 
     torch.set_num_threads(1)
+    undrawn(pytest.MonkeyPatch())
     os.environ["DLM_BRIDGE_PLATFORM"] = "cpu"
     files = Files(root)
 

@@ -40,6 +40,7 @@ def _close(left: list[dict[str, Any]], right: list[dict[str, Any]], rel: float) 
         assert [row[key] for row in left] == pytest.approx([row[key] for row in right], rel=rel)
 
 
+@pytest.mark.draws
 def test_loss_falls_and_the_folder_holds_what_it_should(tmp_path: Path, run: Run) -> None:
     rows = run(tmp_path / "run", steps=60, save_interval=25, keep_last=2, length_variation=0.0)
     assert [row["step"] for row in rows] == list(range(1, 61))

@@ -23,7 +23,7 @@ from dlm_bridge import Bridge
 from dlm_bridge.cli.app import app
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import read_rows
-from tests.processes import assert_ok, forked
+from tests.processes import assert_ok, forked, launch
 from tests.train.conftest import read_metrics
 from tests.train.megatron_cases import STEPS, Files
 from tests.train.megatron_worker import WORLDS, plan
@@ -46,12 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def said(files: Files) -> Said:
     """What each check said, by the number of processes. They find a run that was killed."""
     _kill_a_run(files)
-    command = [sys.executable, "-m", "tests.train.megatron_worker", str(files.root)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (files.root / "log.txt").open("w") as log:
-        subprocess.run(
-            command, cwd=Path(__file__).parents[2], env=environment, stdout=log, stderr=log, timeout=550, check=True
-        )
+    launch("tests.train.megatron_worker", files.root, processes=1, timeout_s=550)
     return {processes: forked(files.root / f"world{processes}", processes) for processes in WORLDS}
 
 
@@ -145,8 +140,8 @@ def _kill_a_run(files: Files) -> None:
     options = files.run_options("killed", layout="tp2-sp", steps=1000, async_save=True)
     path = files.root / "killed.yaml"
     path.write_text(yaml.safe_dump(options))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "dlm_bridge.cli", "pretrain", "--config", str(path)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "dlm_bridge.cli", "pretrain", "--config", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DLM_BRIDGE_PLATFORM": "cpu"}
     metrics = files.run("killed") / "metrics.jsonl"
     with (files.root / "killed.txt").open("w") as log:
