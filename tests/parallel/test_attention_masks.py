@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from dlm_bridge.models.visibility import Visibility, documents_of
-from dlm_bridge.parallel.attention_core import tile_options
+from dlm_bridge.parallel.attention_core import masked_attention, tile_options
 from dlm_bridge.parallel.attention_masks import MaskCache, block_mask, dense_mask, mask_mod, plain_mask
 from dlm_bridge.parallel.batch import rank_positions
 
@@ -71,6 +73,30 @@ def test_wide_heads_of_fp32_get_tiles_that_fit(dtype: torch.dtype, width: int, o
     blocks = block_mask(_codes("shared"), 0, LENGTH)
     plain, tiled = (flex_attention(q, k, v, block_mask=blocks, kernel_options=given) for given in (None, options))
     assert torch.equal(plain, tiled)  # they are no part of the maths, and torch takes them
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's kernels need a GPU")
+@pytest.mark.parametrize("length", [LENGTH, 256])
+@pytest.mark.parametrize(("width", "of_values"), [(192, 128), (256, 256)])
+def test_wide_heads_of_fp32_on_a_gpu(length: int, width: int, of_values: int) -> None:
+    """Forward and backward, against a dense mask in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (width, width, of_values)
+    rows = [torch.randn(length, 2, 4, size, generator=generator).cuda().requires_grad_() for size in sizes]
+    documents = (torch.arange(length) * 3 // length)[None].int()
+    codes = Visibility.causal(documents).codes
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    found = masked_attention(*rows, codes.cuda(), width**-0.5, group)
+    exact = [row.detach().double().requires_grad_() for row in rows]
+    heads = [row.permute(1, 2, 0, 3) for row in exact]
+    dense = dense_mask(codes, 0, length).cuda()
+    wanted = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=dense, scale=width**-0.5)
+    wanted = wanted.permute(2, 0, 1, 3).flatten(2)
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    pairs = [(found, wanted), *((row.grad, other.grad) for row, other in zip(rows, exact, strict=True))]
+    for one, other in pairs:
+        assert float((one.double() - other).abs().max() / other.abs().max()) < 5e-3  # products may be TF32
 
 
 def test_a_mask_of_pairs_is_cut_by_queries() -> None:
