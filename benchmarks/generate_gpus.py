@@ -94,6 +94,8 @@ def main() -> None:
             for name, sizes in SMALL.items():
                 write(name, sizes, options.folder / name, torch.float32)
             write("llada", LARGE[options.size], options.folder / "large", torch.bfloat16)
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()  # the other processes use this GPU, too
             (options.folder / "ready").touch()
             workers.wait()
             wrong = 0 if (options.folder / "right").exists() else 1
@@ -135,7 +137,7 @@ def tensor_parallel(options: argparse.Namespace) -> None:
         wrong |= compare(name, model, whole, own, say)
         wrong |= draws_the_same(name, model, own, say)
     if rank == 0:
-        whole = load(options.folder / "large").to(own)
+        whole = load(options.folder / "large", device_map={"": own})
         figures(whole, own, options.length, lambda text: print(f"one GPU: {text}", flush=True))
         figures(whole, own, options.length, lambda text: print(f"one GPU: {text}", flush=True), execution="eager")
         del whole
@@ -177,22 +179,22 @@ def load(folder: Path, **more: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **more).eval()
 
 
-@torch.no_grad()
 def compare(name: str, model: Any, whole: Any, device: torch.device, say: Callable[[str], None]) -> int:
-    """Logits, and greedy tokens with the family's own cache and with none."""
+    """Logits, and greedy tokens with the family's own cache and with none. Returns 1 if something is wrong."""
     ids = torch.randint(0, 1000, (2, 40), generator=torch.Generator().manual_seed(1)).to(device)
-    logits, wanted = model(ids).logits.to(device), whole(ids).logits
-    apart = ((logits - wanted).abs().max() / wanted.abs().max()).item()
     given = {"gen_length": 32, "temperature": 0.0, "eos_token_id": None, "seed": 1}
     equal = {}
-    for cache in (None, "none"):
-        try:
+    try:
+        with torch.no_grad():
+            logits, wanted = model(ids).logits.to(device), whole(ids).logits
+        apart = ((logits - wanted).abs().max() / wanted.abs().max()).item()
+        for cache in (None, "none"):
             rows = model.generate(ids, cache=cache, **given).to(device)
             same = (rows == whole.generate(ids, cache=cache, execution="eager", **given)).float().mean().item()
-        except RuntimeError as error:
-            say(f"{name}: {str(error).splitlines()[0]}")
-            return 1
-        equal["own" if cache is None else cache] = same
+            equal["own" if cache is None else cache] = same
+    except RuntimeError as error:
+        say(f"{name}: {str(error).splitlines()[0]}  WRONG")
+        return 1
     right = apart < 1e-4 and all(same == 1 for same in equal.values())
     shown = ", ".join(f"{same:.0%} with cache {cache}" for cache, same in equal.items())
     say(f"{name}: logits {apart:.1e} apart, equal tokens: {shown}{'' if right else '  WRONG'}")
@@ -216,6 +218,8 @@ def figures(model: Any, device: torch.device, length: int, say: Callable[[str], 
     """Say how long a forward of one row takes, with every step of the published sampler."""
     ids = torch.randint(0, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
     given = {"gen_length": length, "block_length": min(32, length), "steps": length, "eos_token_id": None} | more
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     times = []
     for _ in range(3):
         output = model.generate(ids, return_dict_in_generate=True, temperature=0.0, **given)
