@@ -55,6 +55,28 @@ def test_block_causal_rows_that_end(name: str, execution: str, tmp_path: Path) -
             assert torch.equal(model.generate(tokens, **settings, eos_token_id=eos, execution=execution), expected)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_one_graph_serves_every_length(execution: str, padded: bool, tmp_path: Path) -> None:
+    """Of a block, and of two where the first of them is kept; the prompt's shape comes once."""
+    pytest.importorskip("triton")
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == "llada2_moe"), tmp_path)
+    model.cuda().float().set_experts_implementation("batched_mm")
+    block = model.config.block_size
+    tokens = prompts(3, block + 3).cuda() % 60
+    real = torch.ones_like(tokens)
+    real[1, : (block + 1) * padded] = 0
+    settings = {"attention_mask": real, "gen_length": 5 * block, "temperature": 0.0, "mask_token_id": mask, "steps": 4}
+    settings |= {"pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(tokens, **settings, execution="eager")
+    for _ in range(3):
+        assert torch.equal(model.generate(tokens, **settings, execution=execution), expected)
+    assert 1 <= len(runner._kept_graphs[model]._recorded) <= 2
+    longer = settings | {"gen_length": 6 * block}  # still in the same buffers or in larger ones
+    expected = model.generate(tokens, **longer, execution="eager")
+    assert torch.equal(model.generate(tokens, **longer, execution=execution), expected)
+
+
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_kept_in_the_order_of_knowledge(execution: str, tmp_path: Path) -> None:
     """WeDLM: each row's keys and values have columns of their own, and rows leave one after the other."""
