@@ -242,14 +242,16 @@ class Canvas:
 
     def settled(self, stop: int) -> tuple[torch.Tensor, list[int]]:
         """A snapshot [B, P + gen_length] with padding behind the rows' ends, and how many of its first columns are
-        settled in each row. Of the canvas only the columns before `stop` count."""
+        settled in each row, of those that the output will have. Of the canvas only the columns before `stop` count."""
         tokens_BS = self.snapshot()
         closed_BS = tokens_BS != self.mask_token_id
         closed_BS[:, : self.prompt_width] |= self._given
         for row, name in enumerate(self.names):
             closed_BS[name, max(self.first_open, self._left(row) + stop - self.origins[row]) :] = False
         after_BS = self._after_end(torch.where(closed_BS.cumprod(dim=1).bool(), tokens_BS, self.mask_token_id))
-        counts = (closed_BS | after_BS).cumprod(dim=1).sum(dim=1).tolist()
+        # Where every row has ended, the longest ends the output.
+        width = (~after_BS).sum(dim=1).max()
+        counts = (closed_BS | after_BS).cumprod(dim=1).sum(dim=1).clamp(max=width).tolist()
         return tokens_BS.masked_fill(after_BS, self._pad_token_id), counts
 
     def _left(self, row: int) -> int:

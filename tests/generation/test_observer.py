@@ -77,6 +77,20 @@ def test_what_is_watched_is_what_happens(name: str, ends: tuple[int, ...] | None
     assert torch.equal(torch.where(result.sequences == 0, 0, before[:, :width]), result.sequences)
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("lengths", [(5,), (5, 9)])
+def test_what_is_streamed_ends_with_the_longest_row(name: str, lengths: tuple[int, ...]) -> None:
+    """A row may have ended before its block is done; nothing behind that is streamed, or returned."""
+    model, arguments = build(name)
+    _, ids, mask = ragged(lengths)
+    watcher, ends = Watcher(), tuple(range(3, MASK, 2))
+    output = generate(
+        model, ids, attention_mask=mask, streamer=watcher, eos_token_id=ends, pad_token_id=0, seed=3, **arguments
+    )
+    assert output.shape[1] < ids.shape[1] + arguments["gen_length"]
+    assert torch.equal(torch.cat([run.reshape(len(ids), -1) for run in watcher.runs], dim=1), output)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_confidence_is_the_model_s_own(model: Any, temperature: float) -> None:
     settings = {"gen_length": 12, "block_length": 4, "steps": 6, "eos_token_id": None, "temperature": temperature}
