@@ -174,8 +174,12 @@ def check_megatron_options(options: MegatronOptions, engine: str, precision: str
             f"--tp {options.tp} --ep {options.ep} without sequence parallelism: megatron-core trains no experts so: "
             "leave out --no-sequence-parallel"
         )
-    if options.fp8_params and precision != "fp8":
-        raise DlmBridgeError("--fp8-params needs --precision fp8")
+    for name, default in (("fp8_params", False), ("fp8_recipe", "delayed"), ("fp8_format", "hybrid")):
+        if getattr(options, name) != default and precision != "fp8":
+            raise DlmBridgeError(f"{flag(name)} needs --precision fp8")
+    for name, how in (("recompute_modules", "selective"), ("recompute_layers", "full")):
+        if getattr(options, name) and options.recompute != how:
+            raise DlmBridgeError(f"{flag(name)} {getattr(options, name)} needs --recompute {how}")
     if options.optimizer_cpu_offload and options.optimizer != "adamw":
         raise DlmBridgeError("--optimizer-cpu-offload needs --optimizer adamw")
     for group in PASSED_THROUGH:

@@ -22,6 +22,7 @@ OF_EXPERTS = (
     "moe_expert_bias_update_rate",
     "moe_shared_expert_overlap",
 )
+MODULES_OF_EXPERTS = ("moe", "moe_act", "shared_experts")  # that are recomputed
 
 
 def check_same_optimizer(config: TrainConfig) -> None:
@@ -79,6 +80,8 @@ def check_experts(config: TrainConfig, dims: Dims, described: dict[str, Any]) ->
     nothing of a model with these `dims` and TransformerConfig fields."""
     if not dims.experts:
         given = [flag(name) for name in OF_EXPERTS if getattr(config, name)]
+        if config.recompute == "selective":
+            given += [f"--recompute-modules {name}" for name in config.recomputed if name in MODULES_OF_EXPERTS]
         given += [f"--megatron transformer.{name}" for name in config.passed_through("transformer") if "moe_" in name]
         if given:
             raise DlmBridgeError(f"{given[0]}: the model is dense (it has no experts): leave it out")
