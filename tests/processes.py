@@ -21,7 +21,7 @@ from tests import launcher
 OK = "ok"  # what a check says in the report when nothing was raised
 
 
-def launch(module: str, root: Path, processes: int = 2, timeout_s: float = 400) -> dict[str, list[str]]:
+def launch(module: str, root: Path, processes: int = 2, timeout_s: float = 800) -> dict[str, list[str]]:
     """Run `python -m MODULE ROOT` in each of several processes on CPU, forked from the launcher; what each check said,
     by rank: OK or a traceback. A process that failed before its first check has its log under "start"."""
     logs = [root / f"log_{rank}.txt" for rank in range(processes)]
@@ -56,7 +56,7 @@ def fork(
     root: Path,
     processes: int,
     checks: Callable[[], Iterable[tuple[str, Callable[[], None]]]],
-    timeout_s: float = 400,
+    timeout_s: float = 800,
 ) -> None:
     """`work` on the checks in several processes, each forked from this one with what it has imported, and wait for
     them; `forked` says what each check said. The caller must have no threads and no process groups. A process that

@@ -46,7 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def said(files: Files) -> Said:
     """What each check said, by the number of processes. They find a run that was killed."""
     _kill_a_run(files)
-    launch("tests.train.megatron_worker", files.root, processes=1, timeout_s=550)
+    launch("tests.train.megatron_worker", files.root, processes=1, timeout_s=1100)
     return {processes: forked(files.root / f"world{processes}", processes) for processes in WORLDS}
 
 
