@@ -128,11 +128,13 @@ class Runner:
         inputs = Inputs(view.tokens, mask, positions_AQ, columns, view.end, block=view.block)
         if self._body is not None:
             return self._body(inputs, record=not once)
-        return run_body(self._model, self._kept, inputs)
+        # A device map may put the last layer elsewhere than the canvas.
+        return run_body(self._model, self._kept, inputs).to(view.tokens.device)
 
     def head(self, hidden_AQH: torch.Tensor, keep: slice) -> torch.Tensor:
         """[A, N, V] logits of these hidden states."""
-        return self._model.lm_head(hidden_AQH[:, keep])
+        logits: torch.Tensor = self._model.lm_head(hidden_AQH[:, keep])
+        return logits.to(hidden_AQH.device)
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these rows of the current batch only."""
