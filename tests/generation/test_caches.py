@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,17 @@ def load_case(case: FamilyCase, folder: Path) -> tuple[Any, int]:
     return model.requires_grad_(False), mask
 
 
-def logits_of(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What `generate` returns, and the logits that each step looked at."""
+def logits_of(
+    model: Any, monkeypatch: pytest.MonkeyPatch, instead: Sequence[torch.Tensor] = (), **settings: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What `generate` returns, and the logits that each step looked at. `instead`: what each goes on with."""
     seen: list[torch.Tensor] = []
     propose = loop.propose
 
     def recording(logits: torch.Tensor, *others: Any) -> Any:
         seen.append(logits.clone())
+        if instead:
+            logits.copy_(instead[len(seen) - 1])
         return propose(logits, *others)
 
     with monkeypatch.context() as patch:

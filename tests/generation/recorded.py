@@ -1,0 +1,65 @@
+"""Stands in for CUDA graphs where there is no GPU: what is recorded, what is replayed, and whose result it spoils."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from dlm_bridge.generation import loop
+from dlm_bridge.generation.execution import attention, graphs, runner
+
+
+class Graph:
+    """Of a forward on a CPU."""
+
+    replay: Callable[[], None]
+
+
+class GraphedOnCPU(graphs.GraphedBody):
+    """Replays a forward by running it on the tensors that were recorded. All other graphs' results are lost by that:
+    on a GPU the graphs share their memory."""
+
+    def __init__(self, *arguments: Any, **sizes: Any) -> None:
+        super().__init__(*arguments, **sizes)
+        self._records = True
+
+    def _record(self, *arguments: Any) -> Any:
+        recorded = super()._record(*arguments)
+        if recorded is None:
+            return None
+
+        def replay() -> None:
+            hidden = graphs.run_body(self._model, self.kept, recorded.inputs)
+            for one in self._recorded.values():
+                one.hidden.fill_(torch.nan)
+            recorded.hidden.copy_(hidden)
+
+        recorded.graph.replay = replay
+        return recorded
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let execution "compiled" record its forwards on a CPU, attention read how many columns there are from a tensor,
+    and the next forward be launched ahead. Layers are not compiled."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(runner, "GraphedBody", GraphedOnCPU)
+    monkeypatch.setattr(attention, "in_place", in_place)
+    monkeypatch.setattr(loop, "read", read)
+
+
+def in_place(shapes: Any, dtype: torch.dtype, columns: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """As the kernel's, whatever the size: one row of columns, and no mask that says what each query sees."""
+    return columns.dim() == 1 and (mask is None or mask.shape[2] == 1)
+
+
+def read(flags: torch.Tensor, meanwhile: Callable[[], None]) -> list[bool]:
+    answer = list(flags.tolist())
+    meanwhile()
+    return answer
