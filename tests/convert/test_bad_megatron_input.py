@@ -244,6 +244,21 @@ def test_common_pt_of_megatron_is_read(checkpoint: Path, monkeypatch: pytest.Mon
     assert not isinstance(common["args"].attention_backend, Enum)
 
 
+def test_common_pt_with_the_classes_of_an_offloaded_optimizer_is_read(checkpoint: Path) -> None:
+    """megatron-core names them in every group of parameters; they become inert, and a call of one makes nothing."""
+
+    class Called:
+        def __reduce__(self) -> Any:
+            return torch.optim.AdamW, ([torch.nn.Parameter(torch.ones(1))],)
+
+    group = {"lr": 1e-3, "cpu_optimizer_cls": torch.optim.AdamW, "called": Called()}
+    torch.save({"iteration": 3, "optimizer": {"param_groups": [group]}}, checkpoint / ITERATION / "common.pt")
+    (found,) = TorchDistReader(checkpoint / ITERATION).common["optimizer"]["param_groups"]
+    assert found["lr"] == 1e-3
+    assert not issubclass(found["cpu_optimizer_cls"], torch.optim.Optimizer)
+    assert not isinstance(found["called"], torch.optim.Optimizer)
+
+
 def test_damaged_files(tmp_path: Path, checkpoint: Path) -> None:
     folder = checkpoint / ITERATION
 

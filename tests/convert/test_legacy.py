@@ -179,7 +179,8 @@ def save_as_megatron_lm(source: Path, folder: Path) -> None:
             content = torch.load(path, weights_only=False)
             content["args"].attention_backend = kind.flash
             content["args"].start = torch.nn.functional.silu
-            content["optimizer"] = {"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}}
+            groups = [{"cpu_optimizer_cls": torch.optim.AdamW}]  # of an optimizer that was offloaded
+            content["optimizer"] = {"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": groups}}
             content["rng_state"] = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}]
             content["model"] = {f"module.{name}": value for name, value in content["model"].items()}
             content["model"]["module.decoder.layers.0.mlp.linear_fc1._extra_state"] = torch.ones(4, dtype=torch.uint8)

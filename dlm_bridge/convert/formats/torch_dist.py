@@ -264,11 +264,12 @@ def _check_backend(folder: Path) -> None:
         raise DlmBridgeError(f"{path}: sharded backend {name!r} is not supported, only torch_dist version 1")
 
 
-_INERT = ("megatron.", "transformer_engine.", "signal.Signals")
+# What is but named: Megatron-LM's groups of an offloaded optimizer hold the classes of optimizers.
+_INERT = ("megatron.", "transformer_engine.", "apex.optimizers.", "torch.optim.", "signal.Signals")
 
 
 class _Inert:
-    """Stands for an object of another package in `common.pt`, such as an enum in `args`: kept, never run."""
+    """Stands for what is another package's in `common.pt`, such as an enum in `args`: kept, never run."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments

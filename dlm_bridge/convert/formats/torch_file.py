@@ -44,7 +44,7 @@ _KNOWN = re.compile(
     r"|numpy\.(ndarray|dtype)|numpy\.(core|_core)\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)"
     r"|torch\.(Size|device|layout)|torch\.nn\.(functional|modules\.activation)\.\w+|torch\._C\._nn\.\w+"
     r"|torch\.serialization\._get_layout"
-    r"|(megatron|transformer_engine|megatron_fsdp)(\.\w+)+"
+    r"|(megatron|transformer_engine|megatron_fsdp|torch\.optim|apex\.optimizers)(\.\w+)+"
 )
 _PLAIN: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
