@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from dlm_bridge import Layout
 from dlm_bridge.train.config import TrainConfig
 from tests.checkpoints import llada_config
+from tests.train import precision_aware
 
 VOCAB = 288
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(60))
@@ -116,6 +117,29 @@ def run(values: dict[str, Any]) -> Run:
         return read_metrics(output)
 
     return _run
+
+
+@pytest.fixture
+def bf16_run(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """`run` in bf16 on the Megatron engine, with a stand-in for Transformer Engine's Adam where it has settings."""
+    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+    from dlm_bridge.parallel import groups, overrides
+    from dlm_bridge.train.megatron.engine import train
+
+    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
+        fixed = {"engine": "megatron", "precision": "bf16", "lr_schedule": "constant", "eval_interval": 0}
+        config = TrainConfig(**{**values, **fixed, "output": str(output), **changes})
+        with pytest.MonkeyPatch.context() as patch:
+            if config.megatron:
+                precision_aware.install(patch)
+            train(config, resume, Console(quiet=True))
+        return read_metrics(output) if (output / "metrics.jsonl").exists() else []
+
+    yield _run
+    if dist.is_initialized():
+        groups.destroy()
+        dist.destroy_process_group()
+    overrides.uninstall()
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:

@@ -3,16 +3,14 @@ they begin with the source's fp32, and checkpoints hold them whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from rich.console import Console
 
+from dlm_bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.inner_masters import (
@@ -24,34 +22,11 @@ from dlm_bridge.parallel.inner_masters import (
     remainder,
 )
 from dlm_bridge.train.config import TrainConfig
-from tests.train import precision_aware
-from tests.train.conftest import Run, read_metrics
+from tests.train import offloading, precision_aware
+from tests.train.conftest import Run
 
 AWARE = "optimizer.use_precision_aware_optimizer=true"
 WHOLE = "optimizer.store_param_remainders=false"
-
-
-@pytest.fixture
-def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`run` in bf16 on the Megatron engine, on the CPU, with the stand-in where its settings ask for it."""
-    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-    from dlm_bridge.parallel import groups, overrides
-    from dlm_bridge.train.megatron.engine import train
-
-    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
-        fixed = {"engine": "megatron", "precision": "bf16", "lr_schedule": "constant", "eval_interval": 0}
-        config = TrainConfig(**{**values, **fixed, "output": str(output), **changes})
-        with pytest.MonkeyPatch.context() as patch:
-            if config.megatron:
-                precision_aware.install(patch)
-            train(config, resume, Console(quiet=True))
-        return read_metrics(output) if (output / "metrics.jsonl").exists() else []
-
-    yield _run
-    if dist.is_initialized():
-        groups.destroy()
-        dist.destroy_process_group()
-    overrides.uninstall()
 
 
 def test_what_a_bf16_weight_lacks_of_its_master() -> None:
@@ -67,14 +42,14 @@ def test_what_a_bf16_weight_lacks_of_its_master() -> None:
 
 @pytest.mark.parametrize("settings", [[AWARE], [AWARE, WHOLE]], ids=["remainders", "whole"])
 def test_masters_begin_with_the_sources_fp32(
-    settings: list[str], tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+    settings: list[str], tmp_path: Path, bf16_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dlm_bridge import Layout
     from dlm_bridge.train.megatron import engine
 
     started = []
     monkeypatch.setattr(engine.MegatronTrainer, "run", lambda trainer, _: started.append(trainer))
-    on_megatron(tmp_path / "run", megatron=settings)
+    bf16_run(tmp_path / "run", megatron=settings)
     (trainer,) = started
     (exact,) = trainer.source.bridge.build_megatron_model(Layout(), "fp32")
     names = {parameter: name for name, parameter in trainer.chunks[0].module.named_parameters()}
@@ -91,14 +66,14 @@ def test_masters_begin_with_the_sources_fp32(
 
 
 @pytest.mark.parametrize("settings", [[AWARE], [AWARE, WHOLE]], ids=["remainders", "whole"])
-def test_checkpoints_hold_masters_whole(settings: list[str], tmp_path: Path, on_megatron: Run) -> None:
-    plain = on_megatron(tmp_path / "plain", steps=4)
-    aware = on_megatron(tmp_path / "aware", steps=4, megatron=settings)
+def test_checkpoints_hold_masters_whole(settings: list[str], tmp_path: Path, bf16_run: Run) -> None:
+    plain = bf16_run(tmp_path / "plain", steps=4)
+    aware = bf16_run(tmp_path / "aware", steps=4, megatron=settings)
     wanted = _figures(plain)
     assert _figures(aware) == pytest.approx(wanted, rel=1e-3)
     for first, then, name in (([], settings, "to"), (settings, settings, "on"), (settings, [], "from")):
-        on_megatron(tmp_path / name, steps=2, megatron=first)
-        resumed = on_megatron(tmp_path / name, resume=True, steps=4, megatron=then)
+        bf16_run(tmp_path / name, steps=2, megatron=first)
+        resumed = bf16_run(tmp_path / name, resume=True, steps=4, megatron=then)
         assert _figures(resumed) == pytest.approx(wanted, rel=1e-3), name
 
 
@@ -152,3 +127,17 @@ def test_an_offloading_optimizer_takes_the_masters_of_fp32_parameters_too(monkey
     inner._sync_hdo_state_to_sub_optimizers()
     for parameter, master in zip(parameters, masters, strict=True):
         assert torch.equal(inner.param_to_inner_param[parameter], master)
+
+
+def test_an_offloaded_run_resumes_and_its_checkpoints_hold_no_classes(
+    tmp_path: Path, bf16_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloading.install(monkeypatch)
+    whole = bf16_run(tmp_path / "whole", steps=4)
+    bf16_run(tmp_path / "run", steps=2)
+    saved = tmp_path / "run" / "checkpoints"
+    common = torch.load(saved / "iter_0000002" / "common.pt", weights_only=True)  # data alone
+    assert [group["step"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [2, 2]
+    resumed = bf16_run(tmp_path / "run", resume=True, steps=4)
+    assert _figures(resumed) == pytest.approx(_figures(whole), rel=1e-6)
+    Bridge.from_megatron(saved).to_hf(tmp_path / "exported")

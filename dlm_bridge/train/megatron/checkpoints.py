@@ -29,7 +29,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpointing, parallel_state, unwrap_model
 from dlm_bridge.parallel.inner_masters import whole_masters
 from dlm_bridge.train.checkpoints import sync, sync_tree
-from dlm_bridge.train.megatron import carried_layers, fsdp_checkpoints, optimizer_state
+from dlm_bridge.train.megatron import carried_layers, fp8_state, fsdp_checkpoints, optimizer_state
 from dlm_bridge.train.megatron.source import Source
 from dlm_bridge.train.tokenizer_files import save_tokenizer
 
@@ -113,6 +113,7 @@ class Saver:
         self.carried = carried
         self.queue = AsyncCallsQueue() if in_background else None
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
+        fp8_state.mend_experts(chunks)
 
     def save(self, step: int, values: dict[str, Any]) -> Path:
         """Write the iteration `step` with our own `values` (numbers and strings); in the background where asked for,
@@ -169,6 +170,11 @@ class Saver:
         if (folder / "metadata.json").is_file() == self.fsdp:
             how = "without" if self.fsdp else "with"
             raise DlmBridgeError(f"{folder}: was saved {how} --fsdp: resume it so, or export it and start from that")
+        with fp8_state.only_data():
+            return self._load(folder)
+
+    def _load(self, folder: Path) -> dict[str, Any]:
+        chunks = list(zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True))
         try:
             if self.fsdp:
                 return fsdp_checkpoints.load(folder, self.chunks[0], self.optimizer)
@@ -180,16 +186,17 @@ class Saver:
             raise
         except (Exception, CheckpointException) as error:  # megatron-core and torch raise what they like
             raise DlmBridgeError(f"{folder}: cannot be resumed from: {_reason(error)}") from error
-        for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True):
-            chunk.load_state_dict(state[key], strict=True)
         try:
+            weights = {key: fp8_state.rewritten(state[key], chunk.config) for key, chunk in chunks}
+            for key, chunk in chunks:
+                chunk.load_state_dict(weights[key], strict=True)
             with whole_masters(self.optimizer):
                 optimizer_state.restore(self.optimizer, wanted, state)
         except DlmBridgeError as error:
             raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
-        for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True):
+        for key, chunk in chunks:
             # Again: to have a state at all, an offloading optimizer takes a step of random gradients.
-            chunk.load_state_dict(state[key], strict=True)
+            chunk.load_state_dict(weights[key], strict=True)
         return dict(state[STATE])
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
@@ -200,6 +207,8 @@ class Saver:
         }
         with optimizer_state.packed_places(self.optimizer), whole_masters(self.optimizer):
             optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        if not is_loading:
+            optimizer_state.drop_settings(self.optimizer, optimizer)
         return {**model, optimizer_state.SAVED: optimizer}
 
     def _publish(self, hidden: Path, folder: Path, step: int) -> None:

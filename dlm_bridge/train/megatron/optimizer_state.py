@@ -13,6 +13,7 @@ from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase
+from dlm_bridge.parallel.inner_masters import offloads
 
 SAVED, WANTED = "optimizer", "wanted_optimizer"  # keys in a checkpoint, and of what is asked of it
 _EXPERTS = "is_expert_parallel"
@@ -54,6 +55,17 @@ def request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:
     """What to load for each of a rank's optimizers, from their `sharded_state_dict`."""
     parts = optimizer.chained_optimizers
     return {0: state} if len(parts) == 1 else {number: state[number] for number in range(len(parts))}
+
+
+def drop_settings(optimizer: Any, state: dict[Any, Any]) -> None:
+    """Take out of what is to be saved of an optimizer how it offloads: two classes, which a reader would have to
+    import, and switches. They are no state, and a run that goes on has its own."""
+    for number, saved in request(optimizer, state).items():
+        inner = optimizer.chained_optimizers[number].optimizer
+        if offloads(inner):
+            for group in _inner(saved)["param_groups"]:
+                for name in inner.defaults.keys() - inner.sub_optimizer_kwargs.keys():
+                    group.pop(name, None)
 
 
 def outline(state: Any) -> Any:
@@ -101,7 +113,7 @@ def _counted(group: dict[str, Any], saved: list[Any]) -> dict[str, Any]:
         kind = ", ".join(f"{name} {group[name]}" for name in _KINDS)
         raise DlmBridgeError(f"its optimizer has no parameters with {kind}")
     kept = {name: group[name] for name in (*_KINDS, _EXPERTS, "params") if name in group}
-    return {**{name: value for name, value in alike[0].items() if name != "params"}, **kept}
+    return {**group, **{name: value for name, value in alike[0].items() if name != "params"}, **kept}
 
 
 def _filled(wanted: Any, found: Any) -> Any:

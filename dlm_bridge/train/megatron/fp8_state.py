@@ -1,0 +1,201 @@
+"""What Transformer Engine keeps for FP8 with delayed scaling, out of a checkpoint: scales and histories of maxima.
+
+It saves them as a pickle in a byte tensor, the `_extra_state` of a module, and since 2.20 refuses to load one. Here an
+unpickler that knows fp32 tensors and plain values reads it; what Transformer Engine and megatron-core then load is a
+pickle made of those, with the run's own recipe. Nothing of the checkpoint's own runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from dlm_bridge.convert.formats.pickle_guard import check_pickle
+from dlm_bridge.convert.formats.torch_file import Inert
+from dlm_bridge.errors import DlmBridgeError, one_line
+
+_KEY = re.compile(r"(.*\.)?_extra_state\d*")  # numbered: of each of a layer's experts
+_TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+_VARIABLES = "extra_fp8_variables"
+_GEMMS = "num_gemms"  # of the variables
+_RECIPES = re.compile(r"(transformer_engine|megatron)(\.\w+)+|builtins\.getattr|copyreg\._reconstructor")
+_LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save's format within the pickle of a tensor
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A module's delayed scaling: fp32 scales [fp8 tensors] and histories [steps, fp8 tensors], forward and backward,
+    and what Transformer Engine counts beside them."""
+
+    tensors: dict[str, torch.Tensor]
+    variables: dict[str, Any]
+
+
+@contextlib.contextmanager
+def only_data() -> Iterator[None]:
+    """While this lasts, torch.load reads tensors and plain values only, whatever its caller asks for (torch's reader
+    of distributed checkpoints asks for anything), and Transformer Engine takes the pickles that `rewritten` made."""
+    wanted = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
+    refused = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    before = {name: os.environ.get(name) for name in (*wanted, refused)}
+    os.environ.update(wanted)
+    os.environ.pop(refused, None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def mend_experts(chunks: Sequence[Any]) -> None:
+    """Let layers of grouped experts be saved that are in FP8 with a recipe that keeps nothing. megatron-core 0.16.1
+    (`TEGroupedLinear._split_extra_state`) would cut an empty state, which Transformer Engine 2.20 gives there."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "_split_extra_state"):
+                module._split_extra_state = partial(_split, module)
+
+
+def _split(module: Any, state: Any) -> list[Any]:
+    if state is None or (isinstance(state, torch.Tensor) and state.numel() == 0):
+        return [state] * module.num_gemms
+    parts: list[Any] = type(module)._split_extra_state(module, state)
+    return parts
+
+
+def rewritten(state: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """A chunk's loaded `state` with extra states that were made here, for a model of megatron-core's `config`: empty
+    ones where it has no delayed scaling. Raises DlmBridgeError for one that is anything but a scaling state."""
+    recipe = _recipe(config)
+    return {key: _again(key, value, recipe) if _KEY.fullmatch(key) else value for key, value in state.items()}
+
+
+def read_scaling(data: bytes) -> Scaling | None:
+    """What a module's extra state says; None where it is of a recipe that keeps nothing.
+
+    Raises DlmBridgeError where the pickle asks for anything else, or is damaged.
+    """
+    try:
+        check_pickle(data)
+        state = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(state, dict) or not state.keys() & {*_TENSORS, "forward", "backward"}:
+            return None
+        tensors = {name: state[name] for name in _TENSORS}
+        variables = {
+            name: value
+            for name, value in state[_VARIABLES].items()
+            if isinstance(name, str) and isinstance(value, bool | int | float | str)
+        }
+        for way in ("fwd", "bwd"):
+            scale, history = tensors[f"scale_{way}"], tensors[f"amax_history_{way}"]
+            if scale.dim() != 1 or history.dim() != 2 or history.shape[1] != len(scale):
+                raise ValueError(f"its scales are {list(scale.shape)}, their history {list(history.shape)}")
+        gemms = variables.get(_GEMMS, 1)
+        if not isinstance(gemms, int) or not 1 <= gemms <= len(tensors["scale_fwd"]):
+            raise ValueError(f"{_GEMMS} is {gemms}")
+    except DlmBridgeError:
+        raise
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise DlmBridgeError(f"is no FP8 scaling state: {type(error).__name__}: {one_line(error)[:200]}") from None
+    return Scaling(tensors, variables)
+
+
+def _recipe(config: Any) -> Any:
+    """The run's delayed scaling, None where it has another recipe or no FP8."""
+    if not config.fp8:
+        return None
+    from megatron.core.fp8_utils import get_fp8_recipe  # there only where Transformer Engine is
+
+    recipe = get_fp8_recipe(config)
+    return recipe if recipe.delayed() else None
+
+
+def _again(key: str, value: Any, recipe: Any) -> Any:
+    if value is None:  # of a converted checkpoint
+        return None
+    if recipe is None or (isinstance(value, torch.Tensor) and value.numel() == 0):
+        return torch.empty(0, dtype=torch.uint8)
+    leave = "export the checkpoint and start from that, which leaves it out"
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
+        raise DlmBridgeError(f"{key} is a {type(value).__name__}, not Transformer Engine 2's bytes: {leave}")
+    try:
+        scaling = read_scaling(value.cpu().contiguous().numpy().tobytes())
+    except DlmBridgeError as error:
+        raise DlmBridgeError(f"{key}: {error}: {leave}") from None
+    if scaling is None:
+        return torch.empty(0, dtype=torch.uint8)
+    tensors = {
+        name: _of_length(tensor, recipe.amax_history_len) if tensor.dim() == 2 else tensor
+        for name, tensor in scaling.tensors.items()
+    }
+    made = pickle.dumps({"recipe": recipe, **tensors, _VARIABLES: scaling.variables})
+    return torch.frombuffer(bytearray(made), dtype=torch.uint8)
+
+
+def _of_length(history: torch.Tensor, steps: int) -> torch.Tensor:
+    """[steps, N], the newest first, as Transformer Engine cuts and pads what a recipe of another length left."""
+    return torch.nn.functional.pad(history[:steps], (0, 0, 0, max(0, steps - len(history))))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of what `pickle.dumps` makes of fp32 tensors, plain values and a recipe, of which nothing is kept."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        known = {
+            "collections.OrderedDict": OrderedDict,
+            # Methods: what a pickle is given it may set attributes of.
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch.storage._load_from_bytes": self._storage,
+            "torch.FloatStorage": torch.float32,
+        }
+        if full in known:
+            return known[full]
+        if not _RECIPES.fullmatch(full):
+            asked = " ".join(full.split())[:100]
+            raise DlmBridgeError(f"its pickle asks for {asked}, which no scaling needs: refused")
+        return type("Inert", (Inert,), {"name": full})
+
+    def persistent_load(self, pid: Any) -> int:
+        """The number of values of a storage."""
+        kind, dtype, _, _, count, _ = pid
+        if (kind, dtype) != ("storage", torch.float32) or type(count) is not int:
+            raise pickle.UnpicklingError("not the pickle of fp32 values")
+        return count
+
+    def _storage(self, data: Any) -> torch.Tensor:
+        """[N] fp32 of a storage in torch.save's format before the archives: pickles one after the other, then the
+        values. Read here because torch's own reader makes room for as many values as the pickle says."""
+        stream = io.BytesIO(data)
+
+        def load() -> Any:
+            check_pickle(data[stream.tell() :])
+            return _Unpickler(stream).load()
+
+        magic, version, system, count, keys = (load() for _ in range(5))
+        if (magic, version, system["little_endian"]) != (_LEGACY_MAGIC, _LEGACY_VERSION, True):
+            raise pickle.UnpicklingError("not a storage of torch on a little-endian machine")
+        values = data[stream.tell() + 8 :]
+        if type(count) is not int or len(keys) != 1 or len(values) != 4 * count:
+            raise pickle.UnpicklingError(f"{count} fp32 values in {len(values)} bytes")
+        return torch.frombuffer(bytearray(values), dtype=torch.float32) if count else torch.empty(0)
+
+    def _tensor(self, storage: Any, start: Any, shape: Any, stride: Any, *_: Any) -> torch.Tensor:
+        """A tensor of its own of what a tensor's pickle says."""
+        numbers = (start, *shape, *stride)
+        if not isinstance(storage, torch.Tensor) or not all(type(number) is int and number >= 0 for number in numbers):
+            raise pickle.UnpicklingError("not the pickle of a tensor")
+        if len(shape) > 2 or prod(shape) > storage.numel():
+            raise pickle.UnpicklingError(f"a tensor of shape {list(shape)} in {storage.numel()} values")
+        return torch.as_strided(storage, shape, stride, start).clone()  # which checks that it lies within
