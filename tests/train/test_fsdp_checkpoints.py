@@ -13,6 +13,7 @@ import torch
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from tests.convert.helpers import hub_tensors, same
 from tests.interop.cases import PREDICTING, models
+from tests.train import delayed_scaling
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -117,3 +118,38 @@ def test_halves_of_tensor_parallel_ranks_lie_apart() -> None:
     projection = Held("linear_proj.weight", None, start=1, rows=3, part=(4, 2), axis=1, rank=1, ranks=2)
     ((_, piece),) = pieces(projection, projection.name, rows)
     assert (piece.offsets, piece.shape) == ((1, 2), (4, 4))
+
+
+@pytest.mark.parametrize("name", ["gqa", "llada_moe"])
+def test_scales_of_fp8_come_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    from dlm_bridge.train.megatron import fp8_state, fsdp_checkpoints
+
+    hub, folder, made = tmp_path / "hub", tmp_path / "iter_0000007", []
+    models()[name].write(hub)
+    bridge = Bridge.from_hf(hub)
+    (model,) = bridge.build_megatron_model(Layout())
+    delayed_scaling.install(monkeypatch)
+    delayed_scaling.scale_outputs(monkeypatch, RowParallelLinear, made)
+    monkeypatch.setattr(fp8_state, "_recipe", lambda _: delayed_scaling.TEDelayedScaling())
+    rank = Rank(model, 0, 1)
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear):
+            module.get_extra_state()
+            made[-1].tensors["scale_fwd"].fill_(len(made))
+    saved = [scaled.tensors["scale_fwd"].clone() for scaled in made]
+    fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, rank, rank.optimizer, {})
+    for scaled in made:
+        scaled.tensors["scale_fwd"].zero_()
+    with fp8_state.only_data():
+        fsdp_checkpoints.load(folder, rank, rank.optimizer)
+    assert len(saved) > 3
+    for scaled, wanted in zip(made, saved, strict=True):
+        assert torch.equal(scaled.tensors["scale_fwd"], wanted)
+    Bridge.from_megatron(folder, like=hub).to_hf(tmp_path / "out")
+    assert all(same(tensor, hub_tensors(hub)[key]) for key, tensor in hub_tensors(tmp_path / "out").items())
+    if name == "llada_moe":
+        monkeypatch.setattr(fsdp_checkpoints.parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
+        with fp8_state.only_data(), pytest.raises(DlmBridgeError, match="at their own --ep only, which was 1"):
+            fsdp_checkpoints.load(folder, rank, rank.optimizer)

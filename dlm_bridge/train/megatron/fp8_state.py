@@ -20,6 +20,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 
 from dlm_bridge.convert.formats.pickle_guard import check_pickle
 from dlm_bridge.convert.formats.torch_file import Inert
@@ -72,6 +73,17 @@ def _split(module: Any, state: Any) -> list[Any]:
         return [state] * module.num_gemms
     parts: list[Any] = type(module)._split_extra_state(module, state)
     return parts
+
+
+def modules(model: nn.Module, config: Any) -> dict[str, nn.Module]:
+    """The modules of a model with delayed scaling that may have a state of it, by the names of their states."""
+    if _recipe(config) is None:
+        return {}
+    return {
+        f"{path}._extra_state": module
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def rewritten(state: Mapping[str, Any], config: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.fsdp import Held, buffers, held
-from dlm_bridge.train.megatron import carried_layers
+from dlm_bridge.train.megatron import carried_layers, fp8_state
 
 RUN = "dlm_bridge_run"  # the key of our own values, JSON
 MODEL, OPTIMIZER = "model.module.", "optimizer.state.module.module."
@@ -41,13 +41,15 @@ def save(
         MODEL + link.megatron_name: Piece(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
         for link, tensor in carried.items()
     }
-    state = {**_pieces(chunk, optimizer), **kept, "iteration": step, "checkpoint_version": 3.0, RUN: json.dumps(run)}
+    numbers = {"iteration": step, "checkpoint_version": 3.0, RUN: json.dumps(run)}
+    state = {**_pieces(chunk, optimizer), **kept, **_scaling(chunk), **numbers}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(str(folder)), planner=_SavePlanner(flatten_state_dict=False))
 
 
 def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
     """Set weights and optimizer state to those of an iteration, on any number of data parallel ranks, and return our
-    own values. Raises DlmBridgeError where it was saved with another tensor parallel size."""
+    own values. Raises DlmBridgeError where it was saved with another tensor parallel size, and for another expert
+    parallel size where there are scales of FP8."""
     reader = dcp.FileSystemReader(str(folder))
     first: dict[str, Any] = {RUN: ""}
     dcp.load(first, storage_reader=reader)
@@ -62,6 +64,7 @@ def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
     state = _pieces(chunk, optimizer)
     dcp.load(state, storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False))
     _set_numbers(optimizer, run)
+    _set_scaling(chunk, reader, folder)
     chunk.module.install_optimized_model_weights()
     chunk.start_param_sync()
     return run
@@ -136,6 +139,42 @@ def _pieces(chunk: Any, optimizer: Any) -> dict[str, Any]:
                 for key, piece in pieces(part, name, _local(tensor)):
                     found[f"{OPTIMIZER}{key}.{kind}"] = piece
     return found
+
+
+def _scaling(chunk: Any) -> dict[str, list[torch.Tensor]]:
+    """What Transformer Engine keeps for FP8, by key: objects, which are the same on every rank but for experts'."""
+    found = {_scaling_key(name): module.get_extra_state() for name, module in _scaled(chunk).items()}
+    return {key: [state] for key, state in found.items() if isinstance(state, torch.Tensor) and state.numel()}
+
+
+def _set_scaling(chunk: Any, reader: dcp.FileSystemReader, folder: Path) -> None:
+    scaled = _scaled(chunk)
+    if not scaled:
+        return
+    stored = reader.read_metadata().state_dict_metadata.keys()
+    state: dict[str, Any] = {key: "" for name in scaled if (key := _scaling_key(name)) in stored}
+    experts = [key for key in stored if ".experts." in key and "._extra_state/" in key]
+    if experts and not state.keys() & set(experts):
+        raise DlmBridgeError(
+            f"{folder}: FP8's scales of experts are resumed at their own --ep only, which was "
+            f"{experts[0].rpartition('_')[2]}: export it and start from that"
+        )
+    dcp.load(state, storage_reader=reader)
+    for name, module in scaled.items():
+        if (key := _scaling_key(name)) in state:
+            module.set_extra_state(fp8_state.rewritten({name: state[key][0]}, chunk.config)[name])
+
+
+def _scaled(chunk: Any) -> dict[str, Any]:
+    return fp8_state.modules(chunk.module.module, chunk.config)
+
+
+def _scaling_key(name: str) -> str:
+    """The key of a module's state; experts' say which of the expert parallel ranks has them."""
+    if ".experts." not in name:
+        return MODEL + name
+    rank = parallel_state.get_expert_model_parallel_rank()
+    return f"{MODEL}{name}/{rank}_{parallel_state.get_expert_model_parallel_world_size()}"
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
