@@ -5,14 +5,14 @@ On a GPU; on a CPU graphs are stood in for (`recorded`), and nothing is compiled
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dlm_bridge.generation.execution import runner
-from dlm_bridge.generation.execution.graphs import GraphedBody
+from dlm_bridge.generation.execution import graphs, runner
 from tests.families.case import FamilyCase
 from tests.generation.conftest import load, prompts
 from tests.generation.recorded import stand_in
@@ -146,7 +146,7 @@ def test_experts(case: FamilyCase, execution: str, tmp_path: Path, monkeypatch: 
     # another expert. So a replay is held against the same forward as it is, both after the same logits.
     model.bfloat16().set_experts_implementation("grouped_mm")
     with monkeypatch.context() as patch:
-        patch.setattr(GraphedBody, "_record", lambda *_: None)
+        patch.setattr(graphs.GraphedBody, "_record", lambda *_: None)
         expected_logits = [logits_of(model, patch, **call)[1] for call in calls]
     assert recorded() == 0
     for call, expected in zip(calls, expected_logits, strict=True):
@@ -155,6 +155,46 @@ def test_experts(case: FamilyCase, execution: str, tmp_path: Path, monkeypatch: 
             errors = (ours - theirs).float().norm(dim=-1) / theirs.float().norm(dim=-1)
             assert (errors < 0.05).float().mean() > 0.75
     assert recorded() >= kinds
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_what_is_recorded_has_run_before(execution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same sizes and strides, whatever rows there are: nothing is compiled while a graph is recorded."""
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == "sdar"), tmp_path)
+    model.to(DEVICE)
+    run, record = graphs.run_body, graphs.GraphedBody._record
+    recording, seen, recorded = False, set(), []
+
+    def run_body(model: Any, kept: Any, inputs: graphs.Inputs) -> torch.Tensor:
+        values = [getattr(inputs, field.name) for field in dataclasses.fields(inputs)]
+        kind = tuple((one.shape, one.stride()) if isinstance(one, torch.Tensor) else one for one in values)
+        if recording:
+            recorded.append(kind in seen)
+        seen.add(kind)
+        return run(model, kept, inputs)
+
+    def record_it(*arguments: Any) -> Any:
+        nonlocal recording
+        recording = True
+        try:
+            return record(*arguments)
+        finally:
+            recording = False
+
+    monkeypatch.setattr(graphs, "run_body", run_body)
+    monkeypatch.setattr(graphs.GraphedBody, "_record", record_it)
+    tokens = prompts(5, 9).to(DEVICE) % 59 + 1
+    real = torch.ones_like(tokens)
+    real[1, :7] = 0
+    settings = {"gen_length": 16, "temperature": 0.0, "mask_token_id": mask, "pad_token_id": 0, "execution": execution}
+    for padding in (None, real):
+        settings["attention_mask"] = padding
+        free = model.generate(tokens, **settings, eos_token_id=None)
+        stops = sorted({int(free[row, 9 + 2 * row]) for row in range(4)})  # so that rows leave one after the other
+        for _ in range(2):
+            model.generate(tokens, **settings, eos_token_id=stops)
+    assert len(recorded) >= 4
+    assert all(recorded)
 
 
 def test_weights_that_change(llada: Any) -> None:

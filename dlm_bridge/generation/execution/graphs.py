@@ -19,8 +19,9 @@ logger = logging.get_logger(__name__)
 # Recorded shapes. Where attention is in place one serves every length of the context, else a block-causal sampler of
 # 2048 new tokens in blocks of 4 has 1024. One costs a few MB of host memory.
 MOST_GRAPHS = 1024
-# Compiled codes of a layer: its kinds, with experts and without, times prompts, blocks, blocks of two, with masks.
-MOST_CODES = 32
+# Compiled codes of a layer, which models of one class share: its kinds, with experts and without, times prompts, blocks
+# and two of them, with masks and without, of one row and of more. Of any more kinds layers run as they are.
+MOST_CODES = 128
 
 
 @dataclass(frozen=True)
@@ -121,13 +122,15 @@ class GraphedBody:
         shapes = (None if one is None else tuple(one.shape[1:]) for one in (inputs.mask, inputs.columns))
         key = (batch, width, inputs.end, inputs.ends is None, inputs.block, *shapes)
         recorded = self._recorded.get(key)
-        if recorded is None and not (record and self._records and key in self._seen):
-            self._seen.add(key)
-            return run_body(self._model, self.kept, inputs)
         if recorded is None:
-            recorded = self._record(key, batch, inputs)
-            if recorded is None:
+            if not (record and self._records):
                 return run_body(self._model, self.kept, inputs)
+            filled = _of_its_own(inputs, batch)
+            if key in self._seen:
+                recorded = self._record(key, filled)
+            if recorded is None:  # run just as it is recorded, so that nothing is compiled while it is
+                self._seen.add(key)
+                return run_body(self._model, self.kept, filled)[:rows]
         self._recorded.move_to_end(key)
         for name in ("tokens", "mask", "positions", "columns", "ends"):
             static, new = getattr(recorded.inputs, name), getattr(inputs, name)
@@ -154,18 +157,7 @@ class GraphedBody:
             self._batch = batch_size_for(rows)
         return self._batch
 
-    def _record(self, key: Any, batch: int, inputs: Inputs) -> _Recorded | None:
-        columns, ends = inputs.columns, inputs.ends
-        if columns is not None:
-            columns = columns.clone() if columns.dim() == 1 else _filled(columns, batch)
-        inputs = replace(
-            inputs,
-            tokens=_filled(inputs.tokens, batch),
-            mask=None if inputs.mask is None else _filled(inputs.mask, batch),
-            positions=_filled(inputs.positions, batch),
-            columns=columns,
-            ends=None if ends is None else ends.clone(),
-        )
+    def _record(self, key: Any, inputs: Inputs) -> _Recorded | None:
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()
@@ -206,6 +198,21 @@ def run_body(model: Any, kept: KeptKeysValues | None, inputs: Inputs) -> torch.T
         kv_block=inputs.block,
     )
     return output.last_hidden_state
+
+
+def _of_its_own(inputs: Inputs, batch: int) -> Inputs:
+    """The inputs with so many rows, in tensors that nothing else changes."""
+    columns, ends = inputs.columns, inputs.ends
+    if columns is not None:
+        columns = columns.clone() if columns.dim() == 1 else _filled(columns, batch)
+    return replace(
+        inputs,
+        tokens=_filled(inputs.tokens, batch),
+        mask=None if inputs.mask is None else _filled(inputs.mask, batch),
+        positions=_filled(inputs.positions, batch),
+        columns=columns,
+        ends=None if ends is None else ends.clone(),
+    )
 
 
 def _filled(tensor: torch.Tensor, batch: int) -> torch.Tensor:
