@@ -210,4 +210,5 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError("not the pickle of a tensor")
         if len(shape) > 2 or prod(shape) > storage.numel():
             raise pickle.UnpicklingError(f"a tensor of shape {list(shape)} in {storage.numel()} values")
-        return torch.as_strided(storage, shape, stride, start).clone()  # which checks that it lies within
+        within = torch.as_strided(storage, shape, stride, start)  # which checks that it is
+        return within.clone(memory_format=torch.contiguous_format)
