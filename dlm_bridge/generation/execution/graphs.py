@@ -19,8 +19,8 @@ logger = logging.get_logger(__name__)
 # Recorded shapes. Where attention is in place one serves every length of the context, else a block-causal sampler of
 # 2048 new tokens in blocks of 4 has 1024. One costs a few MB of host memory.
 MOST_GRAPHS = 1024
-# Compiled codes of a layer, which models of one class share: its kinds, with experts and without, times prompts, blocks
-# and two of them, with masks and without, of one row and of more. Of any more kinds layers run as they are.
+# Compiled codes of a layer, which models of one class share: its kinds, with experts and without, times prompts,
+# blocks and two of them, with masks and without, of one row and of more. Behind these layers run as they are.
 MOST_CODES = 128
 
 
