@@ -19,6 +19,7 @@ from dlm_bridge.convert.formats.torch_dist import TRACKER
 from dlm_bridge.convert.journal import FILE_NAME as JOURNAL
 from dlm_bridge.convert.journal import Journal, fingerprint, has_progress, matches
 from dlm_bridge.convert.layout import Layout
+from dlm_bridge.convert.manifest import FILE_NAME as MANIFEST
 from dlm_bridge.convert.manifest import ShardRecord
 from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE, HUB_FOLDER, MegatronCheckpoint
 from dlm_bridge.convert.moving import Job, move_to_hub, move_to_megatron
@@ -31,6 +32,10 @@ from dlm_bridge.convert.target import write_run_config
 from dlm_bridge.convert.tensors import bytes_digest, dtype_name
 
 __all__ = ["Options", "write_hub", "write_megatron"]
+
+
+# Beside what a conversion carries; a run that was killed at its end has left the last two to the one that resumes it.
+_NO_SIDE_FILES = (JOURNAL, MANIFEST, TRACKER)
 
 
 def write_megatron(
@@ -65,7 +70,7 @@ def write_megatron(
         manifest = job.records.manifest(options.megatron.name, options.dtype)
         manifest.layout, manifest.vocab_multiple = report.layout, report.vocab_multiple
         manifest.iteration = iteration
-        manifest.side_files = side_file_digests(folder, skip={JOURNAL, *report.files})
+        manifest.side_files = side_file_digests(folder, skip={*_NO_SIDE_FILES, *report.files})
         manifest.files = {f"{iteration}/{file}": value for file, value in sorted(file_digests.items())}
         manifest.write(folder)
         (folder / TRACKER).write_text(iteration if iteration == "release" else str(plan.number))
@@ -89,7 +94,7 @@ def write_hub(source: Checkpoint, output: Path, options: Options, shard_size: in
         like_source = shard_size is None and bool(source.hub.shards)
         write_side_files(source, folder, options.dtype, index_bytes(source, plan.shards, plan.specs, like_source))
         manifest = job.records.manifest("huggingface", options.dtype)
-        manifest.side_files = side_file_digests(folder, skip={JOURNAL, *report.files})
+        manifest.side_files = side_file_digests(folder, skip={*_NO_SIDE_FILES, *report.files})
         manifest.files = {shard.file: bytes_digest(shard.header) for shard in plan.shards}
         if not like_source:
             manifest.shards = [

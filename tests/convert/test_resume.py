@@ -113,6 +113,30 @@ def test_killed_again_and_again(
     assert no_leftovers(tmp_path)
 
 
+@pytest.mark.parametrize("action", ["import", "export", "reshard"])
+def test_killed_when_all_is_written(
+    tmp_path: Path, sources: dict[str, Path], expected: dict[str, dict[str, bytes]], action: str
+) -> None:
+    """But for the journal's end: the manifest that is there is none of the files that the next one lists."""
+    output = tmp_path / "out"
+    process = multiprocessing.get_context("fork").Process(
+        target=_victim_at_the_end, args=(action, sources[action], output)
+    )
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert not output.exists()
+    assert list(tmp_path.rglob(FILE_NAME))
+    convert(action, sources[action], output, resume=True)
+    assert whole(output) == expected[action]
+
+
+def _victim_at_the_end(action: str, source: Path, output: Path) -> None:
+    journal._EVERY = 1
+    setattr(journal.Journal, "close", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010 (mypy)
+    convert(action, source, output)
+
+
 def interrupt(monkeypatch: pytest.MonkeyPatch, action: str, source: Path, output: Path, after: int) -> str:
     """Interrupt a conversion once `after` links are noted as done. The interruption's message."""
     monkeypatch.setattr(journal, "_EVERY", 1)
