@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from benchmarks.layouts import LAUNCHER, Bench
 from benchmarks.layouts_cells import Task
-from benchmarks.layouts_table import conditions
+from benchmarks.layouts_log import Log, Row
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 STEPS, SAVED = 8, 4
@@ -48,14 +48,6 @@ DENSE, EXPERTS = Task("llada", "masked"), Task("llada_moe", "masked")
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 LIMIT_S = 300  # of one check; those of experts take two minutes where many processes compile at once
 Losses = dict[int, float]
-
-
-@dataclass
-class Row:
-    name: str
-    result: str  # holds, fails, error
-    said: str
-    seconds: float
 
 
 def main() -> None:
@@ -114,66 +106,6 @@ def _hung(log: Log, name: str) -> None:
     log.died(name, f"not done after {LIMIT_S} s")
     faulthandler.dump_traceback()  # where each thread is: slow, or waiting for another process
     os._exit(1)
-
-
-class Log:
-    """What is done, in a file that outlives the processes."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.output, self.transport = options.output, options.transport
-        self.path = self.output.with_name(self.output.name + ".json")
-        self.now = self.output.with_name(self.output.name + ".now")
-        self.rows: dict[str, Row] = {}
-        self.began = time.time()
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        self.interrupted = ""
-        if again:
-            kept = json.loads(self.path.read_text()) if self.path.exists() else {"rows": [], "began": self.began}
-            self.rows = {row["name"]: Row(**row) for row in kept["rows"]}
-            self.began = kept["began"]
-            self.interrupted = self.now.read_text() if self.now.exists() else ""
-            said = sorted({path.read_text() for path in self._dead()})
-            if said or (self.interrupted and "SIGKILL" not in self.interrupted):
-                self.rows[self.interrupted] = Row(self.interrupted, "error", "; ".join(said) or "a process died", 0.0)
-        elif os.environ["RANK"] == "0":
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            for path in (self.path, self.now, *self._dead()):
-                path.unlink(missing_ok=True)
-
-    def started(self, name: str) -> None:
-        if dist.get_rank() == 0:
-            for path in self._dead():
-                path.unlink()
-            self.now.write_text(name)
-
-    def add(self, row: Row) -> None:
-        self.rows[row.name] = row
-        if dist.get_rank() == 0:
-            print(_line(row), flush=True)
-            rows = [asdict(row) for row in self.rows.values()]
-            date = time.strftime("%-d %B %Y", time.gmtime(self.began))
-            kept = {"conditions": self.conditions(), "date": date, "began": self.began, "rows": rows}
-            self.path.write_text(json.dumps(kept))
-            self.output.with_name(self.output.name + ".md").write_text(self.markdown())
-
-    def died(self, name: str, said: str) -> None:
-        print(f"rank {os.environ['RANK']}: {name}: {said}", file=sys.stderr, flush=True)
-        self.output.with_name(f"{self.output.name}.died.{os.environ['RANK']}").write_text(said)
-
-    def conditions(self) -> str:
-        through = "" if self.transport == "direct" else ", messages through the host's memory and gloo"
-        return f"{os.environ['WORLD_SIZE']} ranks on {conditions()}{through}"
-
-    def markdown(self) -> str:
-        head = "| run | result | what was seen | seconds |\n|---|---|---|---|"
-        return "\n".join([self.conditions(), "", head, *map(_line, self.rows.values()), ""])
-
-    def _dead(self) -> list[Path]:
-        return list(self.output.parent.glob(f"{self.output.name}.died.*"))
-
-
-def _line(row: Row) -> str:
-    return f"| {row.name} | {row.result} | {row.said.replace('|', '/')} | {row.seconds:.0f} |"
 
 
 class Runs:
