@@ -149,14 +149,11 @@ def load_tokenizer(config: TrainConfig) -> Any:
 
 def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
     """The tokenizer of a Hub folder or id, or of a Megatron checkpoint; `flag` named it. Raises DlmBridgeError."""
-    from transformers import AutoTokenizer
+    from dlm_bridge.generation import opening
 
     check_exists(flag, place)
     folder = Path(place) / "hf" if (Path(place) / TRACKER).is_file() else place
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # unset, it asks
-    except (OSError, ValueError, KeyError) as error:
-        raise DlmBridgeError(f"{flag} {place}: no tokenizer that loads there ({one_line(error)}){remedy}") from error
+    return opening.open_tokenizer(folder, f"{flag} {place}", remedy)
 
 
 def _quantization(config: TrainConfig) -> dict[str, Any]:
