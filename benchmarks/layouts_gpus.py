@@ -45,6 +45,8 @@ RUNS = (
     "dp: resumed|fp8, current",
     "in the background|on the CPU|NaN",
     "tp2 to pp2",
+    "fp8, .*(experts|fsdp)",
+    "precision-aware",
 )
 
 

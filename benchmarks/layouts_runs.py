@@ -138,6 +138,11 @@ class Runs:
         if not self.bench.on_cpu:
             found["fp8, delayed scaling"] = self._bound(self.fp8, "delayed")
             found["fp8, current scaling"] = self._bound(self.fp8, "tensorwise")
+            found["fp8, delayed scaling, experts"] = self._bound(self.fp8, "delayed", EXPERTS)
+            found["fp8, current scaling, experts"] = self._bound(self.fp8, "tensorwise", EXPERTS)
+            found["fp8, delayed scaling, fsdp optim_grads_params"] = self._bound(
+                self.fp8, "delayed", fsdp=STRATEGIES[-1]
+            )
             found["optimizer on the CPU"] = self.offload
             found["optimizer on the CPU: resumed, exported"] = self._bound(
                 self.resumed, DENSE, optimizer_cpu_offload=True
@@ -232,13 +237,13 @@ class Runs:
         said = f"{', '.join(names)}: {exported or 'weights equal to the bit those of saves in the foreground'}"
         return exported == "" and len(names) == STEPS // SAVED, said
 
-    def fp8(self, recipe: str) -> tuple[bool, str]:
-        with self.run("bf16", DENSE, "bf16") as trainer:
+    def fp8(self, recipe: str, task: Task = DENSE, **flags: Any) -> tuple[bool, str]:
+        with self.run("bf16", task, "bf16", **flags) as trainer:
             wanted = _losses(trainer.output)
-        with self.run("fp8", DENSE, "fp8", fp8_recipe=recipe) as trainer:
+        with self.run("fp8", task, "fp8", fp8_recipe=recipe, **flags) as trainer:
             found, output = _losses(trainer.output), trainer.output
         self._back(output)
-        with self.run("fp8", DENSE, "fp8", resume=True, fp8_recipe=recipe):
+        with self.run("fp8", task, "fp8", resume=True, fp8_recipe=recipe, **flags):
             again = _losses(output)
         apart, resumed = _apart(wanted, found), _apart(found, again)
         said = f"{STEPS} steps: losses {apart:.0e} from bf16's; resumed from the middle {resumed:.0e} apart"
