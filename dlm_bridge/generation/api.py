@@ -116,9 +116,10 @@ def generate(
         )
     mask_token_id = -1 if settings.mask_token_id is None else settings.mask_token_id  # -1: no token
     if commit_rule is not None:
-        if not settings.algorithm.needs_mask:
+        if not isinstance(recipe.rule, CommitRule):
+            lacks = "steps whose positions" if settings.algorithm.needs_mask else "masks that"
             raise DlmBridgeError(
-                f"the {settings.algorithm.name} sampler has no masks that a commit_rule could settle: leave it out"
+                f"the {settings.algorithm.name} sampler has no {lacks} a commit_rule could settle: leave it out"
             )
         recipe = replace(recipe, rule=Checked(commit_rule))
     prompt_of = partial(

@@ -77,6 +77,7 @@ class DiffusionGenerationConfig(GenerationConfig):
         steps: denoising steps, over all blocks (llada, difflm, mdlm, bd3lm, dream, uniform) or of each block (illada,
             llada2).
         denoising_steps, diffusion_steps, num_diffusion_steps: the same of sdar (each block), diffullama and rnd1.
+        draft_adapter: (linear_spec) the name of the model's PEFT adapter that is on in drafts and off in their checks.
         small_block_size: (fast_dllm_v2) tokens of a block that are settled before the next ones.
         logits_eos_inf, confidence_eos_eot_inf: (llada) end-of-sequence tokens are never proposed; or they and
             `eot_token_id` are settled last, since they have no confidence.
@@ -90,7 +91,8 @@ class DiffusionGenerationConfig(GenerationConfig):
         remasking_strategy: (sdar) "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded".
         alg, eps, alg_temp: (dream) the order of reveals, "origin", "maskgit_plus", "topk_margin", "entropy" or
             Fast-dLLM's "confidence_threshold"; the last noise level; above 0, positions are drawn, not ranked.
-        threshold, confidence_threshold: the confidence above which a token is settled at once.
+        threshold, confidence_threshold: the confidence above which a token is settled at once; (linear_spec) from
+            which on a forward drafts it, 0 for all of them in one.
         factor: (llada) the r most confident tokens are settled while the r-th reaches 1 - factor / (r + 1).
         eb_threshold, eb_gamma: (sdar, rnd1) how much entropy one step may settle.
         resampling, entropy_bound: (uniform) tokens are drawn from the "posterior" of the noise, or those that the
@@ -239,6 +241,7 @@ def check_values(values: Mapping[str, Any], where: str = "") -> None:
     check(["mask_token_id", "pad_token_id", "eot_token_id"], lambda value: _is_int(value) and value >= 0, "a token id")
     check(["end_think_token_ids"], _is_ids, "a list of token ids")
     check(["seed"], _is_int, "a whole number")
+    check(["draft_adapter"], lambda value: isinstance(value, str), "the name of an adapter")
     check(_FLAGS, lambda value: isinstance(value, bool), "True or False")
     for name, known in {"algorithm": tuple(ALGORITHMS), **_CHOICES}.items():
         if name in given and given[name] not in known:

@@ -88,6 +88,11 @@ class Constraints:
         """Whether they need the text before a position, so that tokens are settled from left to right."""
         return self.allowed is not None or bool(self._after_text)
 
+    @property
+    def by_text(self) -> bool:
+        """Whether what they do to a position depends on what stands elsewhere."""
+        return self.ordered or bool(self.processors) or self._penalises
+
     def __call__(self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int], columns: Columns) -> torch.Tensor:
         """The logits of these rows of the canvas at these columns, changed; those given are left as they are.
 

@@ -16,7 +16,7 @@ import torch
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import Canvas, Columns, Layout
 from dlm_bridge.generation.constraints import Constraints
-from dlm_bridge.generation.denoising import Denoising
+from dlm_bridge.generation.denoising import Denoising, propose
 from dlm_bridge.generation.ending import Ending
 from dlm_bridge.generation.execution.runner import Execution, Runner, can_keep
 from dlm_bridge.generation.noise import Noise
@@ -26,6 +26,7 @@ from dlm_bridge.generation.prompt import Prompt
 from dlm_bridge.generation.propose import Sampling
 from dlm_bridge.generation.rules.base import CommitRule, Step
 from dlm_bridge.generation.rules.threshold import Leftmost
+from dlm_bridge.generation.speculation import Speculation, speculate_block
 from dlm_bridge.generation.transfers import read
 from dlm_bridge.generation.uniform import Resampling, resample_block
 
@@ -35,7 +36,7 @@ class Recipe:
     """What a sampler is made of. A rule holds state: a recipe serves one call."""
 
     layout: Layout
-    rule: CommitRule | Resampling
+    rule: CommitRule | Resampling | Speculation
     sampling: Sampling
     predictor: type[Predictor]
     predictor_options: dict[str, Any]
@@ -86,7 +87,7 @@ def denoise(
     )
     if isinstance(recipe.rule, Resampling):
         constraints.refuse_text("a canvas of noise has no text that is settled")
-    if constraints.ordered:
+    if constraints.ordered and isinstance(recipe.rule, CommitRule):
         recipe = replace(recipe, rule=Leftmost())
     cache = _cache(recipe.predictor, model, cache)
     copies = 2 if recipe.predictor_options.get("cfg_scale") else 1
@@ -101,6 +102,8 @@ def denoise(
             predictor.open(block)
             if isinstance(recipe.rule, Resampling):
                 resample_block(work, block)
+            elif isinstance(recipe.rule, Speculation):
+                speculate_block(work, block)
             else:
                 settle_block(work, block)
             observer.block(canvas, block)
@@ -187,19 +190,6 @@ def seed_block(work: Denoising, block: slice) -> list[int]:
         canvas.put(rows, first, propose(logits, canvas, active, first, sampling, work.noise)[1])
         work.observer.step(canvas, active, first, logits, predictor.forwards, final=not recipe.rule.edits)
     return active
-
-
-def propose(
-    logits: torch.Tensor, canvas: Canvas, rows: list[int], columns: Columns, sampling: Sampling, noise: Noise
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distribution [A, N, V] of these columns and the tokens [A, N] proposed from it."""
-    shaped = sampling.shape(logits)
-    uniform = None
-    if sampling.draws:
-        first = columns.start if isinstance(columns, slice) else canvas.width
-        pads = [max(0, canvas.origins[row] - first) for row in rows]
-        uniform = noise.per_token(rows, logits.shape[1], logits.shape[2], pads)
-    return shaped, sampling.propose(logits, shaped, canvas.mask_token_id, uniform)
 
 
 def window(canvas: Canvas, rows: list[int] | None, block: slice, size: int) -> Columns:

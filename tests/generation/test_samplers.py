@@ -35,6 +35,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "llada2.1": (family("block_causal", algorithm="llada2.1"), BLOCK, {"threshold": 0.4, "editing_threshold": 0.2}),
     "fast_dllm_v2": (family("block_causal", shift=True, algorithm="fast_dllm_v2"), BLOCK, {"small_block_size": 2}),
     "nemotron": (family(name="nemotron_labs_diffusion", algorithm="nemotron"), BLOCK, {"threshold": 0.4}),
+    "linear_spec": (family(name="nemotron_labs_diffusion", algorithm="linear_spec"), BLOCK, {}),
+    "linear_spec-threshold": (
+        family(name="nemotron_labs_diffusion", algorithm="linear_spec"),
+        BLOCK,
+        {"threshold": 0.4, "top_k": 8},
+    ),
     "uniform": (family(algorithm="uniform"), {}, {"steps": 5}),
     "uniform-bounded": (family(algorithm="uniform"), {}, {"steps": 5, "resampling": "entropy_bound"}),
     "wedlm": (family("causal", algorithm="wedlm"), {}, {"wedlm_window_size": 5, "wedlm_entropy_threshold": 2.0}),

@@ -1,4 +1,4 @@
-"""Nemotron-Labs-Diffusion's block diffusion: a causal prefix, a bidirectional block, an autoregressive seed."""
+"""Nemotron-Labs-Diffusion's samplers: block diffusion behind a causal prefix, and linear self-speculation."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dlm_bridge.generation.rules.schedules import even
 from dlm_bridge.generation.rules.scores import low_confidence
 from dlm_bridge.generation.rules.threshold import Threshold
 from dlm_bridge.generation.settling import CausalContext
+from dlm_bridge.generation.speculation import Speculation, Speculative
 from dlm_bridge.models.spec import Topology
 
 
@@ -48,4 +49,34 @@ class Nemotron(Algorithm):
             predictor=CausalContext,
             predictor_options={},
             seed="sampled",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec(Algorithm):
+    """The model's `linear_spec_generate`: it drafts `block_length` - 1 tokens as a denoiser, and checks them as a
+    causal model. At temperature 0 the text is the causal model's own, token for token; above, it is drawn from that.
+
+    `threshold` above 0 drafts in several forwards, each of which takes what is at least that sure. `draft_adapter` is
+    the name of a PEFT adapter that is on in drafts alone, as the published `linear_spec_lora` is.
+    """
+
+    name: ClassVar[str] = "linear_spec"
+    topologies: ClassVar[tuple[Topology, ...]] = ("bidirectional",)
+    families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
+    infills: ClassVar[bool] = False  # what follows is not seen
+    model_blocks: ClassVar[bool] = True
+
+    block_length: int = 32
+    threshold: float = 0.0
+    draft_adapter: str | None = None
+
+    def recipe(self, tokens: Tokens) -> Recipe:
+        spare = self.block_length - 1  # what a check may say behind the last new token
+        return Recipe(
+            layout=Layout(self.gen_length + spare, whole=True, spare=spare),
+            rule=Speculation(self.block_length, self.threshold),
+            sampling=self.sampling(),
+            predictor=Speculative,
+            predictor_options={"adapter": self.draft_adapter},
         )

@@ -140,6 +140,8 @@ def by_torch(
         kept_keys.scatter_(2, places, key)
         kept_values.scatter_(2, places, value)
     keys, values = kept_keys[:, :, :end], kept_values[:, :, :end]
+    if block == 1 and ends is None:  # causal: one product with a mask, not one for each column
+        ends = columns.new_full((1,), end)
     if ends is not None:
         mask, block = _until(columns, end, ends, block, mask), None
     parts = []

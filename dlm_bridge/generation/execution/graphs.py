@@ -36,6 +36,7 @@ class Inputs:
     end: int | None = None
     ends: torch.Tensor | None = None
     block: int | None = None
+    variant: str = ""  # says which of several forwards of one shape it is
 
 
 @dataclass
@@ -120,7 +121,7 @@ class GraphedBody:
         batch = self._batch_for(rows)
         inputs = self._for_every_length(inputs)
         shapes = (None if one is None else tuple(one.shape[1:]) for one in (inputs.mask, inputs.columns))
-        key = (batch, width, inputs.end, inputs.ends is None, inputs.block, *shapes)
+        key = (batch, width, inputs.end, inputs.ends is None, inputs.block, inputs.variant, *shapes)
         recorded = self._recorded.get(key)
         if recorded is None:
             if not (record and self._records):

@@ -36,6 +36,7 @@ class View:
     # Of the view's columns each sees its own block of so many and those before it; None: all of them. What is kept
     # before the view is seen as the mask says.
     block: int | None = None
+    variant: str = ""  # what else a forward depends on, such as an adapter that is on: it is recorded for each
 
 
 class Runner:
@@ -93,6 +94,11 @@ class Runner:
                 yield cls(plain, body, body.kept)
 
     @property
+    def model(self) -> Any:
+        """What is run."""
+        return self._model
+
+    @property
     def plain(self) -> bool:
         """Whether forwards are the model's own, with masks that transformers makes."""
         return self._body is None and self._kept is None
@@ -125,7 +131,7 @@ class Runner:
         columns = view.columns
         if columns is None and self._kept is not None:
             columns = torch.arange(view.first, view.first + view.tokens.shape[1], device=view.tokens.device)
-        inputs = Inputs(view.tokens, mask, positions_AQ, columns, view.end, block=view.block)
+        inputs = Inputs(view.tokens, mask, positions_AQ, columns, view.end, block=view.block, variant=view.variant)
         if self._body is not None:
             return self._body(inputs, record=not once)
         # A device map may put the last layer elsewhere than the canvas.
