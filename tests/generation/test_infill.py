@@ -18,6 +18,7 @@ from tests.generation.test_observer import Watcher
 from tests.generation.test_samplers import CASES, build
 
 FILLING = [name for name, (facts, _, _) in CASES.items() if ALGORITHMS[facts.sampler["algorithm"]].infills]
+MASK_OF_FOUR = 3  # of a scripted model with four tokens
 # A row of several may begin with a hole, and the longest may be filled first.
 HOLES = ((0, 2, 3), (0, 10), (1,), (1, 2, 3, 4, 5), ())
 
@@ -113,6 +114,19 @@ def test_a_row_is_filled_alone_as_in_a_batch(name: str, new: int) -> None:
             assert torch.equal(line, alone)
         assert MASK not in line
         assert all(a in (MASK, b) for a, b in zip(row, line.tolist(), strict=False))  # what was given is untouched
+
+
+@pytest.mark.parametrize("rule", [{"threshold": 0.9}, {"factor": 0.1}, {"factor": 1.3}, {"steps": 6}])
+def test_of_equally_sure_positions_a_row_takes_those_that_it_takes_alone(rule: dict[str, float]) -> None:
+    """Its first block is shorter alone than in a wider batch."""
+    row, width = [MASK_OF_FOUR] * 20, 61
+    arguments = {"infill": True, "block_length": 32, "return_dict_in_generate": True, "output_history": True, **rule}
+    alone = generate(Scripted(torch.zeros(20, 4)), torch.tensor([row]), eos_token_id=None, **arguments)
+    ids = torch.tensor([[0] * (width - 20) + row, [MASK_OF_FOUR] * width])
+    mask = torch.tensor([[0] * (width - 20) + [1] * 20, [1] * width])
+    together = generate(Scripted(torch.zeros(61, 4)), ids, attention_mask=mask, eos_token_id=None, **arguments)
+    states = [step.tokens[0, width - 20 :].tolist() for step in together.history if step.settled[0].any()]
+    assert states == [step.tokens[0].tolist() for step in alone.history]
 
 
 def test_an_end_inside_a_span_does_not_end_the_row() -> None:

@@ -18,7 +18,11 @@ class OneByOne(CommitRule):
 
 
 class Threshold(OneByOne):
-    """Settles the best position and all others with confidence >= threshold (Fast-dLLM v1, Nemotron)."""
+    """Settles the best position and all others with confidence >= threshold (Fast-dLLM v1, Nemotron).
+
+    Of equally good ones it is the left-most: torch.topk would choose by how many columns a block has, which are fewer
+    in the first block of a prompt to fill than in the same row's block of a wider batch.
+    """
 
     def __init__(self, threshold: float, score: Score = precise_confidence) -> None:
         self._threshold = threshold
@@ -27,7 +31,7 @@ class Threshold(OneByOne):
     def select(self, step: Step) -> torch.Tensor:
         scores_AN = self._score(step).masked_fill(~step.masked, NEVER)
         sure_AN = (scores_AN >= self._threshold) & step.masked
-        return sure_AN | highest(scores_AN, [1] * len(step.rows))
+        return sure_AN | (best(scores_AN) & (scores_AN > NEVER))  # NaN is above nothing
 
 
 class Factor(OneByOne):
@@ -42,7 +46,7 @@ class Factor(OneByOne):
 
     def select(self, step: Step) -> torch.Tensor:
         scores_AN = self._score(step).masked_fill(~step.masked, NEVER)
-        ordered_AN, order_AN = scores_AN.sort(dim=1, descending=True)
+        ordered_AN, order_AN = scores_AN.sort(dim=1, descending=True, stable=True)
         rank_N = torch.arange(1, scores_AN.shape[1] + 1, device=scores_AN.device)
         # Confidence falls and the bound rises with the rank: those that pass come first.
         passed_AN = ordered_AN >= 1 - self._factor / (rank_N + 1)
