@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 
 import torch.distributed as dist
 
@@ -65,6 +66,11 @@ def destroy() -> None:
             dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
         parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # which it forgets to forget
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            # Operators remember their results' device mesh, and take another one over the same ranks for the same.
+            _clear_sharding_prop_cache()
     get_cuda_rng_tracker().reset()
 
 

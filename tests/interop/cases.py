@@ -146,6 +146,7 @@ def plan() -> Checks:
         "platform": ("platform_is_reversible_and_refuses_other_versions", {}),
         "one_process": ("one_process_without_torchrun", {}),
         "bad_input": ("bad_input_is_named", {}),
+        "groups_of_today": ("sharded_tensors_know_the_groups_of_today", {}),
         "half_precision": ("half_precision_is_kept", {}),
         "mixed_dtypes": ("mixed_dtypes_need_a_choice", {}),
         "router_dtype": ("a_router_keeps_its_own_dtype", {}),

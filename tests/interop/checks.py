@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.mapping import Link
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import core, cpu, groups, overrides
 from dlm_bridge.parallel.attention import attention_mask, block_size
+from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_hf_weights
 from dlm_bridge.parallel.model import build_megatron_model
 from dlm_bridge.parallel.weights import live_tensors
@@ -265,6 +268,18 @@ def parameters_are_ready_for_the_optimizer(files: Files) -> None:
         norm = "layernorm" in name
         assert getattr(parameter, "tensor_model_parallel", False) is not norm, name
         assert getattr(parameter, "sequence_parallel", False) is norm, name
+
+
+def sharded_tensors_know_the_groups_of_today(files: Files) -> None:
+    """PyTorch keeps what an operator on them gives by their ranks alone, with groups that may be gone."""
+    for _ in range(2):
+        groups.destroy()
+        groups.initialize(Layout())
+        group = parallel_state.get_data_parallel_group()
+        mesh = DeviceMesh.from_group(group, "cpu", mesh=dist.get_process_group_ranks(group))
+        doubled = DTensor.from_local(torch.ones(3), mesh, [Shard(0)]) * 2
+        assert doubled.device_mesh.get_group().group_name == group.group_name
+        assert torch.equal(doubled.full_tensor(), torch.full((6,), 2.0))
 
 
 def bad_input_is_named(files: Files) -> None:
