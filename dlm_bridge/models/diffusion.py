@@ -136,7 +136,10 @@ class DiffusionLM:
             use_cache=False,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))  # type: ignore[attr-defined]
+        hidden, kept = outputs.last_hidden_state, logits_to_keep
+        if isinstance(kept, torch.Tensor):  # a device map may have put the last layer elsewhere
+            kept = kept.to(hidden.device)
+        logits = self.lm_head(slice_logits_to_keep(hidden, kept))  # type: ignore[attr-defined]
         loss = None
         if labels is not None and loss_weights is not None:
             from dlm_bridge.train.objectives import weighted_loss

@@ -58,3 +58,14 @@ def test_hidden_states_and_logits_come_back_to_the_canvas(case: FamilyCase, monk
             keys = [layer.kv_keys.device for layer in kept.attention_layers(model)]
         assert keys[0] == FIRST
         assert keys[-1] == LAST
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.id)
+def test_chosen_positions_of_the_models_own_forward(case: FamilyCase) -> None:
+    with FakeTensorMode(), torch.no_grad():
+        model = spread(case)
+        tokens = torch.zeros(2, 8, dtype=torch.long, device=FIRST)
+        with Runner.open(model, None, keeps=False, rows=2, width=32) as runner:
+            indices = torch.zeros(2, 3, dtype=torch.long, device=FIRST)
+            assert runner.reordered_logits(View(tokens, None, None), indices).device == FIRST
+            assert runner.logits(View(tokens, None, None), slice(2, 4)).device == FIRST
