@@ -25,7 +25,7 @@ from dlm_bridge.generation.show.film import Film
 from dlm_bridge.generation.show.html import page
 from dlm_bridge.generation.show.pieces import Pieces
 from dlm_bridge.generation.show.terminal import live
-from dlm_bridge.generation.texts import Texts, check_prompts, mask_token, write_texts
+from dlm_bridge.generation.texts import Texts, check_prompts, mask_token, seeds_of, write_texts
 
 
 def run(request: Request) -> None:
@@ -85,12 +85,15 @@ def _sample_file(request: Request, opened: Opened, settings: dict[str, Any], pro
     tokens = [prompt.encode(opened.tokenizer, f"{prompt.where}: {request.model}", span_token) for prompt in prompts]
     named = [(prompt.where, ids) for prompt, ids in zip(prompts, tokens, strict=True)]
     check_prompts(opened.model, named, settings, diffusion=opened.diffusion)
+    seeds = seeds_of(opened.model, tokens, settings) if opened.diffusion else None
+    copies = len(seeds) // len(tokens) if seeds else 0
     done: list[Texts] = []
     began = time.perf_counter()
     size = request.batch_size
     with _stdout_or(request) as stream, _progress(len(prompts)) as advance:
         for start in range(0, len(prompts), size):
-            result = _sample(opened, tokens[start : start + size], settings, None)
+            own = seeds[start * copies : (start + size) * copies] if seeds else None
+            result = _sample(opened, tokens[start : start + size], settings, None, own)
             done.append(result)
             each = len(result.texts) // len(tokens[start : start + size])  # several, with num_return_sequences
             for place, (text, ids, count) in enumerate(
@@ -127,9 +130,17 @@ def _sample_file(request: Request, opened: Opened, settings: dict[str, Any], pro
         )
 
 
-def _sample(opened: Opened, prompts: Sequence[Sequence[int]], settings: dict[str, Any], film: Film | None) -> Texts:
+def _sample(
+    opened: Opened,
+    prompts: Sequence[Sequence[int]],
+    settings: dict[str, Any],
+    film: Film | None,
+    seeds: Sequence[int] | None = None,
+) -> Texts:
     watcher = None if film is None else film if opened.diffusion else film.tokens()
-    return write_texts(opened.model, opened.tokenizer, prompts, settings, diffusion=opened.diffusion, watcher=watcher)
+    return write_texts(
+        opened.model, opened.tokenizer, prompts, settings, diffusion=opened.diffusion, watcher=watcher, seeds=seeds
+    )
 
 
 def _read(request: Request) -> list[WrittenPrompt]:

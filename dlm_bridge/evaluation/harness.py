@@ -19,11 +19,13 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.evaluation.bounds import Answer, bounds, is_greedy
 from dlm_bridge.evaluation.local_tasks import LOCAL, local_task
 from dlm_bridge.evaluation.perplexity import first_token, windows
+from dlm_bridge.generation.config import merge_names
 from dlm_bridge.generation.opening import Opened
-from dlm_bridge.generation.settings import resolve
-from dlm_bridge.generation.texts import write_texts
+from dlm_bridge.generation.settings import SAMPLING_ONLY, resolve
+from dlm_bridge.generation.texts import seeds_of, write_texts
 
 NEW_TOKENS = 256  # where neither the task nor the caller says how many
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # one thing to the harness
 
 
 @dataclass(frozen=True)
@@ -108,34 +110,49 @@ class DiffusionHarness(TemplateLM):
             settings, until = self._sampler(requests[members[0]].args[1])
             for number in members:
                 self.sampled.setdefault(str(requests[number].task_name), _record(self.model, settings))
-            room = self.settings.max_length - int(settings["gen_length"])
+            new, room = settings["max_new_tokens"], self.settings.max_length - int(settings["max_new_tokens"])
             if room < 1:
                 raise DlmBridgeError(
-                    f"{settings['gen_length']} new tokens leave no room for a prompt in {self.settings.max_length}: "
+                    f"{new} new tokens leave no room for a prompt in {self.settings.max_length}: "
                     "give a longer --max-length"
                 )
             prompts = {number: self.tok_encode(requests[number].args[0])[-room:] for number in members}
+            found = seeds_of(self.model, list(prompts.values()), settings)
+            seeds = None if found is None else dict(zip(members, found, strict=True))
             members.sort(key=lambda number: -len(prompts[number]))
             for start in range(0, len(members), self.settings.batch_size):
                 part = members[start : start + self.settings.batch_size]
                 written = write_texts(
-                    self.model, self.tokenizer, [prompts[number] for number in part], settings, diffusion=True
+                    self.model,
+                    self.tokenizer,
+                    [prompts[number] for number in part],
+                    settings,
+                    diffusion=True,
+                    seeds=None if seeds is None else [seeds[number] for number in part],
                 )
                 for number, text in zip(part, written.texts, strict=True):
                     texts[number] = _before(text, until)
         return texts
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The keywords of `generate` and the stop strings of a task's request. What the caller set comes first; of
-        what a task says, its number of tokens and, where it draws, its temperature."""
-        until = asked.get("until") or []
-        until = [until] if isinstance(until, str) else list(until)
-        settings: dict[str, Any] = {"gen_length": asked.get("max_gen_toks", NEW_TOKENS), "seed": self.settings.seed}
-        if asked.get("do_sample"):
-            settings["temperature"] = asked.get("temperature", 1.0)
+        """The keywords of `generate` and the stop strings of a task's request. What the caller set comes first, then
+        what the task says. As with the harness's own models answers are greedy, whatever the family's sampler does,
+        unless the task or the caller draws."""
+        rest, own = dict(asked), merge_names(self.settings.sampler)
+        until = rest.pop("until", None) or []
+        until = [string for string in ([until] if isinstance(until, str) else until) if string]
+        lengths = [rest.pop(name, None) for name in LENGTHS]
+        length = next((value for value in lengths if value is not None), NEW_TOKENS)
+        temperature, do_sample = rest.pop("temperature", None), rest.pop("do_sample", None)
+        settings: dict[str, Any] = {"max_new_tokens": length, "seed": self.settings.seed}
+        if "temperature" not in own and "do_sample" not in own:
+            draws = bool(temperature) if do_sample is None else do_sample
+            settings["temperature"] = (1.0 if temperature is None else temperature) if draws else 0.0
+        greedy = own.get("do_sample") is False or (settings | own).get("temperature") == 0
+        settings |= {name: value for name, value in rest.items() if not (greedy and name in SAMPLING_ONLY)}
         if until:
             settings["stop_strings"] = until
-        return {**settings, **self.settings.sampler}, until
+        return settings | own, until
 
     def _bounds(self, answers: Sequence[Answer]) -> list[Any]:
         settings = self.settings

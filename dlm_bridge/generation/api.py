@@ -128,10 +128,11 @@ def generate(
         vocabulary=settings.vocabulary,
         gen_length=settings.gen_length,
         context=settings.context,
-        device=_input_device(model),
+        device=input_device(model),
         infill=settings.infill,
     )
     prompt, trials, row_trials = prompt_of(tokens_BP, attention_mask), 0, 0
+    asked = prompt.rows
     if settings.span_lengths:
         make = partial(_left_padded, prompt_of, settings.pad_token_id)
         rows, trials, row_trials = fit_spans(
@@ -146,8 +147,11 @@ def generate(
         )
         prompt = make(rows)
     prompt = prompt.repeated(settings.num_return_sequences)
-    seed = shared_seed(model) if settings.seed is None and generator is None else settings.seed
-    noise = Noise.build(generator, seed, prompt.rows, prompt.tokens.device)
+    seed = settings.seed if generator is None else kwargs.get("seed")  # a keyword comes before what is stored
+    if seed is None and generator is None:
+        seed = shared_seed(model)
+    asked = [row for row in asked for _ in range(settings.num_return_sequences)]
+    noise = Noise.build(generator, seed, asked, prompt.tokens.device)
     observer = Observer(
         streamer, keep_history=settings.return_dict and settings.output_history, batch=len(prompt.rows)
     )
@@ -197,7 +201,8 @@ def _left_padded(prompt_of: Callable[..., Prompt], pad_token_id: int, rows: list
     return prompt_of(tokens, real)
 
 
-def _input_device(model: Any) -> torch.device:
+def input_device(model: Any) -> torch.device:
+    """Where the model takes token ids. Raises DlmBridgeError for one without weights."""
     embedding = model.get_input_embeddings()
     device: torch.device = embedding.weight.device
     if device.type == "meta":  # offloaded: accelerate's hook says where it runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -44,7 +44,7 @@ class Noise:
         if generator is not None and seed is not None:
             raise DlmBridgeError("generator and seed both name the noise: give one of them")
         if seed is not None:
-            return cls(device, per_row=seeded_generators(seed, prompts, device))
+            return cls(device, per_row=seeded_generators(row_seeds(seed, prompts), device))
         if generator is None or isinstance(generator, torch.Generator):
             return cls(device, shared=generator)
         generators = list(generator) if isinstance(generator, (list, tuple)) else []
@@ -90,16 +90,20 @@ class Noise:
         return torch.rand(shape, dtype=dtype, device=device, generator=generator).to(self._device)
 
 
-def seeded_generators(seed: int, prompts: Sequence[Sequence[int]], device: torch.device) -> list[torch.Generator]:
-    """One generator per row, from the seed, the row's prompt and how many equal prompts stand before it.
+def row_seeds(seed: int, prompts: Iterable[Sequence[int]]) -> list[int]:
+    """A seed for each row, from the one seed, the row's prompt and how many equal prompts stand before it.
 
     So a row draws the same noise alone and in any batch, while copies of one prompt still give different samples.
     """
     seen: Counter[tuple[int, ...]] = Counter()
-    generators = []
+    seeds = []
     for prompt in map(tuple, prompts):
         digest = hashlib.blake2b(repr((seed, seen[prompt], prompt)).encode(), digest_size=8).digest()
-        # 63 bits: torch.Generator takes a signed 64-bit integer
-        generators.append(torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1))
+        seeds.append(int.from_bytes(digest, "little") >> 1)  # 63 bits: torch.Generator takes a signed 64-bit integer
         seen[prompt] += 1
-    return generators
+    return seeds
+
+
+def seeded_generators(seeds: Iterable[int], device: torch.device) -> list[torch.Generator]:
+    """A generator for each seed."""
+    return [torch.Generator(device).manual_seed(seed) for seed in seeds]

@@ -14,8 +14,10 @@ import torch
 from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.generation.api import input_device
 from dlm_bridge.generation.config import OWN_FIELDS, check_values, eos_token_ids, merge_names
 from dlm_bridge.generation.ending import Ending, check_stop_strings
+from dlm_bridge.generation.noise import row_seeds, seeded_generators
 from dlm_bridge.generation.processes import shared_seed
 from dlm_bridge.generation.prompt import check_row
 from dlm_bridge.generation.settings import resolve
@@ -107,6 +109,16 @@ def check_prompts(
             raise DlmBridgeError(f"{name}: {error}") from None
 
 
+def seeds_of(model: Any, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[int] | None:
+    """The seeds of all texts that a diffusion model writes for the prompts, those of a prompt next to each other; None
+    where nothing names a seed. With them it changes nothing in which parts the prompts are sampled, not even for a
+    prompt that comes twice."""
+    found = resolve(model, None, settings, prompt_width=max(map(len, prompts)))
+    if found.seed is None:
+        return None
+    return row_seeds(found.seed, [prompt for prompt in prompts for _ in range(found.num_return_sequences)])
+
+
 def write_texts(
     model: Any,
     tokenizer: Any,
@@ -115,12 +127,14 @@ def write_texts(
     *,
     diffusion: bool,
     watcher: Any = None,
+    seeds: Sequence[int] | None = None,
 ) -> Texts:
     """Sample a text for each prompt, a batch at once, padded on the left.
 
     `settings` are keyword arguments of `generate`: of `dlm_bridge.generation.generate` for a diffusion model, of
     transformers' for an autoregressive one, where `gen_length` and `seed` work too, and a temperature says alone
-    whether tokens are drawn. `watcher` is a `streamer` of that `generate`.
+    whether tokens are drawn. `watcher` is a `streamer` of that `generate`. `seeds` are those of a diffusion model's
+    texts, where the prompts are a part of more (`seeds_of`).
 
     Raises:
         DlmBridgeError: a setting or a prompt that the model cannot be sampled with.
@@ -135,7 +149,7 @@ def write_texts(
     input_ids, mask = input_ids.view(len(prompts), width), mask.view(len(prompts), width)
     began = time.perf_counter()
     if diffusion:
-        output = _diffusion(model, tokenizer, input_ids, mask, settings, watcher)
+        output = _diffusion(model, tokenizer, input_ids, mask, settings, watcher, seeds)
     else:
         output = _autoregressive(model, tokenizer, input_ids, mask, settings, watcher)
     rows = output.sequences.cpu()
@@ -203,9 +217,17 @@ class _Output:
 
 
 def _diffusion(
-    model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], watcher: Any
+    model: Any,
+    tokenizer: Any,
+    input_ids: torch.Tensor,
+    mask: torch.Tensor,
+    settings: Mapping[str, Any],
+    watcher: Any,
+    seeds: Sequence[int] | None,
 ) -> _Output:
     given = {**settings, "tokenizer": tokenizer}  # which stop_strings need, given or the checkpoint's own
+    if seeds is not None:
+        given |= {"seed": None, "generator": seeded_generators(seeds, input_device(model))}
     if watcher is not None:
         given["streamer"] = watcher
     output = model.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **given)

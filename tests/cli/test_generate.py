@@ -178,6 +178,21 @@ def test_a_file_of_prompts_is_sampled_in_batches(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_a_seed_gives_a_file_the_same_texts_in_batches_of_any_size(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    """A prompt that comes twice is continued in two ways, whether both are in one batch or not."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "two", "one", "three")))
+    words = ["--jsonl", source, "--output", target, "--overwrite", "--gen-length", 8, "--temperature", 1, "--seed", 3]
+    found = []
+    for size in (1, 3, 4):
+        assert cli(llada, *words, "--batch-size", size, "--set", "num_return_sequences=2")[0] == 0
+        found.append([json.loads(line)["token_ids"] for line in target.read_text().splitlines()])
+    assert found[0] == found[1] == found[2]
+    assert len({tuple(ids) for ids in found[0]}) == 8
+    report = cli.report(llada, "--prompt", "two", "--gen-length", 8, "--temperature", 1, "--seed", 3)
+    assert report["samples"][0]["token_ids"] == found[0][2]
+
+
 @pytest.mark.parametrize("name", ["llada", "qwen3"])
 def test_a_row_that_a_stop_string_ends_has_no_padding(
     cli: Cli, name: str, tmp_path: Path, request: pytest.FixtureRequest

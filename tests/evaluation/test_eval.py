@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -151,6 +152,59 @@ def test_diffusion_model(run: Eval, opened: dict[str, Opened], capsys: pytest.Ca
     again = run("llada", **options)
     assert again["tasks"] == facts["tasks"]
     assert [row["resps"] for row in again["samples"]] == [row["resps"] for row in facts["samples"]]
+
+
+def _ask(model: Opened, asked: dict[str, Any], count: int = 1, **settings: Any) -> tuple[list[str], dict[str, Any]]:
+    """What `count` equal requests of a task are answered, and the settings that are recorded."""
+    metadata = ("task", 0, count)
+    request = Instance("generate_until", {}, ("What is 7 + 7?", {"max_gen_toks": 8, **asked}), 0, metadata=metadata)
+    harness_model = harness.DiffusionHarness(model, harness.HarnessSettings(max_length=64, **settings))
+    return harness_model.generate_until([request] * count), harness_model.sampled["task"]
+
+
+def test_answers_are_greedy_unless_the_task_or_the_caller_draws(
+    opened: dict[str, Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the harness's own models take it, whatever the checkpoint's sampler does by itself."""
+    model = opened["llada"]
+    monkeypatch.setattr(model.model.generation_config, "temperature", 0.7)
+    for asked, sampler, expected in [
+        ({}, {}, 0.0),
+        ({"do_sample": False}, {}, 0.0),
+        ({"do_sample": False, "temperature": 1}, {}, 0.0),
+        ({"temperature": 0.0, "top_p": 0.9}, {}, 0.0),
+        ({"temperature": 0.3}, {}, 0.3),
+        ({"do_sample": True}, {}, 1.0),
+        ({"do_sample": True, "temperature": 0.2}, {}, 0.2),
+        ({"do_sample": False}, {"temperature": 0.5}, 0.5),
+        ({"do_sample": False}, {"do_sample": True}, 0.7),  # the checkpoint's
+        ({"do_sample": True}, {"do_sample": False}, 0.0),
+    ]:
+        assert _ask(model, asked, sampler=sampler)[1]["temperature"] == expected
+    drawn = _ask(model, {"do_sample": True, "temperature": 0.2, "top_p": 0.95})[1]
+    assert (drawn["top_p"], drawn["gen_length"]) == (0.95, 8)
+    assert _ask(model, {"do_sample": False, "top_p": 0.95})[1]["top_p"] is None
+    assert _ask(model, {"do_sample": True, "top_p": 0.95}, sampler={"do_sample": False})[1]["top_p"] is None
+    with pytest.raises(DlmBridgeError, match="the llada sampler has no num_beams"):
+        _ask(model, {"num_beams": 5})
+
+
+def test_a_task_s_words_for_the_length_are_the_harness_s(opened: dict[str, Opened]) -> None:
+    model = opened["llada"]
+    assert _ask(model, {"max_gen_toks": None, "max_new_tokens": 16, "until": [""]})[1]["gen_length"] == 16
+    for name in ("gen_length", "max_new_tokens"):
+        assert _ask(model, {}, sampler={name: 4})[1]["gen_length"] == 4
+
+
+def test_repeated_answers_are_drawn_anew_in_every_batch(opened: dict[str, Opened]) -> None:
+    """Of pass@k and self-consistency: the seed gives the same answers however many are drawn together."""
+    drawn = {"do_sample": True, "temperature": 2.0}
+    answers, _ = _ask(opened["llada"], drawn, count=6, batch_size=2)
+    assert len({*answers}) == 6
+    assert _ask(opened["llada"], drawn, count=6, batch_size=4)[0] == answers
+    assert _ask(opened["llada"], drawn, count=6, seed=1)[0] != answers
+    unseeded = [_ask(opened["llada"], drawn, sampler={"seed": None})[0] for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
 
 
 def test_autoregressive_model_is_exact(run: Eval, opened: dict[str, Opened], tmp_path: Path) -> None:

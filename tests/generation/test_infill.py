@@ -219,6 +219,17 @@ def test_forwards_that_chose_a_length_count_for_the_tokens_of_a_forward() -> Non
         assert (result.forwards, result.tokens_per_forward) == (3, 2 / 3)  # one chose, two settled a token each
 
 
+def test_a_seed_s_noise_is_that_of_the_prompt_as_it_was_given() -> None:
+    """Two prompts may become the same when their spans get their lengths: each is still filled as it is alone."""
+    model = StandIn(family(algorithm="llada"))
+    arguments = {"infill": True, "span_lengths": (3,), "temperature": 2.0, "seed": 4, "eos_token_id": None}
+    rows, mask = torch.tensor([[0, MASK, 5], [MASK, MASK, 5]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    together = generate(model, rows, attention_mask=mask, **arguments)
+    assert torch.equal(together[0], generate(model, rows[:1, 1:], **arguments)[0])
+    assert torch.equal(together[1], generate(model, rows[1:], **arguments)[0])
+    assert not torch.equal(together[0], together[1])
+
+
 def test_spans() -> None:
     assert spans([MASK, MASK, 1, MASK], MASK) == [(0, 2), (3, 4)]
     assert spans([], MASK) == []

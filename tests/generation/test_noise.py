@@ -74,6 +74,14 @@ def test_copies_of_a_prompt_draw_different_noise(model: Any) -> None:
     assert len({tuple(row) for row in output.tolist()}) == 4
 
 
+def test_a_generator_comes_before_a_seed_that_is_stored(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompts(1, 6)
+    drawn = model.generate(ids, generator=torch.Generator().manual_seed(1), **ARGUMENTS)
+    monkeypatch.setattr(model.generation_config, "seed", 7)
+    assert torch.equal(model.generate(ids, **ARGUMENTS), model.generate(ids, seed=7, **ARGUMENTS))
+    assert torch.equal(model.generate(ids, generator=torch.Generator().manual_seed(1), **ARGUMENTS), drawn)
+
+
 def test_different_prompts_draw_different_noise() -> None:
     model = Scripted(torch.zeros(20, 9))
     output = generate(model, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]]), seed=7, **ARGUMENTS)
