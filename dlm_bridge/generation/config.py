@@ -107,7 +107,8 @@ class DiffusionGenerationConfig(GenerationConfig):
         pad_token_id: what follows the end of a row.
         mask_token_id: the token that stands for "not settled yet".
         cache: what is kept of a forward for the next ones: "none"; "block" (exact, the default of block-causal models,
-            Nemotron's and WeDLM's); "prefix" or "dual" (approximate, of bidirectional models; Fast-dLLM v1).
+            Nemotron's and WeDLM's); "prefix" or "dual" (approximate, of bidirectional models; Fast-dLLM v1); for
+            fast_dllm_v2 "dual" is its own, of the block's other small blocks (approximate; its `use_block_cache`).
         execution: how forwards run: "eager", "graph" (recorded as CUDA graphs, the default on a GPU) or "compiled"
             (recorded, and decoder layers are compiled: faster, after up to a minute once for each model).
         repetition_penalty, suppress_tokens, bad_words_ids, min_new_tokens, min_length, no_repeat_ngram_size: as in

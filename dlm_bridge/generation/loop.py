@@ -143,7 +143,9 @@ def settle_block(work: Denoising, block: slice) -> None:
     index = 0
     while active:
         rows = None if len(active) == len(canvas.rows) else active
-        columns = block if recipe.window is None else window(canvas, rows, block, recipe.window)
+        columns = predictor.columns(rows, block)
+        if recipe.window is not None:
+            columns = window(canvas, rows, block, recipe.window)
         logits = work.constraints(predictor(rows, columns), canvas, active, columns)
         shaped, tokens = propose(logits, canvas, active, columns, recipe.sampling, noise)
         before = canvas.take(rows, columns)

@@ -6,7 +6,8 @@ A predictor is all that the loop knows of the model. Caches (`Cache`):
 - "none": each forward runs the canvas as far as the topology lets later columns matter.
 - "prefix" and "dual" (Fast-dLLM v1, arXiv 2505.22618), for bidirectional models: a block's first forward runs the
   whole canvas and keeps its keys and values; the others run just the block ("dual"), or the block and what stands
-  behind it ("prefix"), and see the rest as it was then. Approximate.
+  behind it ("prefix"), and see the rest as it was then. Approximate. Fast-dLLM v2's "dual" is that of small blocks in
+  a block (`small_blocks`).
 - "block", for models that see nothing behind what is settled (`settling`): settled blocks are run once more and kept,
   of WeDLM's all tokens before the first mask. Exact.
 """
@@ -53,6 +54,10 @@ class Predictor:
 
     def keep(self, rows: list[int]) -> None:
         """The canvas goes on with these rows of those that it had."""
+
+    def columns(self, rows: list[int] | None, block: slice) -> Columns:
+        """The columns of the block that the rows' next step is about."""
+        return block
 
     def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
         """Logits [A, N, V] of these columns' tokens, in the model's dtype.

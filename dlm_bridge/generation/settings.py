@@ -83,11 +83,12 @@ GENERATE_ARGUMENTS = (
     "negative_prompt_attention_mask",
     "custom_generate",
 )
-# What transformers' generate hands on to a model, and what to do instead.
+# What transformers' generate hands on to a model, or a published sampler takes, and what to do instead.
 NO_INPUTS = {
     "inputs_embeds": "a denoiser starts from tokens, pass input_ids",
     "position_ids": "each row counts from its own first token, say with attention_mask where padding is",
     "past_key_values": "what is kept between forwards is chosen by cache",
+    "use_block_cache": "cache='dual' is what it turns on, cache='block' what is kept without it",
 }
 KEYWORD, GIVEN, STORED, MODEL, FAMILY, ALGORITHM = (
     "keyword argument",

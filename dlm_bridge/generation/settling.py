@@ -140,7 +140,7 @@ class BlockCausal(Settling):
         forward that is then, if the block is done for sure or the next one costs next to nothing."""
         block, blocks = self._block, self.canvas.blocks
         one = block.stop - block.start <= self._block_length and block != blocks[-1]
-        if self._cache != "block" or not one or self.cfg_scale:
+        if self._cache == "none" or not one or self.cfg_scale:
             return
         if self._ahead is not None or self._kept_until < block.start:
             return

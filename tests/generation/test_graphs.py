@@ -18,6 +18,7 @@ from tests.generation.conftest import load, prompts
 from tests.generation.recorded import stand_in
 from tests.generation.test_caches import load_case, logits_of
 from tests.generation.test_families import DIFFUSION
+from tests.generation.test_small_blocks import load_varied, ragged
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -65,6 +66,24 @@ def test_block_causal_rows_that_end(name: str, execution: str, tmp_path: Path) -
         expected = model.generate(tokens, **settings, eos_token_id=eos, execution="eager", cache="none")
         for _ in range(2):
             assert torch.equal(model.generate(tokens, **settings, eos_token_id=eos, execution=execution), expected)
+
+
+@pytest.mark.parametrize("lengths", [(16,), (13, 5, 16, 10)])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_small_blocks(lengths: tuple[int, ...], execution: str, tmp_path: Path) -> None:
+    """Fast-dLLM v2's own cache: forwards of the block, of a small block, and of rows that are not equally far."""
+    model, mask = load_varied(tmp_path)
+    model.to(DEVICE)
+    _, tokens, real = ragged(lengths, 0)
+    settings = {"inputs": tokens.to(DEVICE), "attention_mask": real.to(DEVICE), "gen_length": 40, "cache": "dual"}
+    settings |= {"mask_token_id": mask, "pad_token_id": 0, "small_block_size": 4, "threshold": 0.3}
+    free = model.generate(**settings, eos_token_id=None, execution="eager")
+    assert not torch.equal(model.generate(**settings | {"cache": "block"}, eos_token_id=None, execution="eager"), free)
+    for eos in (None, sorted({int(free[row, 20 + 6 * row]) for row in range(len(lengths))})):
+        expected = model.generate(**settings, eos_token_id=eos, execution="eager")
+        for _ in range(3):
+            assert torch.equal(model.generate(**settings, eos_token_id=eos, execution=execution), expected)
+    assert len(runner._kept_graphs[model]._recorded) >= 2
 
 
 @pytest.mark.parametrize("padded", [False, True])

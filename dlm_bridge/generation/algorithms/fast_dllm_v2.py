@@ -7,15 +7,16 @@ from typing import ClassVar
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.algorithms.base import Algorithm, Tokens
-from dlm_bridge.generation.algorithms.block_causal import by_blocks
+from dlm_bridge.generation.canvas import Layout
 from dlm_bridge.generation.loop import Recipe
 from dlm_bridge.generation.rules.threshold import SmallBlocks
+from dlm_bridge.generation.small_blocks import SmallBlockCausal
 from dlm_bridge.models.spec import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
 class FastDLLMv2(Algorithm):
-    """Fast-dLLM v2's `generate` without its caches (arXiv 2509.26328).
+    """Fast-dLLM v2's `generate` (arXiv 2509.26328); with the cache "dual" that of `use_block_cache`.
 
     A block's first token is the best guess of the position before it, as in an autoregressive model; the others are
     settled from small block to small block. A prompt of exactly one block counts as context, too (there it is lost).
@@ -40,5 +41,7 @@ class FastDLLMv2(Algorithm):
             rule=SmallBlocks(self.threshold, self.small_block_size),
             sampling=self.sampling(),
             seed="greedy",
-            **by_blocks(self.block_size),
+            layout=Layout(self.block_size, aligned=True),
+            predictor=SmallBlockCausal,
+            predictor_options={"block_length": self.block_size, "small_block_length": self.small_block_size},
         )
