@@ -109,6 +109,24 @@ def test_the_entropy_bound_accepts_what_is_sure_and_remakes_the_rest() -> None:
     assert {len({*column}) for column in seen[0].T.tolist()} == {8}
 
 
+def test_what_is_given_uses_none_of_the_bound() -> None:
+    """Masks inside a prompt: neither padding nor the tokens around them count, so that a row is filled as alone."""
+    model = StandIn(family(algorithm="llada"), peak=6.0)
+    arguments = {"algorithm": "uniform", "resampling": "entropy_bound", "steps": 4, "infill": True, "temperature": 1.0}
+    rows = torch.tensor([[0, 0, 0, 0, 0, 0, MASK, 7, MASK], [1, MASK, 2, 3, 4, 5, 6, 8, 9]])
+    mask = torch.tensor([[0] * 6 + [1] * 3, [1] * 9])
+    for seed in range(8):
+        settings = {**arguments, "seed": seed, "entropy_bound": 2.0, "eos_token_id": None}
+        together = generate(model, rows, attention_mask=mask, **settings)
+        assert torch.equal(together[0, 6:], generate(model, rows[:1, 6:], **settings)[0])
+    seen: list[torch.Tensor] = []  # of a hole beside ten tokens: it alone, whose own entropy does not count, passes
+    scripted = Scripted(torch.tensor([[5.0, 5.0, 0.0, 0.0]] + [[9.0, 0.0, 0.0, 0.0]] * 10))
+    scripted.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"][:, 0]), with_kwargs=True)
+    ids = torch.tensor([[3] + [0] * 10] * 300)
+    generate(scripted, ids, **arguments, entropy_bound=0.0, eos_token_id=None, seed=0)
+    assert all((after < 2).all() for after in seen[1:])
+
+
 def test_pairs_of_positions_are_independent_noise() -> None:
     model = no_mask(Scripted(torch.zeros(2, 3)))
     generate(
