@@ -35,6 +35,7 @@ from dlm_bridge.train.sampling import Sampler
 from dlm_bridge.train.setup import (
     begin,
     check_data,
+    leaves_no_empty_folder,
     load_data,
     make_objective,
     on_cpu,
@@ -53,6 +54,7 @@ from dlm_bridge.train.speed.weights import HalfWeights
 HALF = ("bf16", "fp8")  # precisions whose weights are fp32 and whose model is not
 
 
+@leaves_no_empty_folder
 def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
     """Train until `config.steps`, a SIGTERM or `config.exit_duration`, and return the last checkpoint's folder.
 

@@ -32,10 +32,12 @@ TASKS: dict[str, dict[str, Any]] = {
     "rl": {"length_variation": 0.0, "lr": 1e-6, "weight_decay": 0.0, "lr_schedule": "constant"},
 }
 
-# A resumed run must agree with its start on whose checkpoints these are, and on what decides the data's order and the
-# noise.
+# A resumed run must agree with its start on whose checkpoints these are and what optimizer's state they hold, and on
+# what decides the data's order and the noise.
 FIXED_FOR_A_RUN = (
     "engine",
+    "optimizer",
+    "distributed_optimizer",
     "family",
     "mask_token_id",
     "split",

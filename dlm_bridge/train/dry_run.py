@@ -96,6 +96,10 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     step, checkpoint = _newest(config, output) if resume else (0, None)
     if checkpoint is not None:
         check_same_model(config, checkpoint.parent if config.engine == "megatron" else checkpoint)
+        if config.engine == "megatron":
+            from dlm_bridge.train.megatron.checkpoints import check_form
+
+            check_form(checkpoint, config)
     found = check_data(config, load=False)
     on_hub = not Path(config.model).is_dir()
     model = _model(config, None if config.adapts else checkpoint, on_hub)
@@ -157,7 +161,8 @@ def _model(config: TrainConfig, checkpoint: Path | None, on_hub: bool) -> Any:
 def _check_tokenizer(config: TrainConfig, found: Data, model: Any, mask_token: int | None) -> None:
     if config.tokenizer:
         check_exists("--tokenizer", config.tokenizer)
-    if Path(config.tokenizer or config.model).is_dir() and (config.task == "sft" or found.has_text):
+    needs_one = config.task == "sft" or found.has_text or config.sample_prompt
+    if needs_one and Path(config.tokenizer or config.model).is_dir():
         vocabulary = model.get_input_embeddings().weight.shape[0]
         check_tokenizer(load_tokenizer(config), vocabulary, mask_token)
 
@@ -167,7 +172,7 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
     source = config.model if checkpoint is None or config.engine == "accelerate" else str(checkpoint.parent)
     if config.engine == "megatron":
         model = open_model(source, family=config.family)
-        _check_megatron(config, model)
+        _check_megatron(config, model, gpus)
         return memory_plan(model, run_of(config, str(config.objective), gpus)), []
     config.accumulation(gpus)
     if config.adapts:
@@ -196,18 +201,21 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
     return memory_plan(model, run), [*masters, *([OFFLOADED] if config.cpu_offload else []), ESTIMATED]
 
 
-def _check_megatron(config: TrainConfig, model: Model) -> None:
+def _check_megatron(config: TrainConfig, model: Model, gpus: int) -> None:
     """What megatron-core, and the engine on it, refuse of this model in this layout."""
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.refusals import NotInstalledError
     from dlm_bridge.train.megatron.checks import check_experts, check_sequence
     from dlm_bridge.train.megatron.settings import passed_on
     from dlm_bridge.train.megatron.setup import DTYPES, check_engine
+    from dlm_bridge.train.megatron.stragglers import check_stragglers
 
     with contextlib.suppress(NotInstalledError):  # it may be where the run is
         check_engine(config)
     check_experts(config, model.dims, model.mapping.transformer(model.config))
     check_sequence(config)
+    if config.straggler_interval:
+        check_stragglers(config.straggler_interval, config.pp, gpus)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.sharded_sequence} | passed_on(config, "transformer")
     with contextlib.suppress(NotInstalledError):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -18,7 +21,11 @@ from dlm_bridge.train.data import Data, Fit, Reader, Samples, check_sources, fin
 from dlm_bridge.train.finetuning import load_conversations, tuned_as
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.objectives import OBJECTIVES, Objective, build_objective, check_objective, mask_token_id
+from dlm_bridge.train.text_samples import read_texts
 from dlm_bridge.train.trackers import check_trackers
+
+Config = TypeVar("Config", bound=TrainConfig)
+Rest = ParamSpec("Rest")
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,27 @@ def on_cpu(config: TrainConfig) -> bool:
     if cpu and config.precision == "fp16":
         raise DlmBridgeError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
     return cpu
+
+
+def leaves_no_empty_folder(
+    train: Callable[Concatenate[Config, Rest], Path],
+) -> Callable[Concatenate[Config, Rest], Path]:
+    """For the functions that take a run from its beginning to its end: where nothing was written into the output
+    folder, because the run was refused first, the folder and those above it that had to be made are gone again."""
+
+    @functools.wraps(train)
+    def run(config: Config, *arguments: Rest.args, **options: Rest.kwargs) -> Path:
+        output = Path(config.output)
+        main = os.environ.get("RANK", "0") == "0"
+        made = [folder for folder in (output, *output.parents) if not folder.exists()] if main else []
+        try:
+            return train(config, *arguments, **options)
+        finally:
+            with contextlib.suppress(OSError):  # the first that is not empty ends it
+                for folder in made:
+                    folder.rmdir()
+
+    return run
 
 
 def open_output(output: Path, resume: bool) -> None:
@@ -99,7 +127,8 @@ def write_config(config: TrainConfig, output: Path) -> None:
 
 def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     """The configuration with its objective resolved. Raises DlmBridgeError where the objective would be another than
-    the model is read with: a shifted or block-causal model trained as a bidirectional one is silently broken."""
+    the model is read with (a shifted or block-causal model trained as a bidirectional one is silently broken), and for
+    what else of a run can be told with its model alone."""
     family = model_family(model)
     if family is None:
         raise DlmBridgeError(
@@ -116,6 +145,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
         config = tuned_as(config, family)
     check_adaptation(config, family)
     check_trackers(config)
+    read_texts(config.sample_prompt)
     return config
 
 
@@ -141,7 +171,7 @@ def check_data(config: TrainConfig, load: bool = True) -> Data:
 
 
 def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Samples, Samples, Any]:
-    """The training and validation samples and the tokenizer (None where no data need one and the model has none);
+    """The training and validation samples and the tokenizer (None where nothing needs one and the model has none);
     `mask_token` is None where the objective masks nothing. Raises DlmBridgeError."""
     found = find_data(config.data)
     if config.task == "sft":
@@ -157,7 +187,7 @@ def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[
     try:
         tokenizer = load_tokenizer(config)
     except DlmBridgeError:
-        if found.has_text or config.tokenizer:
+        if found.has_text or config.tokenizer or config.sample_prompt:
             raise
     train, valid = found.sections(reader, tokenizer)
     return train, valid, tokenizer

@@ -30,8 +30,6 @@ class TextSamples:
     def __init__(self, config: TrainConfig, tokenizer: Any, output: Path, step: int, main: bool) -> None:
         """In the `main` process, which alone writes, opening the file drops the rows past `step` and a torn last line.
         Raises DlmBridgeError for prompts that cannot be read or encoded."""
-        if tokenizer is None:
-            raise DlmBridgeError("--sample-prompt is a text, and no tokenizer is there: name one with --tokenizer")
         self._config = config
         self._tokenizer = tokenizer
         self._prompts = read_texts(config.sample_prompt)

@@ -38,7 +38,8 @@ def test_resume_takes_the_runs_own_options_and_keeps_its_data_order(tmp_path: Pa
     (tmp_path / "config.yaml").write_text(TrainConfig(**{**GIVEN, **output}, lr=0.5, seed=3).to_yaml())
     config = load_config({**output, "steps": 5}, resume=True)
     assert (config.model, config.lr, config.seed, config.steps) == ("m", 0.5, 3, 5)
-    for change in ({"seed": 4}, {"seq_length": 8}, {"global_batch_size": 8}, {"split": "9,1,0"}):
+    of_data = ({"seed": 4}, {"seq_length": 8}, {"global_batch_size": 8}, {"split": "9,1,0"})
+    for change in (*of_data, {"optimizer": "sgd"}, {"distributed_optimizer": False}):
         flag = "--" + next(iter(change)).replace("_", "-")
         with pytest.raises(DlmBridgeError, match=f"{flag} .* differs from the .* began with"):
             load_config({**output, **change}, resume=True)

@@ -87,17 +87,24 @@ def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) ->
     assert all(same(tensor, hub_tensors(hub)[key]) for key, tensor in exported.items())
 
 
-def test_another_tensor_parallel_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlm_bridge.parallel.core import parallel_state
-    from dlm_bridge.train.megatron import fsdp_checkpoints
+def test_another_tensor_parallel_size_is_refused(tmp_path: Path) -> None:
+    from dlm_bridge.train.config import TrainConfig
+    from dlm_bridge.train.megatron import checkpoints, fsdp_checkpoints
 
     models()["gqa"].write(tmp_path / "hub")
     (model,) = Bridge.from_hf(tmp_path / "hub").build_megatron_model(Layout())
     rank = Rank(model, 0, 1)
-    fsdp_checkpoints.save(tmp_path / "iter_0000007", 7, {}, rank, rank.optimizer, {})
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
-    with pytest.raises(DlmBridgeError, match="resumed at their own --tp only, which is not 2"):
-        fsdp_checkpoints.load(tmp_path / "iter_0000007", rank, rank.optimizer)
+    folder = tmp_path / "iter_0000007"
+    fsdp_checkpoints.save(folder, 7, {}, rank, rank.optimizer, {})
+    asked = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron"}
+    checkpoints.check_form(folder, TrainConfig(**asked, fsdp="optim"))
+    with pytest.raises(DlmBridgeError, match="resumed at their own --tp only, which is 1 and not 2"):
+        checkpoints.check_form(folder, TrainConfig(**asked, fsdp="optim", tp=2))
+    with pytest.raises(DlmBridgeError, match="was saved with --fsdp: resume it so"):
+        checkpoints.check_form(folder, TrainConfig(**asked))
+    (folder / ".metadata").write_bytes(b"torn")
+    with pytest.raises(DlmBridgeError, match="iter_0000007: cannot be resumed from"):
+        checkpoints.check_form(folder, TrainConfig(**asked, fsdp="optim"))
 
 
 def test_halves_of_tensor_parallel_ranks_lie_apart() -> None:

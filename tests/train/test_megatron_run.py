@@ -148,28 +148,19 @@ def test_a_resume_of_another_model_is_refused(tmp_path: Path, on_megatron: Run, 
         on_megatron(tmp_path / "run", resume=True, steps=1, model=str(other))
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"optimizer": "sgd"}, "--optimizer sgd differs from the adamw of the run in"),
-        ({"distributed_optimizer": False}, "--distributed-optimizer false differs from the true of the run in"),
-    ],
-)
-def test_a_resume_with_another_optimizer_is_refused(
-    tmp_path: Path, on_megatron: Run, changes: dict[str, Any], said: str
-) -> None:
-    on_megatron(tmp_path / "run", steps=1, eval_interval=0)
-    with pytest.raises(DlmBridgeError, match=said):
-        on_megatron(tmp_path / "run", resume=True, steps=2, eval_interval=0, **changes)
-
-
-def test_a_checkpoint_without_what_is_asked_of_it_is_one_line(
+def test_a_resume_with_fsdp_of_a_run_without_is_refused_before_anything_is_built(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch gathers what the ranks say, with their tracebacks."""
     from dlm_bridge.train.megatron import engine
 
-    monkeypatch.setattr(engine, "check_same_optimizer", lambda _: None)
+    on_megatron(tmp_path / "run", steps=1, eval_interval=0)
+    monkeypatch.setattr(engine, "assemble", None)
+    with pytest.raises(DlmBridgeError, match="iter_0000001: was saved without --fsdp"):
+        on_megatron(tmp_path / "run", resume=True, steps=2, fsdp="optim")
+
+
+def test_a_checkpoint_without_what_is_asked_of_it_is_one_line(tmp_path: Path, on_megatron: Run) -> None:
+    """torch gathers what the ranks say, with their tracebacks."""
     options = {"precision": "bf16", "eval_interval": 0}
     on_megatron(tmp_path / "run", steps=1, **options)
     with pytest.raises(DlmBridgeError, match="cannot be resumed from") as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,14 @@ def test_what_cannot_be_sampled_ends_a_run_before_it_began(
         run(tmp_path / "run", **{**options, **changes})
     assert "\n" not in str(raised.value)
     assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_prompt_needs_a_tokenizer(tmp_path: Path, run: Run, seed_folder: Path) -> None:
+    """Token ids alone do not; nothing is left of a run that lacks one."""
+    (tmp_path / "model").mkdir()
+    shutil.copy(seed_folder / "config.json", tmp_path / "model")
+    options = {"model": str(tmp_path / "model"), "data": ["mock"], "steps": 1, "eval_interval": 0}
+    run(tmp_path / "run", **options)
+    with pytest.raises(DlmBridgeError, match="name one with --tokenizer"):
+        run(tmp_path / "other/run", **options, sample_interval=1, sample_prompt=["def"])
+    assert not (tmp_path / "other").exists()

@@ -6,12 +6,13 @@ iteration is written under a hidden name and renamed when it is whole; the track
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpointing, parallel_state, unwrap_model
 from dlm_bridge.parallel.inner_masters import whole_masters
 from dlm_bridge.train.checkpoints import sync, sync_tree
+from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.megatron import carried_layers, fp8_state, fsdp_checkpoints, optimizer_state
 from dlm_bridge.train.megatron.source import Source
 from dlm_bridge.train.tokenizer_files import save_tokenizer
@@ -54,6 +56,17 @@ def newest(output: Path) -> tuple[int, Path | None]:
     if folder is None or not folder.is_dir():
         raise DlmBridgeError(f"{tracker} names iteration '{text}', which is not there: remove the file to start anew")
     return int(text), folder
+
+
+def check_form(folder: Path, config: TrainConfig) -> None:
+    """Raise DlmBridgeError for an iteration of a form that a resume with these options does not take."""
+    fsdp = config.fsdp is not None
+    if (folder / "metadata.json").is_file() == fsdp:
+        how = "without" if fsdp else "with"
+        raise DlmBridgeError(f"{folder}: was saved {how} --fsdp: resume it so, or export it and start from that")
+    if fsdp:
+        with _readable(folder):
+            fsdp_checkpoints.check_size(folder, config.tp)
 
 
 def prepare(output: Path, source: Source, tokenizer: Any) -> None:
@@ -167,25 +180,18 @@ class Saver:
     def load(self, folder: Path) -> dict[str, Any]:
         """Set weights and optimizer to those of an iteration of any layout, and return our own values. Raises
         DlmBridgeError for a damaged checkpoint and for one of another model."""
-        if (folder / "metadata.json").is_file() == self.fsdp:
-            how = "without" if self.fsdp else "with"
-            raise DlmBridgeError(f"{folder}: was saved {how} --fsdp: resume it so, or export it and start from that")
         with fp8_state.only_data():
             return self._load(folder)
 
     def _load(self, folder: Path) -> dict[str, Any]:
         chunks = list(zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True))
-        try:
+        with _readable(folder):
             if self.fsdp:
                 return fsdp_checkpoints.load(folder, self.chunks[0], self.optimizer)
             asked = self._state(is_loading=True)
             parts = optimizer_state.request(self.optimizer, asked.pop(optimizer_state.SAVED))
             wanted = optimizer_state.outline(parts)
             state = dist_checkpointing.load({**asked, optimizer_state.WANTED: parts}, str(folder))
-        except DlmBridgeError:
-            raise
-        except (Exception, CheckpointException) as error:  # megatron-core and torch raise what they like
-            raise DlmBridgeError(f"{folder}: cannot be resumed from: {_reason(error)}") from error
         try:
             weights = {key: fp8_state.rewritten(state[key], chunk.config) for key, chunk in chunks}
             for key, chunk in chunks:
@@ -231,6 +237,17 @@ class Saver:
                     os.replace(old, gone)  # out of sight first: a kill leaves nothing that looks like a checkpoint
                     shutil.rmtree(gone)
         dist.barrier()
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """What megatron-core and torch raise as they read an iteration, which may be anything, as one line."""
+    try:
+        yield
+    except DlmBridgeError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise DlmBridgeError(f"{folder}: cannot be resumed from: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:

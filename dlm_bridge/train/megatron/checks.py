@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from dlm_bridge.convert.mapping import Dims
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.batch import rank_positions
 from dlm_bridge.parallel.core import parallel_state
-from dlm_bridge.train.config import TrainConfig, read_yaml
+from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.megatron_options import flag
 from dlm_bridge.train.objectives import Objective
 
@@ -23,19 +22,6 @@ OF_EXPERTS = (
     "moe_shared_expert_overlap",
 )
 MODULES_OF_EXPERTS = ("moe", "moe_act", "shared_experts")  # that are recomputed
-
-
-def check_same_optimizer(config: TrainConfig) -> None:
-    """Raise DlmBridgeError where a resume asks for another optimizer than that whose state the run has saved."""
-    own = Path(config.output) / "config.yaml"
-    began = read_yaml(own) if own.is_file() else {}
-    for name in ("optimizer", "distributed_optimizer"):
-        if began.get(name, value := getattr(config, name)) != value:
-            asked, other = (str(given).lower() for given in (value, began[name]))
-            raise DlmBridgeError(
-                f"{flag(name)} {asked} differs from the {other} of the run in {config.output}, whose state it could "
-                "not take: resume with that, or export the checkpoint and start from it"
-            )
 
 
 @contextlib.contextmanager

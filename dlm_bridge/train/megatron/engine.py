@@ -33,8 +33,8 @@ from dlm_bridge.train.keyed import torch_seed
 from dlm_bridge.train.loop import EVAL_BATCHES, Engine
 from dlm_bridge.train.megatron import carried_layers
 from dlm_bridge.train.megatron.batches import Batcher, StepBatches
-from dlm_bridge.train.megatron.checkpoints import Saver, clear, newest, prepare, root_of, write_hub_config
-from dlm_bridge.train.megatron.checks import check_same_optimizer, check_sequence, check_sizes, gradient_checks
+from dlm_bridge.train.megatron.checkpoints import Saver, check_form, clear, newest, prepare, root_of, write_hub_config
+from dlm_bridge.train.megatron.checks import check_sequence, check_sizes, gradient_checks
 from dlm_bridge.train.megatron.clipping import ClippedStep
 from dlm_bridge.train.megatron.collection import Collection
 from dlm_bridge.train.megatron.settings import check_settings
@@ -53,6 +53,7 @@ from dlm_bridge.train.optimisation import check_finite, learning_rate
 from dlm_bridge.train.setup import (
     check_data,
     check_same_model,
+    leaves_no_empty_folder,
     load_data,
     make_objective,
     open_output,
@@ -65,6 +66,7 @@ from dlm_bridge.train.text_samples import TextSamples
 T = TypeVar("T")
 
 
+@leaves_no_empty_folder
 def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
     """Train until `config.steps`, a SIGTERM or `config.exit_duration`, and return the last checkpoint's folder.
 
@@ -80,7 +82,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     step, checkpoint = newest(output) if resume else (0, None)
     if checkpoint is not None:
         check_same_model(config, root_of(output))
-        check_same_optimizer(config)
+        check_form(checkpoint, config)
     if checkpoint is not None and step >= config.steps:
         if main:
             console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)

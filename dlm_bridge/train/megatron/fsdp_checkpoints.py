@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,19 +48,12 @@ def save(
 
 
 def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
-    """Set weights and optimizer state to those of an iteration, on any number of data parallel ranks, and return our
-    own values. Raises DlmBridgeError where it was saved with another tensor parallel size, and for another expert
-    parallel size where there are scales of FP8."""
+    """Set weights and optimizer state to those of an iteration, on any number of data parallel ranks of the same
+    tensor parallel size (`check_size`), and return our own values. Raises DlmBridgeError for another expert parallel
+    size where there are scales of FP8."""
     reader = dcp.FileSystemReader(str(folder))
-    first: dict[str, Any] = {RUN: ""}
-    dcp.load(first, storage_reader=reader)
-    run = json.loads(first[RUN])
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    if run.pop("tp") != tp:
-        raise DlmBridgeError(
-            f"{folder}: Megatron FSDP's checkpoints are resumed at their own --tp only, which is not {tp}: export it "
-            "and start from that"
-        )
+    run = _read_run(reader)
+    del run["tp"]
     optimizer._init_optimizer_states_with_dummy_values()  # what is loaded has to be there
     state = _pieces(chunk, optimizer)
     dcp.load(state, storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False))
@@ -68,6 +62,26 @@ def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
     chunk.module.install_optimized_model_weights()
     chunk.start_param_sync()
     return run
+
+
+def check_size(folder: Path, tp: int) -> None:
+    """Raise DlmBridgeError where an iteration was saved with another tensor parallel size, by which its tensors are
+    cut."""
+    if (own := _read_run(dcp.FileSystemReader(str(folder)))["tp"]) != tp:
+        raise DlmBridgeError(
+            f"{folder}: Megatron FSDP's checkpoints are resumed at their own --tp only, which is {own} and not {tp}: "
+            "export it and start from that"
+        )
+
+
+def _read_run(reader: dcp.FileSystemReader) -> dict[str, Any]:
+    """Our own values, and what the optimizer counts; each process reads them for itself."""
+    state: dict[str, Any] = {RUN: ""}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    found: dict[str, Any] = json.loads(state[RUN])
+    return found
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,14 @@ from dlm_bridge.errors import DlmBridgeError
 Timed = float | tuple[torch.Event, torch.Event]  # seconds, or from one event to another
 
 
+def check_stragglers(interval: int, stages: int, ranks: int) -> None:
+    """Raise DlmBridgeError where no two ranks do the same work."""
+    if ranks == stages:
+        raise DlmBridgeError(
+            f"--straggler-interval {interval}: each of {stages} rank(s) does other work: leave it out"
+        )
+
+
 class Stragglers:
     """Measures `timed` work on one rank and, every `interval` steps, compares it among the ranks of a pipeline stage,
     which do the same work. On a device the time is the device's, between two events.
@@ -27,10 +35,7 @@ class Stragglers:
 
     def __init__(self, interval: int, stage: int, stages: int, device: torch.device, group: Any) -> None:
         """`group` is one of all ranks between CPUs. Raises DlmBridgeError where no two ranks do the same work."""
-        if dist.get_world_size() == stages:
-            raise DlmBridgeError(
-                f"--straggler-interval {interval}: each of {stages} rank(s) does other work: leave it out"
-            )
+        check_stragglers(interval, stages, dist.get_world_size())
         self.interval = interval
         self.stage = stage
         self.device = device

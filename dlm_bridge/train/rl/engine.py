@@ -37,12 +37,13 @@ from dlm_bridge.train.rl.policy import PolicyUpdater
 from dlm_bridge.train.rl.preference import PreferenceUpdater, preference_loss
 from dlm_bridge.train.rl.rollout import Figures, Rollouts
 from dlm_bridge.train.rl.rows import Pair, Problem, Shuffled, load_pairs, load_problems
-from dlm_bridge.train.setup import begin, on_cpu, write_config
+from dlm_bridge.train.setup import begin, leaves_no_empty_folder, on_cpu, write_config
 from dlm_bridge.train.trackers import check_trackers
 
 Item = TypeVar("Item")
 
 
+@leaves_no_empty_folder
 def train(config: RLConfig, resume: bool = False, console: Console | None = None) -> Path:
     """Train until `config.steps`, a SIGTERM or `config.exit_duration`, and return the last checkpoint's folder.
 
