@@ -6,12 +6,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.megatron.settings import CLASSES, OURS, REFUSED, check_settings, passed_on
+from dlm_bridge.train.megatron.companions import NEEDS
+from dlm_bridge.train.megatron.settings import CLASSES, OURS, REFUSED, check_settings, default_values, passed_on
 from dlm_bridge.train.megatron_options import flag
 
 PAGE = Path(__file__).parents[2] / "docs/megatron_flags.md"
@@ -130,6 +132,66 @@ def test_what_is_always_so_may_be_said() -> None:
     }
 
 
+def test_what_something_else_turns_on_is_refused_alone() -> None:
+    for group, needs in NEEDS.items():
+        defaults = default_values(group)
+        for key, need in needs.items():
+            assert key in FIELDS[group] - OURS[group].keys() - REFUSED[group].keys(), key
+            if defaults[key] is not None:
+                check_settings(settings(f"{group}.{key}={_written(defaults[key])}"))
+            if need.met(settings(), {}):
+                continue
+            with pytest.raises(DlmBridgeError, match=f"--megatron {group}.{key} does nothing without "):
+                check_settings(settings(f"{group}.{key}={OTHER.get(key, _other(defaults[key]))}"))
+
+
+@pytest.mark.parametrize(
+    ("values", "options"),
+    [
+        (["transformer.fp8_margin=1"], {"precision": "fp8"}),
+        (["transformer.fp8_dot_product_attention=true"], {"precision": "fp8", "fp8_recipe": "tensorwise"}),
+        (
+            ["transformer.num_layers_at_start_in_bf16=2", "transformer.first_last_layers_bf16=true"],
+            {"precision": "fp8"},
+        ),
+        (["transformer.first_last_layers_bf16=true", "transformer.fp4=e2m1"], {"precision": "bf16"}),
+        (["transformer.cpu_offloading=true", "transformer.cpu_offloading_num_layers=1"], {}),
+        (["transformer.fine_grained_activation_offloading=true", "transformer.offload_modules=[core_attn]"], {}),
+        (["transformer.microbatch_group_size_per_vp_stage=4"], {"pp": 2, "vp": 2}),
+        (["transformer.distribute_saved_activations=true"], {"recompute": "full", "tp": 2}),
+        (["transformer.moe_enable_deepep=true"], {"moe_dispatcher": "flex"}),
+        (["transformer.moe_token_drop_policy=position", "transformer.moe_expert_capacity_factor=1.0"], {}),
+        (["ddp.fsdp_double_buffer=true"], {"fsdp": "optim"}),
+        (["ddp.reduce_scatter_with_fp32_accumulation=true"], {}),
+        (["optimizer.sgd_momentum=0.5"], {"optimizer": "sgd"}),
+        (["optimizer.pin_cpu_grads=false"], {"optimizer_cpu_offload": True}),
+        (["optimizer.store_param_remainders=false"], {"optimizer_cpu_offload": True}),
+        (["optimizer.hysteresis=3"], {"precision": "fp16"}),
+    ],
+)
+def test_what_is_turned_on_may_be_set(values: list[str], options: dict[str, Any]) -> None:
+    given = settings(*values)
+    check_settings(dataclasses.replace(given, **options))
+    for value in values:
+        passed_on(given, value.partition(".")[0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "options"),
+    [
+        ("transformer.fp8_margin=1", {"precision": "fp8", "fp8_recipe": "blockwise"}),
+        ("transformer.distribute_saved_activations=true", {"recompute": "full"}),
+        ("ddp.pad_buckets_for_high_nccl_busbw=true", {"fsdp": "optim"}),
+        ("ddp.pad_buckets_for_high_nccl_busbw=true", {"optimizer": "sgd"}),
+        ("optimizer.decoupled_weight_decay=false", {"optimizer": "sgd"}),
+    ],
+)
+def test_what_is_turned_off_may_not(setting: str, options: dict[str, Any]) -> None:
+    check_settings(settings())
+    with pytest.raises(DlmBridgeError, match="does nothing without"):
+        check_settings(dataclasses.replace(settings(setting), **options))
+
+
 def test_values_get_their_fields_types() -> None:
     import torch
 
@@ -162,6 +224,25 @@ def test_refuses(setting: str, message: str) -> None:
     with pytest.raises(DlmBridgeError, match=message) as raised:
         check_settings(settings(setting))
     assert "\n" not in str(raised.value)
+
+
+OTHER = {  # values that fields of few values may have, and are not their defaults
+    "fp8_amax_compute_algo": "max",
+    "fp4_recipe": "custom",
+    "fp4_quantizer_factory": "a.b",
+    "offload_modules": "[core_attn]",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_token_drop_policy": "position",
+}
+
+
+def _other(default: Any) -> str:
+    """A value that is not the default."""
+    return _written(not default) if isinstance(default, bool) else "7"
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _key(name: str) -> str | None:

@@ -13,6 +13,8 @@ import torch
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import DistributedDataParallelConfig, OptimizerConfig, TransformerConfig
 from dlm_bridge.parallel.gpt import IGNORED
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.megatron import companions
 from dlm_bridge.train.megatron_options import PASSED_THROUGH, MegatronOptions
 
 CLASSES: dict[str, Any] = {
@@ -149,6 +151,11 @@ _NOTHING = "megatron-core 0.16.1 does nothing with it"
 _NO_LOG = "the engine's steps neither ask for nor write this figure"
 _NO_TIMERS = "it synchronises megatron-core's timers, which the engine does not use"
 _OVERLAPPED = "only the schedule of overlap_moe_expert_parallel_comm does it"
+_OTHER_NORMS = "the engine's norms are Transformer Engine's or torch's, which do not look at it"
+_OTHER_ATTENTION = (
+    "the engine's attention is Transformer Engine's, FlashAttention's or torch's, and does not look at it"
+)
+_SHARED_BUFFER = "the engine's steps do not fill a buffer that weights and gradients share"
 _ALL_LOADED = "every weight is loaded, or initialised by the family's own rule"
 # What nobody may set, and why.
 REFUSED: dict[str, dict[str, str]] = {
@@ -170,6 +177,10 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("qk_clip", "qk_clip_alpha", "qk_clip_threshold"), "the engine's steps do not clip logits"),
         **dict.fromkeys(("log_max_attention_logit", "moe_per_layer_logging"), _NO_LOG),
         **dict.fromkeys(("mtp_standalone", "mtp_loss_scaling_factor"), "it is a part of multi-token prediction"),
+        **dict.fromkeys(("persist_layer_norm", "memory_efficient_layer_norm"), _OTHER_NORMS),
+        **dict.fromkeys(("masked_softmax_fusion", "attention_softmax_in_fp32"), _OTHER_ATTENTION),
+        "batch_invariant_mode": "its kernels are put in place by Megatron-LM's own training script",
+        "fp8_quantizer_factory": "it is of a custom recipe, which --fp8-recipe does not have",
         "barrier_with_L1_time": _NO_TIMERS,
         "wgrad_deferral_limit": "it belongs to defer_embedding_wgrad_compute, which cannot be set",
         "num_microbatches_with_partial_activation_checkpoints": (
@@ -221,6 +232,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "num_distributed_optimizer_instances": "the process groups of several instances are not made",
         "align_param_gather": "stages gather when they are ready",
         "delay_wgrad_compute": _OVERLAPPED,
+        "reuse_grad_buf_for_mxfp8_param_ag": _SHARED_BUFFER,
         "outer_dp_sharding_strategy": "the device mesh of two-level FSDP is not made",
     },
     "optimizer": {
@@ -234,6 +246,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "decoupled_lr": "all parameters have the learning rate of --lr",
         "decoupled_min_lr": "all parameters have the learning rate of --lr",
         "overlap_param_gather_with_optimizer_step": "the gather of weights begins with the next step",
+        "reuse_grad_buf_for_mxfp8_param_ag": _SHARED_BUFFER,
         "log_num_zeros_in_grad": _NO_LOG,
         "barrier_with_L1_time": _NO_TIMERS,
         "timers": _CALLABLE,
@@ -249,10 +262,25 @@ SHARES = ("hidden_dropout", "attention_dropout")  # from 0 to below 1, which is 
 _SIMPLE = (bool, int, float, str)
 
 
-def check_settings(options: MegatronOptions) -> None:
-    """Raise DlmBridgeError for a `--megatron` setting that megatron-core does not know or nobody may set."""
+def check_settings(config: TrainConfig) -> None:
+    """Raise DlmBridgeError for a `--megatron` setting that megatron-core does not know, that nobody may set, or that
+    does nothing beside the rest of `config`."""
     for group in PASSED_THROUGH:
-        passed_on(options, group)
+        passed = passed_on(config, group)
+        defaults = default_values(group)
+        for key, value in passed.items():
+            if value != defaults[key] and (words := companions.missing(group, key, config, passed)):
+                raise DlmBridgeError(
+                    f"--megatron {group}.{key} does nothing without {words.rstrip(',')}: add that, or leave this out"
+                )
+
+
+def default_values(group: str) -> dict[str, Any]:
+    """megatron-core's own values of one group's fields."""
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(CLASSES[group])
+    }
 
 
 def passed_on(options: MegatronOptions, group: str) -> dict[str, Any]:
