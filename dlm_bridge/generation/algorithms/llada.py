@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.algorithms.base import Algorithm, Tokens, check_blocks
@@ -27,7 +27,28 @@ from dlm_bridge.models.spec import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLaDA(Algorithm):
+class Guided(Algorithm):
+    """What LLaDA's sampler and iLLaDA's share: guidance, and the urge to end a thought (`end_think`)."""
+
+    cfg_scale: float = 0.0
+    remasking: str = "low_confidence"
+    end_think_token_ids: tuple[int, ...] | None = None
+    end_think_logit_boost: float = 0.0
+    end_think_boost_power: float = 2.0
+
+    def _predictor(self, plain: type[Predictor], urging: type[Predictor]) -> dict[str, Any]:
+        """A recipe's part, `plain` where nothing is urged."""
+        options: dict[str, Any] = {"cfg_scale": self.cfg_scale}
+        urge = EndThink.of(
+            self.end_think_token_ids, self.end_think_logit_boost, self.end_think_boost_power, self.gen_length
+        )
+        if urge is None:
+            return {"predictor": plain, "predictor_options": options}
+        return {"predictor": urging, "predictor_options": options | {"end_think": urge}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLaDA(Guided):
     """Blocks from the prompt's end on; each step settles a fixed share of the block (arXiv 2502.09992).
 
     With `threshold` or `factor` a step settles what the model is sure of instead, as many as that is, and `steps` is
@@ -40,16 +61,11 @@ class LLaDA(Algorithm):
 
     block_length: int = 128
     steps: int | None = None  # over all blocks; one for each new token by default
-    cfg_scale: float = 0.0
-    remasking: str = "low_confidence"
     threshold: float | None = None
     factor: float | None = None
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
     eot_token_id: int | None = None
-    end_think_token_ids: tuple[int, ...] | None = None
-    end_think_logit_boost: float = 0.0
-    end_think_boost_power: float = 2.0
 
     def recipe(self, tokens: Tokens) -> Recipe:
         blocks = check_blocks(self.gen_length, self.block_length)
@@ -61,16 +77,12 @@ class LLaDA(Algorithm):
                 f"steps {steps} is not a multiple of the {blocks} blocks "
                 f"(gen_length {self.gen_length} / block_length {self.block_length}): use steps {numbers}"
             )
-        urge = EndThink.of(
-            self.end_think_token_ids, self.end_think_logit_boost, self.end_think_boost_power, self.gen_length
-        )
         return Recipe(
             layout=Layout(self.block_length),
             rule=self._rule(steps // blocks, tokens),
             sampling=self.sampling(),
-            predictor=Urging if urge else Predictor,
-            predictor_options={"cfg_scale": self.cfg_scale} | ({"end_think": urge} if urge else {}),
             suppress=_some_end(tokens.end_token_ids, "logits_eos_inf") if self.logits_eos_inf else (),
+            **self._predictor(Predictor, Urging),
         )
 
     def _confidence(self) -> Score:
@@ -100,7 +112,7 @@ def _some_end(tokens: tuple[int, ...], name: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ILLaDA(Algorithm):
+class ILLaDA(Guided):
     """iLLaDA's `var_generate`: masks are appended block by block until a row ends; a block sees no later one."""
 
     name: ClassVar[str] = "illada"
@@ -110,22 +122,13 @@ class ILLaDA(Algorithm):
 
     block_length: int = 32
     steps: int | None = None  # of each block; one for each of its tokens by default
-    cfg_scale: float = 0.0
-    remasking: str = "low_confidence"
-    end_think_token_ids: tuple[int, ...] | None = None
-    end_think_logit_boost: float = 0.0
-    end_think_boost_power: float = 2.0
 
     def recipe(self, tokens: Tokens) -> Recipe:
         check_blocks(self.gen_length, self.block_length)
         score: Score = random_order if self.remasking == "random" else low_confidence
-        urge = EndThink.of(
-            self.end_think_token_ids, self.end_think_logit_boost, self.end_think_boost_power, self.gen_length
-        )
         return Recipe(
             layout=Layout(self.block_length),
             rule=Quota(score, partial(even, steps=self.steps or self.block_length)),
             sampling=self.sampling(),
-            predictor=UrgingGrowing if urge else Growing,
-            predictor_options={"cfg_scale": self.cfg_scale} | ({"end_think": urge} if urge else {}),
+            **self._predictor(Growing, UrgingGrowing),
         )
