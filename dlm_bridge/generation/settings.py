@@ -79,6 +79,7 @@ GENERATE_ARGUMENTS = (
     "prefix_allowed_tokens_fn",
     "synced_gpus",
     "assistant_model",
+    "assistant_tokenizer",
     "negative_prompt_ids",
     "negative_prompt_attention_mask",
     "custom_generate",
@@ -89,6 +90,18 @@ NO_INPUTS = {
     "position_ids": "each row counts from its own first token, say with attention_mask where padding is",
     "past_key_values": "what is kept between forwards is chosen by cache",
     "use_block_cache": "cache='dual' is what it turns on, cache='block' what is kept without it",
+    "cache_position": "what is kept between forwards is chosen by cache",
+    "logits_to_keep": "the sampler asks for the logits that it needs",
+    "labels": "the loss is model(input_ids, labels=labels).loss",
+    "trust_remote_code": "no code of a checkpoint is run",
+}
+# What does here what a setting of transformers' does there.
+INSTEAD = {
+    "assistant_model": "a denoiser settles several tokens a forward by itself, see threshold and steps",
+    "guidance_scale": "use cfg_scale, which is guidance_scale - 1, where the sampler has it",
+    "output_logits": "output_history=True gives how sure the model was of every token",
+    "output_scores": "output_history=True gives how sure the model was of every token",
+    "stopping_criteria": "a row ends at eos_token_id and at stop_strings",
 }
 KEYWORD, GIVEN, STORED, MODEL, FAMILY, ALGORITHM = (
     "keyword argument",
@@ -146,6 +159,9 @@ def resolve(
     for level in levels:
         check_values(level.values, "" if level.where == KEYWORD else f" ({level.where})")
     kind = _algorithm(spec, levels)
+    _refuse_unknown(keywords, KEYWORD, kind)
+    if generation_config is not None:
+        _refuse_unknown(_set_fields(generation_config), GIVEN, kind)
     levels += _defaults(model, spec, kind)
     temperature = _temperature(levels)
     _refuse_unsupported(levels, temperature, kind)
@@ -249,14 +265,11 @@ def _levels(model: Any, generation_config: GenerationConfig | None, keywords: Ma
         raise DlmBridgeError(
             f"generation_config must be a DiffusionGenerationConfig, not {type(generation_config).__name__}"
         )
-    _refuse_unknown(keywords, KEYWORD)
     # None is a value only where it says "off"; see `_find`.
     says_off = {"eos_token_id", *SAMPLING_ONLY, *OFF, *PARAMETERS}
     levels = [_Level(KEYWORD, {key: value for key, value in keywords.items() if value is not None or key in says_off})]
     if generation_config is not None:
-        given = _set_fields(generation_config)
-        _refuse_unknown(given, GIVEN)
-        levels.append(_Level(GIVEN, given))
+        levels.append(_Level(GIVEN, _set_fields(generation_config)))
     stored = getattr(model, "generation_config", None)
     if stored is not None:
         levels.append(_Level(STORED, _set_fields(stored)))
@@ -372,7 +385,7 @@ def _temperature(levels: list[_Level]) -> float:
     return 0.0
 
 
-def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
+def _refuse_unknown(values: Mapping[str, Any], where: str, kind: type[Algorithm]) -> None:
     known = {*ALIASES, *OWN_FIELDS, *SHARED_FIELDS, *WITHOUT_EFFECT, *SAMPLING_ONLY, *OFF, *GENERATE_ARGUMENTS}
     known |= set(vars(GenerationConfig()))
     for name in values:
@@ -381,7 +394,7 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = (
-                f"did you mean {near[0]}?" if near else f"known are gen_length, temperature, {', '.join(OWN_FIELDS)}"
+                f"did you mean {near[0]}?" if near else f"the {kind.name} sampler has {', '.join(kind.parameters())}"
             )
             raise DlmBridgeError(f"generate does not know '{name}' ({where}): {hint}")
 
@@ -429,4 +442,4 @@ def _shown(value: Any) -> str:
 
 
 def _remedy(name: str, where: str | None) -> str:
-    return f"pass {name}=None" if where == STORED else "leave it out"
+    return f"pass {name}=None" if where == STORED else INSTEAD.get(name, "leave it out")
