@@ -81,6 +81,26 @@ def buffers(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, buffer
 
 
+def leave_unshared_gradients(wrapped: Any) -> None:
+    """Mend megatron-core 0.16.1, in a MegatronFSDP: gradients that one data parallel rank alone has stay as they are.
+
+    Such are those of experts where expert parallelism takes all data parallel ranks, and all where there is one rank.
+    They are summed where they lie, and each "reduction" would add them to themselves, doubling what the micro-batches
+    before have left (`GradReducePipeline._bucket_group_gradient_reduce`).
+    """
+    pipeline = wrapped.grad_reduce_pipeline
+    reduce = pipeline._bucket_group_gradient_reduce
+
+    def reduce_shared(bucket_group: list[int], *arguments: Any, **options: Any) -> bool:
+        if pipeline.get_fsdp_buffer(bucket_group[0]).data_parallel_group.size() > 1:
+            return bool(reduce(bucket_group, *arguments, **options))
+        for bucket in bucket_group:
+            pipeline.bucket_grad_ready_params[bucket] = set()
+        return True
+
+    pipeline._bucket_group_gradient_reduce = reduce_shared
+
+
 def _tensor_parallel(name: str, parameter: torch.Tensor) -> tuple[int | None, int, int]:
     """The axis that tensor parallel ranks share (None where each has the whole), this rank and their number."""
     if ".experts." in name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -54,17 +55,26 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for strategy in ("optim", "optim_grads"):
         yield f"{strategy}: as the engine asks for it", partial(gradients, strategy, None, True)
     yield "optim: overlapped, which is why", partial(gradients, "optim", True, False)
+    for strategy in ("optim", "optim_grads"):
+        yield f"{strategy}: experts of one rank each", partial(gradients, strategy, None, True, experts=True)
+    yield (
+        "optim_grads: such experts unmended, which is why",
+        partial(gradients, "optim_grads", None, False, experts=True, mended=False),
+    )
 
 
-def gradients(strategy: str, overlapped: bool | None, equal: bool) -> None:
+def gradients(strategy: str, overlapped: bool | None, equal: bool, experts: bool = False, mended: bool = True) -> None:
+    """`experts`: the last layer is each rank's own, of which no other has any."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 
+    from dlm_bridge.parallel.fsdp import leave_unshared_gradients
     from dlm_bridge.train.megatron.setup import data_parallel_config
 
     rank = dist.get_rank()
     torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    last = nn.Sequential(OrderedDict(experts=nn.Sequential(nn.Linear(6, 4))))  # known by its name
+    alone = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), last)
     rows = torch.randn(2, MICRO, 5, 8)
     config = data_parallel_config(
         TrainConfig(
@@ -73,11 +83,16 @@ def gradients(strategy: str, overlapped: bool | None, equal: bool) -> None:
     )
     if overlapped is not None:
         config.overlap_grad_reduce = overlapped
-    groups = [dist.new_group([0, 1]), [dist.new_group([other]) for other in (0, 1)][rank]]
-    mesh = DeviceMesh.from_group(groups, "cpu", mesh=[[0], [1]], mesh_dim_names=("dp_cp", "tp"))
-    index = FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
+    own = [dist.new_group([other]) for other in (0, 1)][rank]
+    mesh = DeviceMesh.from_group([dist.new_group([0, 1]), own], "cpu", mesh=[[0], [1]], mesh_dim_names=("dp_cp", "tp"))
+    own_mesh = DeviceMesh.from_group([own, own], "cpu", mesh=[[rank]], mesh_dim_names=("dp_cp", "tp"))
+    index = FSDPDistributedIndex(
+        mesh, dp_shard_dim="dp_cp", tp_dim="tp", expt_device_mesh=own_mesh if experts else None
+    )
     device = torch.device("cpu")
     sharded = MegatronFSDP(deepcopy(alone), index, config, [], device=device, calculate_per_token_loss=True)
+    if mended:
+        leave_unshared_gradients(sharded)
     farthest = 0.0
     for _ in range(2):
         sharded.zero_grad_buffer()
@@ -86,16 +101,22 @@ def gradients(strategy: str, overlapped: bool | None, equal: bool) -> None:
                 sharded(part).square().sum().backward()
         sharded(rows[rank, -1]).square().sum().backward()
         sharded.finish_grad_sync()
-        alone.zero_grad()
-        alone(rows.flatten(0, 2)).square().sum().backward()
-        wanted = dict(alone.named_parameters())
+        wanted = _gradients(alone, rows)
+        if experts:
+            wanted |= {name: one for name, one in _gradients(alone, rows[rank]).items() if name.startswith("2.")}
         for name, parameter in sharded.param_and_grad_buffer.optimizer_named_parameters:
-            whole = wanted[name.removeprefix("module.")].grad
-            mine = whole.flatten()[parameter.megatron_fsdp_slice]
+            whole = wanted[name.removeprefix("module.")]
+            mine = whole.flatten()[getattr(parameter, "megatron_fsdp_slice", slice(None))]
             if len(mine):
                 apart = parameter.grad._local_tensor.flatten() - mine
                 farthest = max(farthest, float(apart.abs().max() / whole.abs().max()))
     assert (farthest < 1e-5) == equal, farthest
+
+
+def _gradients(network: nn.Module, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    network.zero_grad()
+    network(rows.flatten(0, -2)).square().sum().backward()
+    return {name: one.grad.clone() for name, one in network.named_parameters() if one.grad is not None}
 
 
 if __name__ == "__main__":

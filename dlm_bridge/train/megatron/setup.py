@@ -22,6 +22,7 @@ from dlm_bridge.parallel.core import (
     get_megatron_optimizer,
     parallel_state,
 )
+from dlm_bridge.parallel.fsdp import leave_unshared_gradients
 from dlm_bridge.parallel.inner_masters import mend_offloading
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.parallel.refusals import NotInstalledError
@@ -210,6 +211,8 @@ def wrap(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
         # Only the first chunk's communication is on the critical path of an interleaved pipeline.
         ddp_config = data_parallel_config(config)
         wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
+        if config.fsdp is not None:
+            leave_unshared_gradients(wrapped[-1].module)
     return wrapped
 
 
