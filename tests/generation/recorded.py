@@ -31,8 +31,10 @@ class GraphedOnCPU(graphs.GraphedBody):
         recorded = super()._record(*arguments)
         if recorded is None:
             return None
+        on = adapters(self._model)
 
         def replay() -> None:
+            assert adapters(self._model) == on, "a graph goes on with the adapters that it was recorded with"
             hidden = graphs.run_body(self._model, self.kept, recorded.inputs)
             for one in self._recorded.values():
                 one.hidden.fill_(torch.nan)
@@ -40,6 +42,12 @@ class GraphedOnCPU(graphs.GraphedBody):
 
         recorded.graph.replay = replay
         return recorded
+
+
+def adapters(model: Any) -> list[Any]:
+    """Which of PEFT's are on, layer by layer."""
+    layers = [one for one in model.modules() if hasattr(one, "merged_adapters")]
+    return [(one.active_adapters, one.disable_adapters, [*one.merged_adapters]) for one in layers]
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from dlm_bridge.generation.execution import graphs, runner
 from tests.families.case import FamilyCase
@@ -47,6 +48,25 @@ def test_bidirectional(llada: Any, cache: str, execution: str) -> None:
         expected = llada.generate(tokens, **settings, execution="eager")
         for _ in range(2):  # the second call replays what the first has recorded
             assert torch.equal(llada.generate(tokens, **settings, execution=execution), expected)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_adapters_that_are_switched_between_calls(execution: str, folder: Path) -> None:
+    wrapped = get_peft_model(load(folder), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    wrapped.to(DEVICE)
+    settings = {"inputs": prompts(2, 9).to(DEVICE), "gen_length": 16, "block_length": 8, "eos_token_id": None}
+
+    def equal() -> torch.Tensor:
+        expected: torch.Tensor = wrapped.generate(**settings, execution="eager")
+        for _ in range(3):
+            assert torch.equal(wrapped.generate(**settings, execution=execution), expected)
+        return expected
+
+    tuned = equal()
+    with wrapped.disable_adapter():
+        assert not torch.equal(equal(), tuned)
+    wrapped.merge_adapter()
+    equal()
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)

@@ -223,9 +223,11 @@ def _filled(tensor: torch.Tensor, batch: int) -> torch.Tensor:
 
 def _state(model: Any) -> tuple[Any, ...]:
     """What a recorded graph depends on beside its inputs."""
-    pointers, modules = [], [model]
+    pointers, adapters, modules = [], [], [model]
     while modules:  # as model.parameters(), which for a deep model takes as long as a forward of it
         module = modules.pop()
         pointers += [one.data_ptr() for one in module._parameters.values() if one is not None]
         modules += [one for one in module._modules.values() if one is not None]
-    return tuple(pointers), model.training, model.dtype, torch.is_autocast_enabled(model.device.type)
+        if hasattr(module, "merged_adapters"):  # a layer of PEFT's: merging changes no pointer
+            adapters.append((tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters)))
+    return tuple(pointers), tuple(adapters), model.training, model.dtype, torch.is_autocast_enabled(model.device.type)
