@@ -36,6 +36,10 @@ class DraftAdapter:
             )
         self._layers = layers
 
+    def variant(self, on: bool) -> str:
+        """Says which of the two forwards it is, where they are recorded."""
+        return "" if self._name is None else f"{'with' if on else 'without'} {self._name}"
+
     @contextmanager
     def on(self) -> Iterator[None]:
         with self._active([self._name] if self._name is not None else []):

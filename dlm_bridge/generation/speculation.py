@@ -58,6 +58,11 @@ class Speculative(Predictor):
         self, runner: Runner, canvas: Canvas, *, shift: bool, cache: Cache = "none", adapter: str | None = None
     ) -> None:
         super().__init__(runner, canvas, shift=shift, cache=cache)
+        if adapter is not None and cache == "none":
+            raise DlmBridgeError(
+                f"draft_adapter {adapter!r} drafts behind keys and values that the model has kept without it: "
+                "use cache 'block'"
+            )
         self._adapter = DraftAdapter(runner.model, adapter)
         self._rows = canvas.rows  # whose keys and values are kept
 
@@ -113,7 +118,7 @@ class Speculative(Predictor):
         self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, own_AN: torch.Tensor, draft: bool
     ) -> View:
         width, stop = tokens_AN.shape[1], max(firsts) + tokens_AN.shape[1]
-        variant = "draft" if draft else "check"
+        variant = self._adapter.variant(draft)
         if min(firsts) == max(firsts):  # one range of columns: attention needs no mask but that of padding
             positions_AS, real_AS = self._positions(rows, stop)
             seen = real_AS if self.canvas.padded else None

@@ -233,6 +233,40 @@ def nemotron(model: Any, prompt: list[int], gen: int, mask: int, *, block: int, 
     return row
 
 
+def linear_spec(
+    draft: Logits, causal: Logits, prompt: list[int], gen: int, mask: int, *, block: int, threshold: float = 0.0
+) -> tuple[list[int], int, list[int]]:
+    """The row, how many forwards it took, and how many tokens each check settled, those behind the last one included.
+
+    `draft` gives the logits of a row whose last `block` tokens see each other, `causal` those of a causal model.
+    """
+
+    def best(logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(1, torch.tensor([mask]), -torch.inf).argmax(-1)
+
+    row, forwards = [*prompt, int(best(causal(prompt))[-1])], 1
+    settled = []
+    while len(row) < len(prompt) + gen:
+        last = len(row) - 1
+        guess = row + [mask] * (block - 1)
+        while mask in guess:
+            logits, forwards = draft(guess), forwards + 1
+            tokens = best(logits)
+            sure = logits.softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+            open_ = [i for i, token in enumerate(guess) if token == mask]
+            surest = max(open_, key=lambda i: sure[i])
+            for i in open_:
+                if i == surest or sure[i] >= threshold:
+                    guess[i] = int(tokens[i])
+        forwards += 1
+        for i, token in enumerate(best(causal(guess))[last:].tolist(), last + 1):
+            row.append(token)
+            if i == len(guess) or guess[i] != token:
+                break
+        settled.append(len(row) - 1 - last)
+    return row[: len(prompt) + gen], forwards, settled
+
+
 def rnd1(
     logits: Logits, prompt: list[int], gen: int, mask: int, *, steps: int, temperature: float, pad: int,
     gamma: float | None = None,

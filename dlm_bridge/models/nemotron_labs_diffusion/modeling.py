@@ -36,6 +36,8 @@ class NemotronLabsDiffusionModel(DiffusionLM, Ministral3ForCausalLM):
     config: NemotronLabsDiffusionConfig
     family: ClassVar[FamilySpec] = SPEC
     megatron_mapping: ClassVar[Mapping] = MAPPING
+    # PEFT reads this: adapters that were published for the original class name its modules.
+    _checkpoint_conversion_mapping: ClassVar[dict[str, str]] = dict(RENAMES)
 
     def _topology(
         self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
