@@ -125,14 +125,21 @@ class Bench:
 
     def sdar(self) -> None:
         model = self.model("sdar")
-        flops, bandwidth = ceilings(self.device)
+        first, flops, bandwidth = ceilings(self.device)
         block = 4
-        self.console.print(f"ceilings: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s")
+        self.console.print(
+            f"ceilings: {flops / 1e12:.0f} TFLOP/s for as long as a call lasts ({first / 1e12:.0f} for the first "
+            f"moments), {bandwidth / 1e12:.2f} TB/s"
+        )
         for batch, length in self.cases():
             prompt = self.prompt(model, batch)
             arguments = {"gen_length": length, "block_length": block, "denoising_steps": self.options.steps_per_block}
-            least = roofline(model, batch, length, block, self.options.steps_per_block or block, flops, bandwidth)
+            steps = self.options.steps_per_block or block
+            least, shortest = (
+                roofline(model, batch, length, block, steps, rate, bandwidth) for rate in (flops, first)
+            )
             self.ours(model, prompt, arguments, "roofline", least)
+            self.console.print(f"    the roofline by the rate of the first moments: {shortest:.4f} s")
 
     def ours(
         self, model: Any, prompt: torch.Tensor, arguments: dict[str, Any], peer: str, peer_s: float
@@ -356,29 +363,34 @@ def fast_dllm(folder: Path | None, model: Any) -> tuple[Any, Any]:
     return peer.eval(), code
 
 
-def ceilings(device: str) -> tuple[float, float]:
-    """What this machine reaches: FLOP/s of a large bf16 product, and bytes/s that it reads."""
+def ceilings(device: str) -> tuple[float, float, float]:
+    """What this machine reaches: FLOP/s of a large bf16 product in the first moments, and after seconds of it, when a
+    GPU has come to the clock that its power allows; and bytes/s that it reads."""
     size = 8192 if device == "cuda" else 256
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     data = torch.zeros(2**30 if device == "cuda" else 2**20, device=device, dtype=torch.int32)
 
-    def seconds(call: Callable[[], Any]) -> float:
-        for _ in range(3):
-            call()
-        times = []
-        for _ in range(10):
+    def seconds(call: Callable[[], Any], lasting: float) -> list[float]:
+        """Of one call, again and again for that long."""
+        call()
+        times: list[float] = []
+        began = time.perf_counter()
+        while len(times) < 10 or time.perf_counter() - began < lasting:
             if device == "cuda":
                 torch.cuda.synchronize()
-            began = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(4):
                 call()
             if device == "cuda":
                 torch.cuda.synchronize()
-            times.append((time.perf_counter() - began) / 4)
-        return statistics.median(times)
+            times.append((time.perf_counter() - start) / 4)
+        return times
 
-    return 2 * size**3 / seconds(lambda: a @ b), data.nbytes / seconds(data.max)
+    reading = statistics.median(seconds(data.max, 0))
+    products = seconds(lambda: a @ b, 2.0)
+    first, last = (statistics.median(times) for times in (products[:10], products[len(products) // 2 :]))
+    return 2 * size**3 / first, 2 * size**3 / last, data.nbytes / reading
 
 
 def roofline(model: Any, batch: int, length: int, block: int, steps: int, flops: float, bandwidth: float) -> float:

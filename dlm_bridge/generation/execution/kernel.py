@@ -151,7 +151,7 @@ def _tiles(programs: int, rows: int, row_bytes: int, device: torch.device) -> Ti
     if row_bytes > 256:  # what is loaded ahead has to fit the shared memory
         return Tiles(rows=32, keys=32, stages=2)
     many = programs >= 4 * _multiprocessors(device)  # they hide each other's waits, the smaller the better
-    return Tiles(warps=2, stages=2) if many and rows <= 16 else Tiles()
+    return Tiles(keys=32, warps=2) if many and rows <= 32 else Tiles()
 
 
 def _splits(programs: int, turns: int, device: torch.device) -> int:
