@@ -39,14 +39,35 @@ def build_megatron_model(
     Raises DlmBridgeError where the layout does not fit the model or the processes, or where a tensor is missing, left
     over, mis-shaped or (without `dtype`) of another dtype than the rest.
     """
+    chunks = _chunks(bridge, layout, dtype, parallel, overrides)
+    load(chunks, bridge.checkpoint)
+    return chunks
+
+
+def build_model_to_resume(
+    bridge: Bridge, layout: Layout, dtype: torch.dtype, parallel: ParallelConfig, **overrides: Any
+) -> list[LiveModel]:
+    """As `build_megatron_model` of a training run's own checkpoint, which megatron-core is going to load into the
+    model: every parameter has its shape and dtype, and no weight is read twice."""
+    chunks = _chunks(bridge, layout, dtype, parallel, overrides)
+    load(chunks, bridge.checkpoint, values=False)
+    return chunks
+
+
+def _chunks(
+    bridge: Bridge,
+    layout: Layout,
+    dtype: str | torch.dtype | None,
+    parallel: ParallelConfig | None,
+    overrides: dict[str, Any],
+) -> list[LiveModel]:
+    """This rank's virtual stages, their parameters still empty."""
     checkpoint = bridge.checkpoint
     check_source(checkpoint)
     wanted = parse_dtype(dtype) or stored_dtype(checkpoint)
     config = model_config(bridge.mapping, bridge.config, bridge.dims, layout, wanted, parallel, **overrides)
     groups.initialize(layout, parallel=parallel)
-    chunks = [_chunk(config, layout, bridge, vp_stage if layout.vp > 1 else None) for vp_stage in range(layout.vp)]
-    load(chunks, checkpoint)
-    return chunks
+    return [_chunk(config, layout, bridge, vp_stage if layout.vp > 1 else None) for vp_stage in range(layout.vp)]
 
 
 def _chunk(config: ModelConfig, layout: Layout, bridge: Bridge, vp_stage: int | None) -> LiveModel:

@@ -99,12 +99,13 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return next(iter(first))
 
 
-def load(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
+def load(chunks: Sequence[Any], checkpoint: Checkpoint, values: bool = True) -> None:
     """Fill this rank's chunks, a few links at a time, reading only what its stages and experts are, each once.
 
     The values take the parameters' dtype, but a tensor with a dtype of its own (a router in fp32) is never narrowed;
-    padded vocabulary rows become zero. Raises DlmBridgeError where a tensor of the model is not set exactly once or
-    has another shape.
+    padded vocabulary rows become zero. Without `values` all is zero, and only the tensors with a dtype of their own
+    are read, which decides the parameters'. Raises DlmBridgeError where a tensor of the model is not set exactly once
+    or has another shape.
     """
     live = live_tensors(chunks)
     unset = set(live)
@@ -115,8 +116,11 @@ def load(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
             if name not in unset:
                 raise DlmBridgeError(f"{name}: the mapping sets this parameter twice")
             unset.remove(name)
-        if targets:
+        if targets and (values or link.rule.own_dtype):
             tasks.append((link_bytes(checkpoint, link), partial(_load_link, checkpoint, link, targets)))
+        else:
+            for target in targets.values():
+                target.data.zero_()
     if unset:
         raise DlmBridgeError(f"{min(unset)}: the mapping does not set this parameter of the Megatron model")
     run_tasks(tasks, worker_count(None))

@@ -159,6 +159,60 @@ def test_a_resume_with_fsdp_of_a_run_without_is_refused_before_anything_is_built
         on_megatron(tmp_path / "run", resume=True, steps=2, fsdp="optim")
 
 
+@pytest.mark.parametrize(
+    ("precision", "distributed"), [("fp32", True), ("fp32", False), ("bf16", True), ("bf16", False), ("fp16", True)]
+)
+def test_a_resume_reads_weights_once(
+    tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch, precision: str, distributed: bool
+) -> None:
+    """By megatron-core out of the checkpoint, and not by the bridge before that."""
+    from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint
+
+    options = {
+        "precision": precision,
+        "distributed_optimizer": distributed,
+        "lr_schedule": "constant",
+        "save_interval": 0,
+    }
+    whole = on_megatron(tmp_path / "whole", steps=4, **options)
+    on_megatron(tmp_path / "run", steps=2, **options)
+    read = []
+    monkeypatch.setattr(MegatronCheckpoint, "read_link", lambda _, link: read.append(link.megatron_name))
+    resumed = on_megatron(tmp_path / "run", resume=True, steps=4, **options)
+    assert read == []
+    for figure in ("loss", "grad_norm"):
+        assert [row[figure] for row in resumed] == [row[figure] for row in whole]
+
+
+def test_a_resume_of_experts_reads_their_routers(
+    tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose dtype, fp32 in a model in bf16, is the checkpoint's; of multi-token prediction what is carried along."""
+    from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint
+    from tests.interop.cases import PREDICTING, models
+
+    models()[PREDICTING].write(tmp_path / "hub")
+    options = {
+        "model": str(tmp_path / "hub"),
+        "from_scratch": False,
+        "data": ["mock"],
+        "precision": "bf16",
+        "lr_schedule": "constant",
+        "eval_interval": 0,
+        "save_interval": 0,
+    }
+    whole = on_megatron(tmp_path / "whole", steps=4, **options)
+    on_megatron(tmp_path / "run", steps=2, **options)
+    read, read_link = [], MegatronCheckpoint.read_link
+    monkeypatch.setattr(MegatronCheckpoint, "read_link", lambda *given: read.append(given[1]) or read_link(*given))
+    resumed = on_megatron(tmp_path / "run", resume=True, steps=4, **options)
+    routers = [link for link in read if not link.is_mtp]
+    assert routers
+    assert all("router" in link.megatron_name for link in routers), {link.megatron_name for link in routers}
+    assert any(link.is_mtp for link in read)
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]
+
+
 def test_a_checkpoint_without_what_is_asked_of_it_is_one_line(tmp_path: Path, on_megatron: Run) -> None:
     """torch gathers what the ranks say, with their tracebacks."""
     options = {"precision": "bf16", "eval_interval": 0}

@@ -23,7 +23,7 @@ from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
 from dlm_bridge.parallel.gpt import arguments
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_live_weights
 from dlm_bridge.parallel.masters import start_masters
-from dlm_bridge.parallel.model import build_megatron_model
+from dlm_bridge.parallel.model import build_megatron_model, build_model_to_resume
 from dlm_bridge.parallel.query_scaling import scales_queries
 from dlm_bridge.train.adaptation import block_size, with_block_size
 from dlm_bridge.train.config import TrainConfig
@@ -42,6 +42,7 @@ from dlm_bridge.train.megatron.setup import (
     DTYPES,
     build_optimizer,
     check_engine,
+    takes_all,
     transformer_overrides,
     wrap,
 )
@@ -130,8 +131,9 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     # The main process reads and packs, the others find it in the cache.
     blocks, valid, tokenizer = _first_on_main(lambda: load_data(config, source.model, mask_token))
     dtype = DTYPES[config.precision]
+    build = build_model_to_resume if checkpoint is not None and takes_all(config) else build_megatron_model
     with refusals.named(AssertionError):  # of settings, and of NVTE_... variables
-        chunks = wrap(build_megatron_model(source.bridge, config.layout, dtype, config.context, **overrides), config)
+        chunks = wrap(build(source.bridge, config.layout, dtype, config.context, **overrides), config)
         optimizer = build_optimizer(chunks, config)
     if checkpoint is None and dtype != torch.float32:
         start_masters(chunks, optimizer, source.bridge.checkpoint)

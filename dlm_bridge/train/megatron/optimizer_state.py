@@ -8,6 +8,7 @@ in groups, which are told apart by how they decay and by whether they are of exp
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,6 +50,21 @@ def _without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
         parameter: (start - padding[number], end - padding[number], number)
         for parameter, (start, end, number) in buffer.param_index_map.items()
     }
+
+
+def mend_order(optimizer: Any) -> None:
+    """Let sharded optimizers find the masters of a model whose parameters differ in dtype, such as one with its
+    routers in fp32.
+
+    megatron-core 0.16.1 notes where a parameter's master stands in its group as its buffers have the parameters, and
+    then puts those that are fp32 first (`DistributedOptimizer._build_model_and_main_param_groups`): each would be
+    saved and loaded with another's state."""
+    for part in optimizer.chained_optimizers:
+        if not hasattr(part, "model_param_group_index_map"):
+            continue
+        for number, group in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+            for place, parameter in enumerate(itertools.chain(*group)):
+                part.model_param_group_index_map[parameter] = (number, place)
 
 
 def request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:

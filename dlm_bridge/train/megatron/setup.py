@@ -28,6 +28,7 @@ from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.parallel.refusals import NotInstalledError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.megatron.checks import check_experts
+from dlm_bridge.train.megatron.optimizer_state import mend_order
 from dlm_bridge.train.megatron.settings import passed_on
 from dlm_bridge.train.objectives import Objective, WeDLMDiffusion
 
@@ -278,12 +279,20 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
         return OptimizerConfig(**settings)
 
 
+def takes_all(config: TrainConfig) -> bool:
+    """Whether a resume sets every weight, and every master of one, from the checkpoint alone: where neither FSDP's
+    buffers nor the optimizer inside megatron-core's nor weights in FP8 begin with what the model was built with."""
+    inside = optimizer_config(config).use_precision_aware_optimizer
+    return config.fsdp is None and not config.fp8_params and not inside
+
+
 def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
     """megatron-core's optimizer over wrapped chunks, and what its schedules need of both. The learning rate is set
     before every step. Raises DlmBridgeError."""
     # Its own rule is ours: biases and 1-D parameters do not decay.
     optimizer = get_megatron_optimizer(optimizer_config(config), list(chunks))
     mend_offloading(optimizer)
+    mend_order(optimizer)
     transformer = chunks[0].config
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = _finalize
