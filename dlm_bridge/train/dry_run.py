@@ -16,7 +16,7 @@ from dlm_bridge.train.accelerate_options import AccelerateOptions
 from dlm_bridge.train.adaptation import block_size
 from dlm_bridge.train.checkpoints import find_checkpoints
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data import Data, IndexedTokens, check_tokenizer
+from dlm_bridge.train.data import Data, Fit, IndexedTokens, check_fit, check_tokenizer
 from dlm_bridge.train.loading import check_exists, check_quantization, empty_model, load_tokenizer
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.setup import check_data, check_output, check_same_model, make_objective, with_objective
@@ -107,7 +107,7 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     if (size := block_size(config, step + 1)) is not None:
         model.config.block_size = size
     objective = make_objective(config, model)
-    _check_tokenizer(config, found, model, objective.mask_token_id if objective.masks else None)
+    _check_tokens(config, found, model, objective.mask_token_id if objective.masks else None)
     memory, notes = _memory(config, gpus, checkpoint)
     groups = _groups(config, gpus)
     replicas = next(group.size for group in groups if group.name == "dp")
@@ -158,12 +158,17 @@ def _model(config: TrainConfig, checkpoint: Path | None, on_hub: bool) -> Any:
     return empty_model(config if checkpoint is None else dataclasses.replace(config, model=str(checkpoint)))
 
 
-def _check_tokenizer(config: TrainConfig, found: Data, model: Any, mask_token: int | None) -> None:
+def _check_tokens(config: TrainConfig, found: Data, model: Any, mask_token: int | None) -> None:
+    """Refuse tokens of the data, or a tokenizer, that the model does not have."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    for part in found.parts:
+        for source in part:
+            if isinstance(source, IndexedTokens):
+                check_fit(source, Fit(vocabulary, mask_token))
     if config.tokenizer:
         check_exists("--tokenizer", config.tokenizer)
     needs_one = config.task == "sft" or found.has_text or config.sample_prompt
     if needs_one and Path(config.tokenizer or config.model).is_dir():
-        vocabulary = model.get_input_embeddings().weight.shape[0]
         check_tokenizer(load_tokenizer(config), vocabulary, mask_token)
 
 

@@ -88,10 +88,18 @@ def test_groups_are_megatron_cores(show: Any) -> None:
 
 def test_data_are_counted_without_being_read(show: Any, tmp_path: Path, corpus: Path) -> None:
     with IndexedWriter(tmp_path / "pair", np.dtype("uint16")) as writer:
-        writer.add(np.arange(100), [60, 40])
+        writer.add(np.arange(2, 102), [60, 40])
     found = show(data=["2", str(tmp_path / "pair"), "1", str(corpus)])
     assert [(piece.weight, piece.tokens) for piece in found.data] == [(2.0, 100), (1.0, None)]
     assert found.data[1].nbytes == corpus.stat().st_size
+
+
+def test_tokens_of_a_pair_that_the_model_does_not_have(show: Any, tmp_path: Path) -> None:
+    for name, first, message in (("large", 200, "token id 299, the model has 288"), ("mask", 1, "the mask token")):
+        with IndexedWriter(tmp_path / name, np.dtype("uint16")) as writer:
+            writer.add(np.arange(first, first + 100), [60, 40])
+        with pytest.raises(DlmBridgeError, match=f"{name}.bin holds {message}"):
+            show(data=[str(tmp_path / name)])
 
 
 def test_the_launchers_processes_count(

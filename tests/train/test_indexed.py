@@ -24,6 +24,7 @@ from dlm_bridge.train.data import (
     split_stream,
     token_dtype,
 )
+from dlm_bridge.train.data import stream as data_stream
 
 DOCUMENTS = [[5, 6, 7], [8], list(range(100, 140)), [9, 9], [3] * 17, list(range(200, 209))]
 ALL = Fit(1000, None)
@@ -235,7 +236,8 @@ def test_splits_hold_every_token_once(tmp_path: Path) -> None:
         assert held == [set(range(36)), set(range(36, 48)), set(range(48, 60))]
 
 
-def test_tokens_that_do_not_fit_the_model_are_named(tmp_path: Path) -> None:
+def test_tokens_that_do_not_fit_the_model_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are many before anything is read, one of them when it is."""
     source = _write(tmp_path / "a")
     whole = (1.0, 0.0, 0.0)
     assert _rows(split_stream(source, 8, 0, Fit(209, 4), whole, False)[0]).max() == 208
@@ -244,7 +246,13 @@ def test_tokens_that_do_not_fit_the_model_are_named(tmp_path: Path) -> None:
         Fit(209, 9): "a.bin holds the mask token (id 9)",
     }.items():
         with pytest.raises(DlmBridgeError, match=re.escape(message)):
-            _rows(split_stream(source, 8, 0, fit, whole, False)[0])
+            split_stream(source, 8, 0, fit, whole, False)
+        with monkeypatch.context() as patch:
+            patch.setattr(data_stream, "WIDTH", 1)
+            patch.setattr(data_stream, "PLACES", 1)
+            section = split_stream(source, 8, 0, fit, whole, False)[0]
+        with pytest.raises(DlmBridgeError, match=re.escape(message)):
+            _rows(section)
     with pytest.raises(DlmBridgeError, match=r"a\.bin holds 72 tokens, fewer than one block of --seq-length 73"):
         split_stream(source, 73, 0, ALL, whole, False)
     with pytest.raises(DlmBridgeError, match=r"b\.bin holds 0 tokens"):

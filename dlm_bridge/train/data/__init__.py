@@ -13,7 +13,7 @@ from dlm_bridge.train.data.indexed import IndexedTokens, IndexedWriter, open_ind
 from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.data.packing import check_tokenizer, pack
 from dlm_bridge.train.data.sources import Data, Reader, find_data
-from dlm_bridge.train.data.stream import Fit, StreamBlocks, split_stream
+from dlm_bridge.train.data.stream import Fit, StreamBlocks, check_fit, split_stream
 
 __all__ = [
     "MOCK",
@@ -32,6 +32,7 @@ __all__ = [
     "Samples",
     "Section",
     "StreamBlocks",
+    "check_fit",
     "check_sources",
     "check_tokenizer",
     "find_data",

@@ -14,6 +14,8 @@ from dlm_bridge.train.data.indexed import IndexedTokens
 from dlm_bridge.train.keyed import Purpose, stream
 from dlm_bridge.train.rows import Rows
 
+PLACES, WIDTH = 64, 16_384  # of a pair that are looked at before anything is built, and tokens at each
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -58,7 +60,7 @@ class StreamBlocks:
         documents = np.empty((len(indices), self.seq_length), dtype=np.int32)
         for row, index in enumerate(indices):
             self._read(index * self.seq_length, tokens[row], documents[row])
-        self._check(tokens)
+        _check_ids(self.source, tokens, self.fit)
         numbers = torch.from_numpy(documents) if self.with_documents else None
         return Rows(torch.from_numpy(tokens), documents=numbers)
 
@@ -78,28 +80,15 @@ class StreamBlocks:
                 number += 1
             document += 1
 
-    def _check(self, tokens: np.ndarray) -> None:
-        if len(tokens) == 0:
-            return
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.fit.vocabulary:
-            raise DlmBridgeError(
-                f"{self.source.prefix}.bin holds token id {low if low < 0 else high}, the model has "
-                f"{self.fit.vocabulary}: preprocess it with the model's tokenizer"
-            )
-        if self.fit.mask_token_id is not None and (tokens == self.fit.mask_token_id).any():
-            raise DlmBridgeError(
-                f"{self.source.prefix}.bin holds the mask token (id {self.fit.mask_token_id}): preprocess text "
-                "without it"
-            )
-
 
 def split_stream(
     source: IndexedTokens, seq_length: int, seed: int, fit: Fit, shares: tuple[float, float, float], documents: bool
 ) -> tuple[StreamBlocks, StreamBlocks, StreamBlocks]:
     """Training, validation and test blocks of a pair: each a contiguous part of the file, shuffled on its own, so that
-    only a document that a bound cuts is in two of them. Raises DlmBridgeError for less than one block of tokens."""
+    only a document that a bound cuts is in two of them. Raises DlmBridgeError for less than one block of tokens, and
+    for tokens that are not the model's, see `check_fit`."""
     check_length(source, seq_length)
+    check_fit(source, fit)
     parts, start = [], 0
     for size in section_sizes(len(source.tokens) // seq_length, shares):
         stop = start + size * seq_length
@@ -115,4 +104,26 @@ def check_length(source: IndexedTokens, seq_length: int) -> None:
         raise DlmBridgeError(
             f"{source.prefix}.bin holds {total} tokens, fewer than one block of --seq-length {seq_length}: "
             "give more text or a shorter --seq-length"
+        )
+
+
+def check_fit(source: IndexedTokens, fit: Fit) -> None:
+    """Raise DlmBridgeError where there are tokens that the model does not have, as another tokenizer leaves them all
+    over a file: some are looked at, the rest as it is read."""
+    for start in np.linspace(0, max(len(source.tokens) - WIDTH, 0), PLACES).astype(np.int64):
+        _check_ids(source, source.tokens[start : start + WIDTH], fit)
+
+
+def _check_ids(source: IndexedTokens, tokens: np.ndarray, fit: Fit) -> None:
+    if tokens.size == 0:
+        return
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= fit.vocabulary:
+        raise DlmBridgeError(
+            f"{source.prefix}.bin holds token id {low if low < 0 else high}, the model has "
+            f"{fit.vocabulary}: preprocess it with the model's tokenizer"
+        )
+    if fit.mask_token_id is not None and (tokens == fit.mask_token_id).any():
+        raise DlmBridgeError(
+            f"{source.prefix}.bin holds the mask token (id {fit.mask_token_id}): preprocess text without it"
         )
