@@ -65,6 +65,9 @@ class DiffusionHarness(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        first = getattr(self.tokenizer, "bos_token", None)
+        if add_special_tokens is None and first and string.startswith(first):
+            add_special_tokens = False  # a chat template has put it there: once is enough, as to HFLM
         special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer(string, **special)["input_ids"])
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from tokenizers import ByteLevelBPETokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dlm_bridge.cli.eval import evaluate
@@ -205,6 +208,20 @@ def test_repeated_answers_are_drawn_anew_in_every_batch(opened: dict[str, Opened
     assert _ask(opened["llada"], drawn, count=6, seed=1)[0] != answers
     unseeded = [_ask(opened["llada"], drawn, sampler={"seed": None})[0] for _ in range(2)]
     assert unseeded[0] != unseeded[1]
+
+
+def test_a_text_begins_once(opened: dict[str, Opened]) -> None:
+    """A chat template writes the token that the tokenizer puts before a text."""
+    tokenizer = copy.deepcopy(opened["llada"].tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    first = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", first)])
+    model = harness.DiffusionHarness(replace(opened["llada"], tokenizer=tokenizer), harness.HarnessSettings())
+    plain = model.tok_encode("What is 7?")
+    assert plain[0] == first
+    assert first not in plain[1:]
+    assert model.tok_encode("<bos>What is 7?") == plain
+    assert model.tok_encode("What is 7?", add_special_tokens=False) == plain[1:]
 
 
 def test_autoregressive_model_is_exact(run: Eval, opened: dict[str, Opened], tmp_path: Path) -> None:
