@@ -163,8 +163,9 @@ class DiffusionGenerationConfig(GenerationConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; a null in a file means unset."""
-        return super().from_dict({key: value for key, value in config_dict.items() if value is not None}, **kwargs)
+        """As in transformers; a null in a file means unset, and a keyword wins by either of a setting's two names."""
+        stored = merge_names({key: value for key, value in config_dict.items() if value is not None})
+        return super().from_dict(stored, **merge_names(kwargs))
 
     @classmethod
     def from_model_config(cls, model_config: Any) -> DiffusionGenerationConfig:

@@ -274,6 +274,9 @@ def test_a_config_survives_its_file(tmp_path: Path) -> None:
     loaded = DiffusionGenerationConfig.from_pretrained(tmp_path)
     assert loaded == config
     assert (loaded.gen_length, loaded.temperature, loaded.seed) == (32, 0.7, 7)
+    for name in ("gen_length", "max_new_tokens"):
+        changed = DiffusionGenerationConfig.from_pretrained(tmp_path, steps=4, **{name: 16})
+        assert (changed.gen_length, changed.steps, changed.block_length) == (16, 4, 8)
     plain = GenerationConfig.from_pretrained(tmp_path)  # what transformers itself reads
     assert DiffusionGenerationConfig.from_config(plain) == config
 
