@@ -173,21 +173,23 @@ def _drafts(work: Denoising, predictor: Speculative, rows: list[int], firsts: li
     drafts_AN = canvas.take(rows, columns_AN)
     going = list(range(len(rows))) if rule.block_length > 1 else []  # places in `rows`
     while going:
-        some, columns = [rows[place] for place in going], columns_AN[going, 1:]
-        logits = predictor.draft(rows, firsts, drafts_AN)[going, 1:]
+        some = [rows[place] for place in going]
+        which = slice(None) if some == rows else going  # of all rows nothing is copied
+        columns = columns_AN[which, 1:]
+        logits = predictor.draft(rows, firsts, drafts_AN)[which, 1:]
         if not work.constraints.by_text:  # else the check alone keeps them: a draft has no text before its tokens yet
             logits = work.constraints(logits, canvas, some, columns)
         shaped, tokens = propose(logits, canvas, some, columns, sampling, work.noise)
-        before = drafts_AN[going, 1:]
+        before = drafts_AN[which, 1:]
         chosen = before == canvas.mask_token_id
         if rule.threshold:
             sure = probability_of(tokens, shaped).masked_fill(~chosen, NEVER)
             chosen = (sure >= rule.threshold) | best(sure)
-        drafts_AN[going, 1:] = torch.where(chosen, tokens, before)
+        drafts_AN[which, 1:] = torch.where(chosen, tokens, before)
         work.observer.step(canvas, some, columns, logits, predictor.forwards, final=False)
         if not rule.threshold:
             break
-        masked_A = (drafts_AN[going] == canvas.mask_token_id).any(dim=1)
+        masked_A = (drafts_AN[which] == canvas.mask_token_id).any(dim=1)
         going = [place for place, masked in zip(going, masked_A.tolist(), strict=True) if masked]
     return drafts_AN
 
