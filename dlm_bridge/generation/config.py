@@ -259,7 +259,7 @@ def eos_token_ids(value: Any) -> tuple[int, ...]:
     ids = value.tolist() if isinstance(value, torch.Tensor) else value
     ids = [ids] if _is_int(ids) else ids
     if not isinstance(ids, (list, tuple)) or not all(_is_int(token) and token >= 0 for token in ids):
-        raise DlmBridgeError(f"eos_token_id must be a token id or a list of them, not {value!r}")
+        raise DlmBridgeError(f"eos_token_id must be a token id or a list of them, not {value!r}: None is no stopping")
     return tuple(ids)
 
 

@@ -130,6 +130,7 @@ def test_transformers_own_words(model: Any) -> None:
         ({"eps": 1.0}, "eps must be a number between 0 and 1, not 1.0"),
         ({"greedy": 1}, "greedy must be True or False, not 1"),
         ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, not 'x'"),
+        ({"eos_token_id": -1}, "eos_token_id must be .*, not -1: None is no stopping"),
         ({"seed": "x"}, "seed must be a whole number, not 'x'"),
         ({"mask_token_id": 128}, "mask_token_id 128 is outside the vocabulary of 128"),
         ({"pad_token_id": MASK}, "pad_token_id 127 is the mask token"),
