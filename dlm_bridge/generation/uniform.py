@@ -120,8 +120,10 @@ def resample_block(work: Denoising, block: slice) -> None:
             x_ANV = torch.zeros_like(x_ANV).scatter(-1, shaped.argmax(dim=-1, keepdim=True), 1.0)
         uniform_ANV = noise.per_token(rows, logits.shape[1], vocabulary, pads)
         before_AN = canvas.take(None, block)
-        # What is given is certain, and padding is nothing: of no account to a bound on what a step may settle.
-        x_ANV = torch.where(new_AN[..., None], x_ANV, torch.zeros_like(x_ANV).scatter(-1, before_AN[..., None], 1.0))
+        if any(canvas.holes):
+            # What is given is certain, and padding is nothing: of no account to a bound on what a step may settle.
+            given_ANV = torch.zeros_like(x_ANV).scatter(-1, before_AN[..., None], 1.0)
+            x_ANV = torch.where(new_AN[..., None], x_ANV, given_ANV)
         tokens_AN, renoised_AN = rule.next_tokens(index, x_ANV, before_AN, noise_V, uniform_ANV)
         tokens_AN = torch.where(renoised_AN, _noise(canvas, block, noise, count), tokens_AN)
         canvas.put(None, block, torch.where(new_AN, tokens_AN, before_AN))
