@@ -56,7 +56,8 @@ def evaluate(
     """Measure a model: lm-evaluation-harness's tasks, and the perplexity of a text.
 
     A diffusion model's likelihoods are Monte-Carlo bounds by its family's way of reading, its texts are its sampler's;
-    an autoregressive model's are exact, by the harness's own code. Everything that the figures depend on is recorded.
+    an autoregressive model's are exact, by the harness's own code. Both write the likeliest tokens, unless a task or
+    --set temperature=T draws. Everything that the figures depend on is recorded.
 
     Example:
 
