@@ -19,7 +19,7 @@ class SmallBlockCausal(BlockCausal):
     sees the others of the block as they were when the block was last run as a whole: that is in its first forward, and
     in each one in which the small block's first token is not settled yet, since the column before predicts it. So a
     row's tokens do not depend on the other rows: rows that are not equally far share forwards, of as many columns as
-    one of them needs, and keep of them what they would keep alone.
+    one of them needs, and keep of them what they would keep alone. A step is about each row's small block, no more.
     """
 
     caches: ClassVar[tuple[Cache, ...]] = ("none", "block", "dual")

@@ -93,7 +93,7 @@ def test_block_causal_rows_that_end(name: str, execution: str, tmp_path: Path) -
 def test_small_blocks(lengths: tuple[int, ...], execution: str, tmp_path: Path) -> None:
     """Fast-dLLM v2's own cache: forwards of the block, of a small block, and of rows that are not equally far."""
     model, mask = load_varied(tmp_path)
-    model.to(DEVICE)
+    model.to(DEVICE).float()  # which attends in place on a GPU
     _, tokens, real = ragged(lengths, 0)
     settings = {"inputs": tokens.to(DEVICE), "attention_mask": real.to(DEVICE), "gen_length": 40, "cache": "dual"}
     settings |= {"mask_token_id": mask, "pad_token_id": 0, "small_block_size": 4, "threshold": 0.3}
