@@ -249,10 +249,10 @@ def _record(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_transformers(settings: HarnessSettings) -> dict[str, Any]:
     """A sampler's settings in the words that the harness has for autoregressive models."""
-    given = dict(settings.sampler)
+    given = merge_names(settings.sampler)
     given.pop("seed", None)  # the harness seeds everything
-    if "gen_length" in given:
-        given["max_gen_toks"] = given.pop("gen_length")
+    if "max_new_tokens" in given:  # of the harness's names for it the first one wins, which tasks have
+        given[LENGTHS[0]] = given.pop("max_new_tokens")
     if "temperature" in given:
         given["do_sample"] = given["temperature"] > 0
     return given

@@ -252,6 +252,17 @@ def test_autoregressive_model_is_exact(run: Eval, opened: dict[str, Opened], tmp
     assert facts["likelihood"] == "exact"
 
 
+@pytest.mark.parametrize("name", ["gen_length", "max_new_tokens"])
+def test_an_autoregressive_model_writes_as_much_as_the_caller_says(
+    run: Eval, opened: dict[str, Opened], name: str
+) -> None:
+    model = opened["llama"]
+    for row in run("llama", tasks=["sums"], limit=2, set_=[f"{name}=3"])["samples"]:
+        ids = model.tokenizer(f"{row['doc']['question']}\nAnswer:", return_tensors="pt")["input_ids"]
+        written = model.model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+        assert row["resps"] == [[model.tokenizer.decode(written, skip_special_tokens=True).split("\n")[0]]]
+
+
 def test_perplexity_bound_of_a_text(run: Eval, opened: dict[str, Opened], tmp_path: Path) -> None:
     """In windows of two tokens nothing is left to chance: each is predicted from the one before, alone."""
     (tmp_path / "text.txt").write_text("What is 7?")
