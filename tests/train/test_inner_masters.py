@@ -29,7 +29,6 @@ from tests.train import offloading, precision_aware
 from tests.train.conftest import Run
 
 AWARE = "optimizer.use_precision_aware_optimizer=true"
-MASTER = "optimizer.state.param."
 WHOLE = "optimizer.store_param_remainders=false"
 
 
@@ -81,13 +80,22 @@ def test_checkpoints_hold_masters_whole(settings: list[str], tmp_path: Path, bf1
         assert _figures(resumed) == pytest.approx(wanted, rel=1e-3), name
 
 
-@pytest.mark.parametrize("settings", [[], [AWARE]], ids=["distributed", "aware"])
+@pytest.mark.parametrize(
+    ("prefix", "changes"),
+    [
+        ("param", {}),
+        ("param", {"megatron": [AWARE]}),
+        ("fp32_param", {"distributed_optimizer": False}),
+        ("fp32_param", {"optimizer": "sgd"}),
+    ],
+    ids=["sharded", "aware", "unsharded", "sgd"],
+)
 def test_masters_beside_parameters_in_fp32_have_their_own_names(
-    settings: list[str], tmp_path: Path, bf16_run: Run
+    prefix: str, changes: dict[str, Any], tmp_path: Path, bf16_run: Run
 ) -> None:
-    """Routers in fp32: megatron-core mistakes their places for those of others."""
+    """Routers in fp32: megatron-core mistakes their places for those of others, or counts on there being none."""
     models()[PREDICTING].write(tmp_path / "hub")
-    options = {"model": str(tmp_path / "hub"), "from_scratch": False, "data": ["mock"], "megatron": settings}
+    options = {"model": str(tmp_path / "hub"), "from_scratch": False, "data": ["mock"], **changes}
     whole = bf16_run(tmp_path / "whole", steps=4, **options)
     bf16_run(tmp_path / "run", steps=2, **options)
     reader = dcp.FileSystemReader(str(tmp_path / "run/checkpoints/iter_0000002"))
@@ -97,7 +105,8 @@ def test_masters_beside_parameters_in_fp32_have_their_own_names(
         if isinstance(found, TensorStorageMetadata)
     }
     dcp.load(known, storage_reader=reader)
-    masters = {key.removeprefix(MASTER): known[key] for key in known if key.startswith(MASTER)}
+    prefix = f"optimizer.state.{prefix}."
+    masters = {key.removeprefix(prefix): known[key] for key in known if key.startswith(prefix)}
     assert {known[name].dtype for name in masters} == {torch.bfloat16, torch.float32}
     for name, master in masters.items():
         assert torch.allclose(master, known[name].float(), rtol=2**-7, atol=0), name

@@ -269,6 +269,23 @@ def test_a_resume_of_an_optimizer_in_many_padded_buckets(tmp_path: Path, on_mega
     assert [row["grad_norm"] for row in resumed] == [row["grad_norm"] for row in whole]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_resume_of_gradient_descent(tmp_path: Path, on_megatron: Run, precision: str, momentum: float) -> None:
+    options = {
+        "optimizer": "sgd",
+        "megatron": [f"optimizer.sgd_momentum={momentum}"],
+        "precision": precision,
+        "lr_schedule": "constant",
+        "eval_interval": 0,
+    }
+    whole = on_megatron(tmp_path / "whole", steps=4, **options)
+    on_megatron(tmp_path / "run", steps=2, **options)
+    resumed = on_megatron(tmp_path / "run", resume=True, steps=4, **options)
+    for figure in ("loss", "grad_norm"):
+        assert [row[figure] for row in resumed] == [row[figure] for row in whole]
+
+
 WANDB = """
 config = {}
 

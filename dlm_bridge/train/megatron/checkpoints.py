@@ -11,9 +11,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,14 @@ from dlm_bridge.convert.manifest import Manifest
 from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE, HUB_FOLDER
 from dlm_bridge.convert.outputs import write_carried, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpointing, parallel_state, unwrap_model
+from dlm_bridge.parallel.core import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    dist_checkpointing,
+    filesystem_async,
+    parallel_state,
+    unwrap_model,
+)
 from dlm_bridge.parallel.inner_masters import whole_masters
 from dlm_bridge.train.checkpoints import sync, sync_tree
 from dlm_bridge.train.config import TrainConfig
@@ -39,6 +48,17 @@ NAME = re.compile(r"iter_(\d{7,})")
 WRITER = re.compile(r"__(\d+)_\d+\.distcp$")  # the rank that wrote a file
 NOTES = ".digests_"  # of one rank, while a save is under way
 STATE = "dlm_bridge_run"  # the key of our own values in `common.pt`
+
+
+def _start_results_queue() -> None:
+    """Start the process through which megatron-core's writers report, deaf to SIGTERM: who stops a job (Slurm, a
+    shell) tells all its processes, and this one is needed for the last checkpoint."""
+    resource_tracker.ensure_running()  # which would unblock the signal when it is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a new process begins with the same
+    try:
+        filesystem_async._get_write_results_queue()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def root_of(output: Path) -> Path:
@@ -148,6 +168,7 @@ class Saver:
             return folder
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **self._state(is_loading=False)}
         state["mtp"] = carried_layers.sharded(self.carried)
+        _start_results_queue()
         try:
             request = dist_checkpointing.save(
                 state, str(hidden), content_metadata=_content(), async_sharded_save=self.queue is not None
@@ -196,7 +217,7 @@ class Saver:
             weights = {key: fp8_state.rewritten(state[key], chunk.config) for key, chunk in chunks}
             for key, chunk in chunks:
                 chunk.load_state_dict(weights[key], strict=True)
-            with whole_masters(self.optimizer):
+            with optimizer_state.all_parameters(self.optimizer), whole_masters(self.optimizer):
                 optimizer_state.restore(self.optimizer, wanted, state)
         except DlmBridgeError as error:
             raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
@@ -211,7 +232,12 @@ class Saver:
             key: chunk.sharded_state_dict(metadata=metadata)
             for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True)
         }
-        with optimizer_state.packed_places(self.optimizer), whole_masters(self.optimizer):
+        optimizers = self.optimizer
+        with (
+            optimizer_state.packed_places(optimizers),
+            optimizer_state.all_parameters(optimizers),
+            whole_masters(optimizers),
+        ):
             optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         if not is_loading:
             optimizer_state.drop_settings(self.optimizer, optimizer)

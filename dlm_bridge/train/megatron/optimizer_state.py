@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase
 from dlm_bridge.parallel.inner_masters import offloads
@@ -65,6 +67,46 @@ def mend_order(optimizer: Any) -> None:
         for number, group in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
             for place, parameter in enumerate(itertools.chain(*group)):
                 part.model_param_group_index_map[parameter] = (number, place)
+
+
+def mend_descent(optimizer: Any) -> None:
+    """Let gradient descent be resumed: megatron-core 0.16.1 makes Adam's state before it is loaded, and of descent
+    calls the None that stands in its place."""
+    for part in optimizer.chained_optimizers:
+        if getattr(part, "init_state_fn", mend_descent) is None:
+            part.init_state_fn = _make_velocities
+
+
+def _make_velocities(optimizer: torch.optim.Optimizer | None, _: Any = None) -> None:
+    if optimizer is None:  # of a rank without parameters
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
+
+
+@contextlib.contextmanager
+def all_parameters(optimizer: Any) -> Iterator[None]:
+    """While this lasts, checkpoints of optimizers that are not sharded hold parameters in fp32 beside the masters of
+    those in half precision. megatron-core 0.16.1 counts on there being none (`Float16OptimizerWithFloat16Params`)."""
+    mixed = [
+        part
+        for part in optimizer.chained_optimizers
+        if any(getattr(part, "fp32_from_fp32_groups", [])) and any(part.float16_groups)
+    ]
+    known = [(part.float16_groups, part.fp32_from_float16_groups) for part in mixed]
+    try:
+        for part, (models, masters) in zip(mixed, known, strict=True):
+            of_master = dict(zip(map(id, itertools.chain(*masters)), itertools.chain(*models), strict=True))
+            part.fp32_from_float16_groups = [list(group["params"]) for group in part.optimizer.param_groups]
+            part.float16_groups = [
+                [of_master.get(id(parameter), parameter) for parameter in group]
+                for group in part.fp32_from_float16_groups
+            ]
+        yield
+    finally:
+        for part, (models, masters) in zip(mixed, known, strict=True):
+            part.float16_groups, part.fp32_from_float16_groups = models, masters
 
 
 def request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:

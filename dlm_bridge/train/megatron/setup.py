@@ -28,7 +28,7 @@ from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.parallel.refusals import NotInstalledError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.megatron.checks import check_experts
-from dlm_bridge.train.megatron.optimizer_state import mend_order
+from dlm_bridge.train.megatron.optimizer_state import mend_descent, mend_order
 from dlm_bridge.train.megatron.settings import passed_on
 from dlm_bridge.train.objectives import Objective, WeDLMDiffusion
 
@@ -293,6 +293,7 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
     optimizer = get_megatron_optimizer(optimizer_config(config), list(chunks))
     mend_offloading(optimizer)
     mend_order(optimizer)
+    mend_descent(optimizer)
     transformer = chunks[0].config
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = _finalize
