@@ -19,6 +19,7 @@ with warnings.catch_warnings():
         get_default_load_sharded_strategy,
         get_default_save_sharded_strategy,
     )
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
         FullyParallelLoadStrategyWrapper,
@@ -93,6 +94,7 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "dequantize_fp8_tensor",
     "dist_checkpointing",
+    "filesystem_async",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",

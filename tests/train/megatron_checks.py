@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -186,10 +187,14 @@ def crashes_while_a_save_is_written(files: Files, name: str, step: int, **change
 
 
 def saves_when_terminated(files: Files, name: str, step: int, kept: Sequence[int], **changes: Any) -> None:
-    """One of the processes is told to stop during a step: all do, after the next one."""
+    """One of the processes is told to stop during a step: all do, after the next one. What they have started is told
+    the same, as by Slurm."""
     take = engine.MegatronTrainer.start
 
     def terminated(self: Any, number: int, want_stop: bool) -> Any:
+        if number == step:
+            for process in psutil.Process().children(recursive=True):
+                process.terminate()
         if number == step and dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return take(self, number, want_stop)
