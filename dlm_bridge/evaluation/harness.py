@@ -239,6 +239,7 @@ def _record(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "algorithm": found.algorithm.name,
         **{name: getattr(found.algorithm, name) for name in found.algorithm.parameters()},
+        **found.constraints,
         "eos_token_ids": list(found.eos_token_ids),
         "mask_token_id": found.mask_token_id,
         "stop_strings": list(found.stop_strings),

@@ -188,6 +188,8 @@ def test_answers_are_greedy_unless_the_task_or_the_caller_draws(
     assert (drawn["top_p"], drawn["gen_length"]) == (0.95, 8)
     assert _ask(model, {"do_sample": False, "top_p": 0.95})[1]["top_p"] is None
     assert _ask(model, {"do_sample": True, "top_p": 0.95}, sampler={"do_sample": False})[1]["top_p"] is None
+    penalised = _ask(model, {"repetition_penalty": 1.5}, sampler={"suppress_tokens": [5]})[1]
+    assert (penalised["repetition_penalty"], penalised["suppress_tokens"]) == (1.5, [5])
     with pytest.raises(DlmBridgeError, match="the llada sampler has no num_beams"):
         _ask(model, {"num_beams": 5})
 
