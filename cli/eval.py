@@ -12,6 +12,8 @@ from dlm_bridge.cli import convert
 from dlm_bridge.cli.generate import parse_settings
 from dlm_bridge.errors import DlmBridgeError
 
+NOT_OF_TASKS = ("num_return_sequences", "infill", "span_lengths")  # settings of generate
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
@@ -73,6 +75,9 @@ def evaluate(
     if names:
         _check_harness()
     sampler = parse_settings(set_ or [])
+    for name in NOT_OF_TASKS:
+        if name in sampler:
+            raise DlmBridgeError(f"--set {name}: a task has one text behind each prompt: leave it out")
     # Imported only now: a mistyped option should answer at once.
     from transformers.utils import logging
 

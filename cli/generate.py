@@ -114,8 +114,6 @@ def _command() -> Callable[..., None]:
         if options.pop("infill"):
             settings["infill"] = True
         for name, value in parse_settings(options.pop("set") or []).items():
-            if name in NO_SETTINGS:
-                raise DlmBridgeError(f"--set {name}: an argument of generate in Python, no setting: leave it out")
             if name in settings:
                 raise DlmBridgeError(f"--set {name}: --{name.replace('_', '-')} says it already")
             settings[name] = value
@@ -195,6 +193,8 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if not equals or not name.isidentifier():
             raise DlmBridgeError(f"--set {pair}: a setting's name and value are needed, such as remasking=random")
+        if name in NO_SETTINGS:
+            raise DlmBridgeError(f"--set {name}: an argument of generate in Python, no setting: leave it out")
         if name in values:
             raise DlmBridgeError(f"--set {name} is given twice")
         try:
