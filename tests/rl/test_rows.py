@@ -91,6 +91,7 @@ GIVEN: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "method": "
         ({"temperature": 0.0}, "^--temperature must be a number above 0"),
         ({"generation": ["steps"]}, "^--generation steps: NAME=VALUE"),
         ({"generation": ["temperature=1"]}, "^--generation temperature=1: the option --temperature says it"),
+        ({"generation": ["infill=true"]}, "^--generation infill=true: a rollout is one completion behind each prompt"),
         ({"engine": "megatron"}, "^--engine megatron: "),
         ({"objective": "masked"}, "^--objective is no option of dlm-bridge rl"),
         ({"packing": True}, "^--packing is an option of dlm-bridge sft, not rl"),

@@ -21,6 +21,11 @@ AUTOREGRESSIVE = ("grpo", "dpo")  # what TRL trains
 FAILURES = ("stop", "zero")
 ADVANTAGES = ("centred", "scaled")
 BETAS = {"grpo": 0.04, "diffu-grpo": 0.04, "block-grpo": 0.04, "dpo": 0.1, "vrpo": 0.2}
+# What rollouts themselves say to generate, or what would make other rows than a completion behind each prompt.
+NO_SETTINGS = (
+    "attention_mask", "commit_rule", "generation_config", "generator", "infill", "input_ids", "inputs",
+    "num_return_sequences", "output_history", "return_dict_in_generate", "span_lengths", "streamer",
+)  # fmt: skip
 # The options of the other training commands that this one has too.
 SHARED = (
     "task", "model", "data", "output", "engine", "family", "mask_token_id", "tokenizer", "steps", "global_batch_size",
@@ -96,6 +101,10 @@ class RLConfig(TrainConfig):
                 raise DlmBridgeError(f"--generation {item}: NAME=VALUE is needed, such as steps=64")
             if name in ("gen_length", "max_new_tokens", "temperature", "seed"):
                 raise DlmBridgeError(f"--generation {item}: the option --{name.replace('_', '-')} says it")
+            if name in NO_SETTINGS:
+                raise DlmBridgeError(
+                    f"--generation {item}: a rollout is one completion behind each prompt: leave it out"
+                )
             settings[name] = yaml.safe_load(value)
         return settings
 
