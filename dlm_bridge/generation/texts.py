@@ -281,6 +281,10 @@ def _autoregressive_settings(model: Any, settings: Mapping[str, Any]) -> dict[st
     if "max_new_tokens" not in given and "max_length" not in given and stored.max_new_tokens is None:
         given["max_new_tokens"] = NEW_TOKENS
     if "temperature" in given:
+        if given.get("do_sample") is False and given["temperature"]:
+            raise DlmBridgeError(
+                f"do_sample=False contradicts temperature {given['temperature']}: leave one of them out"
+            )
         given["do_sample"] = given["temperature"] > 0
         if not given["do_sample"]:  # transformers warns about those of a sampler in a greedy search
             given |= {"temperature": None, "top_k": None, "top_p": None}

@@ -318,6 +318,7 @@ def test_bad_words_are_one_line(cli: Cli, llada: Path, words: list[str], said: s
         (["--prompt", "x", "--set", "nonsense=1"], "transformers' generate has no setting 'nonsense'"),
         (["--prompt", ""], "an autoregressive model needs a prompt of at least one token"),
         (["--prompt", "x", "--gen-length", "500"], "beyond the model's context of 128"),
+        (["--prompt", "x", "--set", "do_sample=False", "--temperature", "0.7"], "do_sample=False contradicts temper"),
         (
             ["--prompt", "x", "--set", "num_beams=2", "--gen-length", "8", "--html", "o.html"],
             "generate refuses: `streamer`",
