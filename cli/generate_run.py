@@ -93,6 +93,8 @@ def _sample_file(request: Request, opened: Opened, settings: dict[str, Any], pro
     with _stdout_or(request) as stream, _progress(len(prompts)) as advance:
         for start in range(0, len(prompts), size):
             own = seeds[start * copies : (start + size) * copies] if seeds else None
+            if not opened.diffusion and settings.get("seed") is not None:  # of a whole batch: each draws anew
+                settings = {**settings, "seed": settings["seed"] + (start > 0)}
             result = _sample(opened, tokens[start : start + size], settings, None, own)
             done.append(result)
             each = len(result.texts) // len(tokens[start : start + size])  # several, with num_return_sequences

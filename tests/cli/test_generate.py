@@ -193,6 +193,18 @@ def test_a_seed_gives_a_file_the_same_texts_in_batches_of_any_size(cli: Cli, lla
     assert report["samples"][0]["token_ids"] == found[0][2]
 
 
+def test_batches_of_an_autoregressive_model_draw_anew(cli: Cli, qwen3: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join([json.dumps({"prompt": "one"})] * 3))
+    words = ["--gen-length", 8, "--temperature", 1, "--seed", 3]
+    code, out, _ = cli(qwen3, "--jsonl", source, *words, "--batch-size", 1)
+    assert code == 0
+    found = [json.loads(line)["token_ids"] for line in out.splitlines()]
+    assert len({tuple(ids) for ids in found}) == 3
+    assert cli.report(qwen3, "--prompt", "one", *words)["samples"][0]["token_ids"] == found[0]
+    assert cli(qwen3, "--jsonl", source, *words, "--batch-size", 1)[1] == out
+
+
 @pytest.mark.parametrize("name", ["llada", "qwen3"])
 def test_a_row_that_a_stop_string_ends_has_no_padding(
     cli: Cli, name: str, tmp_path: Path, request: pytest.FixtureRequest
