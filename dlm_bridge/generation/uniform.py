@@ -91,7 +91,7 @@ class EntropyBound(Resampling):
         if index == self.steps - 1:
             return x_ANV.argmax(dim=-1), torch.zeros_like(tokens_AN, dtype=torch.bool)
         entropies_AN = -(x_ANV * x_ANV.clamp(min=1e-300).log()).sum(dim=-1)
-        ordered_AN, order_AN = entropies_AN.sort(dim=1)
+        ordered_AN, order_AN = entropies_AN.sort(dim=1, stable=True)
         passed_AN = ordered_AN.cumsum(dim=1) - ordered_AN <= self._bound
         accepted_AN = torch.zeros_like(passed_AN).scatter(1, order_AN, passed_AN)
         return _draw(x_ANV, uniform_ANV), ~accepted_AN

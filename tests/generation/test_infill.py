@@ -116,11 +116,20 @@ def test_a_row_is_filled_alone_as_in_a_batch(name: str, new: int) -> None:
         assert all(a in (MASK, b) for a, b in zip(row, line.tolist(), strict=False))  # what was given is untouched
 
 
-@pytest.mark.parametrize("rule", [{"threshold": 0.9}, {"factor": 0.1}, {"factor": 1.3}, {"steps": 6}])
-def test_of_equally_sure_positions_a_row_takes_those_that_it_takes_alone(rule: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"block_length": 32, "threshold": 0.9},
+        {"block_length": 32, "factor": 0.1},
+        {"block_length": 32, "factor": 1.3},
+        {"block_length": 32, "steps": 6},
+        {"algorithm": "rnd1", "num_diffusion_steps": 12, "eb_gamma": 0.1, "greedy": True},
+    ],
+)
+def test_of_equally_sure_positions_a_row_takes_those_that_it_takes_alone(rule: dict[str, Any]) -> None:
     """Its first block is shorter alone than in a wider batch."""
     row, width = [MASK_OF_FOUR] * 20, 61
-    arguments = {"infill": True, "block_length": 32, "return_dict_in_generate": True, "output_history": True, **rule}
+    arguments = {"infill": True, "return_dict_in_generate": True, "output_history": True, **rule}
     alone = generate(Scripted(torch.zeros(20, 4)), torch.tensor([row]), eos_token_id=None, **arguments)
     ids = torch.tensor([[0] * (width - 20) + row, [MASK_OF_FOUR] * width])
     mask = torch.tensor([[0] * (width - 20) + [1] * 20, [1] * width])

@@ -27,7 +27,7 @@ class EntropyBounded(CommitRule):
         # As published, with a floor under the probabilities, so that p log p is defined everywhere.
         probabilities = step.shaped.softmax(dim=-1).clamp(min=1e-12)
         entropies_AN = -(probabilities * probabilities.log()).sum(dim=-1)
-        ordered_AN, order_AN = entropies_AN.masked_fill(~step.masked, torch.inf).sort(dim=1)
+        ordered_AN, order_AN = entropies_AN.masked_fill(~step.masked, torch.inf).sort(dim=1, stable=True)
         passed_AN = ordered_AN.cumsum(dim=1) < self._bound
         passed_AN[:, 0] = True
         picked_AN = torch.zeros_like(step.masked).scatter(1, order_AN, passed_AN)
@@ -49,7 +49,7 @@ class ErrorBounded(CommitRule):
 
     def select(self, step: Step) -> torch.Tensor:
         scores_AN = chosen(step.shaped.log_softmax(dim=-1), step.tokens).masked_fill(~step.masked, NEVER)
-        order_AN = scores_AN.sort(dim=1, descending=True).indices
+        order_AN = scores_AN.sort(dim=1, descending=True, stable=True).indices
         entropies_AN = entropy(step.shaped).gather(1, order_AN)
         bound_AN = entropies_AN.cumsum(dim=1) - entropies_AN.cummax(dim=1).values
         passed_AN = bound_AN <= self._gamma
