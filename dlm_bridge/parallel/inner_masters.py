@@ -17,6 +17,11 @@ import torch
 MASTER = "master_param"  # of Adam's state
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """megatron-core's optimizers: under FSDP one alone, otherwise a chain, of one or more."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def keeps_masters(part: Any) -> bool:
     """Whether `part`, one of megatron-core's optimizers, leaves its masters to Adam and has none itself."""
     settings = getattr(part, "config", None)
@@ -71,7 +76,7 @@ def whole_masters(optimizer: Any) -> Iterator[None]:
     """While this lasts, checkpoints of megatron-core's `optimizer` save and load the masters in Adam as the fp32
     values that they are, which any setting of the optimizer resumes from. Its own way would save the bits that Adam
     keeps in their place, and asserts on what it then loads."""
-    parts = [part for part in optimizer.chained_optimizers if keeps_masters(part) and not offloads(part.optimizer)]
+    parts = [part for part in parts_of(optimizer) if keeps_masters(part) and not offloads(part.optimizer)]
     try:
         for part in parts:
             part._get_main_param_and_optimizer_states = partial(_states, part)
@@ -108,7 +113,7 @@ def mend_offloading(optimizer: Any) -> None:
     """Let the offloading optimizers within megatron-core's `optimizer` take the masters of every parameter from a
     checkpoint. In megatron-core 0.16.1 (`HybridDeviceOptimizer._update_fp32_params_by_new_state`) a resume ends at the
     first parameter that is fp32 in the model, of which it has no second copy."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         inner: Any = getattr(part, "optimizer", None)
         if offloads(inner):
             inner._update_fp32_params_by_new_state = partial(_take_masters, inner)

@@ -16,7 +16,7 @@ from dlm_bridge.convert.mapping import Link
 from dlm_bridge.convert.pool import run_tasks, worker_count
 from dlm_bridge.parallel.core import unwrap_model
 from dlm_bridge.parallel.fsdp import Held, held, original
-from dlm_bridge.parallel.inner_masters import inner_masters, keeps_masters, write_master
+from dlm_bridge.parallel.inner_masters import inner_masters, keeps_masters, parts_of, write_master
 from dlm_bridge.parallel.weights import link_bytes, live_tensors, places, shard_of
 
 
@@ -56,13 +56,8 @@ def start_masters(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoint)
     run_tasks(tasks, worker_count(None))
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    """megatron-core's optimizers: under FSDP one alone, otherwise a chain, of one or more."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
 def _masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, Master]]:
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if keeps_masters(part):
             for parameter, share in inner_masters(part):
                 write = partial(write_master, part.optimizer, share)

@@ -56,3 +56,21 @@ def test_masters_begin_with_what_the_source_stores(name: str, optimizer: Any, tm
         assert not all(torch.equal(rows, wanted[key]) for key, rows in chunk.rows().items())
         start_masters([chunk], optimizer, bridge.checkpoint)
         assert [key for key, rows in chunk.rows().items() if not torch.equal(rows, wanted[key])] == []
+
+
+def test_what_mends_an_optimizer_takes_one_that_is_no_chain() -> None:
+    from dlm_bridge.parallel.inner_masters import mend_offloading
+    from dlm_bridge.train.megatron.optimizer_state import mend_descent, mend_order
+
+    routers, matrices = [torch.zeros(2), torch.zeros(3)], [torch.zeros(4)]
+    alone = SimpleNamespace(
+        model_fp32_groups=[routers],
+        model_float16_groups=[matrices],
+        model_param_group_index_map={},
+        init_state_fn=None,
+        optimizer=None,
+    )
+    for mend in (mend_offloading, mend_order, mend_descent):
+        mend(alone)
+    assert list(alone.model_param_group_index_map.values()) == [(0, 0), (0, 1), (0, 2)]
+    assert alone.init_state_fn is not None

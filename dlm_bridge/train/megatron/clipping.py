@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlm_bridge.parallel import platform
+from dlm_bridge.parallel.inner_masters import parts_of
 from dlm_bridge.train.megatron.update import Update
 
 # megatron-core keeps these gradients elsewhere than in `grad`, or the state on the CPU: its own step then.
@@ -24,7 +25,7 @@ class ClippedStep:
         """`max_norm` 0 does not clip; `special` asks for megatron-core's own step, which FSDP needs."""
         self.optimizer, self.max_norm = optimizer, max_norm
         self.special = special or any(getattr(optimizer.config, name) for name in SPECIAL)
-        self.parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        self.parts = parts_of(optimizer)
         self.updates = [None if self.special else Update.of(part) for part in self.parts]
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase
-from dlm_bridge.parallel.inner_masters import offloads
+from dlm_bridge.parallel.inner_masters import offloads, parts_of
 
 SAVED, WANTED = "optimizer", "wanted_optimizer"  # keys in a checkpoint, and of what is asked of it
 _EXPERTS = "is_expert_parallel"
@@ -31,7 +31,7 @@ def packed_places(optimizer: Any) -> Iterator[None]:
     out the parameters at their places with it: after the first padding each would be saved with a neighbour's weights
     and moments (`DistributedOptimizer.sharded_param_state_fully_reshardable`, where a warning tells of the last one).
     """
-    buffers = [buffer for part in optimizer.chained_optimizers for buffer in getattr(part, "buffers", [])]
+    buffers = [buffer for part in parts_of(optimizer) for buffer in getattr(part, "buffers", [])]
     places = [buffer.param_index_map for buffer in buffers]
     try:
         for buffer in buffers:
@@ -61,7 +61,7 @@ def mend_order(optimizer: Any) -> None:
     megatron-core 0.16.1 notes where a parameter's master stands in its group as its buffers have the parameters, and
     then puts those that are fp32 first (`DistributedOptimizer._build_model_and_main_param_groups`): each would be
     saved and loaded with another's state."""
-    for part in optimizer.chained_optimizers:
+    for part in parts_of(optimizer):
         if not hasattr(part, "model_param_group_index_map"):
             continue
         for number, group in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
@@ -72,7 +72,7 @@ def mend_order(optimizer: Any) -> None:
 def mend_descent(optimizer: Any) -> None:
     """Let gradient descent be resumed: megatron-core 0.16.1 makes Adam's state before it is loaded, and of descent
     calls the None that stands in its place."""
-    for part in optimizer.chained_optimizers:
+    for part in parts_of(optimizer):
         if getattr(part, "init_state_fn", mend_descent) is None:
             part.init_state_fn = _make_velocities
 
@@ -91,7 +91,7 @@ def all_parameters(optimizer: Any) -> Iterator[None]:
     those in half precision. megatron-core 0.16.1 counts on there being none (`Float16OptimizerWithFloat16Params`)."""
     mixed = [
         part
-        for part in optimizer.chained_optimizers
+        for part in parts_of(optimizer)
         if any(getattr(part, "fp32_from_fp32_groups", [])) and any(part.float16_groups)
     ]
     known = [(part.float16_groups, part.fp32_from_float16_groups) for part in mixed]
@@ -111,7 +111,7 @@ def all_parameters(optimizer: Any) -> Iterator[None]:
 
 def request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:
     """What to load for each of a rank's optimizers, from their `sharded_state_dict`."""
-    parts = optimizer.chained_optimizers
+    parts = parts_of(optimizer)
     return {0: state} if len(parts) == 1 else {number: state[number] for number in range(len(parts))}
 
 
@@ -119,7 +119,7 @@ def drop_settings(optimizer: Any, state: dict[Any, Any]) -> None:
     """Take out of what is to be saved of an optimizer how it offloads: two classes, which a reader would have to
     import, and switches. They are no state, and a run that goes on has its own."""
     for number, saved in request(optimizer, state).items():
-        inner = optimizer.chained_optimizers[number].optimizer
+        inner = parts_of(optimizer)[number].optimizer
         if offloads(inner):
             for group in _inner(saved)["param_groups"]:
                 for name in inner.defaults.keys() - inner.sub_optimizer_kwargs.keys():
