@@ -182,6 +182,10 @@ def check_megatron_options(options: MegatronOptions, engine: str, precision: str
             raise DlmBridgeError(f"{flag(name)} {getattr(options, name)} needs --recompute {how}")
     if options.optimizer_cpu_offload and options.optimizer != "adamw":
         raise DlmBridgeError("--optimizer-cpu-offload needs --optimizer adamw")
+    if options.optimizer_cpu_offload and engine == "megatron" and precision == "fp32":
+        raise DlmBridgeError(
+            "--optimizer-cpu-offload with --precision fp32: megatron-core offloads no weights in fp32"
+        )
     for group in PASSED_THROUGH:
         options.passed_through(group)
     if engine == "megatron":

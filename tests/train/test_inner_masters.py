@@ -132,10 +132,24 @@ def test_what_an_offloaded_optimizer_cannot_be(
 
     precision_aware.install(monkeypatch)
     monkeypatch.setattr(platform, "current", lambda: SimpleNamespace(name="cuda"))
-    options = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron", "optimizer_cpu_offload": True}
+    options = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron", "precision": "bf16"}
+    options["optimizer_cpu_offload"] = True
     assert optimizer_config(TrainConfig(**options)).use_precision_aware_optimizer
     with pytest.raises(DlmBridgeError, match=said):
         optimizer_config(TrainConfig(**options, **changes))
+
+
+def test_weights_in_fp32_are_not_offloaded(tmp_path: Path, bf16_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    models()[PREDICTING].write(tmp_path / "hub")
+    options = {"model": str(tmp_path / "hub"), "from_scratch": False, "data": ["mock"]}
+    offloading.install(monkeypatch)
+    with pytest.raises(ValueError, match="non-leaf"):  # what megatron-core says
+        bf16_run(tmp_path / "run", **options)
+    monkeypatch.setattr(platform.current(), "name", "of a GPU", raising=False)
+    with pytest.raises(DlmBridgeError, match=r"offloads no weights in fp32, and .*router.weight is kept so"):
+        bf16_run(tmp_path / "run", **options, optimizer_cpu_offload=True)
+    with pytest.raises(DlmBridgeError, match="--optimizer-cpu-offload with --precision fp32"):
+        bf16_run(tmp_path / "run", precision="fp32", optimizer_cpu_offload=True)
 
 
 def test_an_offloading_optimizer_takes_the_masters_of_fp32_parameters_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,8 +164,8 @@ def test_what_something_else_turns_on_is_refused_alone() -> None:
         (["ddp.fsdp_double_buffer=true"], {"fsdp": "optim"}),
         (["ddp.reduce_scatter_with_fp32_accumulation=true"], {}),
         (["optimizer.sgd_momentum=0.5"], {"optimizer": "sgd"}),
-        (["optimizer.pin_cpu_grads=false"], {"optimizer_cpu_offload": True}),
-        (["optimizer.store_param_remainders=false"], {"optimizer_cpu_offload": True}),
+        (["optimizer.pin_cpu_grads=false"], {"optimizer_cpu_offload": True, "precision": "bf16"}),
+        (["optimizer.store_param_remainders=false"], {"optimizer_cpu_offload": True, "precision": "bf16"}),
         (["optimizer.hysteresis=3"], {"precision": "fp16"}),
     ],
 )

@@ -313,7 +313,10 @@ def test_wandb_has_every_step_through_accelerates_tracker(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload: everything is on the CPU already"),
+        (
+            {"optimizer_cpu_offload": True, "precision": "bf16"},
+            "--optimizer-cpu-offload: everything is on the CPU already",
+        ),
         ({"recompute": "selective", "recompute_modules": "layernorm"}, "--recompute-modules layernorm needs"),
         ({"megatron": ["transformer.cpu_offloading=true"]}, "--megatron transformer.cpu_offloading needs"),
         ({"megatron": ["optimizer.use_precision_aware_optimizer=true"]}, "use_precision_aware_optimizer needs"),

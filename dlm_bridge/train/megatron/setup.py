@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -289,6 +290,13 @@ def takes_all(config: TrainConfig) -> bool:
 def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
     """megatron-core's optimizer over wrapped chunks, and what its schedules need of both. The learning rate is set
     before every step. Raises DlmBridgeError."""
+    if config.optimizer_cpu_offload:
+        for name, parameter in itertools.chain(*(chunk.named_parameters() for chunk in chunks)):
+            if parameter.dtype == torch.float32:  # as routers may be
+                raise DlmBridgeError(
+                    f"--optimizer-cpu-offload: megatron-core offloads no weights in fp32, and {name} is kept so: "
+                    "leave it out"
+                )
     # Its own rule is ours: biases and 1-D parameters do not decay.
     optimizer = get_megatron_optimizer(optimizer_config(config), list(chunks))
     mend_offloading(optimizer)
