@@ -184,7 +184,7 @@ def check_megatron_options(options: MegatronOptions, engine: str, precision: str
         raise DlmBridgeError("--optimizer-cpu-offload needs --optimizer adamw")
     if options.optimizer_cpu_offload and engine == "megatron" and precision == "fp32":
         raise DlmBridgeError(
-            "--optimizer-cpu-offload with --precision fp32: megatron-core offloads no weights in fp32"
+            "--optimizer-cpu-offload with --precision fp32: megatron-core offloads no weights in fp32: choose bf16"
         )
     for group in PASSED_THROUGH:
         options.passed_through(group)
