@@ -117,9 +117,10 @@ def test_a_setting_of_transformer_engine_alone(there: None) -> None:
 
 
 def test_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = "dlm_bridge.parallel.flash.platform.current"
+    monkeypatch.setattr(platform, lambda: SimpleNamespace(name="cpu"))
     with pytest.raises(DlmBridgeError, match="FlashAttention 4 needs the CUDA platform, this one is cpu"):
         _layer("flash", "causal")
-    platform = "dlm_bridge.parallel.flash.platform.current"
     monkeypatch.setattr(platform, lambda: SimpleNamespace(name="cuda"))
     monkeypatch.setattr(flash, "missing", lambda: "flash-attn-4 is not installed: pip install 'dlm-bridge[flash]'")
     assert not _layer("auto", "causal").flash
