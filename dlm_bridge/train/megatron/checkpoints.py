@@ -232,11 +232,10 @@ class Saver:
             key: chunk.sharded_state_dict(metadata=metadata)
             for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True)
         }
-        optimizers = self.optimizer
         with (
-            optimizer_state.packed_places(optimizers),
-            optimizer_state.all_parameters(optimizers),
-            whole_masters(optimizers),
+            optimizer_state.packed_places(self.optimizer),
+            optimizer_state.all_parameters(self.optimizer),
+            whole_masters(self.optimizer),
         ):
             optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         if not is_loading:
