@@ -95,7 +95,7 @@ NEEDS: dict[str, dict[str, Need]] = {
         ),
         **_needs("ddp.nccl_ub=true", _setting("ddp.nccl_ub"), "disable_symmetric_registration"),
         **_needs(
-            "the sharded optimizer, which is AdamW's without --fsdp and --no-distributed-optimizer,",
+            "the sharded optimizer, which is AdamW's without --fsdp and --no-distributed-optimizer",
             lambda config, _: config.distributed_optimizer and config.optimizer == "adamw" and config.fsdp is None,
             "pad_buckets_for_high_nccl_busbw", "reduce_scatter_with_fp32_accumulation",
         ),
@@ -115,7 +115,7 @@ NEEDS: dict[str, dict[str, Need]] = {
             "store_param_remainders",
         ),
         **_needs(
-            "--precision fp16, whose loss scale is not given,",
+            "--precision fp16, whose loss scale is not given",
             lambda config, passed: config.precision == "fp16" and passed.get("loss_scale") is None,
             "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
         ),

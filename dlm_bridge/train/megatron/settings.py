@@ -271,7 +271,7 @@ def check_settings(config: TrainConfig) -> None:
         for key, value in passed.items():
             if value != defaults[key] and (words := companions.missing(group, key, config, passed)):
                 raise DlmBridgeError(
-                    f"--megatron {group}.{key} does nothing without {words.rstrip(',')}: add that, or leave this out"
+                    f"--megatron {group}.{key} does nothing without {words}: add that, or leave this out"
                 )
 
 
