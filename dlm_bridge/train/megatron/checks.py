@@ -11,7 +11,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.batch import rank_positions
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.megatron_options import flag
+from dlm_bridge.train.megatron_options import MegatronOptions, flag
 from dlm_bridge.train.objectives import Objective
 
 # Options that change what experts learn or when, and say nothing of a dense model.
@@ -66,6 +66,8 @@ def check_experts(config: TrainConfig, dims: Dims, described: dict[str, Any]) ->
     nothing of a model with these `dims` and TransformerConfig fields."""
     if not dims.experts:
         given = [flag(name) for name in OF_EXPERTS if getattr(config, name)]
+        if config.moe_dispatcher != MegatronOptions.moe_dispatcher:
+            given.append(flag("moe_dispatcher"))
         if config.recompute == "selective":
             given += [f"--recompute-modules {name}" for name in config.recomputed if name in MODULES_OF_EXPERTS]
         given += [f"--megatron transformer.{name}" for name in config.passed_through("transformer") if "moe_" in name]
