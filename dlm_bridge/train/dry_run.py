@@ -193,7 +193,7 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
         config,
         engine="megatron",
         optimizer="adamw",
-        distributed_optimizer=False,
+        distributed_optimizer=config.shards,
         recompute=recompute,
         gradient_checkpointing=False,
         fsdp="optim_grads_params" if config.shards else None,

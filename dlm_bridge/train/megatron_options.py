@@ -168,7 +168,7 @@ def check_megatron_options(options: MegatronOptions, engine: str, precision: str
     if options.fsdp and options.optimizer_cpu_offload:
         raise DlmBridgeError("--fsdp with --optimizer-cpu-offload: megatron-core offloads without FSDP only")
     if options.fsdp and not options.distributed_optimizer:
-        raise DlmBridgeError("--fsdp with --no-distributed-optimizer: FSDP shards the optimizer: leave one of them out")
+        raise DlmBridgeError("--fsdp with --no-distributed-optimizer: FSDP shards it: leave one of them out")
     if options.fsdp and options.async_save:
         raise DlmBridgeError("--fsdp with --async-save: Megatron FSDP's checkpoints are not written in the background")
     if options.sequence_parallel is False and options.tp > 1 and options.ep > 1:

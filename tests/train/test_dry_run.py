@@ -154,7 +154,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"engine": "megatron", "pp": 2, "vp": 2}, 2, "needs at least 4 layers"),
     ({"engine": "megatron", "ep": 2}, 2, "the model is dense"),
     ({"engine": "megatron", "moe_dispatcher": "allgather"}, 1, "--moe-dispatcher: the model is dense"),
-    ({"engine": "megatron", "fsdp": "optim", "distributed_optimizer": False}, 1, "FSDP shards the optimizer"),
+    ({"engine": "megatron", "fsdp": "optim", "distributed_optimizer": False}, 1, "FSDP shards it"),
     ({"engine": "megatron", "cp": 2, "cp_comm_type": "a2a", "tp": 2}, 4, "deals 1 attention heads"),
     ({"engine": "megatron", "megatron": ["transformer.no_such_key=1"]}, 1, "has no such field, the nearest is"),
     ({"engine": "megatron", "megatron": ["transformer.tensor_model_parallel_size=2"]}, 1, "use --tp"),
