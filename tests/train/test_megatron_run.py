@@ -253,37 +253,27 @@ def test_a_variable_that_says_otherwise_is_named(
         on_megatron(tmp_path / "run", steps=1)
 
 
+def goes_on_as_if_not_stopped(run: Run, folder: Path, **options: Any) -> None:
+    """Four steps in one go, and two and two."""
+    options |= {"lr_schedule": "constant", "eval_interval": 0}
+    whole = run(folder / "whole", steps=4, **options)
+    run(folder / "run", steps=2, **options)
+    resumed = run(folder / "run", resume=True, steps=4, **options)
+    for figure in ("loss", "grad_norm"):
+        assert [row[figure] for row in resumed] == [row[figure] for row in whole]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_resume_of_an_optimizer_in_many_padded_buckets(tmp_path: Path, on_megatron: Run, precision: str) -> None:
     """megatron-core pads what it reduces at once; a checkpoint must not take the padding for parameters."""
-    options = {
-        "megatron": ["ddp.bucket_size=500"],
-        "precision": precision,
-        "lr_schedule": "constant",
-        "eval_interval": 0,
-    }
-    whole = on_megatron(tmp_path / "whole", steps=4, **options)
-    on_megatron(tmp_path / "run", steps=2, **options)
-    resumed = on_megatron(tmp_path / "run", resume=True, steps=4, **options)
-    assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]
-    assert [row["grad_norm"] for row in resumed] == [row["grad_norm"] for row in whole]
+    goes_on_as_if_not_stopped(on_megatron, tmp_path, megatron=["ddp.bucket_size=500"], precision=precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_resume_of_gradient_descent(tmp_path: Path, on_megatron: Run, precision: str, momentum: float) -> None:
-    options = {
-        "optimizer": "sgd",
-        "megatron": [f"optimizer.sgd_momentum={momentum}"],
-        "precision": precision,
-        "lr_schedule": "constant",
-        "eval_interval": 0,
-    }
-    whole = on_megatron(tmp_path / "whole", steps=4, **options)
-    on_megatron(tmp_path / "run", steps=2, **options)
-    resumed = on_megatron(tmp_path / "run", resume=True, steps=4, **options)
-    for figure in ("loss", "grad_norm"):
-        assert [row[figure] for row in resumed] == [row[figure] for row in whole]
+    settings = [f"optimizer.sgd_momentum={momentum}"]
+    goes_on_as_if_not_stopped(on_megatron, tmp_path, optimizer="sgd", megatron=settings, precision=precision)
 
 
 WANDB = """
