@@ -228,6 +228,7 @@ def _state(model: Any) -> tuple[Any, ...]:
         module = modules.pop()
         pointers += [one.data_ptr() for one in module._parameters.values() if one is not None]
         modules += [one for one in module._modules.values() if one is not None]
-        if hasattr(module, "merged_adapters"):  # a layer of PEFT's: merging changes no pointer
+        # One of PEFT's: merging changes no pointer. Its class is asked: modules are slow to say that they lack a name.
+        if hasattr(type(module), "merged_adapters"):
             adapters.append((tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters)))
     return tuple(pointers), tuple(adapters), model.training, model.dtype, torch.is_autocast_enabled(model.device.type)
