@@ -216,8 +216,7 @@ class Reordered(Predictor):
         hidden_AQH = self._runner.hidden(view, once=not self._fresh)
         self._fresh = True
         self._kept_A = masked_AS.int().argmax(dim=1)
-        places_AN1 = order_AQ.argsort(dim=1).gather(1, columns_AN - first_A1)[..., None]
-        return self._runner.head(hidden_AQH.gather(1, places_AN1.expand(-1, -1, hidden_AQH.shape[-1])), slice(None))
+        return self._runner.head_at(hidden_AQH, order_AQ.argsort(dim=1).gather(1, columns_AN - first_A1))
 
     def _reach(self, window: int) -> tuple[int, int]:
         """How many columns of each row a forward runs, and where the last of them ends."""

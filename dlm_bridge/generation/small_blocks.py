@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,17 +24,8 @@ class SmallBlockCausal(BlockCausal):
 
     caches: ClassVar[tuple[Cache, ...]] = ("none", "block", "dual")
 
-    def __init__(
-        self,
-        runner: Runner,
-        canvas: Canvas,
-        *,
-        shift: bool,
-        block_length: int,
-        small_block_length: int,
-        cache: Cache = "none",
-    ) -> None:
-        super().__init__(runner, canvas, shift=shift, block_length=block_length, cache=cache)
+    def __init__(self, runner: Runner, canvas: Canvas, *, small_block_length: int, **options: Any) -> None:
+        super().__init__(runner, canvas, **options)
         self._small = small_block_length
 
     def run_ahead(self, *, done: bool = False) -> None:
@@ -61,8 +52,7 @@ class SmallBlockCausal(BlockCausal):
         if rows is not None:
             index = self.canvas.index(rows)
             first_B1, hidden_BQH = first_B1[index], hidden_BQH[index]
-        places_AN1 = (columns - first_B1 - int(self.shift)).clamp(min=0)[..., None]
-        return self._runner.head(hidden_BQH.gather(1, places_AN1.expand(-1, -1, hidden_BQH.shape[-1])), slice(None))
+        return self._runner.head_at(hidden_BQH, (columns - first_B1 - int(self.shift)).clamp(min=0))
 
     def _look(self, rows: list[int]) -> tuple[View, torch.Tensor]:
         """The next forward, of the whole batch, by what these rows of it need, and [B, 1] the first column that it

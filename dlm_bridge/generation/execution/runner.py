@@ -113,8 +113,7 @@ class Runner:
         """[A, N, V] at [A, N] places of the view's own order."""
         if self.plain:
             return self._own_forward(view, indices)
-        hidden_AQH = self.hidden(view)
-        return self.head(hidden_AQH.gather(1, indices[..., None].expand(-1, -1, hidden_AQH.shape[-1])), slice(None))
+        return self.head_at(self.hidden(view), indices)
 
     def hidden(self, view: View, *, once: bool = False) -> torch.Tensor:
         """[A, Q, H], the body's last hidden states; keys and values are kept, where they are. `once`: the shape will
@@ -141,6 +140,11 @@ class Runner:
         """[A, N, V] logits of these hidden states."""
         logits: torch.Tensor = self._model.lm_head(hidden_AQH[:, keep])
         return logits.to(hidden_AQH.device)
+
+    def head_at(self, hidden_AQH: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
+        """[A, N, V] logits of each row's own places among these hidden states."""
+        indices = places_AN[..., None].expand(-1, -1, hidden_AQH.shape[-1])
+        return self.head(hidden_AQH.gather(1, indices), slice(None))
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these rows of the current batch only."""
