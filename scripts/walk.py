@@ -1,0 +1,240 @@
+"""How many files one tensor, one batch and one `generate` call pass through, and how large the package is.
+
+    python scripts/walk.py                 every walk and the size of the package
+    python scripts/walk.py import --files  one walk, with its files in the order in which they are entered
+    python scripts/walk.py --json          for machines
+
+Each walk is one job on a tiny LLaDA in a process of its own, observed by `sys.setprofile` in every thread. A file
+counts when one of its functions is called during the walk. What an import executes does not count: module bodies,
+class bodies, decorators, registrations.
+
+    import    `dlm-bridge import HF OUT --tp 2 --pp 2`, the whole command; its files of cli/ count as well
+    batch     `dlm-bridge pretrain --engine megatron` on one CPU process: from the end of the first optimizer step to
+              the end of the run, so with the evaluation and the checkpoint, without what sets the run up
+    generate  model.generate(...) of a model that is already loaded
+
+A line of code is a line that holds a token which is neither a comment nor part of a docstring.
+
+At commit 82f9993, before the redesign: 36, 44 and 27 files; dlm_bridge/ had 372 Python files and 29,572 lines of code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import tokenize
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE, COMMANDS = ROOT / "dlm_bridge", ROOT / "cli"
+# The public config.json of LLaDA-8B with tiny sizes.
+CONFIG: dict[str, Any] = {
+    "activation_type": "silu",
+    "architectures": ["LLaDAModelLM"],
+    "attention_dropout": 0.0,
+    "attention_layer_norm": False,
+    "block_group_size": 1,
+    "block_type": "llama",
+    "d_model": 32,
+    "embedding_dropout": 0.0,
+    "embedding_size": 128,
+    "eos_token_id": 126,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "init_fn": "mitchell",
+    "init_std": 0.02,
+    "layer_norm_type": "rms",
+    "mask_token_id": 127,
+    "max_sequence_length": 64,
+    "mlp_hidden_size": 48,
+    "mlp_ratio": 4,
+    "model_type": "llada",
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "n_layers": 2,
+    "pad_token_id": 126,
+    "residual_dropout": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope": True,
+    "rope_theta": 500000.0,
+    "scale_logits": False,
+    "torch_dtype": "float32",
+    "vocab_size": 128,
+    "weight_tying": False,
+}
+STEPS = 24  # more than a loader reads ahead
+IMPORTS = "<frozen importlib._bootstrap>"
+
+
+class Walk:
+    """The files whose functions are called while `on` is set, in the order in which they are entered."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.files: dict[str, None] = {}
+        threading.setprofile(self._called)  # threads that start from now on
+        sys.setprofile(self._called)
+
+    def _called(self, frame: FrameType, event: str, argument: object) -> None:
+        if not self.on or event != "call":
+            return
+        file = frame.f_code.co_filename
+        if file not in self.files and file.startswith(str(ROOT)) and not _importing(frame):
+            self.files[file] = None
+
+    def under(self, folder: Path) -> list[str]:
+        return [str(Path(file).relative_to(ROOT)) for file in self.files if Path(file).is_relative_to(folder)]
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether an import runs this frame: a module's body, or what is called there."""
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def walk_import(folder: Path, walk: Walk) -> None:
+    from dlm_bridge.cli.app import app
+
+    source = write_model(folder / "hub")
+    with redirect_stdout(sys.stderr):
+        walk.on = True
+        app(args=["import", str(source), str(folder / "megatron"), "--tp", "2", "--pp", "2"], standalone_mode=False)
+
+
+def walk_batch(folder: Path, walk: Walk) -> None:
+    os.environ["DLM_BRIDGE_PLATFORM"] = "cpu"
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from dlm_bridge.cli.app import app
+
+    source = write_model(folder / "hub")
+
+    def step_ends(*_: object) -> None:
+        walk.on = True
+
+    register_optimizer_step_post_hook(step_ends)
+    words = f"pretrain --engine megatron --model {source} --data mock --output {folder / 'run'} --steps {STEPS}"
+    words += f" --global-batch-size 2 --seq-length 16 --eval-interval {STEPS}"
+    app(args=words.split(), standalone_mode=False)
+    if not walk.on:
+        raise RuntimeError("no optimizer step was seen")
+
+
+def walk_generate(folder: Path, walk: Walk) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import dlm_bridge  # noqa: F401  registers LLaDA
+
+    model = AutoModelForCausalLM.from_pretrained(write_model(folder / "hub"))
+    walk.on = True
+    model.generate(torch.arange(8)[None], gen_length=16, block_length=8, steps=8)
+
+
+WALKS: dict[str, Callable[[Path, Walk], None]] = {
+    "import": walk_import,
+    "batch": walk_batch,
+    "generate": walk_generate,
+}
+
+
+def write_model(folder: Path) -> Path:
+    """A tiny LLaDA with random weights, as it lies on the Hub."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import dlm_bridge  # noqa: F401  registers LLaDA
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+def run_here(name: str) -> dict[str, list[str]]:
+    """One walk in this process."""
+    walk = Walk()
+    with tempfile.TemporaryDirectory() as folder:
+        WALKS[name](Path(folder), walk)
+        walk.on = False
+    return {"dlm_bridge": walk.under(PACKAGE), "cli": walk.under(COMMANDS)}
+
+
+def run(name: str) -> dict[str, list[str]]:
+    """One walk in a process of its own."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, __file__, name, "--here"]
+    finished = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if finished.returncode:
+        raise SystemExit(f"the walk {name} failed")
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def code_lines(source: str) -> int:
+    """The lines of code of a Python source, without docstrings, comments and blank lines."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                docstrings.update(range(first.lineno, first.end_lineno + 1))
+    lines: set[int] = set()
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in silent:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def size(folder: Path) -> dict[str, int]:
+    files = sorted(folder.rglob("*.py"))
+    return {"files": len(files), "lines": sum(code_lines(file.read_text()) for file in files)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("walks", nargs="*", metavar="WALK", help=f"{', '.join(WALKS)} (default: all)")
+    parser.add_argument("--files", action="store_true", help="name the files")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.walks) - set(WALKS):
+        parser.error(f"unknown walk: {', '.join(sorted(unknown))}")
+    if options.here:
+        print(json.dumps(run_here(options.walks[0])))
+        return
+    walks = {name: run(name) for name in options.walks or WALKS}
+    sizes = {folder.name: size(folder) for folder in (PACKAGE, COMMANDS)}
+    if options.json:
+        print(json.dumps({"walks": walks, "sizes": sizes}))
+        return
+    for name, found in walks.items():
+        files = found["dlm_bridge"] + found["cli"]
+        print(f"{name:10}{len(files):4} files, {len(found['cli'])} of them of cli/")
+        if options.files:
+            print(*(f"    {file}" for file in files), sep="\n")
+    for name, found in sizes.items():
+        print(f"{name + '/':12} {found['files']:4} Python files, {found['lines']:,} lines of code")
+
+
+if __name__ == "__main__":
+    main()
