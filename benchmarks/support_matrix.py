@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.layouts_document import merge  # noqa: E402
+from benchmarks.layouts.document import merge  # noqa: E402
 from tests.processes import OK, forked  # noqa: E402
 from tests.train.megatron_cases import EXPERTS_ONLY, LARGE, LAYOUTS, SUBJECTS, Files, cells, refusal  # noqa: E402
 
@@ -28,8 +28,10 @@ from tests.train.megatron_cases import EXPERTS_ONLY, LARGE, LAYOUTS, SUBJECTS, F
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the cells there")
-    parser.add_argument("--gpu", type=Path, nargs="+", default=[], help="what benchmarks/layouts.py wrote on GPUs")
-    parser.add_argument("--runs", type=Path, nargs="+", default=[], help="what layouts_runs.py wrote there")
+    parser.add_argument(
+        "--gpu", type=Path, nargs="+", default=[], help="what benchmarks/layouts/one_step.py wrote on GPUs"
+    )
+    parser.add_argument("--runs", type=Path, nargs="+", default=[], help="what runs.py wrote there")
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "support_matrix.md")
     options = parser.parse_args()
     if options.gpu or options.runs:

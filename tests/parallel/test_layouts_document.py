@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.layouts_cells import Cell
-from benchmarks.layouts_document import merge
+from benchmarks.layouts.cells import Cell
+from benchmarks.layouts.document import merge
 from dlm_bridge.errors import DlmBridgeError
 
 EMPTY = "".join(f"<!-- {name} -->\n<!-- end of {name} -->\nkept {name}\n" for name in ("launches", "gpu", "runs"))

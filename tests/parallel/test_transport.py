@@ -1,4 +1,4 @@
-"""Collectives through the host, by which benchmarks/layouts.py lets ranks share a GPU, are what they stand for."""
+"""Collectives through the host, by which benchmarks/layouts lets ranks share a GPU, are what they stand for."""
 
 from __future__ import annotations
 

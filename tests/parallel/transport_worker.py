@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
-from benchmarks.layouts_transport import NAME, register
+from benchmarks.layouts.host_transport import NAME, register
 from tests.processes import work
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.layouts_transport import NAME, register
+from benchmarks.layouts.host_transport import NAME, register
 from dlm_bridge.train.config import TrainConfig
 from tests.processes import work
 

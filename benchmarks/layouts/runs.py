@@ -1,11 +1,11 @@
 """Whole runs of the Megatron engine on two processes, and whether each came to what it must: a table.
 
-    torchrun --max-restarts 4 --nproc-per-node 2 benchmarks/layouts_runs.py --output runs    runs.json, runs.md
+    torchrun --max-restarts 4 --nproc-per-node 2 benchmarks/layouts/runs.py --output runs    runs.json, runs.md
 
 Megatron FSDP's checkpoints: resumed, killed with SIGKILL and resumed, exported. FP8, CPU offload, background saves,
 the straggler report, the NaN guard, a resume at another layout, and masters after a resume. Models are tiny, saves
 are every four of eight steps. A killed run kills its processes; torchrun starts them again and they go on with it.
-`--transport host` lets both processes share a GPU (see layouts_transport.py).
+`--transport host` lets both processes share a GPU (see host_transport.py).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from typing import Any
 os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 # Losses are compared step by step: Transformer Engine's attention is to add up in one order.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.layouts import LAUNCHER, Bench
-from benchmarks.layouts_cells import Task
-from benchmarks.layouts_log import Log, Row
+from benchmarks.layouts.cells import Task
+from benchmarks.layouts.one_step import LAUNCHER, Bench
+from benchmarks.layouts.tables import RunLog, RunResult
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 STEPS, SAVED = 8, 4
@@ -60,7 +60,7 @@ def main() -> None:
     if options.transport == "host" and (devices := torch.cuda.device_count()):
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % devices)
     torch.set_num_threads(1)
-    log = Log(options)
+    log = RunLog(options)
     bench = Bench(options.output.with_name(options.output.name + ".work"), transport=options.transport)
     bench.begin()
     bench.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -75,7 +75,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _one(bench: Bench, log: Log, name: str, check: Callable[[], tuple[bool, str]]) -> None:
+def _one(bench: Bench, log: RunLog, name: str, check: Callable[[], tuple[bool, str]]) -> None:
     """One check on every process; where one fails the first error counts."""
     began = time.time()
     log.started(name)
@@ -99,17 +99,17 @@ def _one(bench: Bench, log: Log, name: str, check: Callable[[], tuple[bool, str]
     watch.cancel()
     bench.clean()
     result, said = sorted(everyone, key=lambda pair: ("error", "fails", "holds").index(pair[0]))[0]
-    log.add(Row(name, result, said, time.time() - began))
+    log.add(RunResult(name, result, said, time.time() - began))
 
 
-def _hung(log: Log, name: str) -> None:
+def _hung(log: RunLog, name: str) -> None:
     log.died(name, f"not done after {LIMIT_S} s")
     faulthandler.dump_traceback()  # where each thread is: slow, or waiting for another process
     os._exit(1)
 
 
 class Runs:
-    def __init__(self, bench: Bench, log: Log) -> None:
+    def __init__(self, bench: Bench, log: RunLog) -> None:
         self.bench, self.log = bench, log
 
     def all(self) -> dict[str, Callable[[], tuple[bool, str]]]:
@@ -378,7 +378,7 @@ class Runs:
         from safetensors import safe_open
 
         folder = output / "exported"
-        root = Path(__file__).parents[1]
+        root = Path(__file__).parents[2]
         environment = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LOCAL_RANK")}
         environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
         checkpoints = str(output / "checkpoints")

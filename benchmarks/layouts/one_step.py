@@ -1,7 +1,9 @@
 """Every layout of the Megatron engine against one process: the loss and every weight after one step of the engine.
 
-    torchrun --max-restarts 20 --nproc-per-node 4 benchmarks/layouts.py --output layouts     layouts.json, layouts.md
-    python benchmarks/layouts.py --smoke --output smoke              what one GPU alone can show of Transformer Engine
+    torchrun --max-restarts 20 --nproc-per-node 4 benchmarks/layouts/one_step.py --output layouts
+    python benchmarks/layouts/one_step.py --smoke --output smoke
+
+The first writes layouts.json and layouts.md, the second what one GPU alone can show of Transformer Engine.
 
 Each process first trains some of the references alone, on its own device. Then all of them take the same global batch
 through each layout. The step is Adam's with an epsilon so large that it moves every weight by a constant times its
@@ -14,10 +16,10 @@ the same again in fp32 on weights that are rounded alike, its documents told apa
 distance from fp32 of its own, on one process as on several: a layout is equal where it is no farther from it.
 
 Four ranks on one GPU, whose messages go through the host (which NCCL has no part in; the arithmetic is the same):
-    torchrun --max-restarts 20 --nproc-per-node 4 benchmarks/layouts.py --output layouts --transport host
+    torchrun --max-restarts 20 --nproc-per-node 4 benchmarks/layouts/one_step.py --output layouts --transport host
 
 Without a GPU the same runs on gloo with smaller sizes:
-    DLM_BRIDGE_PLATFORM=cpu torchrun --nproc-per-node 2 benchmarks/layouts.py --output /tmp/layouts
+    DLM_BRIDGE_PLATFORM=cpu torchrun --nproc-per-node 2 benchmarks/layouts/one_step.py --output /tmp/layouts
 """
 
 from __future__ import annotations
@@ -36,15 +38,15 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # read when CUDA's libraries are loaded: fp32 is fp32
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks import layouts_transport
-from benchmarks.layouts_cells import BATCH, EXPERTS, MICRO, ON_CPU, ON_GPU, Cell, Layout, Task, model_config
-from benchmarks.layouts_table import PATIENCE_S, Table
+from benchmarks.layouts import host_transport
+from benchmarks.layouts.cells import BATCH, EXPERTS, MICRO, ON_CPU, ON_GPU, Cell, Layout, Task, model_config
+from benchmarks.layouts.tables import PATIENCE_S, CellTable
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 RATE = 1e4  # how far a step moves a weight, in units of its gradient
@@ -73,7 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     options.output.parent.mkdir(parents=True, exist_ok=True)
     if options.smoke:
-        from benchmarks.layouts_smoke import smoke
+        from benchmarks.layouts.smoke import smoke
 
         raise SystemExit(smoke(options.output, "|".join(options.cells or [""])))
     _run(options)
@@ -83,7 +85,7 @@ def _run(options: argparse.Namespace) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if options.transport == "host" and (devices := torch.cuda.device_count()):
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % devices)
-    table = Table(options.output, world, options.cells or [""], options.transport)
+    table = CellTable(options.output, world, options.cells or [""], options.transport)
     if rank == 0:
         table.begin()
     else:
@@ -107,7 +109,7 @@ def _run(options: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def _cell(bench: Bench, table: Table, layout: Layout, task: Task, cell: Cell) -> None:
+def _cell(bench: Bench, table: CellTable, layout: Layout, task: Task, cell: Cell) -> None:
     """One cell on every process; rank 0 writes it down. Ends the process where another one does not answer."""
     first = dist.get_rank() == 0
     began = time.time()
@@ -143,7 +145,7 @@ def _cell(bench: Bench, table: Table, layout: Layout, task: Task, cell: Cell) ->
         print(table.line(cell), flush=True)
 
 
-def _stuck(table: Table, cell: Cell) -> None:
+def _stuck(table: CellTable, cell: Cell) -> None:
     table.died(cell, f"hung for {LIMIT_S} s")
     os._exit(1)
 
@@ -155,7 +157,7 @@ class Bench:
         self.root, self.references, self.transport = root, references or root, transport
         self.answers: Any = None
 
-    def prepare(self, rank: int, world: int, table: Table) -> None:
+    def prepare(self, rank: int, world: int, table: CellTable) -> None:
         """Models, data, and each process's share of the references, alone; then all processes join."""
         from dlm_bridge.parallel import groups
 
@@ -193,10 +195,10 @@ class Bench:
         chosen = platform.current()
         # A store of this start's own: the launcher's still has the addresses of processes that died.
         attempt = f"{os.environ['MASTER_PORT']}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        layouts_transport.register()
+        host_transport.register()
         through_host = self.transport == "host"
         dist.init_process_group(
-            layouts_transport.NAME if through_host else chosen.backend,
+            host_transport.NAME if through_host else chosen.backend,
             store=dist.FileStore(str(self.root / f"store_{attempt}"), world),
             rank=rank,
             world_size=world,

@@ -1,4 +1,4 @@
-"""What one GPU alone can show of the Megatron engine on Transformer Engine; `python benchmarks/layouts.py --smoke`."""
+"""What one GPU alone can show of the Megatron engine on Transformer Engine: `one_step.py --smoke`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.layouts import LAUNCHER, Bench
-from benchmarks.layouts_cells import LATENT, ON_CPU, ON_GPU, OWN_ATTENTION, SCALED, Task
-from benchmarks.layouts_table import conditions
+from benchmarks.layouts.cells import LATENT, ON_CPU, ON_GPU, OWN_ATTENTION, SCALED, Task
+from benchmarks.layouts.one_step import LAUNCHER, Bench
+from benchmarks.layouts.tables import conditions
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError, one_line
 

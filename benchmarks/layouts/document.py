@@ -1,4 +1,4 @@
-"""Results of benchmarks/layouts.py and layouts_runs.py in a document: each of its rows is the newest that there is.
+"""Results of benchmarks/layouts/one_step.py and runs.py in a document: each of its rows is the newest that there is.
 
 The document's own tables, between `<!-- gpu -->`, `<!-- runs -->` and their ends, are what was there before. Every row
 names its launch by number; a list above the tables says when a launch was, on what, and how its ranks talked.
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.layouts_cells import Cell, layouts
-from benchmarks.layouts_table import figures
+from benchmarks.layouts.cells import Cell, layouts
+from benchmarks.layouts.tables import figures
 from dlm_bridge.errors import DlmBridgeError
 
 CELLS = ("layout", "model, objective", "dtype", "result", "loss / gradient apart", "from fp32", "launch")
@@ -37,7 +37,7 @@ class Document:
         return cls(text, launches, cells, {row[:1]: row for row in _rows(_lines(text, "runs"))})
 
     def add_cells(self, found: dict[str, Any]) -> None:
-        """The cells of one file of benchmarks/layouts.py."""
+        """The cells of one file of benchmarks/layouts/one_step.py."""
         cells = [Cell(**cell) for cell in found["cells"] if cell["result"] != "not run"]
         for cell in cells:
             apart, from_fp32 = figures(cell)
@@ -46,7 +46,7 @@ class Document:
             self.cells[key] = (*key, cell.precision, cell.result, seen, from_fp32, self._launch(found))
 
     def add_runs(self, found: dict[str, Any]) -> None:
-        """The runs of one file of benchmarks/layouts_runs.py."""
+        """The runs of one file of benchmarks/layouts/runs.py."""
         for row in found["rows"]:
             said = row["said"].replace("|", "/")
             self.runs[row["name"],] = (row["name"], row["result"], said, self._launch(found))

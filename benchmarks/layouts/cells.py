@@ -1,4 +1,4 @@
-"""What benchmarks/layouts.py compares: layouts, small models with their objectives, and the result of each pair."""
+"""What one_step.py compares: layouts, small models with their objectives, and the result of each pair (a cell)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Everything about layouts that a machine's one, two or four GPUs can show, in one command and at once.
 
-    python benchmarks/layouts_gpus.py --output layouts --seconds 240     a .json and .md of each part
+    python benchmarks/layouts/all_gpus.py --output layouts --seconds 240     a .json and .md of each part
 
 On two GPUs or more, layouts of two ranks talk through NCCL; those of four share GPUs where there are fewer, and talk
-through the host (layouts_transport.py). With one GPU all of them do. What has no result in docs/support_matrix.md yet
+through the host (host_transport.py). With one GPU all of them do. What has no result in docs/support_matrix.md yet
 comes first. All parts run side by side, because most of their time is Python's and the compiler's: with few cores or
 little time choose some by --parts.
 Then: python benchmarks/support_matrix.py --gpu layouts/cells*.json --runs layouts/runs*.json
@@ -93,10 +93,10 @@ def _parts() -> dict[str, tuple[str, int, list[str]]]:
     cells = {f"cells2_{number}": (2, each) for number, each in enumerate(TWO)}
     cells |= {f"cells4_{number}": (4, each) for number, each in enumerate(FOUR)}
     found = {
-        name: ("layouts.py", ranks, ["--references", "/tmp/layouts.references", *_cells(each)])
+        name: ("one_step.py", ranks, ["--references", "/tmp/layouts.references", *_cells(each)])
         for name, (ranks, each) in cells.items()
     }
-    return found | {f"runs_{n}": ("layouts_runs.py", 2, ["--only", each]) for n, each in enumerate(RUNS)}
+    return found | {f"runs_{n}": ("runs.py", 2, ["--only", each]) for n, each in enumerate(RUNS)}
 
 
 def _cells(patterns: tuple[str, ...]) -> list[str]:

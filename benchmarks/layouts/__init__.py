@@ -1,0 +1,1 @@
+"""Every layout of the Megatron engine against one process, on GPUs; see README.md."""
