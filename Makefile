@@ -5,7 +5,13 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint clean
+PYTEST := $(BIN)/python -m pytest
+# `make test-gpu PART=2` runs one of them; without PART all run, one after another.
+PARTS := 1 2
+FILES_1 := tests/generation
+FILES_2 := tests --ignore tests/generation
+
+.PHONY: setup demo test test-slow test-gpu test-gpu-part lint clean
 
 setup: $(STAMP)
 
@@ -20,7 +26,17 @@ demo: setup
 	$(BIN)/python scripts/demo.py
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
+	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m "not slow"
+
+test-slow: setup
+	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m slow
+
+# In parts that take less than 9 minutes each.
+test-gpu: setup
+	for part in $(or $(PART),$(PARTS)); do $(MAKE) --no-print-directory test-gpu-part PART=$$part || exit 1; done
+
+test-gpu-part:
+	$(PYTEST) -m "gpu or gpu2" $(FILES_$(PART))
 
 lint: setup
 	$(BIN)/ruff check .

@@ -10,16 +10,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests, each of several processes, share the cores
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: its kernels run on the CPU
+
+import torch
+
 torch.set_num_threads(1)
 
 import typer.main  # noqa: E402
 import typer.testing  # noqa: E402
 
 from tests.checkpoints import write_llada  # noqa: E402
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, wanted in (("gpu", 1), ("gpu2", 2)):
+        found = item.get_closest_marker(marker)
+        if found is not None and "optional" not in found.kwargs and torch.cuda.device_count() < wanted:
+            pytest.skip(f"needs {wanted} GPU" + "s" * (wanted > 1))
 
 
 def pytest_collection_finish() -> None:

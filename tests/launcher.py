@@ -51,7 +51,7 @@ def run(
         "logs": [str(log) for log in logs],
         "timeout_s": timeout_s,
     }
-    launcher = _launcher(os.environ.get("TRITON_INTERPRET"))
+    launcher = _launcher()
     assert launcher.stdin is not None
     assert launcher.stdout is not None
     answer = ""
@@ -69,8 +69,8 @@ def run(
 
 
 @functools.cache
-def _launcher(interpret: str | None) -> subprocess.Popen[str]:
-    """The process, which ends with this one. Triton reads whether it interprets its kernels when they are imported."""
+def _launcher() -> subprocess.Popen[str]:
+    """The process, which ends with this one."""
     return subprocess.Popen(
         [sys.executable, "-m", __name__],
         cwd=Path(__file__).parents[1],

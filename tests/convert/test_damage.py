@@ -11,6 +11,7 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.verify import verify_manifest
 from tests.checkpoints import write_llada
 
+pytestmark = pytest.mark.slow
 FLIPS = 12  # in each file
 
 

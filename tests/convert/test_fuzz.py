@@ -31,6 +31,7 @@ from dlm_bridge.convert.formats.torch_items import object_item, open_tensor_item
 from dlm_bridge.convert.tensors import raw_bytes
 from tests.checkpoints import write_llada
 
+pytestmark = pytest.mark.slow
 FUZZ = settings(
     max_examples=150, deadline=None, database=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

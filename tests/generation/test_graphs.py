@@ -21,6 +21,7 @@ from tests.generation.test_caches import load_case, logits_of
 from tests.generation.test_families import DIFFUSION
 from tests.generation.test_small_blocks import load_varied, ragged
 
+pytestmark = pytest.mark.gpu(optional=True)
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 EXECUTIONS = ("graph", "compiled") if GPU else ("compiled",)
@@ -255,7 +256,7 @@ def test_weights_that_change(llada: Any) -> None:
         weight.data = before
 
 
-@pytest.mark.skipif(not GPU, reason="on a CPU nothing is recorded by default")
+@pytest.mark.gpu  # on a CPU nothing is recorded by default
 def test_the_default_records_and_release_gives_back(llada: Any) -> None:
     runner.release(llada)
     llada.generate(prompts(2, 9).to(DEVICE), gen_length=16, block_length=8, cache="dual", eos_token_id=None)

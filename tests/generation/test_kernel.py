@@ -1,5 +1,4 @@
-"""The in-place attention kernel against PyTorch's attention: on a GPU, or on a CPU in Triton's interpreter
-(TRITON_INTERPRET=1)."""
+"""The in-place attention kernel against PyTorch's attention: on a GPU, or on a CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
+pytestmark = pytest.mark.gpu(optional=True)
 
 from dlm_bridge.generation.execution import kernel  # noqa: E402
 

@@ -9,8 +9,7 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
+pytestmark = pytest.mark.gpu(optional=True)
 
 from dlm_bridge.generation.execution import reductions  # noqa: E402
 

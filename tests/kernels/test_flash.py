@@ -14,9 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from dlm_bridge.kernels import flash
 from tests.kernels import standin
 
-ON_GPU = pytest.mark.skipif(
-    not torch.cuda.is_available() or flash.missing() is not None, reason="needs FlashAttention 4 and its GPU"
-)
+NEEDS_KERNELS = pytest.mark.skipif(flash.missing() is not None, reason="needs FlashAttention 4 and its GPU")
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -164,7 +162,8 @@ def test_heads_that_do_not_fit(hopper: None, monkeypatch: pytest.MonkeyPatch) ->
     assert "up to 128 here, not of 256" in str(flash.unfit(256, torch.bfloat16))
 
 
-@ON_GPU
+@pytest.mark.gpu
+@NEEDS_KERNELS
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("order", ["rows", "positions", "within"])
@@ -178,7 +177,8 @@ def test_the_kernels_themselves(size: int, order: str, groups: int, causal: bool
         assert (found if order == "rows" else found.transpose(0, 1)).is_contiguous()
 
 
-@ON_GPU
+@pytest.mark.gpu
+@NEEDS_KERNELS
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernels_themselves_with_one_row(causal: bool) -> None:
     """Whose stride is any number."""
@@ -187,7 +187,8 @@ def test_the_kernels_themselves_with_one_row(causal: bool) -> None:
     _same(flash.flash_attention(q, k, v, 0.1, causal), _sdpa(q, k, v, 0.1, causal), leaves, 2e-2)
 
 
-@ON_GPU
+@pytest.mark.gpu
+@NEEDS_KERNELS
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernels_themselves_on_packed_documents(causal: bool) -> None:
     leaves, _ = _inputs("positions", 2, 1024, 128, "cuda", torch.bfloat16)
@@ -198,7 +199,8 @@ def test_the_kernels_themselves_on_packed_documents(causal: bool) -> None:
     _same(found, _by_document(q, k, v, bounds, causal), leaves, 2e-2)
 
 
-@ON_GPU
+@pytest.mark.gpu
+@NEEDS_KERNELS
 def test_the_kernels_themselves_in_a_compiled_function() -> None:
     leaves, (q, k, v) = _inputs("rows", 2, 512, 128, "cuda", torch.bfloat16)
     compiled = torch.compile(functools.partial(flash.flash_attention, scale=0.1, causal=False), fullgraph=True)

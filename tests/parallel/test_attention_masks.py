@@ -75,7 +75,7 @@ def test_wide_heads_of_fp32_get_tiles_that_fit(dtype: torch.dtype, width: int, o
     assert torch.equal(plain, tiled)  # they are no part of the maths, and torch takes them
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's kernels need a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("length", [LENGTH, 256])
 @pytest.mark.parametrize(("width", "of_values"), [(192, 128), (256, 256)])
 def test_wide_heads_of_fp32_on_a_gpu(length: int, width: int, of_values: int) -> None:

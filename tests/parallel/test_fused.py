@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu(optional=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

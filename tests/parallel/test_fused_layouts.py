@@ -22,9 +22,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     for model in sorted({LAYOUTS[name].model for name in CASES}):
         models()[model].write(files.hub(model))
         write_reference(files, model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        return launch("tests.parallel.fused_worker", files.root, WORLD)
+    return launch("tests.parallel.fused_worker", files.root, WORLD)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ from dlm_bridge.parallel import output
 from dlm_bridge.parallel.output import Chosen, Shard, chosen_loss
 
 SIZE, VOCAB, ROWS = 32, 101, 104  # the last three rows of the weight are padding
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module", params=DEVICES)
