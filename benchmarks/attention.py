@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dlm_bridge.generation.execution import attention, kernel
+from dlm_bridge.generation.runtime import attention, triton_kernels
 
 BYTES_PER_S = 4.3e12
 LAYERS = 12
@@ -63,12 +63,12 @@ def main() -> None:
     torch.manual_seed(0)
     for shape in SHAPES:
         layers = [inputs(shape) for _ in range(LAYERS)]
-        expected = attention.by_torch(*layers[0]).double()
-        error = ((kernel.attend(*layers[0]).double() - expected).norm() / expected.norm()).item()
+        expected = attention.attend_torch(*layers[0]).double()
+        error = ((triton_kernels.attend(*layers[0]).double() - expected).norm() / expected.norm()).item()
         least = 4 * shape.batch * shape.groups * shape.end * shape.size / BYTES_PER_S * 1e6
         console.print(
-            f"{shape.name:36} PyTorch {microseconds(attention.by_torch, layers):6.1f}   kernel "
-            f"{microseconds(kernel.attend, layers):6.1f}   reading {least:5.1f}   relative error {error:.0e}"
+            f"{shape.name:36} PyTorch {microseconds(attention.attend_torch, layers):6.1f}   kernel "
+            f"{microseconds(triton_kernels.attend, layers):6.1f}   reading {least:5.1f}   relative error {error:.0e}"
         )
         if options.tune:
             tune(shape, layers, console)
@@ -89,7 +89,7 @@ def tune(shape: Shape, layers: list[tuple[Any, ...]], console: Console) -> None:
     found = []
     for tiles in candidates(shape.shared * shape.new):
         try:
-            took = microseconds(lambda *one, tiles=tiles: kernel.attend(*one, tiles=tiles), layers)
+            took = microseconds(lambda *one, tiles=tiles: triton_kernels.attend(*one, tiles=tiles), layers)
         except Exception as error:  # such as tiles that do not fit the shared memory
             console.print(f"    {tiles}: {type(error).__name__}")
             continue
@@ -98,19 +98,19 @@ def tune(shape: Shape, layers: list[tuple[Any, ...]], console: Console) -> None:
         console.print(f"    {took:6.1f}  {tiles}")
     splits = []
     for count in (1, 2, 4, 8, 16):
-        took = microseconds(lambda *one, count=count: kernel.attend(*one, splits=count), layers)
+        took = microseconds(lambda *one, count=count: triton_kernels.attend(*one, splits=count), layers)
         splits.append(f"{count}: {took:.1f}")
     console.print(f"    programs for a group: {', '.join(splits)}")
 
 
-def candidates(rows: int) -> Iterable[kernel.Tiles]:
+def candidates(rows: int) -> Iterable[triton_kernels.AttentionTiles]:
     if rows <= 16:
         cuts = itertools.product((16,), (32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4))
     elif rows <= 32:
         cuts = itertools.product((32,), (32, 64, 128), (2, 4), (2, 3))
     else:
         cuts = itertools.product((32, 64, 128), (32, 64), (4, 8), (2, 3))
-    return (kernel.Tiles(*cut) for cut in cuts)
+    return (triton_kernels.AttentionTiles(*cut) for cut in cuts)
 
 
 def microseconds(call: Callable[..., Any], layers: list[tuple[Any, ...]]) -> float:

@@ -31,9 +31,8 @@ from typing import Any
 import torch
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.convert.formats.huggingface import METADATA, HubWriter, ShardPlan, index_text
-from dlm_bridge.convert.formats.safetensors_file import build_header
-from dlm_bridge.models import find_family
+from dlm_bridge.convert.formats.safetensors_file import METADATA, HubWriter, ShardPlan, build_header, index_text
+from dlm_bridge.models.families import find_family
 
 LLADA = {
     "architectures": ["LLaDAModelLM"], "model_type": "llada", "block_type": "llama", "activation_type": "silu",
@@ -134,8 +133,8 @@ def plan_shards(folder: Path, config: dict[str, Any]) -> tuple[list[ShardPlan], 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     mapping = find_family(config, None, str(folder)).load("mapping")
-    links = mapping.links(mapping.dims(config))
-    shapes = {name: shape for link in links for name, shape in zip(link.hub_names, link.hub_shapes, strict=True)}
+    params = mapping.params(mapping.dims(config))
+    shapes = {name: shape for param in params for name, shape in zip(param.hub_names, param.hub_shapes, strict=True)}
     names = list(shapes)
     random.Random(0).shuffle(names)
     plans = []

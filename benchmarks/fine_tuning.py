@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--options", help=argparse.SUPPRESS)  # of the processes that this one starts
     arguments = parser.parse_args()
     if arguments.options is not None:
-        from dlm_bridge.train.accelerate_engine import train
+        from dlm_bridge.train.accelerate.trainer import train
         from dlm_bridge.train.config import TrainConfig
 
         train(TrainConfig(**json.loads(arguments.options)), resume=True)  # of what is not there it begins

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import dlm_bridge  # noqa: F401
-from dlm_bridge.models import family_by_name
+from dlm_bridge.models.families import family_by_name
 
 TINY = {
     "vocab_size": 1024,

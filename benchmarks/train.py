@@ -32,7 +32,7 @@ import torch.distributed as dist
 from rich.console import Console
 from step_profile import profile
 
-import dlm_bridge.convert.initial_checkpoint as initial_checkpoint
+from dlm_bridge.models import initialisation
 from dlm_bridge.models.initialisation import Constant
 from dlm_bridge.train.config import TrainConfig
 
@@ -117,7 +117,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def main() -> None:
     arguments = parse()
     # Values do not matter for speed: drawn on the GPU, which takes seconds where a CPU takes minutes.
-    initial_checkpoint.initialise = draw
+    initialisation.initialise = draw
     with tempfile.TemporaryDirectory() as folder:
         config = run_config(arguments, Path(folder))
         row: dict[str, Any] = {"model": arguments.model, "precision": arguments.precision, "layout": layout(arguments)}
@@ -261,10 +261,10 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
     from dlm_bridge.parallel.weights import load
-    from dlm_bridge.train.megatron.engine import join
-    from dlm_bridge.train.megatron.setup import DTYPES, build_optimizer, wrap
+    from dlm_bridge.train.megatron.engine import build_optimizer, initialize_parallel, wrap_chunks
+    from dlm_bridge.train.megatron.mcore_config import DTYPES
 
-    join(config)
+    initialize_parallel(config)
     bridge = Bridge.from_scratch(config.model, 0)
     fp8 = (
         {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
@@ -330,7 +330,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
         )
         chunks.append(model.cuda())
     load(chunks, bridge.checkpoint)  # our side's weights: routers, above all, send as many tokens to each GPU
-    wrapped = wrap(chunks, config)
+    wrapped = wrap_chunks(chunks, config)
     optimizer = build_optimizer(wrapped, config)
     wrapped[0].config.finalize_model_grads_func = finalize
     schedule = get_forward_backward_func()

@@ -137,17 +137,17 @@ def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]
     """Steps of the engine, as `pretrain` takes them."""
     import yaml
 
-    import dlm_bridge.train.speed.attention as attention
-    from dlm_bridge.train import accelerate_engine
+    from dlm_bridge.train.accelerate import attention
+    from dlm_bridge.train.accelerate import trainer as trainer_module
     from dlm_bridge.train.config import TrainConfig
 
     if arguments.gqa == "native":
-        attention.repeated_heads = contextlib.nullcontext
+        attention.sdpa_with_repeated_kv = contextlib.nullcontext
     if arguments.attention == "flash":
         attention.KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = str(not arguments.keep).lower()
     if arguments.weights == "autocast":
-        accelerate_engine.HALF = ()
+        trainer_module.HALF = ()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape(arguments)))
         config = TrainConfig(
@@ -192,7 +192,7 @@ def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]
 
 def assemble(config: Any, batch: int) -> Any:
     """The engine's trainer, with weights that are drawn on the GPU, which takes seconds where a CPU takes minutes."""
-    from dlm_bridge.train import accelerate_engine as engine
+    from dlm_bridge.train.accelerate import trainer as engine
     from dlm_bridge.train.loading import empty_model
     from dlm_bridge.train.setup import load_data, make_objective, with_objective
 
@@ -205,7 +205,7 @@ def assemble(config: Any, batch: int) -> Any:
     objective = make_objective(config, model)
     with accelerator.main_process_first():
         train, valid, tokenizer = load_data(config, model, objective.mask_token_id)
-    return engine.Trainer(
+    return engine.AccelerateTrainer(
         config=config,
         accelerator=accelerator,
         model=model,

@@ -46,10 +46,10 @@ def import_(
 
     Example: dlm-bridge adapter import my-lora lora-megatron --base Qwen/Qwen3-8B --tp 2
     """
-    from dlm_bridge.convert.layout import Layout, parse_pipeline_split
-    from dlm_bridge.convert.lora.megatron_adapter import write_megatron_adapter
-    from dlm_bridge.convert.lora.peft_folder import PeftAdapter
-    from dlm_bridge.convert.opening import open_any
+    from dlm_bridge.convert.checkpoints.opening import open_any
+    from dlm_bridge.convert.lora.megatron import write_megatron_adapter
+    from dlm_bridge.convert.lora.peft import PeftAdapter
+    from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
 
     split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
     opened = open_any(base, family=family)
@@ -92,12 +92,12 @@ def export(
 
     Example: dlm-bridge adapter export run merged --merge
     """
-    from dlm_bridge.convert.engine import Options, write_hub
-    from dlm_bridge.convert.lora.convert import export_adapter, named_base, open_adapter
-    from dlm_bridge.convert.lora.merge import MergedCheckpoint
-    from dlm_bridge.convert.opening import open_any
-    from dlm_bridge.convert.tensors import parse_dtype
+    from dlm_bridge.convert.checkpoints.opening import open_any
+    from dlm_bridge.convert.lora.convert import MergedCheckpoint, export_adapter, named_base, open_adapter
+    from dlm_bridge.convert.planning import Options
+    from dlm_bridge.convert.transfer import write_hub
     from dlm_bridge.errors import DlmBridgeError
+    from dlm_bridge.mapping.dtypes import parse_dtype
     from dlm_bridge.train.checkpoints import find_checkpoints
 
     if not merge and dtype != "keep":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from dlm_bridge.convert.layout import Layout
+    from dlm_bridge.mapping.layout import Layout
 
 SPLIT_HELP = (
     "Uneven pipeline: FIRST,LAST layers on the first and last stage (the rest even), or one number per stage, or "
@@ -260,7 +260,7 @@ def verify(
     from dlm_bridge.convert.verify import verify_manifest, verify_pair
 
     if logits:
-        from dlm_bridge.convert.logits import add_logits, check_alone
+        from dlm_bridge.evaluation.logits import add_logits, check_alone
 
         if b is None:
             check_alone(a)
@@ -274,7 +274,7 @@ def verify(
 
 
 def _layout(tp: int, pp: int, vp: int, ep: int, etp: int | None, pipeline_split: str | None) -> Layout:
-    from dlm_bridge.convert.layout import Layout, parse_pipeline_split
+    from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
 
     split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
     return Layout(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, **split)

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dlm_bridge.train.dry_run import DryRun, Piece
+    from dlm_bridge.plan.dry_run import DataSource, DryRun
 
 SHOWN_PIECES = 20  # of the data
 
@@ -24,7 +24,7 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
     from rich.text import Text
 
     from dlm_bridge.cli.plan_views import memory_table
-    from dlm_bridge.plan.hardware import GIB
+    from dlm_bridge.plan.run import GIB
 
     console = Console()
     typer.echo(run.config.to_yaml())  # as it can stand in a --config file
@@ -74,7 +74,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return f"{ranks[0]}, {ranks[1]}, {ranks[2]}, ... {ranks[-1]}"
 
 
-def _described(piece: Piece, run: DryRun) -> str:
+def _described(piece: DataSource, run: DryRun) -> str:
     text = piece.name if piece.weight is None else f"{piece.weight:g} x {piece.name}"
     if piece.tokens is not None:
         return f"{text}: {piece.tokens:,} tokens, {piece.tokens // run.config.seq_length:,} blocks"

@@ -75,8 +75,8 @@ def env(
 
 def environment() -> dict[str, Any]:
     """What `--json` prints. Raises DlmBridgeError where DLM_BRIDGE_PLATFORM names what is not there."""
-    from dlm_bridge.kernels import flash
     from dlm_bridge.parallel import platform
+    from dlm_bridge.parallel.fused import flash_attention
 
     chosen = platform.current()
     overrides = chosen.overrides()
@@ -90,7 +90,7 @@ def environment() -> dict[str, Any]:
                 for name, kind in platform.known().items()
             },
             "transformer_engine": chosen.uses_transformer_engine(),
-            "flash_attention": flash.missing() is None,
+            "flash_attention": flash_attention.missing() is None,
         },
         "devices": {
             "count": chosen.device_count(),

@@ -83,11 +83,11 @@ def evaluate(
 
     from dlm_bridge.evaluation.perplexity import text_perplexity
     from dlm_bridge.evaluation.report import report, show, write
-    from dlm_bridge.generation.opening import Placement, open_model
+    from dlm_bridge.loading import Placement, load_model
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    opened = open_model(
+    opened = load_model(
         model,
         Placement(device, device_map),
         dtype=dtype,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from dlm_bridge.models.spec import FamilySpec
+    from dlm_bridge.models.family_spec import FamilySpec
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +24,7 @@ def _row(spec: FamilySpec) -> dict[str, Any]:
         "architectures": list(spec.architectures),
         "hub_ids": list(spec.hub_ids),
         "kind": spec.kind,
-        "topology": spec.topology,
+        "attention_pattern": spec.attention_pattern,
         "shift": spec.shift,
         "mask_token_id": spec.mask_token_id,
         "load": list(spec.auto_classes) if own else ["transformers"],
@@ -42,7 +42,7 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
 
     Example: dlm-bridge families --json
     """
-    from dlm_bridge.models import FAMILIES, UNSUPPORTED
+    from dlm_bridge.models.families import FAMILIES, UNSUPPORTED
 
     rows = [_row(spec) for spec in FAMILIES]
     if as_json:
@@ -62,7 +62,7 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
         abilities += ["Megatron formats"] if "torch_dist" in row["convert"] else []
         table.add_row(
             "\n".join([f"[bold]{row['family']}[/]", *row["architectures"]]),
-            row["topology"].replace("_", "-") + ("\nshifted" if row["shift"] else ""),
+            row["attention_pattern"].replace("_", "-") + ("\nshifted" if row["shift"] else ""),
             ", ".join([*abilities, *row["train"], f"sampler {row['sample']}"]),
             row["checked_against"],
         )

@@ -19,13 +19,20 @@ from transformers.utils import logging
 from dlm_bridge.cli.generate import Request
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.convert.atomic import atomic_file
-from dlm_bridge.generation.opening import Opened, Placement, open_model
-from dlm_bridge.generation.prompts import WrittenPrompt, as_message, read_prompts
-from dlm_bridge.generation.show.film import Film
-from dlm_bridge.generation.show.html import page
-from dlm_bridge.generation.show.pieces import Pieces
-from dlm_bridge.generation.show.terminal import live
-from dlm_bridge.generation.texts import Texts, check_prompts, mask_token, seeds_of, write_texts
+from dlm_bridge.generation.display.html import page
+from dlm_bridge.generation.display.terminal import live
+from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings
+from dlm_bridge.generation.texts import (
+    GeneratedTexts,
+    WrittenPrompt,
+    as_message,
+    check_prompts,
+    mask_token,
+    read_prompts,
+    seeds_of,
+    write_texts,
+)
+from dlm_bridge.loading import LoadedModel, Placement, load_model
 
 
 def run(request: Request) -> None:
@@ -35,7 +42,7 @@ def run(request: Request) -> None:
     quieten_peft()
     prompts = [] if request.jsonl is None else _read(request)
     placement = Placement(request.device, request.device_map, request.offload_folder, request.tp_plan)
-    opened = open_model(
+    opened = load_model(
         request.model,
         placement,
         dtype=request.dtype,
@@ -54,13 +61,15 @@ def run(request: Request) -> None:
             dist.destroy_process_group()
 
 
-def _sample_one(request: Request, opened: Opened, settings: dict[str, Any]) -> None:
+def _sample_one(request: Request, opened: LoadedModel, settings: dict[str, Any]) -> None:
     text = str(request.prompt)
     prompt = as_message(text, request.system) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(opened.tokenizer, request.model, _span_token(opened, settings))
     film = None
     if (request.show or request.html) and _is_main():
-        film = Film(Pieces(opened.tokenizer, mask_token(opened.model, settings) if opened.diffusion else None), ids)
+        film = DenoisingTrace(
+            TokenStrings(opened.tokenizer, mask_token(opened.model, settings) if opened.diffusion else None), ids
+        )
     with live(film, Console()) if film is not None and request.show else nullcontext():
         result = _sample(opened, [ids], settings, film)
     if not _is_main():
@@ -80,14 +89,16 @@ def _sample_one(request: Request, opened: Opened, settings: dict[str, Any]) -> N
         typer.echo(_summary(result), err=True)
 
 
-def _sample_file(request: Request, opened: Opened, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]) -> None:
+def _sample_file(
+    request: Request, opened: LoadedModel, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]
+) -> None:
     span_token = _span_token(opened, settings)
     tokens = [prompt.encode(opened.tokenizer, f"{prompt.where}: {request.model}", span_token) for prompt in prompts]
     named = [(prompt.where, ids) for prompt, ids in zip(prompts, tokens, strict=True)]
     check_prompts(opened.model, named, settings, diffusion=opened.diffusion)
     seeds = seeds_of(opened.model, tokens, settings) if opened.diffusion else None
     copies = len(seeds) // len(tokens) if seeds else 0
-    done: list[Texts] = []
+    done: list[GeneratedTexts] = []
     began = time.perf_counter()
     size = request.batch_size
     with _stdout_or(request) as stream, _progress(len(prompts)) as advance:
@@ -133,12 +144,12 @@ def _sample_file(request: Request, opened: Opened, settings: dict[str, Any], pro
 
 
 def _sample(
-    opened: Opened,
+    opened: LoadedModel,
     prompts: Sequence[Sequence[int]],
     settings: dict[str, Any],
-    film: Film | None,
+    film: DenoisingTrace | None,
     seeds: Sequence[int] | None = None,
-) -> Texts:
+) -> GeneratedTexts:
     watcher = None if film is None else film if opened.diffusion else film.tokens()
     return write_texts(
         opened.model, opened.tokenizer, prompts, settings, diffusion=opened.diffusion, watcher=watcher, seeds=seeds
@@ -149,12 +160,12 @@ def _read(request: Request) -> list[WrittenPrompt]:
     return read_prompts(str(request.jsonl), request.field, request.chat, request.system)
 
 
-def _span_token(opened: Opened, settings: dict[str, Any]) -> int | None:
+def _span_token(opened: LoadedModel, settings: dict[str, Any]) -> int | None:
     """What [MASK] in a prompt stands for, where it is to be filled."""
     return mask_token(opened.model, settings) if opened.diffusion and settings.get("infill") else None
 
 
-def _figures(result: Texts) -> dict[str, Any]:
+def _figures(result: GeneratedTexts) -> dict[str, Any]:
     return {
         "tokens": result.tokens,
         "forwards": result.forwards,
@@ -167,7 +178,7 @@ def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in facts.items()}
 
 
-def _summary(result: Texts) -> str:
+def _summary(result: GeneratedTexts) -> str:
     return (
         f"{result.tokens} tokens in {result.forwards} forwards ({result.tokens_per_forward:.2f} a forward), "
         f"{result.seconds:.2f} s"

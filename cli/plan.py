@@ -79,13 +79,12 @@ def plan(
     Example: dlm-bridge plan deepseek-ai/DeepSeek-V3 --gpus 1024 --seq-length 4096 --global-batch-size 8192 --recommend
     """
     from dlm_bridge.cli import plan_views
-    from dlm_bridge.convert.layout import Layout, parse_pipeline_split
-    from dlm_bridge.convert.sizes import parse_size
     from dlm_bridge.errors import DlmBridgeError
-    from dlm_bridge.plan import Run, memory_plan, open_model
-    from dlm_bridge.plan.hardware import Hardware
+    from dlm_bridge.mapping.dtypes import parse_size
+    from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
+    from dlm_bridge.plan import PlannedRun, memory_plan, open_model
     from dlm_bridge.plan.recommend import recommend as run_search
-    from dlm_bridge.plan.training import objective_settings
+    from dlm_bridge.plan.run import Hardware, objective_settings
 
     if gradients not in ("fp32", "bf16"):
         raise DlmBridgeError(f"--gradients {gradients}: choose fp32 or bf16")
@@ -99,7 +98,7 @@ def plan(
             raise DlmBridgeError(f"--{name} must be above 0, not {value}")
     model = open_model(path, revision, family)
     split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
-    run = Run(
+    run = PlannedRun(
         layout=Layout(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, **split),
         gpus=gpus,
         seq_length=seq_length,
@@ -130,9 +129,9 @@ def plan(
         found = run_search(model, run, hardware, given=run if named else None)
     shown = memory_plan(model, run) if found is None else found.best.memory
     if png is not None:
-        from dlm_bridge.plan.figure import draw
+        from dlm_bridge.cli.plan_views import draw_heat_map
 
-        draw(shown, png, memory)
+        draw_heat_map(shown, png, memory)
     plan_views.show_plan(shown, found, memory, as_json)
     if shown.peak.total > memory:
         raise typer.Exit(1)

@@ -1,11 +1,16 @@
-"""How `dlm-bridge plan` shows a plan and a recommendation: a JSON object for machines, rich tables for people."""
+"""Output of `dlm-bridge plan`: a JSON object, rich tables, or a heat map."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.plan.memory import COMPONENTS, MemoryPlan
+from dlm_bridge.plan.run import GIB
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -13,13 +18,14 @@ if TYPE_CHECKING:
     from dlm_bridge.plan import MemoryPlan, StageMemory
     from dlm_bridge.plan.recommend import Recommendation
 
+
 SHORT = ("weights", "grads", "optim", "activ", "passing", "other")  # of memory.COMPONENTS
 
 
 def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, as_json: bool) -> None:
     """The plan of a layout, with the reasons where it was recommended. `gpu_memory` in bytes."""
-    from dlm_bridge.plan.hardware import GIB
     from dlm_bridge.plan.memory import notes
+    from dlm_bridge.plan.run import GIB
 
     if as_json:
         value = plan.as_dict() | {"gpu_memory_bytes": gpu_memory, "fits": plan.peak.total <= gpu_memory}
@@ -58,8 +64,8 @@ def memory_table(plan: MemoryPlan) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from dlm_bridge.plan.hardware import GIB
     from dlm_bridge.plan.memory import COMPONENTS
+    from dlm_bridge.plan.run import GIB
 
     table = Table(
         title=f"each of {plan.ranks} ranks a stage, GiB", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
@@ -155,3 +161,48 @@ def _figures(stage: StageMemory) -> tuple[object, ...]:
 def _count(parameters: float) -> str:
     """In the unit that leaves digits of a small model."""
     return f"{parameters / 1e9:.3f} B" if parameters >= 1e8 else f"{parameters / 1e6:.3f} M"
+
+
+_FIELDS_WITH_NUMBERS = 40  # stages; more have no room for them
+
+
+def draw_heat_map(plan: MemoryPlan, path: Path, gpu_memory: int) -> None:
+    """Write the figure as PNG. `gpu_memory` in bytes. Raises DlmBridgeError where it cannot be written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = [*COMPONENTS, "total"]
+    rows = [[getattr(stage, name) / GIB for name in columns] for stage in plan.stages]
+    height = 1.8 + max(1.2, 0.3 * min(len(rows), 64))
+    figure, axes = plt.subplots(figsize=(9, height), layout="constrained")
+    try:
+        image = axes.imshow(rows, aspect="auto", cmap="YlOrRd", vmin=0, vmax=gpu_memory / GIB)
+        axes.set_xticks(range(len(columns)), columns)
+        step = -(-len(rows) // 32)
+        labels = [f"{stage.pp_rank}  ({stage.layers} layers)" for stage in plan.stages]
+        axes.set_yticks(range(0, len(rows), step), labels[::step])
+        axes.set_ylabel(f"pipeline stage, {plan.ranks} ranks each")
+        axes.set_title(_heat_map_title(plan))
+        if len(rows) <= _FIELDS_WITH_NUMBERS:
+            for y, row in enumerate(rows):
+                for x, value in enumerate(row):
+                    dark = value > 0.6 * gpu_memory / GIB
+                    axes.text(
+                        x, y, f"{value:.1f}", ha="center", va="center", fontsize=8, color="white" if dark else "black"
+                    )
+        figure.colorbar(image, label=f"GiB a rank (full: {gpu_memory / GIB:.0f} GiB)")
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise DlmBridgeError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        plt.close(figure)
+
+
+def _heat_map_title(plan: MemoryPlan) -> str:
+    run = plan.run
+    layout = f"TP{run.layout.tp} PP{run.layout.pp} VP{run.layout.vp} CP{run.cp} DP{run.dp}"
+    if plan.model.dims.experts:
+        layout += f" EP{run.layout.ep} ETP{run.layout.expert_tp}"
+    return f"{Path(plan.model.name).name}, {plan.model.parameters / 1e9:.1f} B: {layout}, {run.gpus} GPUs"

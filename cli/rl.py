@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dlm_bridge.cli.train import option_of, quieten
-from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.rl.config import SHARED, RLConfig, load_rl_config
+from dlm_bridge.train.config import SHARED, RLConfig, TrainConfig, load_rl_config
 
 HELP = """Train a model on rewards of what it says, or on answers of which one is preferred.
 

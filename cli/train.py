@@ -14,9 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.train.accelerate_options import AccelerateOptions
-from dlm_bridge.train.config import TASKS, TrainConfig, load_config
-from dlm_bridge.train.megatron_options import MegatronOptions
+from dlm_bridge.train.config import TASKS, AccelerateOptions, MegatronOptions, TrainConfig, load_config
 
 PRETRAIN_HELP = """Train a model on text: from its weights, or from nothing with --from-scratch.
 
@@ -134,7 +132,7 @@ def option_of(known: dataclasses.Field[Any], kind: Any, help: str | None, panel:
 def _show(config: TrainConfig, gpus: int | None, resume: bool, as_json: bool) -> None:
     """The dry run, on the first of a launcher's processes."""
     from dlm_bridge.cli.dry_run_views import show_dry_run
-    from dlm_bridge.train.dry_run import dry_run
+    from dlm_bridge.plan.dry_run import dry_run
 
     if os.environ.get("RANK", "0") == "0":
         show_dry_run(dry_run(config, gpus, resume), as_json)
@@ -145,7 +143,7 @@ def _train(config: TrainConfig, resume: bool) -> None:
     if config.engine == "megatron":
         from dlm_bridge.train.megatron.engine import train
     else:
-        from dlm_bridge.train.accelerate_engine import train
+        from dlm_bridge.train.accelerate.trainer import train
     train(config, resume)
 
 

@@ -13,12 +13,12 @@ from dlm_bridge.registration import install as _install
 
 if TYPE_CHECKING:
     from dlm_bridge.bridge import Bridge
-    from dlm_bridge.convert.layout import Layout
+    from dlm_bridge.mapping.layout import Layout
 
 __version__ = "0.1.0"
 __all__ = ["Bridge", "DlmBridgeError", "Layout", "__version__"]
 
-_LAZY = {"Bridge": "dlm_bridge.bridge", "Layout": "dlm_bridge.convert.layout"}
+_LAZY = {"Bridge": "dlm_bridge.bridge", "Layout": "dlm_bridge.mapping.layout"}
 
 _install()
 

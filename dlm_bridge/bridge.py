@@ -10,20 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.engine import Options, write_hub, write_megatron
+from dlm_bridge.convert.checkpoints.huggingface import open_hub
+from dlm_bridge.convert.checkpoints.in_memory import InitialCheckpoint, LiveCheckpoint
+from dlm_bridge.convert.checkpoints.opening import open_megatron
 from dlm_bridge.convert.formats.rank_names import parse_key_style
-from dlm_bridge.convert.hub_checkpoint import LiveCheckpoint, open_hub
-from dlm_bridge.convert.initial_checkpoint import InitialCheckpoint
-from dlm_bridge.convert.layout import Layout
-from dlm_bridge.convert.mapping import Dims, Mapping
-from dlm_bridge.convert.opening import open_megatron
-from dlm_bridge.convert.pool import Progress
-from dlm_bridge.convert.report import Report
-from dlm_bridge.convert.sizes import parse_size
-from dlm_bridge.convert.target import MegatronFormat
-from dlm_bridge.convert.tensors import parse_dtype, promote
+from dlm_bridge.convert.planning import ConversionReport, MegatronFormat, Options
+from dlm_bridge.convert.transfer import write_hub, write_megatron
+from dlm_bridge.convert.workers import Progress
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.mapping.dtypes import parse_dtype, parse_size, promote
+from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.mapping.rules import Dims, Mapping
+from dlm_bridge.models.family_spec import FamilySpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,7 +115,7 @@ class Bridge:
         dry_run: bool = False,
         resume: bool = False,
         progress: Progress | None = None,
-    ) -> Report:
+    ) -> ConversionReport:
         """Write a Megatron checkpoint for the layout. `dtype` is keep, bf16, fp16, fp32 or a torch dtype;
         `vocab_multiple` pads the vocabulary's rows with zeros. `format` "torch" is the legacy one, whose parameters
         are named by `key_style` te, te-sequential or local; `run_config` adds Megatron Bridge's run_config.yaml.
@@ -139,7 +137,7 @@ class Bridge:
         dry_run: bool = False,
         resume: bool = False,
         progress: Progress | None = None,
-    ) -> Report:
+    ) -> ConversionReport:
         """Write a Hub folder, with the source's own files and shards unless `shard_size` (bytes or "5GB") asks for
         new ones."""
         dtype = parse_dtype(dtype)
@@ -156,7 +154,7 @@ class Bridge:
         """
         self.checkpoint.check()
         state = dict(self._tensors())
-        own = {name for link in self.checkpoint.links if link.rule.own_dtype for name in link.hub_names}
+        own = {name for param in self.checkpoint.params if param.rule.own_dtype for name in param.hub_names}
         wanted = parse_dtype(dtype) or promote([tensor.dtype for name, tensor in state.items() if name not in own])
         config = self.family.load("config_class").from_dict(self.config)
         model, info = self.family.load("model_class").from_pretrained(
@@ -173,7 +171,7 @@ class Bridge:
         self, layout: Layout, dtype: str | torch.dtype | None = None, **overrides: Any
     ) -> list[Any]:
         """This rank's megatron-core GPTModel chunks with the weights loaded; see parallel.model."""
-        from dlm_bridge.parallel.model import build_megatron_model
+        from dlm_bridge.parallel.parallelize import build_megatron_model
 
         return build_megatron_model(self, layout, dtype, **overrides)
 
@@ -191,10 +189,10 @@ class Bridge:
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every Hub tensor that the transformers model has and that is not a copy of another; each is read once."""
-        for link in self.checkpoint.links:
-            if link.is_mtp:
+        for param in self.checkpoint.params:
+            if param.is_mtp:
                 continue
-            yield from zip(link.hub_names, self.checkpoint.read_link(link), strict=True)
+            yield from zip(param.hub_names, self.checkpoint.read_param(param), strict=True)
         for name, carried in self.checkpoint.carried.items():
             if carried.in_model and not carried.copy_of:
                 yield name, self.checkpoint.read(name)

@@ -20,13 +20,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from dlm_bridge.models import FAMILIES
-from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.models.families import FAMILIES
+from dlm_bridge.models.family_spec import FamilySpec
 
 CONFIGURATION_AUTO = "transformers.models.auto.configuration_auto"
 TOKENIZATION_AUTO = "transformers.models.auto.tokenization_auto"
-
-_registered: set[str] = set()
 
 
 def install() -> None:
@@ -36,18 +34,6 @@ def install() -> None:
             action()
     if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
-
-
-def register_models(family: FamilySpec) -> None:
-    """Register a family's model class with its Auto classes, once."""
-    if family.name in _registered or not family.auto_classes:
-        return
-    import transformers
-
-    config_class, model_class = family.load("config_class"), family.load("model_class")
-    _registered.add(family.name)
-    for name in family.auto_classes:
-        getattr(transformers, name).register(config_class, model_class, exist_ok=True)
 
 
 def _register_configs() -> None:

@@ -165,7 +165,7 @@ def accuracy(folder: Path, problems: list[dict[str, Any]], forwards: int) -> flo
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import dlm_bridge  # noqa: F401  registers the families
-    from dlm_bridge.train.rl.rewards.countdown import solved
+    from dlm_bridge.train.rl.rewards import countdown_solved
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
@@ -180,7 +180,7 @@ def accuracy(folder: Path, problems: list[dict[str, Any]], forwards: int) -> flo
         temperature=0.0,
     )
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(solved(prompts, texts, problems)) / len(problems)
+    return sum(countdown_solved(prompts, texts, problems)) / len(problems)
 
 
 def report(

@@ -73,13 +73,13 @@ def rows_of_documents(tokenizer: Any, texts: Sequence[str], seq_length: int, row
 def nats_of(model: Any, rows: Sequence[Sequence[int]], samples: int) -> list[float]:
     """-log p(row | its first token) of each row in nats: exact for an autoregressive model; for a diffusion model a
     bound from above, from so many Monte-Carlo samples of each row."""
-    from dlm_bridge.evaluation.bounds import Answer, bounds
+    from dlm_bridge.evaluation.likelihood import Answer, likelihood_bounds
     from dlm_bridge.evaluation.perplexity import exact_log_likelihoods
 
     answers = [Answer((row[0],), tuple(row[1:])) for row in rows]
     together = max(1, CHUNK_TOKENS // max(map(len, rows)))
     if hasattr(model, "family"):
-        return [-bound.value for bound in bounds(model, answers, samples, batch_size=together)]
+        return [-bound.value for bound in likelihood_bounds(model, answers, samples, batch_size=together)]
     return [-value for value in exact_log_likelihoods(model, answers, together)]
 
 

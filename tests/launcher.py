@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 # Nothing heavy up there: what a check spawns imports this module again, since it is the main one.
 IMPORTED = (
     "dlm_bridge.cli.app",
-    "dlm_bridge.train.accelerate_engine",
+    "dlm_bridge.train.accelerate.trainer",
     "matplotlib.backends.backend_agg",
     "tests.families.case",
     "torch.distributed.checkpoint",
@@ -93,7 +93,7 @@ def main() -> None:
 def _import() -> None:
     import torch
 
-    from dlm_bridge.models import FAMILIES
+    from dlm_bridge.models.families import FAMILIES
 
     torch.set_num_threads(1)
     for module in IMPORTED:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from dlm_bridge.attention_mask import StreamPattern
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
@@ -190,3 +192,32 @@ def llada_reference(
         "num_hidden_layers": config["n_layers"],
     }
     return decoder_logits(renamed, {**config, **sizes}, input_ids, allowed, positions)
+
+
+def two_stream_mask(
+    positions_BL: torch.Tensor,
+    block: int,
+    real_BS: torch.Tensor | None = None,
+    noisy: StreamPattern = "block",
+    clean: StreamPattern = "block",
+) -> torch.Tensor:
+    """[B, 1, S, S] bool, S = 2L, for training on [noisy | clean] (BD3-LM, arXiv 2503.09573).
+
+    A noisy token looks at its own block of the noisy stream, all of it or ("causal") what stands before it, and at the
+    clean blocks before; a clean token at the clean blocks up to its own, or ("causal") the clean tokens before it; and
+    clean never looks at noisy. Only what is real (`real_BS`) is looked at, and padding looks at itself as well.
+    """
+    blocks_BL = positions_BL // block
+    order_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
+    until_BLL = (order_L[:, None] >= order_L[None, :])[None]
+    own_BLL = blocks_BL[:, :, None] == blocks_BL[:, None, :]
+    before_BLL = blocks_BL[:, :, None] > blocks_BL[:, None, :]
+    noisy_BLL = own_BLL & until_BLL if noisy == "causal" else own_BLL
+    clean_BLL = until_BLL.expand_as(own_BLL) if clean == "causal" else own_BLL | before_BLL
+    noisy_BLS = torch.cat([noisy_BLL, before_BLL], dim=2)
+    clean_BLS = torch.cat([torch.zeros_like(own_BLL), clean_BLL], dim=2)
+    allowed_BSS = torch.cat([noisy_BLS, clean_BLS], dim=1)
+    if real_BS is not None:
+        own_SS = torch.eye(allowed_BSS.shape[-1], dtype=torch.bool, device=allowed_BSS.device)
+        allowed_BSS = (allowed_BSS & real_BS.bool()[:, None, :]) | own_SS
+    return allowed_BSS[:, None]

@@ -315,7 +315,7 @@ class Bench:
         )
 
     def clean(self) -> None:
-        from dlm_bridge.parallel.attention_core import MASKS
+        from dlm_bridge.parallel.core_attention import MASKS
 
         MASKS.clear()
         gc.collect()

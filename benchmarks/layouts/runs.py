@@ -159,17 +159,17 @@ class Runs:
 
     def begun(self, task: Task) -> tuple[bool, str]:
         """What Megatron FSDP's optimizer begins with, in a run whose weights are bf16 and whose source is fp32."""
-        from dlm_bridge.parallel.fsdp import whole
+        from dlm_bridge.parallel.mcore_patches.fsdp import whole
         from dlm_bridge.parallel.weights import live_tensors, places, shard_of
 
         with self.assembled("begun", task, "bf16", fsdp=STRATEGIES[-1]) as trainer:
             live = live_tensors([trainer.chunks[0].module.module])
             checkpoint = trainer.source.bridge.checkpoint
             count, other = 0, []
-            for link in checkpoint.links:
-                for name in (name for name in places(link) if name in live):
+            for param in checkpoint.params:
+                for name in (name for name in places(param) if name in live):
                     found = whole(live[name]).cpu()
-                    wanted = shard_of(link, link.to_megatron(checkpoint.read_link(link)), found)
+                    wanted = shard_of(param, param.to_megatron(checkpoint.read_param(param)), found)
                     count += 1
                     if not torch.equal(found[: len(wanted)], wanted):
                         other.append(name)
@@ -312,7 +312,7 @@ class Runs:
 
         config = self._config(name, task, precision, **flags)
         self._leave(config)
-        step, folder = checkpoints.newest(Path(config.output))
+        step, folder = checkpoints.newest_checkpoint(Path(config.output))
         trainer = engine.assemble(config, Console(quiet=True), folder, step)
         try:
             yield trainer

@@ -191,10 +191,10 @@ class Checks:
         return apart, 1e-4 if precision == "fp32" else HALF_LOGITS, ""
 
     def loss(self, task: Task, precision: str) -> tuple[float, float, str]:
-        from dlm_bridge.parallel.gpt import arguments
+        from dlm_bridge.parallel.gpt import model_inputs
 
         live, hub, noisy = self._both(task, precision)
-        found, _ = live.model.train()(**arguments(self._micro_batch(live, noisy)))
+        found, _ = live.model.train()(**model_inputs(self._micro_batch(live, noisy)))
         with torch.no_grad():
             logits = _hub_logits(hub, noisy)[noisy.mask]
         wanted = float(live.objective.loss_sum(logits, noisy).sum())
@@ -222,12 +222,12 @@ class Checks:
         return float((packed - wanted).abs().max() / wanted.abs().max()), HALF_LOGITS, f"{len(ends) - 1} documents"
 
     def packed_gradients(self, task: Task) -> tuple[float, float, str]:
-        from dlm_bridge.parallel.gpt import arguments
+        from dlm_bridge.parallel.gpt import model_inputs
 
         live, noisy = self._packed(task)
         found = []
         for packed in (True, False):
-            loss, _ = live.model.train()(**arguments(self._micro_batch(live, noisy, packed)))
+            loss, _ = live.model.train()(**model_inputs(self._micro_batch(live, noisy, packed)))
             live.model.zero_grad()
             loss.backward()
             found.append(
@@ -265,11 +265,11 @@ class Checks:
         from dlm_bridge.parallel import platform
         from dlm_bridge.parallel.attention import block_size
         from dlm_bridge.parallel.batch import micro_batch
-        from dlm_bridge.parallel.query_scaling import scales_queries
+        from dlm_bridge.parallel.self_attention import scales_queries
 
-        topology = live.bridge.family.topology
+        attention_pattern = live.bridge.family.attention_pattern
         absolute = scales_queries(live.model.config)
-        batch = micro_batch(noisy, topology, block_size(live.bridge), packed=packed, absolute=absolute)
+        batch = micro_batch(noisy, attention_pattern, block_size(live.bridge), packed=packed, absolute=absolute)
         return batch.to(platform.current().device())
 
     def _tokens(self) -> torch.Tensor:
@@ -277,7 +277,7 @@ class Checks:
         return torch.randint(0, size.vocab - 2, (2, size.length), generator=torch.Generator().manual_seed(5))
 
     def _uniforms(self) -> Any:
-        from dlm_bridge.train.objectives import Uniforms
+        from dlm_bridge.objectives.noise import Uniforms
 
         return Uniforms.keyed(7, 1, range(2), self.bench.size.length)
 
@@ -287,15 +287,15 @@ class Live:
 
     def __init__(self, bench: Bench, task: Task, precision: str) -> None:
         from dlm_bridge.parallel import groups
-        from dlm_bridge.parallel.model import build_megatron_model
-        from dlm_bridge.train.megatron.setup import DTYPES, transformer_overrides
-        from dlm_bridge.train.megatron.source import open_source
+        from dlm_bridge.parallel.parallelize import build_megatron_model
+        from dlm_bridge.train.loading import open_megatron_source
+        from dlm_bridge.train.megatron.mcore_config import DTYPES, transformer_overrides
         from dlm_bridge.train.setup import make_objective, with_objective
 
         if dist.is_initialized() and not groups.fit(Layout()):
             groups.destroy()
         config = bench.config(task, precision, {})
-        source = open_source(config, None)
+        source = open_megatron_source(config, None)
         config = with_objective(config, source.model)
         self.bridge = source.bridge
         self.objective = make_objective(config, source.model)
@@ -316,7 +316,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 def chosen_loss_against_fp64(rows: int, dtype: torch.dtype) -> tuple[float, float, str]:
     """The loss and both gradients, as `parallel.output` computes them on this device."""
     from dlm_bridge.parallel import groups, platform
-    from dlm_bridge.parallel.output import Chosen, Shard, chosen_loss
+    from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 
     groups.initialize(Layout())
     device = platform.current().device()
@@ -328,8 +328,8 @@ def chosen_loss_against_fp64(rows: int, dtype: torch.dtype) -> tuple[float, floa
     weight = torch.nn.Parameter(values.to(device, dtype))
     targets = torch.randint(0, vocab, (rows,), generator=generator).to(device)
     weights = (torch.rand(rows, generator=generator) / rows).to(device)
-    chosen = Chosen(torch.arange(rows, device=device), targets, weights)
-    loss, _ = chosen_loss(hidden, weight, chosen, Shard(0, vocab, dist.group.WORLD))
+    chosen = LossPositions(torch.arange(rows, device=device), targets, weights)
+    loss, _ = linear_cross_entropy(hidden, weight, chosen, VocabShard(0, vocab, dist.group.WORLD))
     loss.backward()
     h, w = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     losses = torch.nn.functional.cross_entropy(h @ w[:vocab].t(), targets, reduction="none") * weights

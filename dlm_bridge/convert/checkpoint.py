@@ -1,30 +1,35 @@
-"""One view of a model's tensors by their Hub names, whichever format holds them: what every conversion reads from."""
+"""The `Checkpoint` interface: a model's tensors by their Hub names, whichever format holds them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from dlm_bridge.convert.derive import Derived
-from dlm_bridge.convert.manifest import ShardRecord
-from dlm_bridge.convert.mapping import Carried, Dims, Link, Mapping
-from dlm_bridge.convert.streaming import Region
+from dlm_bridge.convert.formats.safetensors_file import ShardRecord
+from dlm_bridge.convert.streaming import Bands, FileRegion
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models import find_family
-from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.hub import Derived, with_dtype
+from dlm_bridge.mapping.dtypes import dtype_name
+from dlm_bridge.mapping.rules import Dims, Mapping, ParamMapping, Passthrough
+from dlm_bridge.models.families import find_family
+from dlm_bridge.models.family_spec import FamilySpec
+
+if TYPE_CHECKING:
+    pass
+
 
 _LARGEST = 10**6  # layers times experts; a hostile config must not ask for more names than memory holds
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass
-class HubSide:
+class HubMetadata:
     """What a checkpoint knows of its Hub side besides the tensors."""
 
     family: FamilySpec
@@ -52,7 +57,7 @@ class Checkpoint(ABC):
 
     format: str
 
-    def __init__(self, where: str, hub: HubSide) -> None:
+    def __init__(self, where: str, hub: HubMetadata) -> None:
         self.where = where  # for messages
         self.hub = hub
         self.family: FamilySpec = hub.family
@@ -61,29 +66,29 @@ class Checkpoint(ABC):
         self.dims: Dims = checked_dims(self.mapping, hub.config, where)
         self.notes: list[str] = []  # for the report
 
-    def _drop_absent_mtp(self, present: Callable[[Link], bool]) -> None:
+    def _drop_absent_mtp(self, present: Callable[[ParamMapping], bool]) -> None:
         """A checkpoint without any of its multi-token prediction layers is whole too: transformers drops them."""
         if not self.dims.mtp:
             return
-        layers = (link for link in self.mapping.links(self.dims) if link.is_mtp)
-        if not any(present(link) for link in layers):
+        layers = (param for param in self.mapping.params(self.dims) if param.is_mtp)
+        if not any(present(param) for param in layers):
             self.notes.append(f"no multi-token prediction layer is there, though the config says {self.dims.mtp}")
             self.dims = replace(self.dims, mtp=0)
 
     @cached_property
-    def links(self) -> list[Link]:
-        """Every link of the model."""
-        return list(self.mapping.links(self.dims))
+    def params(self) -> list[ParamMapping]:
+        """Every param of the model."""
+        return list(self.mapping.params(self.dims))
 
     @cached_property
-    def link_of(self) -> dict[str, Link]:
-        """Hub name -> the link that it belongs to."""
-        return {name: link for link in self.links for name in link.hub_names}
+    def param_of(self) -> dict[str, ParamMapping]:
+        """Hub name -> the param that it belongs to."""
+        return {name: param for param in self.params for name in param.hub_names}
 
     @cached_property
-    def carried(self) -> dict[str, Carried]:
+    def carried(self) -> dict[str, Passthrough]:
         """The carried tensors that this model has."""
-        known = self.mapping.carried_names(self.dims)
+        known = self.mapping.passthrough_names(self.dims)
         return {name: known[name] for name in self.hub.carried if name in known}
 
     @property
@@ -93,37 +98,37 @@ class Checkpoint(ABC):
 
     def hub_names(self) -> list[str]:
         """Every Hub tensor of the model."""
-        return [*self.link_of, *self.carried]
+        return [*self.param_of, *self.carried]
 
     def read(self, name: str) -> torch.Tensor:
         """One Hub tensor, in the dtype and shape that `spec` says."""
         if name in self.carried:
-            return self.read_carried(name)
-        link = self.link_of[name]
-        return self.read_link(link)[link.hub_names.index(name)]
+            return self.read_passthrough(name)
+        param = self.param_of[name]
+        return self.read_param(param)[param.hub_names.index(name)]
 
     @abstractmethod
     def spec(self, name: str) -> TensorSpec:
         """dtype and shape of a Hub tensor."""
 
     @abstractmethod
-    def read_link(self, link: Link) -> tuple[torch.Tensor, ...]:
-        """The Hub tensors of a link. Raises DlmBridgeError."""
+    def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
+        """The Hub tensors of a param. Raises DlmBridgeError."""
 
-    def read_each(self, link: Link) -> Iterator[torch.Tensor]:
+    def read_each(self, param: ParamMapping) -> Iterator[torch.Tensor]:
         """The same one by one, so that not all need to be held where they lie apart."""
-        yield from self.read_link(link)
+        yield from self.read_param(param)
 
-    def streams(self, link: Link) -> bool:
-        """Whether `regions` can tell where the bytes of a link's Megatron slice lie. Nothing is read."""
+    def streams(self, param: ParamMapping) -> bool:
+        """Whether `regions` can tell where the bytes of a param's Megatron slice lie. Nothing is read."""
         return False
 
-    def regions(self, link: Link) -> list[Region]:
-        """Where they lie, in the one dtype that all of the link's tensors then have. Raises DlmBridgeError."""
+    def regions(self, param: ParamMapping) -> list[FileRegion]:
+        """Where they lie, in the one dtype that all of the param's tensors then have. Raises DlmBridgeError."""
         raise NotImplementedError(f"{self.format} has no files to read rows from")
 
     @abstractmethod
-    def read_carried(self, name: str) -> torch.Tensor:
+    def read_passthrough(self, name: str) -> torch.Tensor:
         """A tensor that Megatron has no place for."""
 
     @abstractmethod
@@ -163,3 +168,80 @@ def first_of(names: Iterable[str]) -> str:
     found = sorted(names)
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return f"{found[0]}{more}"
+
+
+_MAX_NAMED = 5  # missing tensors are looked for no further: a wrong config can ask for millions
+
+
+class ByNameCheckpoint(Checkpoint):
+    """A checkpoint whose tensors lie under their Hub names."""
+
+    _stored: dict[str, TensorSpec]
+
+    @abstractmethod
+    def _tensor(self, name: str) -> torch.Tensor:
+        """One of `_stored`."""
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._stored[name]
+
+    def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
+        return tuple(self._tensor(name) for name in param.hub_names)
+
+    def read_each(self, param: ParamMapping) -> Iterator[torch.Tensor]:
+        return (self._tensor(name) for name in param.hub_names)
+
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        return self._tensor(name)
+
+    def check(self) -> list[str]:
+        stored = self._stored
+        missing = []
+        for name, _ in self._expected():
+            if name not in stored:
+                missing.append(name)
+                if len(missing) == _MAX_NAMED:
+                    break
+        if missing:
+            raise DlmBridgeError(f"{self.where}: tensor {first_of(missing)} is missing")
+        expected = dict(self._expected())
+        extra = stored.keys() - expected.keys() - self.carried.keys()
+        if extra:
+            raise DlmBridgeError(
+                f"{self.where}: tensor {first_of(extra)} is not part of a {self.family.name} model of this config"
+            )
+        for name, copied in self.carried.items():
+            if copied.copy_of:
+                expected[name] = expected[copied.copy_of]
+        for name, shape in expected.items():
+            if stored[name][1] != shape:
+                raise DlmBridgeError(
+                    f"{self.where}: tensor {name} has shape {list(stored[name][1])}, the config asks for {list(shape)}"
+                )
+        return list(self.notes)
+
+    def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for param in self.mapping.params(self.dims):
+            yield from zip(param.hub_names, param.hub_shapes, strict=True)
+
+
+class CheckpointWriter(Protocol):
+    """Writes slices in any order and from any thread or process."""
+
+    def write(self, param: ParamMapping, bands: Bands) -> list[str]:
+        """Put a param's whole slice in its places; returns digests for `has` and `note`."""
+
+    def has(self, param: ParamMapping, digests: Sequence[str]) -> bool:
+        """Whether an earlier run put it there."""
+
+    def note(self, param: ParamMapping, digests: Sequence[str]) -> None:
+        """The slice is there; every one must be noted in the process that finishes."""
+
+    def finish(self, iteration: int) -> dict[str, str]:
+        """Complete the checkpoint; digests of its files."""
+
+
+def config_bytes(source: Checkpoint, dtype: torch.dtype | None) -> bytes:
+    """The source's config.json, with its dtype field set where the weights were cast."""
+    data = source.hub.config_bytes()
+    return data if dtype is None else with_dtype(data.decode("utf-8"), dtype_name(dtype)).encode("utf-8")

@@ -14,7 +14,7 @@ from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from dlm_bridge.convert.pool import run_tasks
+from dlm_bridge.convert.workers import run_tasks
 from dlm_bridge.errors import DlmBridgeError
 
 _DONE = -1  # sent in a task's place: the process has done its share

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.dcp_checkpoint import DcpCheckpoint, dcp_folder
-from dlm_bridge.convert.formats.megatron_store import Store, is_megatron, newest_iteration, open_store
-from dlm_bridge.convert.hub import resolve
-from dlm_bridge.convert.hub_checkpoint import HubCheckpoint, open_hub
+from dlm_bridge.convert.checkpoints.dcp import DcpCheckpoint, dcp_folder
+from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, open_hub
+from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint, is_training_state, megatron_root
+from dlm_bridge.convert.checkpoints.store import Store, is_megatron, newest_iteration, open_store
 from dlm_bridge.convert.manifest import Manifest, read_manifest
-from dlm_bridge.convert.mapping import Dims
-from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint, is_training_state, megatron_root
-from dlm_bridge.convert.tensors import dtype_name
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import resolve
+from dlm_bridge.mapping.dtypes import dtype_name
+from dlm_bridge.mapping.rules import Dims
 
 
 @dataclass
-class Facts:
+class CheckpointInfo:
     """`family`, `architecture` and `sizes` are None for a Megatron checkpoint without a manifest, whose model is not
     known; its tensors are then counted under their Megatron keys."""
 
@@ -51,7 +51,9 @@ class Facts:
         return asdict(self)
 
 
-def inspect_checkpoint(path: str | os.PathLike[str], revision: str | None = None, family: str | None = None) -> Facts:
+def inspect_checkpoint(
+    path: str | os.PathLike[str], revision: str | None = None, family: str | None = None
+) -> CheckpointInfo:
     """The facts of a Hub folder, a Hub id, a Megatron checkpoint or a plain distributed one. Raises DlmBridgeError."""
     folder = resolve(path, revision)
     if is_megatron(folder):
@@ -65,7 +67,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], revision: str | None = None
     return _hub_facts(open_hub(os.fspath(path), revision, family))
 
 
-def _megatron_facts(folder: Path, family: str | None) -> Facts:
+def _megatron_facts(folder: Path, family: str | None) -> CheckpointInfo:
     iteration = newest_iteration(folder)
     manifest = read_manifest(megatron_root(folder, iteration))
     try:
@@ -82,17 +84,17 @@ def _megatron_facts(folder: Path, family: str | None) -> Facts:
     return facts
 
 
-def _hub_facts(checkpoint: HubCheckpoint) -> Facts:
+def _hub_facts(checkpoint: HubCheckpoint) -> CheckpointInfo:
     checkpoint.check()
     facts = _facts(checkpoint, str(checkpoint.folder), read_manifest(checkpoint.folder))
     facts.files = {name: (checkpoint.folder / name).stat().st_size for name in checkpoint.reader.files}
     return facts
 
 
-def _facts(checkpoint: Checkpoint, path: str, manifest: Manifest | None) -> Facts:
+def _facts(checkpoint: Checkpoint, path: str, manifest: Manifest | None) -> CheckpointInfo:
     specs = {name: checkpoint.spec(name) for name in checkpoint.hub_names()}
     architectures = checkpoint.config.get("architectures") or [None]
-    return Facts(
+    return CheckpointInfo(
         path=path,
         format=checkpoint.format,
         family=checkpoint.family.name,
@@ -119,10 +121,10 @@ def _sizes(dims: Dims) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if value or name == "tied"}
 
 
-def _unknown_megatron(folder: Path, store: Store, reason: str) -> Facts:
+def _unknown_megatron(folder: Path, store: Store, reason: str) -> CheckpointInfo:
     """`reason` says why the model is not known."""
     tensors = {key: tensor for key, tensor in store.tensors().items() if not is_training_state(key)}
-    facts = Facts(
+    facts = CheckpointInfo(
         path=str(folder),
         format=store.format,
         family=None,
@@ -140,7 +142,7 @@ def _unknown_megatron(folder: Path, store: Store, reason: str) -> Facts:
     return facts
 
 
-def _add_megatron(facts: Facts, store: Store) -> None:
+def _add_megatron(facts: CheckpointInfo, store: Store) -> None:
     facts.files = store.files()
     iteration = store.common.get("iteration")
     facts.iteration = iteration if isinstance(iteration, int) else store.folder.name

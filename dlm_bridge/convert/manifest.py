@@ -1,20 +1,29 @@
-"""`dlm_bridge.json`: what a written checkpoint is, where it came from, and a digest of every tensor and side file."""
+"""Manifests of written checkpoints.
+
+`dlm_bridge.json` of a conversion: what the checkpoint is, where it came from, and a digest of every tensor and side
+file, taken as the tensors pass through. `dlm_bridge_files.json` of a training checkpoint: a digest of each file, taken by the rank that wrote it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from dlm_bridge.convert.tensors import WEIGHT_DTYPES, bytes_digest
+from dlm_bridge.convert.formats.dcp_metadata import read_metadata
+from dlm_bridge.convert.formats.safetensors_file import ShardRecord
+from dlm_bridge.convert.streaming import bytes_digest, file_digest
+from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES
 
-FILE_NAME = "dlm_bridge.json"
+MANIFEST = "dlm_bridge.json"
 FORMAT_VERSION = 1
 _DIGEST, _END = b',\n "digest": "', b'"\n}\n'  # the file's last entry is the xxh3_128 of all bytes before it
 
@@ -26,15 +35,6 @@ class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
     digest: str
-
-
-@dataclass(frozen=True)
-class ShardRecord:
-    """One safetensors file of the Hub source: its name, its metadata, its tensors in the order of their bytes."""
-
-    file: str
-    metadata: Mapping[str, str] | None
-    tensors: tuple[str, ...]
 
 
 @dataclass
@@ -63,12 +63,12 @@ class Manifest:
         self.tool = self.tool or tool_version()
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False).removesuffix("\n}").encode()
         tail = _DIGEST + bytes_digest(text).encode() + _END
-        (folder / FILE_NAME).write_bytes(text + tail)
+        (folder / MANIFEST).write_bytes(text + tail)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a checkpoint folder, None where it has none. Raises DlmBridgeError for a broken one."""
-    path = folder / FILE_NAME
+    path = folder / MANIFEST
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def tool_version() -> str:
 
 def is_intact(folder: Path) -> bool:
     """Whether every byte of `folder`/dlm_bridge.json is as it was written."""
-    text, found, tail = (folder / FILE_NAME).read_bytes().rpartition(_DIGEST)
+    text, found, tail = (folder / MANIFEST).read_bytes().rpartition(_DIGEST)
     return bool(found) and tail == bytes_digest(text).encode() + _END
 
 
@@ -130,3 +130,70 @@ def _parse(data: dict[str, Any]) -> Manifest:
         if not isinstance(value, dict):
             raise TypeError(f"{kind} is not an object")
     return manifest
+
+
+FILE_DIGESTS = "dlm_bridge_files.json"
+
+
+@dataclass(frozen=True)
+class ChangedFile:
+    """A file that is not what it was."""
+
+    file: str
+    detail: str
+
+
+def digests_of(files: Sequence[Path], workers: int | None = None, progress: Progress | None = None) -> dict[str, str]:
+    """Name -> xxh3_128 of some files of one folder, several at once."""
+    found: dict[str, str] = {}
+    total = sum(file.stat().st_size for file in files)
+
+    def take(file: Path) -> None:
+        found[file.name] = file_digest(file)
+        if progress is not None:
+            progress(file.stat().st_size, total)
+
+    run_tasks([(0, partial(take, file)) for file in files], worker_count(workers))
+    return found
+
+
+def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
+    """Write the digests of a folder's files into it, and one of the digests themselves."""
+    files = dict(sorted(digests.items()))
+    content = {"format_version": FORMAT_VERSION, "tool": tool_version(), "files": files, "digest": _digest_of(files)}
+    (folder / FILE_DIGESTS).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def check_files(folder: Path, workers: int | None = None, progress: Progress | None = None) -> list[ChangedFile]:
+    """What of a folder is missing, new or other than its digests say. Raises DlmBridgeError where those cannot be
+    read."""
+    path = folder / FILE_DIGESTS
+    try:
+        content = json.loads(path.read_text())
+        recorded, own = dict(content["files"]), content["digest"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)}") from None
+    if own != _digest_of(recorded):
+        return [ChangedFile(FILE_DIGESTS, "is not as it was written")]
+    there = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name != FILE_DIGESTS]
+    found = digests_of([file for file in there if file.name in recorded], workers, progress)
+    findings = [ChangedFile(name, "is missing") for name in recorded if name not in found]
+    findings += [ChangedFile(file.name, "was not there") for file in there if file.name not in recorded]
+    for name, digest in found.items():
+        if digest != recorded[name]:
+            findings.append(ChangedFile(name, f"is not as it was written{_holding(folder, name)}"))
+    return sorted(findings, key=lambda finding: finding.file)
+
+
+def _holding(folder: Path, name: str) -> str:
+    """What lies in a file that is damaged, if that can be told."""
+    try:
+        tensors = read_metadata(folder).tensors
+    except DlmBridgeError:
+        return ""
+    held = [key for key, tensor in tensors.items() if any(chunk.place.file == name for chunk in tensor.chunks)]
+    return f"; it holds parts of {len(held)} tensors, {held[0]} the first" if held else ""
+
+
+def _digest_of(files: Mapping[str, str]) -> str:
+    return bytes_digest("".join(f"{name} {digest}\n" for name, digest in sorted(files.items())).encode())

@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 import xxhash
 
-from dlm_bridge.convert.checkpoint import Checkpoint, first_of
-from dlm_bridge.convert.formats.dcp import Contents, Place, combined_file_digests, read_metadata, write_metadata
-from dlm_bridge.convert.formats.torch_dist import COMMON_STATE
-from dlm_bridge.convert.mapping import Link, Vocabulary
-from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint, is_training_state, stored_keys
-from dlm_bridge.convert.pool import run_tasks, worker_count
+from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, first_of
+from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint, is_training_state, stored_keys
+from dlm_bridge.convert.checkpoints.torch_dist import COMMON_STATE
+from dlm_bridge.convert.formats.dcp_metadata import Contents, StorageLocation, read_metadata
+from dlm_bridge.convert.formats.torch_dist_writer import combined_file_digests, write_metadata
 from dlm_bridge.convert.streaming import tensor_bands
-from dlm_bridge.convert.target import Writer
+from dlm_bridge.convert.workers import run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 
 _STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.\w+\.)(.+)")
 _COMMON_FILE = "__common_0.distcp"
@@ -33,14 +33,14 @@ _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True)
-class StateLink(Link):
+class StateMapping(ParamMapping):
     """A parameter's slice of one of the optimizer's tensors; `prefix` is what stands before the parameter's key."""
 
     prefix: str = ""
 
     @cached_property
-    def parameter(self) -> Link:
-        return Link(self.rule, self.dims, self.layer, self.expert)
+    def parameter(self) -> ParamMapping:
+        return ParamMapping(self.rule, self.dims, self.layer, self.expert)
 
     @cached_property
     def megatron_key(self) -> str:
@@ -55,17 +55,17 @@ class StateLink(Link):
 class OptimizerState:
     """What is carried: each slice as it is stored (key, index on the stacked axes) and as it will be."""
 
-    slices: list[tuple[str, tuple[int, ...], StateLink]]
+    slices: list[tuple[str, tuple[int, ...], StateMapping]]
     dtypes: dict[str, torch.dtype]  # by StateLink.megatron_key
     common: bytes
     common_is_object: bool  # of the distributed checkpoint; else it is common.pt
 
     @property
-    def links(self) -> list[StateLink]:
-        return [link for _, _, link in self.slices]
+    def params(self) -> list[StateMapping]:
+        return [param for _, _, param in self.slices]
 
 
-def left_out_note(source: Checkpoint) -> list[str]:
+def dropped_note(source: Checkpoint) -> list[str]:
     """What a report says of a training state that does not go with the weights."""
     if not isinstance(source, MegatronCheckpoint):
         return []
@@ -77,12 +77,12 @@ def left_out_note(source: Checkpoint) -> list[str]:
 
 def carried_note(state: OptimizerState) -> str:
     """What a report says of a state that is carried."""
-    kinds = dict.fromkeys(link.prefix.rstrip(".").rpartition(".")[2] for link in state.links)
+    kinds = dict.fromkeys(param.prefix.rstrip(".").rpartition(".")[2] for param in state.params)
     return f"the optimizer's state ({', '.join(kinds)}) is carried over; random number generators' states are not"
 
 
-def optimizer_state(source: Checkpoint, padded: Sequence[Link], format_: str) -> OptimizerState | None:
-    """The state that goes into a checkpoint of `padded` links, None where the source has none.
+def optimizer_state(source: Checkpoint, padded: Sequence[ParamMapping], format_: str) -> OptimizerState | None:
+    """The state that goes into a checkpoint of `padded` params, None where the source has none.
 
     Raises DlmBridgeError for a state that cannot be cut anew; --weights-only is the way without it.
     """
@@ -99,11 +99,11 @@ def optimizer_state(source: Checkpoint, padded: Sequence[Link], format_: str) ->
     prefixes = sorted({match[1] for key in keys if (match := _STATE.fullmatch(key))})
     slices, used, dtypes = [], set(), {}
     for prefix in prefixes:
-        for link, wide in zip(source.links, padded, strict=True):
-            for key, stack in stored_keys(link):
+        for param, wide in zip(source.params, padded, strict=True):
+            for key, stack in stored_keys(param):
                 if prefix + key in keys:
-                    target = StateLink(wide.rule, wide.dims, wide.layer, wide.expert, prefix)
-                    dtypes[target.megatron_key] = _check(source, prefix + key, link, stack)
+                    target = StateMapping(wide.rule, wide.dims, wide.layer, wide.expert, prefix)
+                    dtypes[target.megatron_key] = _check(source, prefix + key, param, stack)
                     slices.append((prefix + key, tuple(index for index, _ in stack), target))
                     used.add(prefix + key)
                     break
@@ -122,20 +122,20 @@ def optimizer_state(source: Checkpoint, padded: Sequence[Link], format_: str) ->
         return OptimizerState(slices, dtypes, stream.read(place.length), common_is_object=True)
 
 
-def move_state(source: Checkpoint, state: OptimizerState, writer: Writer, workers: int | None) -> None:
+def transfer_state(source: Checkpoint, state: OptimizerState, writer: CheckpointWriter, workers: int | None) -> None:
     """Write every slice; the rows of a padded vocabulary are zeros."""
     assert isinstance(source, MegatronCheckpoint)
     rows = source.dims.vocab
 
-    def move(key: str, stack: tuple[int, ...], link: StateLink) -> None:
-        slice_ = torch.zeros(link.megatron_shape, dtype=state.dtypes[link.megatron_key])
-        own = slice_[:rows] if isinstance(link.rule, Vocabulary) else slice_
+    def move(key: str, stack: tuple[int, ...], param: StateMapping) -> None:
+        slice_ = torch.zeros(param.megatron_shape, dtype=state.dtypes[param.megatron_key])
+        own = slice_[:rows] if isinstance(param.rule, Vocabulary) else slice_
         source.reader.read_into(key, stack, own)
-        writer.note(link, writer.write(link, tensor_bands(slice_)))
+        writer.note(param, writer.write(param, tensor_bands(slice_)))
 
     tasks = [
-        (prod(link.megatron_shape) * state.dtypes[link.megatron_key].itemsize, partial(move, key, stack, link))
-        for key, stack, link in state.slices
+        (prod(param.megatron_shape) * state.dtypes[param.megatron_key].itemsize, partial(move, key, stack, param))
+        for key, stack, param in state.slices
     ]
     run_tasks(tasks, worker_count(workers))
 
@@ -147,16 +147,18 @@ def write_common(state: OptimizerState, folder: Path) -> dict[str, str]:
         return {}
     (folder / "common.pt").unlink()
     (folder / _COMMON_FILE).write_bytes(state.common)
-    place = Place(_COMMON_FILE, 0, len(state.common))
+    place = StorageLocation(_COMMON_FILE, 0, len(state.common))
     contents = read_metadata(folder)
     write_metadata(folder, Contents(contents.tensors, {**contents.objects, COMMON_STATE: place}))
     return combined_file_digests({place: xxhash.xxh3_128_digest(state.common)})
 
 
-def _check(source: MegatronCheckpoint, key: str, link: Link, stack: tuple[tuple[int, int], ...]) -> torch.dtype:
+def _check(
+    source: MegatronCheckpoint, key: str, param: ParamMapping, stack: tuple[tuple[int, int], ...]
+) -> torch.dtype:
     """The dtype of a stored state, which must be whole and in its parameter's shape."""
     stored = source.reader.tensor(key)
-    parameter = source.reader.tensor(source.stored_key(link) or link.megatron_key)
+    parameter = source.reader.tensor(source.stored_key(param) or param.megatron_key)
     if stored.shape != parameter.shape:
         raise DlmBridgeError(
             f"{source.where}: {key} has shape {list(stored.shape)}, its parameter {list(parameter.shape)}: give "

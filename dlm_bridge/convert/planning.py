@@ -1,32 +1,144 @@
-"""What a conversion will write, from headers alone: every tensor, its dtype and its place, and what that takes."""
+"""Plan of a conversion from headers alone: every tensor, its dtype and its place, cost and report."""
 
 from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from dlm_bridge.convert.atomic import check_output
-from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
-from dlm_bridge.convert.collector import collector_paused
+from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
+from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
 from dlm_bridge.convert.forked import check_processes
-from dlm_bridge.convert.formats.huggingface import ShardPlan
-from dlm_bridge.convert.layout import Layout
-from dlm_bridge.convert.mapping import Link
-from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint
-from dlm_bridge.convert.moving import bytes_of, held
-from dlm_bridge.convert.optimizer_state import OptimizerState, carried_note, left_out_note, optimizer_state
-from dlm_bridge.convert.outputs import check_shard_map, shard_plans
-from dlm_bridge.convert.pool import Progress, in_flight, worker_count
-from dlm_bridge.convert.report import Report
-from dlm_bridge.convert.target import MegatronFormat, Target, plan_target
-from dlm_bridge.convert.tensors import dtype_name, promote
+from dlm_bridge.convert.formats.legacy_writer import LegacyWriter, plan_legacy
+from dlm_bridge.convert.formats.rank_names import KeyStyle
+from dlm_bridge.convert.formats.safetensors_file import ShardPlan
+from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter, plan_torch_dist
+from dlm_bridge.convert.optimizer_state import OptimizerState, carried_note, dropped_note, optimizer_state
+from dlm_bridge.convert.run_settings import _DIVISIBLE_BY, megatron_args
+from dlm_bridge.convert.side_files import check_shard_map, shard_plans
+from dlm_bridge.convert.streaming import (
+    BAND,
+)
+from dlm_bridge.convert.workers import Progress, gc_paused, in_flight, worker_count
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.dtypes import dtype_name, promote
+from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.mapping.rules import ParamMapping
+
+
+@dataclass
+class ConversionReport:
+    """`files` maps every weight file below the output to its bytes; `seconds` is None for a plan that was not run."""
+
+    action: str  # "import", "export" or "reshard"
+    source: str
+    output: str
+    family: str
+    format: str
+    dtype: str
+    tensors: int
+    parameters: int
+    bytes: int
+    files: dict[str, int]
+    layout: dict[str, Any] | None = None
+    vocab_multiple: int | None = None
+    key_style: str | None = None  # of the legacy format
+    side_files: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    derived: list[dict[str, Any]] = field(default_factory=list)  # key, value, origin, assumed: of a derived config
+    largest_tensor: int = 0  # bytes
+    workers: int = 1  # threads, of each process
+    processes: int = 1
+    peak_memory: int = 0  # bytes of the process, at the most
+    estimated_seconds: float = 0.0  # at planning.ASSUMED_SPEED
+    dry_run: bool = False
+    seconds: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+FORMATS = ("torch_dist", "torch")
+
+
+class OptimizerTensors(Protocol):
+    """The optimizer's tensors that are written with the weights."""
+
+    @property
+    def params(self) -> Sequence[ParamMapping]:
+        """Their slices."""
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """By their keys."""
+
+
+@dataclass(frozen=True)
+class MegatronFormat:
+    """What `--format`, `--key-style`, `--run-config` and `--weights-only` ask for."""
+
+    name: str = "torch_dist"
+    key_style: KeyStyle = "te"  # the legacy format's
+    run_config: bool = False  # write Megatron Bridge's run_config.yaml as well
+    weights_only: bool = False  # leave an optimizer's state out
+
+    def __post_init__(self) -> None:
+        if self.name not in FORMATS:
+            raise DlmBridgeError(f"--format {self.name}: choose one of {', '.join(FORMATS)}")
+        if self.key_style != "te" and self.name != "torch":
+            raise DlmBridgeError(f"--key-style {self.key_style} is the legacy format's: add --format torch")
+
+    def vocab_multiple(self, given: int | None, layout: Layout) -> int | None:
+        """What the vocabulary's rows are rounded up to: in the legacy format as Megatron-LM pads them, so that every
+        rank has as many. Raises DlmBridgeError."""
+        if self.name != "torch":
+            return given
+        if given is not None and given % layout.tp:
+            raise DlmBridgeError(
+                f"--vocab-multiple {given}: --format torch needs one that --tp {layout.tp} divides, since every rank "
+                "has as many rows"
+            )
+        return _DIVISIBLE_BY * layout.tp if given is None else given
+
+
+@dataclass(frozen=True)
+class PlannedOutput:
+    """A planned checkpoint: its files below the iteration's folder, and what writes it there."""
+
+    files: dict[str, int]
+    writer: Callable[[Path], CheckpointWriter]
+
+
+def plan_output(
+    asked: MegatronFormat,
+    source: Checkpoint,
+    params: Sequence[ParamMapping],
+    layout: Layout,
+    dtypes: dict[str, torch.dtype],
+    iteration: int,
+    state: OptimizerTensors | None = None,
+) -> PlannedOutput:
+    """Lay the checkpoint out; `params` have their vocabulary padded, `state` goes with them into torch_dist.
+
+    Raises DlmBridgeError.
+    """
+    if asked.name == "torch":
+        args = megatron_args(source, params, layout, promote(list(dtypes.values())), asked.key_style)
+        legacy = plan_legacy(params, layout, dtypes, args, asked.key_style, iteration)
+        return PlannedOutput(legacy.files, lambda folder: LegacyWriter(folder, legacy))
+    more = ([], {}) if state is None else (state.params, state.dtypes)
+    plan = plan_torch_dist([*params, *more[0]], layout, {**dtypes, **more[1]})
+    return PlannedOutput(plan.files, lambda folder: TorchDistWriter(folder, plan))
+
 
 FIRST_ITERATION = "iter_0000000"
 ASSUMED_SPEED = 1e9  # bytes a second, for the time that a dry run tells: a copy on a local solid-state disk
@@ -52,13 +164,13 @@ class Options:
 
 @dataclass(frozen=True)
 class MegatronPlan:
-    """A Megatron checkpoint before any tensor is read. `links` have the vocabulary padded; `dtypes` go by key."""
+    """A Megatron checkpoint before any tensor is read. `params` have the vocabulary padded; `dtypes` go by key."""
 
-    report: Report
+    report: ConversionReport
     specs: dict[str, TensorSpec]
-    links: list[Link]
+    params: list[ParamMapping]
     dtypes: dict[str, torch.dtype]
-    target: Target
+    target: PlannedOutput
     iteration: str
     number: int
     state: OptimizerState | None = None
@@ -68,12 +180,12 @@ class MegatronPlan:
 class HubPlan:
     """A Hub folder before any tensor is read."""
 
-    report: Report
+    report: ConversionReport
     specs: dict[str, TensorSpec]
     shards: list[ShardPlan]
 
 
-@collector_paused()
+@gc_paused()
 def plan_megatron(
     source: Checkpoint, output: Path, layout: Layout, options: Options, vocab_multiple: int | None
 ) -> MegatronPlan:
@@ -84,38 +196,40 @@ def plan_megatron(
     check_output(output, source.folders(), options.overwrite)
     notes = source.check()
     layout.check(source.dims)
-    for rule in dict.fromkeys(link.rule for link in source.links):
+    for rule in dict.fromkeys(param.rule for param in source.params):
         rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, source.dims)
     if vocab_multiple is None and isinstance(source, MegatronCheckpoint) and source.manifest is not None:
         asked_for = source.format == options.megatron.name == "torch_dist"  # the legacy format pads by itself
         vocab_multiple = source.manifest.vocab_multiple if asked_for else None
     vocab_multiple = options.megatron.vocab_multiple(vocab_multiple, layout)
-    links = _padded_links(source, vocab_multiple)
+    params = _padded_params(source, vocab_multiple)
     specs = _target_specs(source, options.dtype)
-    dtypes = _key_dtypes(source.links, specs)
+    dtypes = _key_dtypes(source.params, specs)
     from_megatron = isinstance(source, MegatronCheckpoint)
     iteration = source.iteration if isinstance(source, MegatronCheckpoint) else FIRST_ITERATION
     if iteration != "release" and not re.fullmatch(r"iter_\d{7,}", iteration):
         iteration = FIRST_ITERATION  # the folder of an iteration that was saved under a name of its own
     number = 0 if iteration == "release" else int(iteration.removeprefix("iter_"))
-    state = None if options.megatron.weights_only else optimizer_state(source, links, options.megatron.name)
-    target = plan_target(options.megatron, source, links, layout, dtypes, number, state)
+    state = None if options.megatron.weights_only else optimizer_state(source, params, options.megatron.name)
+    target = plan_output(options.megatron, source, params, layout, dtypes, number, state)
     report = _report("reshard" if from_megatron else "import", source, output, specs, options)
     report.format, report.layout, report.vocab_multiple = options.megatron.name, layout.as_dict(), vocab_multiple
     report.key_style = options.megatron.key_style if options.megatron.name == "torch" else None
     report.files = {f"{iteration}/{file}": size for file, size in sorted(target.files.items())}
     report.bytes = sum(target.files.values())
-    report.notes += notes + _widened(source.links, specs, dtypes)
-    report.notes += left_out_note(source) if state is None else [carried_note(state)]
+    report.notes += notes + _widened(source.params, specs, dtypes)
+    report.notes += dropped_note(source) if state is None else [carried_note(state)]
     shards = source.hub.shards
     if shards:
         check_shard_map(source.where, shards, source.hub_names())
-    pairs = zip(source.links, links, strict=True)
-    _tell_cost(report, [held(link, source, specs, dtypes[padded.megatron_key]) for link, padded in pairs], options)
-    return MegatronPlan(report, specs, links, dtypes, target, iteration, number, state)
+    pairs = zip(source.params, params, strict=True)
+    _tell_cost(
+        report, [task_bytes(param, source, specs, dtypes[padded.megatron_key]) for param, padded in pairs], options
+    )
+    return MegatronPlan(report, specs, params, dtypes, target, iteration, number, state)
 
 
-@collector_paused()
+@gc_paused()
 def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int | None) -> HubPlan:
     """Raises DlmBridgeError as `plan_megatron` does, and for a shard map that does not fit the model."""
     check_output(output, source.folders(), options.overwrite)
@@ -125,33 +239,33 @@ def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int
     report = _report("export", source, output, specs, options)
     report.files = {plan.file: plan.nbytes for plan in plans}
     report.bytes = sum(report.files.values())
-    report.notes += notes + left_out_note(source)
-    sizes = [held(link, source, specs, specs[link.hub_names[0]][0]) for link in source.links]
+    report.notes += notes + dropped_note(source)
+    sizes = [task_bytes(param, source, specs, specs[param.hub_names[0]][0]) for param in source.params]
     _tell_cost(report, sizes, options)
     return HubPlan(report, specs, plans)
 
 
-def _tell_cost(report: Report, sizes: Sequence[int], options: Options) -> None:
+def _tell_cost(report: ConversionReport, sizes: Sequence[int], options: Options) -> None:
     """Peak memory of a process and time; `sizes` are the bytes that each task holds."""
     together = sum(heapq.nlargest(worker_count(options.workers), sizes))
     report.peak_memory = _INTERPRETER + min(together, in_flight(sizes))
     report.estimated_seconds = report.bytes / ASSUMED_SPEED
 
 
-def _padded_links(source: Checkpoint, vocab_multiple: int | None) -> list[Link]:
-    """The source's links, with the vocabulary's rows rounded up to a multiple. Raises DlmBridgeError."""
+def _padded_params(source: Checkpoint, vocab_multiple: int | None) -> list[ParamMapping]:
+    """The source's params, with the vocabulary's rows rounded up to a multiple. Raises DlmBridgeError."""
     if vocab_multiple is None:
-        return source.links
+        return source.params
     if vocab_multiple < 1:
         raise DlmBridgeError(f"--vocab-multiple must be at least 1, not {vocab_multiple}")
     dims = replace(source.dims, vocab=-(-source.dims.vocab // vocab_multiple) * vocab_multiple)
-    return [Link(link.rule, dims, link.layer, link.expert) for link in source.links]
+    return [ParamMapping(param.rule, dims, param.layer, param.expert) for param in source.params]
 
 
 def _target_specs(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
     """dtype and shape of every Hub tensor after the cast."""
     specs = {name: source.spec(name) for name in source.hub_names()}
-    own = {name for link in source.links if link.rule.own_dtype for name in link.hub_names}
+    own = {name for param in source.params if param.rule.own_dtype for name in param.hub_names}
 
     def target(name: str, stored: torch.dtype) -> torch.dtype:
         if dtype is None:
@@ -161,19 +275,21 @@ def _target_specs(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, Te
     return {name: (target(name, stored), shape) for name, (stored, shape) in specs.items()}
 
 
-def _key_dtypes(links: Sequence[Link], specs: dict[str, TensorSpec]) -> dict[str, torch.dtype]:
+def _key_dtypes(params: Sequence[ParamMapping], specs: dict[str, TensorSpec]) -> dict[str, torch.dtype]:
     """Megatron key -> the dtype that holds all of its Hub tensors: layers stacked in one tensor share one dtype."""
     groups: dict[str, dict[torch.dtype, None]] = {}
-    for link in links:
-        groups.setdefault(link.megatron_key, {}).update({specs[name][0]: None for name in link.hub_names})
+    for param in params:
+        groups.setdefault(param.megatron_key, {}).update({specs[name][0]: None for name in param.hub_names})
     return {key: promote(list(dtypes)) for key, dtypes in groups.items()}
 
 
-def _widened(links: Sequence[Link], specs: dict[str, TensorSpec], dtypes: dict[str, torch.dtype]) -> list[str]:
+def _widened(
+    params: Sequence[ParamMapping], specs: dict[str, TensorSpec], dtypes: dict[str, torch.dtype]
+) -> list[str]:
     mixed = {
-        link.megatron_key: dtypes[link.megatron_key]
-        for link in links
-        if any(specs[name][0] != dtypes[link.megatron_key] for name in link.hub_names)
+        param.megatron_key: dtypes[param.megatron_key]
+        for param in params
+        if any(specs[name][0] != dtypes[param.megatron_key] for name in param.hub_names)
     }
     return [
         f"{key}: tensors of mixed dtypes share it, stored as {dtype_name(dtype)} without loss (export narrows back)"
@@ -181,9 +297,11 @@ def _widened(links: Sequence[Link], specs: dict[str, TensorSpec], dtypes: dict[s
     ]
 
 
-def _report(action: str, source: Checkpoint, output: Path, specs: dict[str, TensorSpec], options: Options) -> Report:
+def _report(
+    action: str, source: Checkpoint, output: Path, specs: dict[str, TensorSpec], options: Options
+) -> ConversionReport:
     hub = source.hub
-    return Report(
+    return ConversionReport(
         action=action,
         source=source.where,
         output=str(output),
@@ -197,8 +315,32 @@ def _report(action: str, source: Checkpoint, output: Path, specs: dict[str, Tens
         side_files=sorted({*hub.files, *hub.texts}),
         left_out=list(hub.left_out),
         derived=[asdict(row) for row in hub.derived],
-        largest_tensor=max(map(bytes_of, specs.values())),
+        largest_tensor=max(map(spec_bytes, specs.values())),
         workers=worker_count(options.workers),
         processes=options.processes,
         dry_run=options.dry_run,
     )
+
+
+def task_bytes(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorSpec], dtype: torch.dtype) -> int:
+    """Bytes that a param's task holds at the most: a few bands; or its slice, and one Hub tensor or one rank's part
+    beside it."""
+    widest = max(dtype.itemsize, *(source.spec(name)[0].itemsize for name in param.hub_names))
+    whole = prod(param.megatron_shape) * widest * 3 // 2
+    if not can_stream(param, source, specs, dtype):
+        return whole
+    row = prod(param.megatron_shape[1:]) * widest
+    return min(whole, 3 * max(BAND, row))
+
+
+def can_stream(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorSpec], dtype: torch.dtype) -> bool:
+    """Whether a param's rows go straight from file to file: all its tensors are read and written in this dtype, and
+    its slice lies in whole rows or columns."""
+    same = all(source.spec(name)[0] == specs[name][0] == dtype for name in param.hub_names)
+    return same and source.streams(param)
+
+
+def spec_bytes(spec: TensorSpec) -> int:
+    """Bytes of a tensor of this dtype and shape."""
+    dtype, shape = spec
+    return prod(shape) * dtype.itemsize

@@ -1,21 +1,25 @@
-"""Upload of a checkpoint folder to the Hub in one commit, with a model card where it has none. Tokens stay unsaid."""
+"""Upload of a checkpoint folder to the Hub in one commit, with a generated model card. Tokens are never printed."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import asdict, dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.formats.safetensors_file import read_header
-from dlm_bridge.convert.hub import HUB_ID, read_config
-from dlm_bridge.convert.hub_checkpoint import HubCheckpoint
-from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS, is_peft_folder
-from dlm_bridge.convert.manifest import FILE_NAME, read_manifest
-from dlm_bridge.convert.model_card import model_card
-from dlm_bridge.convert.side_files import inside, list_side_files
+from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_peft_folder
+from dlm_bridge.convert.manifest import MANIFEST, Manifest, read_manifest
+from dlm_bridge.convert.side_files import list_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import HUB_ID, inside, read_config
+from dlm_bridge.models.family_spec import FamilySpec
 
 CARD = "README.md"
 _TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{6,}|(?i:bearer)\s+\S+|(?<=://)[^/@\s]+(?=@)")
@@ -96,10 +100,10 @@ def _contents(folder: Path, repo_id: str, overwrite_card: bool) -> tuple[list[st
     """The files to upload, those left out, and the card's text where one is generated. Raises DlmBridgeError."""
     manifest = read_manifest(folder)
     if is_peft_folder(folder):
-        adapter = read_config(folder / CONFIG)
-        read_header(inside(folder, WEIGHTS))
-        side = list_side_files(folder, {WEIGHTS})
-        files, left_out, family = [WEIGHTS, *side.carried], list(side.left_out), None
+        adapter = read_config(folder / ADAPTER_CONFIG)
+        read_header(inside(folder, ADAPTER_WEIGHTS))
+        side = list_side_files(folder, {ADAPTER_WEIGHTS})
+        files, left_out, family = [ADAPTER_WEIGHTS, *side.carried], list(side.left_out), None
     else:
         if not (folder / "config.json").is_file():
             raise DlmBridgeError(
@@ -113,8 +117,8 @@ def _contents(folder: Path, repo_id: str, overwrite_card: bool) -> tuple[list[st
         files = sorted({*checkpoint.reader.weight_files(), *checkpoint.hub.files})
         left_out = list(checkpoint.hub.left_out)
     files = [name for name in files if not Path(name).name.startswith(".")]
-    if (folder / FILE_NAME).is_file():
-        files.append(FILE_NAME)
+    if (folder / MANIFEST).is_file():
+        files.append(MANIFEST)
     if CARD in files and not overwrite_card:
         return files, left_out, None
     return [name for name in files if name != CARD], left_out, model_card(folder, repo_id, family, manifest, adapter)
@@ -163,3 +167,169 @@ def _known_tokens() -> list[str]:
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")
     found = [get_token(), *(os.environ.get(name) for name in names)]
     return [token for token in found if token]
+
+
+_TRAINING = (
+    "objective", "engine", "steps", "global_batch_size", "seq_length", "lr", "lr_schedule", "warmup_steps",
+    "weight_decay", "precision", "seed",
+)  # fmt: skip
+_FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*(?:\r?\n|\Z)", re.DOTALL)
+
+
+def model_card(
+    folder: Path,
+    repo_id: str,
+    family: FamilySpec | None,
+    manifest: Manifest | None,
+    adapter: dict[str, Any] | None = None,
+) -> str:
+    """README.md's text. `adapter` is an adapter_config.json, whose folder this then is."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    run = training_run(folder)
+    base = _base_model(manifest, run, adapter)
+    old = front_matter(folder / "README.md")
+    tags = ["dlm-bridge"]
+    if family is not None:
+        tags.append(family.name)
+        if family.kind == "diffusion":
+            tags.append("diffusion-language-model")
+    data = ModelCardData(
+        license=_license(old, base, family),
+        language=old.get("language"),
+        library_name="peft" if adapter is not None else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base,
+        tags=tags + (["lora"] if adapter is not None else []),
+    )
+    parts = [f"# {repo_id.rpartition('/')[2]}", _what(family, base, adapter)]
+    if manifest is not None:
+        parts.append(_converted(manifest))
+    if run is not None:
+        parts.append(_trained(run))
+    parts.append(_usage(repo_id, family, base, adapter))
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
+
+
+def training_run(folder: Path) -> dict[str, Any] | None:
+    """`config` and the last row of `metrics` of the run that a checkpoint folder belongs to."""
+    for place in (folder, folder.parent.parent if folder.parent.name == "checkpoints" else folder):
+        config = _yaml(place / "config.yaml")
+        if config:
+            return {"config": config, "metrics": _last_row(place / "metrics.jsonl", _step(folder))}
+    return None
+
+
+def front_matter(path: Path) -> dict[str, Any]:
+    """A README's metadata, empty where there is none that can be read."""
+    try:
+        match = _FRONT_MATTER.match(path.read_text("utf-8"))
+        value = yaml.safe_load(match[1]) if match else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _base_model(manifest: Manifest | None, run: dict[str, Any] | None, adapter: dict[str, Any] | None) -> str | None:
+    """The Hub id that it was made of; a local path means nothing to a reader."""
+    candidates = [
+        (adapter or {}).get("base_model_name_or_path"),
+        (run or {}).get("config", {}).get("model"),
+        manifest.source.get("name") if manifest else None,
+    ]
+    found = (name for name in candidates if isinstance(name, str) and HUB_ID.fullmatch(name))
+    return next(found, None)
+
+
+def _license(old: dict[str, Any], base: str | None, family: FamilySpec | None) -> str | None:
+    """That of the README that is replaced, or of the family's public checkpoint that this one was made of."""
+    if isinstance(old.get("license"), str):
+        return old["license"]
+    if base is None or family is None or base not in family.hub_ids:
+        return None
+    card = resources.files("dlm_bridge.model_cards") / f"{family.name}.md"
+    if not card.is_file():
+        return None
+    with resources.as_file(card) as path:
+        found = front_matter(path).get("license")
+    return found if isinstance(found, str) else None
+
+
+def _what(family: FamilySpec | None, base: str | None, adapter: dict[str, Any] | None) -> str:
+    kind = {None: "model", "diffusion": "diffusion language model", "autoregressive": "autoregressive language model"}
+    what = kind[family.kind if family else None]
+    title = f" of the {family.title} family" if family else ""
+    origin = f", made from [{base}](https://huggingface.co/{base})" if base else ""
+    if adapter is not None:
+        sizes = f"rank {adapter.get('r')}, alpha {adapter.get('lora_alpha')}"
+        return f"A LoRA adapter ({sizes}){origin.replace('made from', 'for')}."
+    article = "An" if what.startswith("auto") else "A"
+    return f"{article} {what}{title}{origin}."
+
+
+def _converted(manifest: Manifest) -> str:
+    source = manifest.source
+    name = source.get("name")
+    origin = f" from {name}" if isinstance(name, str) and HUB_ID.fullmatch(name) else ""
+    revision = f" at revision {source['revision']}" if origin and source.get("revision") else ""
+    dtype = "" if manifest.dtype == "keep" else f", cast to {manifest.dtype}"
+    return (
+        f"## Conversion\n\nWritten by {manifest.tool}{origin}{revision}{dtype}. `dlm_bridge.json` has the digest of "
+        "every tensor: `dlm-bridge verify` compares."
+    )
+
+
+def _trained(run: dict[str, Any]) -> str:
+    rows = [(name.replace("_", " "), run["config"][name]) for name in _TRAINING if run["config"].get(name) is not None]
+    metrics = run["metrics"]
+    rows += [(f"last {name}", metrics[name]) for name in ("step", "loss", "tokens") if name in metrics]
+    lines = [f"| {name} | {value:,} |" if isinstance(value, int) else f"| {name} | {value} |" for name, value in rows]
+    return "\n".join(["## Training", "", "| setting | value |", "|---|---|", *lines])
+
+
+def _usage(repo_id: str, family: FamilySpec | None, base: str | None, adapter: dict[str, Any] | None) -> str:
+    own = family is not None and family.kind == "diffusion"
+    lines = ["import dlm_bridge  # registers the model with transformers"] if own else []
+    if adapter is not None:
+        lines += [
+            "from peft import AutoPeftModelForCausalLM",
+            "",
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{repo_id}")',
+        ]
+    else:
+        lines += [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f'model = AutoModelForCausalLM.from_pretrained("{repo_id}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")',
+        ]
+    code = "\n".join(lines)
+    install = "`pip install dlm-bridge`, then:\n\n" if own else ""
+    return f"## Use\n\n{install}```python\n{code}\n```"
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _step(folder: Path) -> int | None:
+    match = re.fullmatch(r"step-(\d+)", folder.name)
+    return int(match[1]) if match else None
+
+
+def _last_row(path: Path, step: int | None) -> dict[str, Any]:
+    """The row of `step`, or the last one."""
+    found: dict[str, Any] = {}
+    try:
+        with path.open(encoding="utf-8") as stream:
+            for line in stream:
+                row = json.loads(line)
+                if isinstance(row, dict) and "loss" in row and (step is None or row.get("step", 0) <= step):
+                    found = row
+    except (OSError, ValueError):
+        return found
+    return found

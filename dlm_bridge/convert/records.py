@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec, first_of
-from dlm_bridge.convert.hub import with_dtype
+from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec, config_bytes, first_of
+from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
 from dlm_bridge.convert.manifest import Manifest, TensorRecord, combined_digest
-from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint
-from dlm_bridge.convert.tensors import cast, digest, dtype_name
+from dlm_bridge.convert.streaming import digest
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.dtypes import cast, dtype_name
 
 
 class Records:
@@ -92,9 +92,3 @@ class Records:
 def record_of(tensor: torch.Tensor) -> TensorRecord:
     """dtype, shape and digest of a tensor."""
     return TensorRecord(dtype_name(tensor.dtype), tuple(tensor.shape), digest(tensor))
-
-
-def config_bytes(source: Checkpoint, dtype: torch.dtype | None) -> bytes:
-    """The source's config.json, with its dtype field set where the weights were cast."""
-    data = source.hub.config_bytes()
-    return data if dtype is None else with_dtype(data.decode("utf-8"), dtype_name(dtype)).encode("utf-8")

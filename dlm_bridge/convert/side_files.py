@@ -1,18 +1,33 @@
-"""Everything in a Hub folder that is not a weight: what is carried over byte for byte, what is left out and named."""
+"""Files of a checkpoint that are not weights: side files, config.json, the index, passthrough tensors."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from dlm_bridge.convert.manifest import FILE_NAME
+import torch
+
+from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec, config_bytes
+from dlm_bridge.convert.formats.safetensors_file import (
+    METADATA,
+    SAFETENSORS_INDEX,
+    HubWriter,
+    ShardPlan,
+    ShardRecord,
+    build_header,
+    index_text,
+    plan_by_size,
+    plan_like,
+)
+from dlm_bridge.convert.manifest import MANIFEST
+from dlm_bridge.convert.streaming import file_digest
 from dlm_bridge.errors import DlmBridgeError
-
-INDEX = "model.safetensors.index.json"
+from dlm_bridge.hub import CONFIG_FILE, inside
 
 _LEFT_FOLDERS = {".git", "original"}
 _DOWNLOAD_CACHE = (".cache", "huggingface")  # what `hf download --local-dir` notes for itself
@@ -35,7 +50,7 @@ class SideFiles:
 def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
     """The side files of a Hub folder whose weights are the files `weights`.
 
-    Raises DlmBridgeError for a link that leads out of the folder and for what is not a plain file.
+    Raises DlmBridgeError for a param that leads out of the folder and for what is not a plain file.
     """
     carried: list[str] = []
     left_out: list[str] = []
@@ -47,11 +62,11 @@ def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
                 subfolders.remove(name)
                 left_out.append(f"{path}/")
             elif (folder / path).is_symlink():
-                raise DlmBridgeError(f"{folder / path}: a link to a folder cannot be carried over: remove it")
+                raise DlmBridgeError(f"{folder / path}: a param to a folder cannot be carried over: remove it")
         subfolders.sort()
         for name in sorted(files):
             path = below / name
-            if str(path) in weights or str(path) == FILE_NAME:
+            if str(path) in weights or str(path) == MANIFEST:
                 continue
             if _is_weight_file(folder, path):
                 left_out.append(str(path))
@@ -61,35 +76,8 @@ def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
     return SideFiles(tuple(carried), tuple(left_out))
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The path of a plain file inside `folder`, links followed.
-
-    The Hub's cache links its snapshots' files to ../../blobs; every other way out is refused. Raises DlmBridgeError.
-    """
-    relative = PurePosixPath(name)
-    if relative.is_absolute() or ".." in relative.parts or "\\" in name or "\0" in name or not relative.parts:
-        raise DlmBridgeError(f"{folder}: '{name}' points outside the folder")
-    path = folder / relative
-    try:
-        real = path.resolve(strict=True)
-    except FileNotFoundError:
-        what = "is a broken link" if path.is_symlink() else "does not exist"
-        raise DlmBridgeError(f"{path} {what}") from None
-    except (OSError, RuntimeError):
-        raise DlmBridgeError(f"{path} is a link that cannot be followed") from None
-    allowed = [folder.resolve()]
-    home = folder.resolve().parent
-    if home.name == "snapshots":
-        allowed.append(home.parent / "blobs")
-    if not any(root in real.parents for root in allowed):
-        raise DlmBridgeError(f"{path} is a link to {real}, outside the folder: copy the file in its place")
-    if not stat.S_ISREG(real.stat().st_mode):
-        raise DlmBridgeError(f"{path} is not a plain file")
-    return path
-
-
 def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
-    """Copy files byte for byte (links become files), with their folders."""
+    """Copy files byte for byte (params become files), with their folders."""
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
@@ -101,10 +89,112 @@ def _is_weight_file(folder: Path, path: PurePosixPath) -> bool:
     if suffix in _WEIGHT_SUFFIXES:
         return True
     if path.name.endswith((".safetensors.index.json", ".bin.index.json")):
-        return path.as_posix() != INDEX
+        return path.as_posix() != SAFETENSORS_INDEX
     if suffix != ".bin":
         return False
     if len(path.parts) == 1 or path.name.startswith(_WEIGHT_STEMS):
         return True
     with inside(folder, str(path)).open("rb") as stream:
         return stream.read(4).startswith(_TORCH_MAGIC)
+
+
+HUB_FOLDER = "hf"  # in a Megatron checkpoint's root: the Hub's side files
+CARRIED_FILE = "carried.safetensors"
+
+
+SHARD_SIZE = 5_000_000_000  # bytes; where neither a shard map nor --shard-size says more
+Specs = dict[str, TensorSpec]
+
+
+def write_side_files(source: Checkpoint, folder: Path, dtype: torch.dtype | None, index: bytes | None) -> None:
+    """Write the side files byte for byte; config.json, which makes the folder a checkpoint, comes last.
+
+    Only the dtype field of config.json follows a cast, and `index` takes the place of the source's own.
+    """
+    hub = source.hub
+    if hub.folder is not None:
+        copy_files(hub.folder, [name for name in hub.files if name not in (CONFIG_FILE, SAFETENSORS_INDEX)], folder)
+    for name, text in hub.texts.items():
+        if name != CONFIG_FILE:
+            (folder / name).write_bytes(text)
+    if index is not None:
+        (folder / SAFETENSORS_INDEX).write_bytes(index)
+    (folder / CONFIG_FILE).write_bytes(config_bytes(source, dtype))
+
+
+def side_file_digests(folder: Path, skip: Collection[str]) -> dict[str, str]:
+    """Path below `folder` -> digest, of every file but those in `skip`, the weights."""
+    found = {}
+    for directory, subfolders, files in os.walk(folder):
+        subfolders.sort()
+        for name in sorted(files):
+            path = Path(directory, name)
+            key = path.relative_to(folder).as_posix()
+            if key not in skip:
+                found[key] = file_digest(path)
+    return found
+
+
+def shard_plans(source: Checkpoint, specs: Specs, shard_size: int | None) -> list[ShardPlan]:
+    """The safetensors files to write: by size where asked, else the Hub's own map, else by the Hub's default size.
+
+    Raises DlmBridgeError for a shard map that does not name the model's tensors, each once, in plain files.
+    """
+    names = source.hub_names()
+    if shard_size is not None and shard_size < 1:
+        raise DlmBridgeError(f"--shard-size must be at least one byte, not {shard_size}")
+    if shard_size is not None or not source.hub.shards:
+        return plan_by_size({name: specs[name] for name in names}, shard_size or SHARD_SIZE)
+    check_shard_map(source.where, source.hub.shards, names)
+    return plan_like(source.hub.shards, specs)
+
+
+def check_shard_map(where: str, shards: Sequence[ShardRecord], names: Sequence[str]) -> None:
+    """Raise DlmBridgeError unless the map names exactly `names` and stays inside the folder."""
+    listed = [name for shard in shards for name in shard.tensors]
+    if sorted(listed) != sorted(names):
+        odd = sorted(set(listed) ^ set(names)) or sorted(name for name in set(listed) if listed.count(name) > 1)
+        raise DlmBridgeError(f"{where}: shard map and model do not agree on tensor {odd[0]}: give --shard-size")
+    for shard in shards:
+        path = PurePosixPath(shard.file)
+        if path.is_absolute() or ".." in path.parts or "\\" in shard.file or path.suffix != ".safetensors":
+            raise DlmBridgeError(f"{where}: its shard map names the file '{shard.file}', outside the output")
+
+
+def index_bytes(source: Checkpoint, plans: Sequence[ShardPlan], specs: Specs, like_source: bool) -> bytes | None:
+    """model.safetensors.index.json of the files in `plans`, None where there is one file and the source had no index.
+
+    It is the source's own, byte for byte, where files (`like_source`) and sizes are.
+    """
+    old = None
+    if SAFETENSORS_INDEX in source.hub.files and source.hub.folder is not None:
+        old = (source.hub.folder / SAFETENSORS_INDEX).read_bytes()
+    if not like_source:
+        return index_text(plans, _parsed_index(old)).encode() if len(plans) > 1 else None
+    if old is None:
+        return index_text(plans, {}).encode() if len(plans) > 1 else None
+    same = all(source.hub.dtypes.get(name) == dtype for name, (dtype, _) in specs.items())
+    text = index_text(plans, _parsed_index(old)).encode()
+    same = same or _parsed_index(old).get("metadata") == _parsed_index(text)["metadata"]
+    return old if same else text
+
+
+def write_passthrough(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """The carried tensors that are copies of nothing, in one safetensors file; no file where there are none."""
+    if not tensors:
+        return
+    header, entries = build_header(METADATA, [(name, t.dtype, t.shape) for name, t in tensors.items()])
+    writer = HubWriter(path.parent, [ShardPlan(CARRIED_FILE, METADATA, header, entries)])
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.finish()
+
+
+def _parsed_index(index: bytes | None) -> dict[str, Any]:
+    if index is None:
+        return {}
+    try:
+        value = json.loads(index)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

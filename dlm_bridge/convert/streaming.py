@@ -1,4 +1,4 @@
-"""A slice's bytes on their way from file to file, a band of rows at a time.
+"""Streaming of tensor bytes from file to file: positioned reads and writes, digests, bands of rows.
 
 A band fits a core's cache: what is read is still there when it is digested and written, and no task needs the memory
 of a tensor. A slice is seen as rows of bytes: whatever its axes, its first one counts the rows.
@@ -21,7 +21,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from dlm_bridge.convert.tensors import raw_bytes, read_at, write_at
+from dlm_bridge.convert.workers import new_tensor
+from dlm_bridge.errors import DlmBridgeError
 
 try:
     from zlib_ng.zlib_ng import crc32  # several times as fast as most systems' zlib
@@ -36,7 +37,7 @@ _local = threading.local()
 
 
 @dataclass(frozen=True)
-class Part:
+class SliceRange:
     """Some rows of a slice, one after the other, or of these rows some bytes."""
 
     rows: tuple[tuple[int, int], ...]  # (start, length), ascending
@@ -64,22 +65,24 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Region:
+class FileRegion:
     """Where a part of a slice lies in a file: its bytes from `offset` on."""
 
     path: Path
     offset: int
-    part: Part
+    part: SliceRange
 
 
-def part_of(shape: Sequence[int], itemsize: int, axis: int | None, ranges: Sequence[tuple[int, int]]) -> Part:
+def slice_range(
+    shape: Sequence[int], itemsize: int, axis: int | None, ranges: Sequence[tuple[int, int]]
+) -> SliceRange:
     """The (start, length) ranges of a slice along its first axis, or one range along its second; None: all of it."""
     if axis == 1:
         ((start, length),) = ranges
         width = prod(shape[2:]) * itemsize
-        return Part(((0, shape[0]),), (start * width, length * width))
+        return SliceRange(((0, shape[0]),), (start * width, length * width))
     assert axis in (None, 0), "only rows and columns are cut"
-    return Part(((0, shape[0]),) if axis is None else tuple(ranges))
+    return SliceRange(((0, shape[0]),) if axis is None else tuple(ranges))
 
 
 class Sink:
@@ -115,7 +118,7 @@ class Sink:
             os.close(self._fd)
 
 
-def read_bands(regions: Sequence[Region], rows: int, row_bytes: int) -> Bands:
+def read_bands(regions: Sequence[FileRegion], rows: int, row_bytes: int) -> Bands:
     """A slice, straight from the regions that hold it. Raises DlmBridgeError where a file ends before."""
     step = _step(row_bytes)
     with ExitStack() as stack:
@@ -150,7 +153,7 @@ def with_zero_rows(bands: Bands, rows: int, wanted: int, row_bytes: int) -> Band
         yield start, np.zeros((min(step, wanted - start), row_bytes), dtype=np.uint8)
 
 
-def digested(bands: Bands, parts: Sequence[Part], sinks: Sequence[Sink]) -> Bands:
+def digested(bands: Bands, parts: Sequence[SliceRange], sinks: Sequence[Sink]) -> Bands:
     """The same bands; each sink takes its part of every one as it passes."""
     for start, band in bands:
         for part, sink in zip(parts, sinks, strict=True):
@@ -159,7 +162,7 @@ def digested(bands: Bands, parts: Sequence[Part], sinks: Sequence[Sink]) -> Band
         yield start, band
 
 
-def distribute(bands: Bands, parts: Sequence[Part], sinks: Sequence[Sink]) -> None:
+def distribute(bands: Bands, parts: Sequence[SliceRange], sinks: Sequence[Sink]) -> None:
     """Let each sink take its part of all bands."""
     for _ in digested(bands, parts, sinks):
         pass
@@ -174,7 +177,7 @@ def allocate(folder: Path, files: Mapping[str, int]) -> None:
             stream.truncate(size)
 
 
-def _read_region(fd: int, region: Region, start: int, band: Rows) -> None:
+def _read_region(fd: int, region: FileRegion, start: int, band: Rows) -> None:
     part, row_bytes = region.part, band.shape[1]
     for low, high, before in part.runs(start, start + len(band)):
         rows = band[low - start : high - start]
@@ -198,3 +201,78 @@ def _buffer(use: str, nbytes: int) -> npt.NDArray[np.uint8]:
         block = np.empty(max(nbytes, BAND), dtype=np.uint8)
         setattr(_local, use, block)
     return block[:nbytes]
+
+
+_ONE_CALL = 1 << 30  # Linux moves at most 2 GiB in one call
+# What cp writes at once too. Linux takes memory for a file in pieces as large as the call: large ones cost much more
+# where the machine is a virtual one, since the pages that it freed last, and still has, are small ones.
+_ONE_WRITE = 64 << 10
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy where it is contiguous."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """xxh3_128 of the tensor's raw bytes in row-major order, as hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(raw_bytes(tensor))
+
+
+def bytes_digest(data: bytes) -> str:
+    """xxh3_128 of some bytes."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def file_digest(path: Path) -> str:
+    """xxh3_128 of a file."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def range_digest(path: Path, offset: int, length: int) -> str:
+    """xxh3_128 of a file's bytes from `offset` on; of fewer than `length` where the file ends before."""
+    state = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        while length and (chunk := stream.read(min(length, 1 << 20))):
+            state.update(chunk)
+            length -= len(chunk)
+    return state.hexdigest()
+
+
+def read_into(path: Path, offset: int, view: memoryview) -> None:
+    """Fill the view from the file's bytes at `offset`. Raises DlmBridgeError where the file ends before."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        read_at(fd, path, offset, view)
+    finally:
+        os.close(fd)
+
+
+def read_at(fd: int, path: Path, offset: int, view: memoryview) -> None:
+    """The same from an open file."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done : done + _ONE_CALL]], offset + done)
+        if got == 0:
+            raise DlmBridgeError(f"{path}: truncated: ends before byte {offset + len(view)}")
+        done += got
+
+
+def read_tensor(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A new tensor from the file's bytes at `offset`."""
+    tensor = new_tensor(shape, dtype)
+    read_into(path, offset, raw_bytes(tensor))
+    return tensor
+
+
+def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None:
+    """Write all of `data` at `offset`."""
+    view = memoryview(data).cast("B")
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done : done + _ONE_WRITE], offset + done)

@@ -1,26 +1,27 @@
-"""An autoregressive Hub checkpoint becomes a diffusion one: a mask token, another model type, the same weights."""
+"""Conversion of an autoregressive Hub checkpoint to a diffusion one: mask token, model type, same weights."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+import tempfile
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import HubSide, TensorSpec
-from dlm_bridge.convert.engine import Options, write_hub
-from dlm_bridge.convert.hub_checkpoint import CONFIG, ByNameCheckpoint, HubCheckpoint, open_hub
-from dlm_bridge.convert.mapping import Vocabulary
-from dlm_bridge.convert.mask_token import MaskToken, mask_token
-from dlm_bridge.convert.pool import Progress
-from dlm_bridge.convert.report import Report
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models import family_by_name
+from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, TensorSpec
+from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, open_hub
+from dlm_bridge.convert.planning import ConversionReport, Options
+from dlm_bridge.convert.transfer import write_hub
+from dlm_bridge.convert.workers import Progress
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import CONFIG_FILE, inside
+from dlm_bridge.mapping.rules import Vocabulary
+from dlm_bridge.models.families import family_by_name
+from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.initialisation import Normal, initialise
-from dlm_bridge.models.spec import FamilySpec
 
 # The autoregressive family -> the diffusion families whose tensors have the same names; the first is the default.
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -44,10 +45,10 @@ def convert_to_dlm(
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
-) -> Report:
+) -> ConversionReport:
     """Write the diffusion checkpoint that `source` (a Hub folder or id) becomes, ready for `pretrain`.
 
-    `mask` is the mask token's text (see `mask_token`), `to` one of the family's `TARGETS`, which says the topology and
+    `mask` is the mask token's text (see `mask_token`), `to` one of the family's `TARGETS`, which says the attention_pattern and
     the shift. The mask token's rows of the embedding and of the output layer, and rows that the vocabulary lacks, are
     noise drawn from (seed, tensor name). Raises DlmBridgeError for a family without a target, a tokenizer that cannot
     take the token, a source that is not whole and a refused output.
@@ -60,12 +61,12 @@ def convert_to_dlm(
     report = write_hub(checkpoint, Path(output), options)
     report.action = "convert-to-dlm"
     rows = checkpoint.dims.vocab - opened.dims.vocab
-    topology = target.topology.replace("_", "-")
+    attention_pattern = target.attention_pattern.replace("_", "-")
     report.notes += [
         f"mask token {token.text} is id {token.id}, {'added to' if token.added else 'already in'} the tokenizer; its "
         "rows are noise",
         f"the vocabulary has {checkpoint.dims.vocab} rows" + (f", {rows} of them new" if rows else ""),
-        f"{target.title}: {topology} attention, "
+        f"{target.title}: {attention_pattern} attention, "
         + ("shifted: logits[i-1] predicts i" if target.shift else "no shift"),
     ]
     return report
@@ -94,16 +95,16 @@ class _Converted(ByNameCheckpoint):
         self._source, self._token, self._seed = source, token, seed
         texts = dict(token.files)
         config = _config(source, target, token)
-        texts[CONFIG] = _text(config)
+        texts[CONFIG_FILE] = _json_text(config)
         if GENERATION in source.hub.files:
-            texts[GENERATION] = _text(_generation(source.folder / GENERATION))
+            texts[GENERATION] = _json_text(_generation(source.folder / GENERATION))
         # The rotary frequencies that the first Llama checkpoints store are no diffusion model's.
         self._left = {name for name, carried in source.carried.items() if not carried.in_model}
         shards = [
             replace(shard, tensors=tuple(name for name in shard.tensors if name not in self._left))
             for shard in source.hub.shards
         ]
-        hub = HubSide(
+        hub = HubMetadata(
             family=target,
             config=config,
             source=source.hub.source,
@@ -116,7 +117,7 @@ class _Converted(ByNameCheckpoint):
         )
         super().__init__(source.where, hub)
         old, new = source.dims.vocab, self.dims.vocab
-        vocabulary = {n for link in self.links if isinstance(link.rule, Vocabulary) for n in link.hub_names}
+        vocabulary = {n for param in self.params if isinstance(param.rule, Vocabulary) for n in param.hub_names}
         self._noisy = vocabulary | {n for n, carried in self.carried.items() if carried.copy_of in vocabulary}
         self._stored: dict[str, TensorSpec] = {}
         for name in source.reader.names:
@@ -170,5 +171,106 @@ def _generation(path: Path) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key.endswith("_token_id")}
 
 
-def _text(value: dict[str, Any]) -> bytes:
+def _json_text(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+DEFAULT = "<|mask|>"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+
+
+@dataclass(frozen=True)
+class MaskToken:
+    """`files` are the tokenizer files that change, by their names in the folder; `pad_id` is its padding token's."""
+
+    text: str
+    id: int
+    added: bool
+    pad_id: int | None
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+def mask_token(folder: Path, text: str | None) -> MaskToken:
+    """The mask token of a Hub folder's tokenizer: the one that it has, or a special token `text`, which is added
+    where it is new. None takes the tokenizer's own mask token, else adds `<|mask|>`.
+
+    Raises DlmBridgeError without a readable tokenizer.json, and where `text` is an ordinary token or another mask
+    token than the tokenizer's own.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    if not (folder / _TOKENIZER).is_file():
+        raise DlmBridgeError(
+            f"{folder} has no {_TOKENIZER}, which takes the mask token: save its tokenizer there with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) first"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(inside(folder, _TOKENIZER)))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DlmBridgeError(f"{folder / _TOKENIZER}: cannot be read: {one_line(error)}") from None
+    config = _read_json(folder, _TOKENIZER_CONFIG)
+    own = _token_text(config.get("mask_token"))
+    if own is not None and text is not None and own != text:
+        raise DlmBridgeError(
+            f"{folder}: the tokenizer has the mask token {own} already: leave --mask-token {text} out"
+        )
+    text = own or text or DEFAULT
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    number = tokenizer.token_to_id(text)
+    if number is not None and text not in special:
+        raise DlmBridgeError(
+            f"--mask-token {text} is an ordinary token of the vocabulary: name a new or a special one"
+        )
+    added = number is None
+    files = {}
+    if added:
+        tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+        number = tokenizer.token_to_id(text)
+        with tempfile.TemporaryDirectory() as temporary:
+            tokenizer.save(str(Path(temporary, _TOKENIZER)))
+            files[_TOKENIZER] = Path(temporary, _TOKENIZER).read_bytes()
+    assert number is not None
+    files |= _other_files(folder, config, text, number)
+    pad = _token_text(config.get("pad_token"))
+    return MaskToken(text, number, added, None if pad is None else tokenizer.token_to_id(pad), files)
+
+
+def _other_files(folder: Path, config: dict[str, Any], text: str, number: int) -> dict[str, bytes]:
+    """What else of a tokenizer names its special tokens, where the folder has it."""
+    config = {**config, "mask_token": text}
+    if isinstance(config.get("added_tokens_decoder"), dict):
+        known = {str(number): {"content": text, **_FLAGS}}
+        config["added_tokens_decoder"] = {**known, **config["added_tokens_decoder"]}
+        config["added_tokens_decoder"] = dict(sorted(config["added_tokens_decoder"].items(), key=lambda i: int(i[0])))
+    files = {_TOKENIZER_CONFIG: _json_bytes(config)}
+    if (folder / "special_tokens_map.json").is_file():
+        files["special_tokens_map.json"] = _json_bytes(
+            {**_read_json(folder, "special_tokens_map.json"), "mask_token": text}
+        )
+    if (folder / "added_tokens.json").is_file():
+        files["added_tokens.json"] = _json_bytes({**_read_json(folder, "added_tokens.json"), text: number})
+    return files
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    if not (folder / name).is_file():
+        return {}
+    try:
+        value = json.loads(inside(folder, name).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DlmBridgeError(f"{folder / name}: is not valid JSON: {one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise DlmBridgeError(f"{folder / name}: is not a JSON object")
+    return value
+
+
+def _token_text(token: Any) -> str | None:
+    """A token's text, which is written plainly or with its flags."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _json_bytes(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import HubSide, TensorSpec
-from dlm_bridge.convert.dcp_checkpoint import DcpCheckpoint, dcp_folder
-from dlm_bridge.convert.file_digests import FILE_NAME as FILE_DIGESTS
-from dlm_bridge.convert.file_digests import check_files
-from dlm_bridge.convert.formats.dcp import read_file_digests, read_metadata
-from dlm_bridge.convert.formats.huggingface import HubReader
-from dlm_bridge.convert.formats.legacy_reader import LegacyReader
-from dlm_bridge.convert.formats.legacy_writer import legacy_file_digest
-from dlm_bridge.convert.formats.megatron_store import is_megatron, newest_iteration
-from dlm_bridge.convert.hub import resolve
-from dlm_bridge.convert.hub_checkpoint import HubCheckpoint
-from dlm_bridge.convert.manifest import FILE_NAME, Manifest, TensorRecord, is_intact, read_manifest
-from dlm_bridge.convert.megatron_checkpoint import (
+from dlm_bridge.convert.checkpoint import HubMetadata, TensorSpec
+from dlm_bridge.convert.checkpoints.dcp import DcpCheckpoint, dcp_folder
+from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, HubReader
+from dlm_bridge.convert.checkpoints.legacy import LegacyReader
+from dlm_bridge.convert.checkpoints.megatron import (
     MegatronCheckpoint,
     is_extra_state,
     is_training_state,
     megatron_root,
 )
-from dlm_bridge.convert.pool import Progress, run_tasks, worker_count
-from dlm_bridge.convert.tensors import bit_view, digest, dtype_name, file_digest, range_digest, same_bits
+from dlm_bridge.convert.checkpoints.store import is_megatron, newest_iteration
+from dlm_bridge.convert.formats.dcp_metadata import read_metadata
+from dlm_bridge.convert.formats.legacy_writer import legacy_file_digest
+from dlm_bridge.convert.formats.torch_dist_writer import read_file_digests
+from dlm_bridge.convert.manifest import FILE_DIGESTS as FILE_DIGESTS
+from dlm_bridge.convert.manifest import MANIFEST, Manifest, TensorRecord, check_files, is_intact, read_manifest
+from dlm_bridge.convert.streaming import digest, file_digest, range_digest
+from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import resolve
+from dlm_bridge.mapping.dtypes import bit_view, dtype_name, same_bits
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,10 @@ def verify_manifest(
     side = _open_one(folder)
     manifest = side.manifest
     if manifest is None:
-        raise DlmBridgeError(f"{folder} has no {FILE_NAME} to verify it against: name a second checkpoint")
+        raise DlmBridgeError(f"{folder} has no {MANIFEST} to verify it against: name a second checkpoint")
     if manifest.iteration is not None and manifest.iteration != side.iteration:
         raise DlmBridgeError(
-            f"{folder}: its {FILE_NAME} describes {manifest.iteration}, the newest iteration is {side.iteration}: "
+            f"{folder}: its {MANIFEST} describes {manifest.iteration}, the newest iteration is {side.iteration}: "
             "name a second checkpoint"
         )
     if not manifest.tensors:
@@ -144,8 +144,8 @@ def verify_manifest(
         )
     records = manifest.tensors
     differences = side.oddities()
-    differences += [Difference(n, "missing", f"{FILE_NAME} has it") for n in records if n not in side.names]
-    differences += [Difference(n, "extra", f"{FILE_NAME} does not have it") for n in side.names if n not in records]
+    differences += [Difference(n, "missing", f"{MANIFEST} has it") for n in records if n not in side.names]
+    differences += [Difference(n, "extra", f"{MANIFEST} does not have it") for n in side.names if n not in records]
     common = [name for name in side.names if name in records]
     total = _nbytes(common, side.names)
     found: dict[str, Difference] = {}
@@ -169,14 +169,14 @@ def verify_manifest(
     differences += _compare_files(side.root, manifest)
     differences += side.compare_copies()
     differences += [] if found else side.compare_headers(manifest)
-    return Verdict(side.where, FILE_NAME, not differences, len(common), total, differences)
+    return Verdict(side.where, MANIFEST, not differences, len(common), total, differences)
 
 
 def _verify_files(folder: Path, workers: int | None, progress: Progress | None) -> Verdict:
     differences = [Difference(found.file, "file", found.detail) for found in check_files(folder, workers, progress)]
     root = folder.absolute().parent
-    if (root / FILE_NAME).is_file() and not is_intact(root):
-        differences.append(Difference(FILE_NAME, "file", "is not as it was written"))
+    if (root / MANIFEST).is_file() and not is_intact(root):
+        differences.append(Difference(MANIFEST, "file", "is not as it was written"))
     tensors = 0 if differences else len(read_metadata(folder).tensors)
     size = sum(file.stat().st_size for file in folder.iterdir())
     return Verdict(str(folder), FILE_DIGESTS, not differences, tensors, size, differences)
@@ -228,7 +228,7 @@ class _HubTensors(_Side):
         found = {shard.file: shard for shard in self._reader.shards()}
         wrong = {shard.file for shard in manifest.shards if found.get(shard.file) != shard}
         wrong |= {file for file, recorded in manifest.files.items() if self._header_digest(file) != recorded}
-        return [Difference(file, "file", f"its header is not what {FILE_NAME} says") for file in sorted(wrong)]
+        return [Difference(file, "file", f"its header is not what {MANIFEST} says") for file in sorted(wrong)]
 
     def _header_digest(self, file: str) -> str | None:
         content = self._reader.files.get(file)
@@ -236,18 +236,18 @@ class _HubTensors(_Side):
 
 
 class _MegatronTensors(_Side):
-    def __init__(self, folder: Path, hub: HubSide | None, twin: HubCheckpoint | None) -> None:
+    def __init__(self, folder: Path, hub: HubMetadata | None, twin: HubCheckpoint | None) -> None:
         self._checkpoint = MegatronCheckpoint(folder, hub, twin)
         self.where, self.root = str(folder), self._checkpoint.root
         self.manifest, self.iteration = self._checkpoint.manifest, self._checkpoint.iteration
         self.names = {}
         used = set()
-        for link in self._checkpoint.links:
-            key = self._checkpoint.stored_key(link)
+        for param in self._checkpoint.params:
+            key = self._checkpoint.stored_key(param)
             if key is None:
                 continue
             used.add(key)
-            for name in link.hub_names:
+            for name in param.hub_names:
                 self.names[name] = self._checkpoint.spec(name)
         self._odd = [key for key in self._checkpoint.reader.contents.tensors if key not in used]
         self._odd = [key for key in self._odd if not is_training_state(key) and not is_extra_state(key)]
@@ -257,15 +257,15 @@ class _MegatronTensors(_Side):
 
     def read(self, group: Sequence[str]) -> dict[str, torch.Tensor]:
         checkpoint = self._checkpoint
-        if group[0] not in checkpoint.link_of:
+        if group[0] not in checkpoint.param_of:
             return {name: checkpoint.read(name) for name in group}
-        link = checkpoint.link_of[group[0]]
-        checkpoint.check_link(link)
-        return dict(zip(link.hub_names, checkpoint.read_link(link), strict=True))
+        param = checkpoint.param_of[group[0]]
+        checkpoint.check_param(param)
+        return dict(zip(param.hub_names, checkpoint.read_param(param), strict=True))
 
     def group_of(self, name: str) -> str:
-        link = self._checkpoint.link_of.get(name)
-        return link.megatron_name if link is not None else name
+        param = self._checkpoint.param_of.get(name)
+        return param.megatron_name if param is not None else name
 
     def compare_headers(self, manifest: Manifest) -> list[Difference]:
         reader, iteration = self._checkpoint.reader, self._checkpoint.iteration
@@ -274,7 +274,7 @@ class _MegatronTensors(_Side):
         else:
             found = read_file_digests(reader.folder, reader.contents)
         return [
-            Difference(file, "file", f"its bytes around the tensors are not what {FILE_NAME} says")
+            Difference(file, "file", f"its bytes around the tensors are not what {MANIFEST} says")
             for file, recorded in manifest.files.items()
             if found.get(file.removeprefix(f"{iteration}/")) != recorded
         ]
@@ -355,23 +355,23 @@ def _compare_specs(name: str, a: TensorSpec, b: TensorSpec) -> Difference | None
 
 def _compare_record(name: str, spec: TensorSpec, record: TensorRecord, tensor: torch.Tensor) -> Difference | None:
     if spec[1] != record.shape:
-        return Difference(name, "shape", f"{list(spec[1])}, {FILE_NAME} says {list(record.shape)}")
+        return Difference(name, "shape", f"{list(spec[1])}, {MANIFEST} says {list(record.shape)}")
     if dtype_name(spec[0]) != record.dtype:
-        return Difference(name, "dtype", f"{dtype_name(spec[0])}, {FILE_NAME} says {record.dtype}")
+        return Difference(name, "dtype", f"{dtype_name(spec[0])}, {MANIFEST} says {record.dtype}")
     found = digest(tensor)
     if found != record.digest:
-        return Difference(name, "values", f"digest {found}, {FILE_NAME} says {record.digest}")
+        return Difference(name, "values", f"digest {found}, {MANIFEST} says {record.digest}")
     return None
 
 
 def _compare_files(root: Path, manifest: Manifest) -> list[Difference]:
-    differences = [] if is_intact(root) else [Difference(FILE_NAME, "file", "is not as it was written")]
+    differences = [] if is_intact(root) else [Difference(MANIFEST, "file", "is not as it was written")]
     for name, recorded in manifest.side_files.items():
         path = root / name
         if not path.is_file():
             differences.append(Difference(name, "file", "is missing"))
         elif file_digest(path) != recorded:
-            differences.append(Difference(name, "file", f"is not what {FILE_NAME} says"))
+            differences.append(Difference(name, "file", f"is not what {MANIFEST} says"))
     return differences
 
 

@@ -1,4 +1,4 @@
-"""A diffusion model as lm-evaluation-harness asks for it, and its tasks run on a model of either kind."""
+"""lm-evaluation-harness: a diffusion model as its `LM`, tasks that come with the package, running tasks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import yaml
 from lm_eval import evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -16,13 +17,22 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.evaluation.bounds import Answer, bounds, is_greedy
-from dlm_bridge.evaluation.local_tasks import LOCAL, local_task
+from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import first_token, windows
-from dlm_bridge.generation.config import merge_names
-from dlm_bridge.generation.opening import Opened
-from dlm_bridge.generation.settings import SAMPLING_ONLY, resolve
+from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names, resolve_settings
 from dlm_bridge.generation.texts import seeds_of, write_texts
+from dlm_bridge.loading import LoadedModel
+
+FOLDER = Path(__file__).parent / "tasks"
+LOCAL = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+
+
+def local_task(name: str) -> dict[str, Any]:
+    """The configuration of one of `LOCAL`, as lm-evaluation-harness's TaskManager loads it."""
+    config: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    data = {"data_files": {"test": str(FOLDER / f"{name}.jsonl")}}
+    return {"task": name, "dataset_path": "json", "dataset_kwargs": data, "test_split": "test", **config}
+
 
 NEW_TOKENS = 256  # where neither the task nor the caller says how many
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # one thing to the harness
@@ -45,7 +55,9 @@ class HarnessSettings:
 class DiffusionHarness(TemplateLM):
     """Log-likelihoods are Monte-Carlo bounds, texts are the family's sampler's."""
 
-    def __init__(self, opened: Opened, settings: HarnessSettings, greedy_tasks: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, opened: LoadedModel, settings: HarnessSettings, greedy_tasks: frozenset[str] = frozenset()
+    ) -> None:
         """`greedy_tasks` are those whose metrics ask whether an answer is what the model would write: it costs passes
         of its own, and is false elsewhere."""
         super().__init__()
@@ -159,7 +171,7 @@ class DiffusionHarness(TemplateLM):
 
     def _bounds(self, answers: Sequence[Answer]) -> list[Any]:
         settings = self.settings
-        return bounds(self.model, answers, settings.samples, settings.seed, settings.batch_size)
+        return likelihood_bounds(self.model, answers, settings.samples, settings.seed, settings.batch_size)
 
     def _pair(self, context: str, continuation: str) -> Answer:
         if context:
@@ -175,7 +187,7 @@ class DiffusionHarness(TemplateLM):
         return Answer(tuple((context or [self.prefix_token_id])[-room:]), tuple(continuation))
 
 
-def run_tasks(opened: Opened, names: Sequence[str], settings: HarnessSettings) -> dict[str, Any]:
+def run_tasks(opened: LoadedModel, names: Sequence[str], settings: HarnessSettings) -> dict[str, Any]:
     """What lm-evaluation-harness reports of the tasks ("results" and "versions" by task, "samples", "n-samples"), and
     "sampled", by task how a diffusion model's texts were made.
 
@@ -183,10 +195,10 @@ def run_tasks(opened: Opened, names: Sequence[str], settings: HarnessSettings) -
     asked by its HFLM. Raises DlmBridgeError for an unknown task, and one whose data cannot be had.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager(include_defaults=any(_of_the_harness(name) for name in names))
+    manager = TaskManager(include_defaults=any(_is_harness_task(name) for name in names))
     known = {*LOCAL, *manager.all_tasks}
     for name in names:
-        if _of_the_harness(name) and name not in known:
+        if _is_harness_task(name) and name not in known:
             near = ", ".join(manager.match_tasks([f"*{name}*"])[:5]) or "more, which lm-eval ls tasks lists"
             raise DlmBridgeError(f"--tasks {name}: unknown; here are {', '.join(LOCAL)}; the harness has {near}")
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
@@ -199,7 +211,9 @@ def run_tasks(opened: Opened, names: Sequence[str], settings: HarnessSettings) -
             raise DlmBridgeError(
                 "--chat: the tokenizer has no chat template: leave it out, or name another --tokenizer"
             )
-        asked = _asked(opened, settings, frozenset(name for name, kind in kinds.items() if kind == "loglikelihood"))
+        asked = _harness_model(
+            opened, settings, frozenset(name for name, kind in kinds.items() if kind == "loglikelihood")
+        )
         with patch.object(evaluator, "get_git_commit_hash", lambda: None):  # which complains outside of a repository
             results = evaluator.simple_evaluate(
                 model=asked,
@@ -209,7 +223,7 @@ def run_tasks(opened: Opened, names: Sequence[str], settings: HarnessSettings) -
                 limit=settings.limit,
                 batch_size=settings.batch_size,
                 apply_chat_template=settings.chat,
-                gen_kwargs=None if opened.diffusion else _of_transformers(settings) or None,
+                gen_kwargs=None if opened.diffusion else _transformers_settings(settings) or None,
                 random_seed=settings.seed,
                 numpy_random_seed=settings.seed,
                 torch_random_seed=settings.seed,
@@ -221,7 +235,7 @@ def run_tasks(opened: Opened, names: Sequence[str], settings: HarnessSettings) -
     return {**results, "sampled": getattr(asked, "sampled", {})}
 
 
-def _asked(opened: Opened, settings: HarnessSettings, greedy_tasks: frozenset[str]) -> Any:
+def _harness_model(opened: LoadedModel, settings: HarnessSettings, greedy_tasks: frozenset[str]) -> Any:
     if opened.diffusion:
         return DiffusionHarness(opened, settings, greedy_tasks)
     return HFLM(
@@ -235,7 +249,7 @@ def _asked(opened: Opened, settings: HarnessSettings, greedy_tasks: frozenset[st
 
 def _record(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Every setting of a call of `generate`, wherever it comes from."""
-    found = resolve(model, None, settings, prompt_width=1)
+    found = resolve_settings(model, None, settings, prompt_width=1)
     return {
         "algorithm": found.algorithm.name,
         **{name: getattr(found.algorithm, name) for name in found.algorithm.parameters()},
@@ -248,7 +262,7 @@ def _record(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_transformers(settings: HarnessSettings) -> dict[str, Any]:
+def _transformers_settings(settings: HarnessSettings) -> dict[str, Any]:
     """A sampler's settings in the words that the harness has for autoregressive models."""
     given = merge_names(settings.sampler)
     given.pop("seed", None)  # the harness seeds everything
@@ -259,7 +273,7 @@ def _of_transformers(settings: HarnessSettings) -> dict[str, Any]:
     return given
 
 
-def _of_the_harness(name: str) -> bool:
+def _is_harness_task(name: str) -> bool:
     return name not in LOCAL and not name.endswith((".yaml", ".yml"))
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.evaluation.bounds import Answer, bounds
+from dlm_bridge.evaluation.likelihood import Answer, likelihood_bounds
 
 WINDOW = 1024
 
@@ -73,7 +73,7 @@ def text_perplexity(
     read = [token for row in shortened for token in row.answer]
     size = len(text.encode()) if len(shortened) == len(rows) else len(tokenizer.decode(read).encode())
     if diffusion:
-        found = bounds(model, shortened, samples, seed, batch_size)
+        found = likelihood_bounds(model, shortened, samples, seed, batch_size)
         total, spread = -sum(bound.value for bound in found), math.sqrt(sum(bound.error**2 for bound in found))
     else:
         total, spread = -sum(exact_log_likelihoods(model, shortened, batch_size)), 0.0

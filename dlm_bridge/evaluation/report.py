@@ -14,16 +14,20 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.atomic import atomic_file
-from dlm_bridge.evaluation.bounds import estimator
+from dlm_bridge.evaluation.likelihood import estimator
 from dlm_bridge.evaluation.perplexity import Perplexity
-from dlm_bridge.generation.opening import Opened
+from dlm_bridge.loading import LoadedModel
 
 PACKAGES = ("dlm-bridge", "torch", "transformers", "lm-eval", "datasets")
 RESULTS, SAMPLES = "results.json", "samples.jsonl"
 
 
 def report(
-    name: str, opened: Opened, settings: Mapping[str, Any], found: Mapping[str, Any] | None, text: Perplexity | None
+    name: str,
+    opened: LoadedModel,
+    settings: Mapping[str, Any],
+    found: Mapping[str, Any] | None,
+    text: Perplexity | None,
 ) -> dict[str, Any]:
     """The content of results.json. `name` is the model as it was asked for, `settings` are the command's, `found` is
     what `harness.run_tasks` gave."""

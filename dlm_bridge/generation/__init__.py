@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from dlm_bridge.generation.algorithms import ALGORITHMS, Algorithm
-from dlm_bridge.generation.algorithms.base import Tokens
 from dlm_bridge.generation.api import DiffusionGenerateOutput, generate
-from dlm_bridge.generation.canvas import Layout
-from dlm_bridge.generation.config import DiffusionGenerationConfig
-from dlm_bridge.generation.execution.runner import release
-from dlm_bridge.generation.loop import Recipe
-from dlm_bridge.generation.observe import DenoisingStep
-from dlm_bridge.generation.predict import Predictor
-from dlm_bridge.generation.registry import register_algorithm
-from dlm_bridge.generation.rules.base import CommitRule, Step
+from dlm_bridge.generation.callbacks import DenoisingStep
+from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.commit_rules import CommitRule, Step
+from dlm_bridge.generation.config import DiffusionGenerationConfig, register_sampler
+from dlm_bridge.generation.loop import SamplerSpec
+from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.runtime.runner import release
+from dlm_bridge.generation.samplers import SAMPLERS
+from dlm_bridge.generation.samplers.base import Sampler, SpecialTokens
 
 __all__ = [
-    "ALGORITHMS",
-    "Algorithm",
+    "SAMPLERS",
+    "BlockLayout",
     "CommitRule",
     "DenoisingStep",
     "DiffusionGenerateOutput",
     "DiffusionGenerationConfig",
-    "Layout",
     "Predictor",
-    "Recipe",
+    "Sampler",
+    "SamplerSpec",
+    "SpecialTokens",
     "Step",
-    "Tokens",
     "generate",
-    "register_algorithm",
+    "register_sampler",
     "release",
 ]

@@ -1,4 +1,8 @@
-"""`generate`: checks the call, runs the denoising loop and shapes the result."""
+"""`generate`: settings, prompts and constraints of a call, the sampler's run, and the result.
+
+Also the choice of span lengths (`span_lengths`): each candidate length is tried, and the model's first-step confidence
+decides, as in CAL (arXiv 2602.00476), over the lengths that the caller names and without its bias correction.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,18 +18,15 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.algorithms.base import Tokens
+from dlm_bridge.generation.callbacks import CallbackHandler, DenoisingStep
+from dlm_bridge.generation.canvas import Canvas, PromptBatch, StopCondition, check_ids, warn_of_padding
+from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule
+from dlm_bridge.generation.config import resolve_settings
 from dlm_bridge.generation.constraints import read_constraints
-from dlm_bridge.generation.ending import Ending
-from dlm_bridge.generation.lengths import fit_spans
-from dlm_bridge.generation.loop import denoise
-from dlm_bridge.generation.noise import Noise
-from dlm_bridge.generation.observe import DenoisingStep, Observer
-from dlm_bridge.generation.processes import shared_seed
-from dlm_bridge.generation.prompt import Prompt, check_ids, warn_of_padding
-from dlm_bridge.generation.rules.base import CommitRule
-from dlm_bridge.generation.rules.checked import Checked
-from dlm_bridge.generation.settings import resolve
+from dlm_bridge.generation.loop import SamplerSpec, denoise
+from dlm_bridge.generation.runtime.runner import ModelRunner
+from dlm_bridge.generation.samplers.base import SpecialTokens
+from dlm_bridge.generation.token_sampling import Noise, shared_seed, without_token
 
 
 @dataclass
@@ -85,7 +87,7 @@ def generate(
             process's.
         streamer: who watches, one object or a list of them: a transformers streamer, which gets the prompts and then
             each run of new tokens as soon as it is settled for good, or any object with `on_step(step)`, which gets a
-            `DenoisingStep` after every forward; see `dlm_bridge.generation.observe`. Nobody watching costs nothing.
+            `DenoisingStep` after every forward; see `dlm_bridge.generation.callbacks`. Nobody watching costs nothing.
         commit_rule: which proposals a step settles, instead of the sampler's own rule; an object serves one call at a
             time. A sampler of one's own is registered by `register_algorithm`.
         **kwargs: any setting, for this call. `eos_token_id=None` turns stopping off.
@@ -104,10 +106,12 @@ def generate(
     if inputs is not None and input_ids is not None:
         raise DlmBridgeError("inputs and input_ids are the same argument: give one of them")
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
-    settings = resolve(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
+    settings = resolve_settings(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
     if attention_mask is None:
         warn_of_padding(tokens_BP, settings.pad_token_id)
-    recipe = settings.algorithm.recipe(Tokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
+    recipe = settings.algorithm.recipe(
+        SpecialTokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids)
+    )
     closing = recipe.layout.closing
     if closing is not None and closing >= settings.vocabulary:
         raise DlmBridgeError(
@@ -121,9 +125,9 @@ def generate(
             raise DlmBridgeError(
                 f"the {settings.algorithm.name} sampler has no {lacks} a commit_rule could settle: leave it out"
             )
-        recipe = replace(recipe, rule=Checked(commit_rule))
+        recipe = replace(recipe, rule=CheckedRule(commit_rule))
     prompt_of = partial(
-        Prompt.build,
+        PromptBatch.build,
         mask_token_id=settings.mask_token_id,
         vocabulary=settings.vocabulary,
         gen_length=settings.gen_length,
@@ -152,7 +156,7 @@ def generate(
         seed = shared_seed(model)
     asked = [row for row in asked for _ in range(settings.num_return_sequences)]
     noise = Noise.build(generator, seed, asked, prompt.tokens.device)
-    observer = Observer(
+    observer = CallbackHandler(
         streamer, keep_history=settings.return_dict and settings.output_history, batch=len(prompt.rows)
     )
     outcome = denoise(
@@ -164,7 +168,9 @@ def generate(
         mask_token_id=mask_token_id,
         vocabulary=settings.vocabulary,
         pad_token_id=settings.pad_token_id,
-        ending=Ending(settings.eos_token_ids, prompt.tokens.device, settings.stop_strings, kwargs.get("tokenizer")),
+        ending=StopCondition(
+            settings.eos_token_ids, prompt.tokens.device, settings.stop_strings, kwargs.get("tokenizer")
+        ),
         constraints=read_constraints(
             settings.constraints.get,
             prompt_width=prompt.tokens.shape[1],
@@ -194,7 +200,7 @@ def generate(
     )
 
 
-def _left_padded(prompt_of: Callable[..., Prompt], pad_token_id: int, rows: list[list[int]]) -> Prompt:
+def _left_padded(prompt_of: Callable[..., PromptBatch], pad_token_id: int, rows: list[list[int]]) -> PromptBatch:
     width = max(map(len, rows))
     tokens = torch.tensor([[pad_token_id] * (width - len(row)) + row for row in rows])
     real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -216,7 +222,9 @@ def input_device(model: Any) -> torch.device:
     return device
 
 
-def _refuse_no_numbers(observer: Observer, tokens_BS: torch.Tensor, prompt: Prompt, mask_token_id: int) -> None:
+def _refuse_no_numbers(
+    observer: CallbackHandler, tokens_BS: torch.Tensor, prompt: PromptBatch, mask_token_id: int
+) -> None:
     """Raise DlmBridgeError where the model's logits were NaN: from the first forward on, or so that masks are left, as
     no rule leaves them whose scores are numbers."""
     pads_B = torch.tensor(prompt.pads, device=tokens_BS.device)
@@ -226,3 +234,81 @@ def _refuse_no_numbers(observer: Observer, tokens_BS: torch.Tensor, prompt: Prom
             "the model's logits are not numbers (NaN), nothing can be chosen by them: look for NaN in its weights; "
             "float16 overflows where bfloat16 does not"
         )
+
+
+def fit_spans(
+    model: Any,
+    rows: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    recipe: SamplerSpec,
+    make_prompt: Callable[[list[list[int]]], PromptBatch],
+    *,
+    gen_length: int,
+    mask_token_id: int,
+    shift: bool,
+) -> tuple[list[list[int]], int, int]:
+    """The rows with each span of masks as long as the best of `lengths` for it; the number of forwards, and the sum
+    over them of how many rows took part.
+
+    Spans are decided from left to right, those to the right as long as they are given; of equal scores the shortest
+    length wins. Each length costs a forward for the first span of all rows, for the second, and so on.
+    """
+    fitted = [list(row) for row in rows]
+    forwards = row_forwards = 0
+    for number in range(max((len(spans(row, mask_token_id)) for row in rows), default=0)):
+        chosen = [row for row, tokens in enumerate(fitted) if len(spans(tokens, mask_token_id)) > number]
+        scores, candidates = [], []
+        for length in lengths:
+            tried = [resized_span(fitted[row], number, length, mask_token_id) for row in chosen]
+            prompt = make_prompt(tried)
+            canvas = Canvas(
+                prompt,
+                recipe.layout,
+                gen_length=gen_length,
+                mask_token_id=mask_token_id,
+                pad_token_id=0,
+                ending=StopCondition((), prompt.tokens.device),
+            )
+            begins = [
+                origin + spans(row, mask_token_id)[number][0]
+                for origin, row in zip(canvas.origins, tried, strict=True)
+            ]
+            with ModelRunner.open(model, "eager", keeps=False, rows=len(tried), width=canvas.width) as runner:
+                predictor = recipe.predictor(runner, canvas, shift=shift, **recipe.predictor_options)
+                columns = slice(min(begins), max(begins) + length)
+                predictor.open(columns)
+                logits_ANV = predictor(None, columns)
+            forwards += 1
+            row_forwards += len(tried)
+            scores.append(
+                _span_confidence(logits_ANV, [begin - columns.start for begin in begins], length, mask_token_id)
+            )
+            candidates.append(tried)
+        for place, best in enumerate(torch.stack(scores).argmax(dim=0).tolist()):
+            fitted[chosen[place]] = candidates[best][place]
+    return fitted, forwards, row_forwards
+
+
+def spans(row: Sequence[int], mask_token_id: int) -> list[tuple[int, int]]:
+    """Begin and end of each run of masks."""
+    found, place = [], 0
+    for is_mask, run in groupby(row, lambda token: token == mask_token_id):
+        length = len(list(run))
+        if is_mask:
+            found.append((place, place + length))
+        place += length
+    return found
+
+
+def resized_span(row: Sequence[int], number: int, length: int, mask_token_id: int) -> list[int]:
+    """The row with so many masks in this span of it."""
+    begin, end = spans(row, mask_token_id)[number]
+    return [*row[:begin], *[mask_token_id] * length, *row[end:]]
+
+
+def _span_confidence(logits_ANV: torch.Tensor, begins: list[int], length: int, mask_token_id: int) -> torch.Tensor:
+    """[A], the mean over a row's span of the best token's probability."""
+    rows = torch.arange(len(begins))[:, None]
+    columns = torch.tensor(begins)[:, None] + torch.arange(length)
+    probabilities = without_token(logits_ANV[rows, columns], mask_token_id, torch.float32).softmax(dim=-1)
+    return probabilities.amax(dim=-1).mean(dim=1)

@@ -1,21 +1,251 @@
-"""The canvas: every row's tokens in aligned columns, which of them form a block, and what comes out in the end."""
+"""Canvas: prompts and new tokens of a batch in aligned columns, the blocks, and the end of each row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers.utils import logging
 
-from dlm_bridge.generation.ending import Ending
-from dlm_bridge.generation.prompt import Prompt
-from dlm_bridge.generation.transfers import send
+from dlm_bridge.errors import DlmBridgeError
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The numbers as a tensor on the device, which may be at work on something else."""
+    tensor = torch.tensor(numbers, dtype=torch.long)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def read_flags(flags_A: torch.Tensor, meanwhile: Callable[[], None]) -> list[bool]:
+    """What the tensor holds. A GPU is given something to do, by `meanwhile`, before the host waits for the answer."""
+    if not flags_A.is_cuda:
+        return list(flags_A.tolist())
+    copy = flags_A.to("cpu", non_blocking=True)
+    arrived = torch.cuda.current_stream(flags_A.device).record_event()
+    meanwhile()
+    arrived.synchronize()
+    return list(copy.tolist())
+
+
+class StopCondition:
+    """Finds the tokens that end a row.
+
+    A stop string is looked for in the decoded new tokens, as far as the row is settled without a gap; the row ends
+    with the token that completes it. Without end-of-sequence tokens and stop strings nothing ends.
+    """
+
+    def __init__(
+        self,
+        eos_token_ids: Sequence[int],
+        device: torch.device,
+        stop_strings: Sequence[str] = (),
+        tokenizer: Any = None,
+    ) -> None:
+        if stop_strings and not hasattr(tokenizer, "decode"):
+            raise DlmBridgeError("stop_strings are found in decoded text: pass tokenizer= as well")
+        self._eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)
+        self._stop_strings = tuple(stop_strings)
+        self._tokenizer = tokenizer
+        self.happens = bool(len(self._eos) or self._stop_strings)
+
+    def marks(self, tokens_AN: torch.Tensor, new_AN: torch.Tensor, mask_token_id: int) -> torch.Tensor:
+        """[A, N] bool, True at those of the new tokens that end a row, which may be several of one row."""
+        marks_AN = torch.isin(tokens_AN, self._eos) & new_AN
+        if not self._stop_strings:
+            return marks_AN
+        settled_AN = (~new_AN | (tokens_AN != mask_token_id)).cumprod(dim=1).bool() & new_AN
+        for marks_N, tokens_N, settled_N in zip(marks_AN, tokens_AN, settled_AN, strict=True):
+            places = settled_N.nonzero()[:, 0]
+            length = self._stop(tokens_N[places].tolist())
+            if length:
+                marks_N[places[length - 1]] = True
+        return marks_AN
+
+    def _stop(self, tokens: list[int]) -> int:
+        """How many of the tokens it takes to complete the first stop string; 0 where there is none."""
+
+        def stopped(length: int) -> bool:
+            text = self._tokenizer.decode(tokens[:length])
+            return any(string in text for string in self._stop_strings)
+
+        if not tokens or not stopped(len(tokens)):
+            return 0
+        return 1 + bisect_left(range(1, len(tokens) + 1), True, key=stopped)
+
+
+def check_stop_strings(value: Any) -> tuple[str, ...]:
+    """`stop_strings` as a tuple. Raises DlmBridgeError for what is not strings."""
+    strings = tuple(value or ()) if value is None or isinstance(value, (list, tuple)) else (value,)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise DlmBridgeError(f"stop_strings must be a string or a list of them, none empty, not {value!r}")
+    return strings
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """B prompts of at most P tokens, so aligned that every row's last token stands in the last column."""
+
+    tokens: torch.Tensor  # [B, P]
+    pads: tuple[int, ...]  # padding columns at the left of each row
+    rows: list[list[int]]  # each row's real tokens
+    holes: tuple[tuple[int, ...], ...] = ()  # each row's masks that are to be filled, counted from its first token
+
+    @classmethod
+    def build(
+        cls,
+        tokens_BP: torch.Tensor,
+        attention_mask_BP: torch.Tensor | None,
+        *,
+        mask_token_id: int | None,
+        vocabulary: int,
+        gen_length: int,
+        context: int | None,
+        device: torch.device,
+        infill: bool = False,
+    ) -> PromptBatch:
+        """Check every row and align it. This is the one place where the host looks at the prompt.
+
+        With `infill` the mask tokens of a prompt are to be filled; without, there may be none.
+
+        Raises:
+            DlmBridgeError: padding inside a row, a token outside the vocabulary, a mask token where none is meant,
+                no mask token where one is, or a row that does not fit into the model's context together with what is
+                to be generated.
+        """
+        width = tokens_BP.shape[1]
+        ids = tokens_BP.tolist()
+        real = [[1] * width for _ in ids] if attention_mask_BP is None else attention_mask_BP.tolist()
+        rows, pads, aligned = [], [], []
+        for number, (row, flags) in enumerate(zip(ids, real, strict=True)):
+            if any(flag not in (0, 1) for flag in flags):
+                raise DlmBridgeError(f"attention_mask row {number} holds other values than 0 and 1")
+            count = int(sum(flags))
+            first = flags.index(1) if count else 0
+            if not all(flags[first : first + count]):
+                raise DlmBridgeError(
+                    f"attention_mask row {number} has padding between its tokens: pad on the left or on the right"
+                )
+            prompt = row[first : first + count]
+            check_row(
+                prompt,
+                f"input_ids row {number}",
+                mask_token_id=mask_token_id,
+                vocabulary=vocabulary,
+                gen_length=gen_length,
+                context=context,
+                infill=infill,
+            )
+            rows.append(prompt)
+            pads.append(width - count)
+            aligned.append(row[first + count :] + row[:first] + prompt)
+        tokens = torch.tensor(aligned, dtype=torch.long, device=device).view(len(ids), width)
+        if not infill:
+            return cls(tokens, tuple(pads), rows)
+        holes = tuple(tuple(i for i, token in enumerate(row) if token == mask_token_id) for row in rows)
+        if not gen_length and not any(holes):
+            raise DlmBridgeError(f"infill: no row of input_ids holds the mask token {mask_token_id}: nothing to fill")
+        return cls(tokens, tuple(pads), rows, holes)
+
+    def repeated(self, copies: int) -> PromptBatch:
+        """Each row so many times, its copies next to each other."""
+        if copies == 1:
+            return self
+        which = [row for row in range(len(self.rows)) for _ in range(copies)]
+        return PromptBatch(
+            self.tokens.repeat_interleave(copies, dim=0),
+            tuple(self.pads[row] for row in which),
+            [self.rows[row] for row in which],
+            tuple(self.holes[row] for row in which) if self.holes else (),
+        )
+
+
+def check_ids(tokens: Any, attention_mask: Any) -> torch.Tensor:
+    """`tokens` as [B, P] integers. Raises DlmBridgeError where they or the mask are not what they should be."""
+    if tokens is None:
+        raise DlmBridgeError("generate needs input_ids: a [batch, length] tensor of token ids")
+    if not isinstance(tokens, torch.Tensor):
+        raise DlmBridgeError(
+            f"input_ids must be a tensor, not {type(tokens).__name__}: pass a tokenizer's output as **inputs"
+        )
+    shape = tuple(tokens.shape)
+    if len(shape) != 2:
+        remedy = ": add a batch axis with input_ids[None]" if len(shape) == 1 else ""
+        raise DlmBridgeError(f"input_ids must be [batch, length], not of shape {shape}{remedy}")
+    if tokens.device.type == "meta":
+        raise DlmBridgeError("input_ids are on the meta device, without values: pass real ones")
+    if shape[0] == 0:
+        raise DlmBridgeError("input_ids has no rows: there is nothing to generate")
+    if shape[1] and (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool):
+        raise DlmBridgeError(f"input_ids must hold integers, not {tokens.dtype}")
+    if attention_mask is not None:
+        if not isinstance(attention_mask, torch.Tensor):
+            raise DlmBridgeError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
+        if tuple(attention_mask.shape) != shape:
+            raise DlmBridgeError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {shape}: they must be equal"
+            )
+    return tokens
+
+
+def warn_of_padding(tokens_BP: torch.Tensor, pad_token_id: int) -> None:
+    """Say what prompts without an attention_mask look like they forgot: some rows, not all, begin or end with padding.
+
+    It is not guessed: in most families the padding token is the end of text, which a prompt may hold.
+    """
+    edges_B2 = tokens_BP[:, [0, -1]] == pad_token_id if tokens_BP.shape[1] else torch.zeros(1, 2)
+    some = (edges_B2.any(dim=0) & ~edges_B2.all(dim=0)).any()
+    if bool(some):
+        logger.warning_once(
+            f"some rows of input_ids begin or end with the padding token {pad_token_id}, and there is no "
+            "attention_mask: it counts as text; pass the tokenizer's attention_mask"
+        )
+
+
+def check_row(
+    prompt: Sequence[int],
+    name: str,
+    *,
+    mask_token_id: int | None,
+    vocabulary: int,
+    gen_length: int,
+    context: int | None,
+    infill: bool,
+) -> None:
+    """Raise DlmBridgeError, which calls the prompt `name`, where it cannot be continued or filled."""
+    if mask_token_id is not None and mask_token_id in prompt and not infill:
+        raise DlmBridgeError(
+            f"{name} holds the mask token {mask_token_id} at its token {prompt.index(mask_token_id)}: "
+            "a prompt must be all real tokens (mask padding with attention_mask); infill=True fills its masks"
+        )
+    outside = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if outside is not None:
+        raise DlmBridgeError(f"{name} holds token {outside}, outside the vocabulary of {vocabulary}")
+    if context is not None and len(prompt) + gen_length > context:
+        raise DlmBridgeError(f"{name}: {_too_long(len(prompt), gen_length, context)}")
+
+
+def _too_long(count: int, gen_length: int, context: int) -> str:
+    room = context - count
+    remedy = f"use gen_length {room} or less" if room > 0 else f"shorten the prompt by at least {1 - room}"
+    if not gen_length:
+        return f"a prompt of {count} tokens is beyond the model's context of {context}: shorten it by {-room}"
+    return (
+        f"a prompt of {count} tokens and gen_length {gen_length} make {count + gen_length}, beyond the model's "
+        f"context of {context}: {remedy}"
+    )
+
 
 Columns = slice | torch.Tensor  # the same columns of every row, or a [rows, N] tensor of each row's own
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """How a sampler cuts the new tokens into blocks."""
 
     block_length: int
@@ -33,13 +263,13 @@ class Canvas:
 
     def __init__(
         self,
-        prompt: Prompt,
-        layout: Layout,
+        prompt: PromptBatch,
+        layout: BlockLayout,
         *,
         gen_length: int,
         mask_token_id: int,
         pad_token_id: int,
-        ending: Ending,
+        ending: StopCondition,
     ) -> None:
         device = prompt.tokens.device
         batch, self.prompt_width = prompt.tokens.shape
@@ -109,7 +339,7 @@ class Canvas:
     def index(self, rows: list[int]) -> torch.Tensor:
         """[A], the rows as an index on the device, made once for all who ask in a step."""
         if self._index is None or self._index[0] != rows:
-            self._index = rows, send(rows, self.tokens.device)
+            self._index = rows, to_device(rows, self.tokens.device)
         return self._index[1]
 
     def take(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:

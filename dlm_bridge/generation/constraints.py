@@ -1,4 +1,4 @@
-"""What a call asks of the logits before tokens are proposed: penalties, bans, allowed tokens, the caller's hooks."""
+"""Logits constraints of a call: penalties, bans, allowed tokens, the caller's logits processors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dlm_bridge.generation.canvas import Canvas, Columns
 
 # Settings of transformers' generate that are read here: never from a checkpoint's own generation_config.json, since
 # the published samplers read none of them there.
-FIELDS = (
+CONSTRAINT_SETTINGS = (
     "bad_words_ids",
     "logits_processor",
     "min_length",
@@ -190,7 +190,7 @@ class Constraints:
                 if len(text):
                     scores_1V = processor(text[None], scores_1V)
             if self.allowed is not None:
-                scores_1V = _keep(scores_1V, self.allowed(canvas.names[row], text), canvas.names[row])
+                scores_1V = _only_allowed(scores_1V, self.allowed(canvas.names[row], text), canvas.names[row])
             others_V = scores_1V[0].clone()
             others_V[canvas.mask_token_id] = -torch.inf
             if not (others_V > -torch.inf).any():
@@ -201,7 +201,7 @@ class Constraints:
             logits_ANV[number, place] = scores_1V[0]
 
 
-def _keep(scores_1V: torch.Tensor, allowed: Any, name: int) -> torch.Tensor:
+def _only_allowed(scores_1V: torch.Tensor, allowed: Any, name: int) -> torch.Tensor:
     try:
         tokens = [int(token) for token in allowed]
     except (TypeError, ValueError):

@@ -13,23 +13,22 @@ from typing import ClassVar
 
 import torch
 
+from dlm_bridge.attention_mask import causal_mask
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import Canvas
-from dlm_bridge.generation.denoising import Denoising, propose
+from dlm_bridge.generation.canvas import Canvas, to_device
+from dlm_bridge.generation.commit_rules import MINUS_INFINITY, SamplerContext, best
 from dlm_bridge.generation.draft_adapter import DraftAdapter
-from dlm_bridge.generation.execution.runner import Runner, View
-from dlm_bridge.generation.predict import Cache, Predictor
-from dlm_bridge.generation.rules.base import NEVER, best
-from dlm_bridge.generation.transfers import send
-from dlm_bridge.generation.vocabulary import probability_of
-from dlm_bridge.models.masks import causal_mask
+from dlm_bridge.generation.kv_cache import CacheMode
+from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
+from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
 
 # Rows that have got to different columns look at so many at once more than they must, so that shapes come again.
 COLUMNS = 256
 
 
 @dataclass(frozen=True)
-class Speculation:
+class SpeculativeRule:
     """How a draft is made.
 
     Args:
@@ -44,7 +43,7 @@ class Speculation:
     threshold: float = 0.0
 
 
-class Speculative(Predictor):
+class SpeculativePredictor(Predictor):
     """Causal attention, but in drafts, where a row's block sees all of itself. Rows have blocks of their own, which
     begin at the columns that they are asked for with.
 
@@ -52,10 +51,16 @@ class Speculative(Predictor):
     it did not settle, and of drafts, stand behind, where the next block writes its own before anyone looks.
     """
 
-    caches: ClassVar[tuple[Cache, ...]] = ("none", "block")
+    caches: ClassVar[tuple[CacheMode, ...]] = ("none", "block")
 
     def __init__(
-        self, runner: Runner, canvas: Canvas, *, shift: bool, cache: Cache = "none", adapter: str | None = None
+        self,
+        runner: ModelRunner,
+        canvas: Canvas,
+        *,
+        shift: bool,
+        cache: CacheMode = "none",
+        adapter: str | None = None,
     ) -> None:
         super().__init__(runner, canvas, shift=shift, cache=cache)
         if adapter is not None and cache == "none":
@@ -70,7 +75,7 @@ class Speculative(Predictor):
         """[B, 1, V], the causal model's logits of each row's first new token."""
         stop = self.canvas.starts[0]  # as every row's
         positions, real = self._positions(None, stop)
-        view = View(self.canvas.take(None, slice(0, stop)), causal_mask(real), positions, 0, stop)
+        view = CanvasView(self.canvas.take(None, slice(0, stop)), causal_mask(real), positions, 0, stop)
         with self._adapter.off():
             if self._cache == "none":
                 return self._runner.logits(view, slice(stop - 1, stop))
@@ -104,7 +109,7 @@ class Speculative(Predictor):
 
     def _view_of_all(
         self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, own_AN: torch.Tensor, draft: bool
-    ) -> View:
+    ) -> CanvasView:
         stop = max(firsts) + tokens_AN.shape[1]
         positions_AS, real_AS = self._positions(rows, stop)
         tokens_AS = self.canvas.take(rows, slice(0, stop)).scatter(1, own_AN, tokens_AN)
@@ -112,36 +117,38 @@ class Speculative(Predictor):
         if draft:
             inside_AS = torch.zeros_like(real_AS).scatter(1, own_AN, True)
             mask = mask | (inside_AS[:, None, :, None] & inside_AS[:, None, None, :])
-        return View(tokens_AS, mask, positions_AS, 0, stop)
+        return CanvasView(tokens_AS, mask, positions_AS, 0, stop)
 
     def _view_of_blocks(
         self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, own_AN: torch.Tensor, draft: bool
-    ) -> View:
+    ) -> CanvasView:
         width, stop = tokens_AN.shape[1], max(firsts) + tokens_AN.shape[1]
         variant = self._adapter.variant(draft)
         if min(firsts) == max(firsts):  # one range of columns: attention needs no mask but that of padding
             positions_AS, real_AS = self._positions(rows, stop)
             seen = real_AS if self.canvas.padded else None
             block = None if draft else 1
-            return View(tokens_AN, seen, positions_AS[:, firsts[0] :], firsts[0], stop, block=block, variant=variant)
+            return CanvasView(
+                tokens_AN, seen, positions_AS[:, firsts[0] :], firsts[0], stop, block=block, variant=variant
+            )
         stop = min(-(-stop // COLUMNS) * COLUMNS, self.canvas.width)
         positions_AS, real_AS = self._positions(rows, stop)
         limit_AN = own_AN[:, -1:].expand(-1, width) if draft else own_AN
         seen_ANS = (torch.arange(stop, device=own_AN.device) <= limit_AN[..., None]) & real_AS[:, None]
         positions_AN = positions_AS.gather(1, own_AN)
-        return View(tokens_AN, seen_ANS[:, None], positions_AN, end=stop, columns=own_AN, variant=variant)
+        return CanvasView(tokens_AN, seen_ANS[:, None], positions_AN, end=stop, columns=own_AN, variant=variant)
 
 
-def speculate_block(work: Denoising, block: slice) -> None:
+def speculate_block(work: SamplerContext, block: slice) -> None:
     """Settle the block, all of the new tokens, in steps of a draft and its check. A row leaves when it has ended."""
     canvas, predictor = work.canvas, work.predictor
-    assert isinstance(predictor, Speculative)
+    assert isinstance(predictor, SpeculativePredictor)
     _refuse_empty(canvas)
     rows, firsts = canvas.rows, [start - 1 for start in canvas.starts]
     logits_ANV = predictor.prompt()
     drafts_AN = canvas.take(None, slice(firsts[0], firsts[0] + 1))
     while True:
-        settled_A = _settle(work, block, rows, firsts, drafts_AN, logits_ANV)
+        settled_A = _commit(work, block, rows, firsts, drafts_AN, logits_ANV)
         counts = (settled_A * canvas.unfinished(rows, block)).tolist()
         firsts = [first + count for first, count in zip(firsts, counts, strict=True) if count]
         rows = [row for row, count in zip(rows, counts, strict=True) if count]
@@ -154,7 +161,7 @@ def speculate_block(work: Denoising, block: slice) -> None:
 
 def columns_from(firsts: list[int], width: int, device: torch.device) -> torch.Tensor:
     """[A, width] columns of the canvas, each row's from its own first one on."""
-    return send(firsts, device)[:, None] + torch.arange(width, device=device)
+    return to_device(firsts, device)[:, None] + torch.arange(width, device=device)
 
 
 def _refuse_empty(canvas: Canvas) -> None:
@@ -165,10 +172,10 @@ def _refuse_empty(canvas: Canvas) -> None:
             )
 
 
-def _drafts(work: Denoising, predictor: Speculative, rows: list[int], firsts: list[int]) -> torch.Tensor:
+def _drafts(work: SamplerContext, predictor: SpeculativePredictor, rows: list[int], firsts: list[int]) -> torch.Tensor:
     """[A, N] tokens: the last settled one of each row, and guesses at what comes behind it."""
     canvas, rule, sampling = work.canvas, work.recipe.rule, work.recipe.sampling
-    assert isinstance(rule, Speculation)
+    assert isinstance(rule, SpeculativeRule)
     columns_AN = columns_from(firsts, rule.block_length, canvas.tokens.device)
     drafts_AN = canvas.take(rows, columns_AN)
     going = list(range(len(rows))) if rule.block_length > 1 else []  # places in `rows`
@@ -179,11 +186,11 @@ def _drafts(work: Denoising, predictor: Speculative, rows: list[int], firsts: li
         logits = predictor.draft(rows, firsts, drafts_AN)[which, 1:]
         if not work.constraints.by_text:  # else the check alone keeps them: a draft has no text before its tokens yet
             logits = work.constraints(logits, canvas, some, columns)
-        shaped, tokens = propose(logits, canvas, some, columns, sampling, work.noise)
+        shaped, tokens = propose_tokens(logits, canvas, some, columns, sampling, work.noise)
         before = drafts_AN[which, 1:]
         chosen = before == canvas.mask_token_id
         if rule.threshold:
-            sure = probability_of(tokens, shaped).masked_fill(~chosen, NEVER)
+            sure = probability_of(tokens, shaped).masked_fill(~chosen, MINUS_INFINITY)
             chosen = (sure >= rule.threshold) | best(sure)
         drafts_AN[which, 1:] = torch.where(chosen, tokens, before)
         work.observer.step(canvas, some, columns, logits, predictor.forwards, final=False)
@@ -194,8 +201,8 @@ def _drafts(work: Denoising, predictor: Speculative, rows: list[int], firsts: li
     return drafts_AN
 
 
-def _settle(
-    work: Denoising,
+def _commit(
+    work: SamplerContext,
     block: slice,
     rows: list[int],
     firsts: list[int],
@@ -209,10 +216,10 @@ def _settle(
     canvas = work.canvas
     columns_AN = columns_from(firsts, drafts_AN.shape[1], drafts_AN.device) + 1
     if work.constraints.by_text:
-        settled_A, logits_ANV = _settle_one_by_one(work, block, rows, columns_AN, drafts_AN, logits_ANV)
+        settled_A, logits_ANV = _commit_one_by_one(work, block, rows, columns_AN, drafts_AN, logits_ANV)
     else:
         logits_ANV = work.constraints(logits_ANV, canvas, rows, columns_AN)
-        _, tokens_AN = propose(logits_ANV, canvas, rows, columns_AN, work.recipe.sampling, work.noise)
+        _, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, work.recipe.sampling, work.noise)
         settled_A = 1 + (tokens_AN[:, :-1] == drafts_AN[:, 1:]).cumprod(dim=1).sum(dim=1)
         foreseen_AN = torch.arange(drafts_AN.shape[1], device=drafts_AN.device) < settled_A[:, None]
         canvas.put(rows, columns_AN, torch.where(foreseen_AN, tokens_AN, canvas.mask_token_id))
@@ -220,8 +227,8 @@ def _settle(
     return settled_A
 
 
-def _settle_one_by_one(
-    work: Denoising,
+def _commit_one_by_one(
+    work: SamplerContext,
     block: slice,
     rows: list[int],
     columns_AN: torch.Tensor,
@@ -238,7 +245,7 @@ def _settle_one_by_one(
     for place in range(columns_AN.shape[1]):
         some, columns = [rows[one] for one in going], columns_AN[going, place : place + 1]
         logits = work.constraints(logits_ANV[going, place : place + 1], canvas, some, columns)
-        _, tokens = propose(logits, canvas, some, columns, work.recipe.sampling, work.noise)
+        _, tokens = propose_tokens(logits, canvas, some, columns, work.recipe.sampling, work.noise)
         canvas.put(some, columns, tokens)
         logits_ANV[going, place : place + 1] = logits
         settled_A[going] += 1

@@ -1,13 +1,16 @@
-"""From prompts in words to texts: one way to sample both kinds of model, diffusion and autoregressive."""
+"""Text generation: prompts as text, chats or JSONL files, to texts, by diffusion and autoregressive models."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,19 +18,16 @@ from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.api import input_device
-from dlm_bridge.generation.config import OWN_FIELDS, check_values, eos_token_ids, merge_names
-from dlm_bridge.generation.ending import Ending, check_stop_strings
-from dlm_bridge.generation.noise import row_seeds, seeded_generators
-from dlm_bridge.generation.processes import shared_seed
-from dlm_bridge.generation.prompt import check_row
-from dlm_bridge.generation.settings import resolve
+from dlm_bridge.generation.canvas import StopCondition, check_row, check_stop_strings
+from dlm_bridge.generation.config import OWN_FIELDS, check_values, eos_token_ids, merge_names, resolve_settings
+from dlm_bridge.generation.token_sampling import row_seeds, seeded_generators, shared_seed
 
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # as many tokens to fill, or one
 NEW_TOKENS = 128  # of an autoregressive model, where nobody says how many; a diffusion sampler has its own default
 
 
 @dataclass(frozen=True)
-class Texts:
+class GeneratedTexts:
     """What a batch of prompts was continued with.
 
     Args:
@@ -89,7 +89,7 @@ def check_prompts(
     """Raise DlmBridgeError for the first of these (name, tokens) that `write_texts` would refuse, by its name: a file
     of prompts is known to be good before hours are spent on its first part."""
     if diffusion:
-        found = resolve(model, None, settings, prompt_width=max(len(ids) for _, ids in prompts))
+        found = resolve_settings(model, None, settings, prompt_width=max(len(ids) for _, ids in prompts))
         for name, ids in prompts:
             check_row(
                 ids,
@@ -113,7 +113,7 @@ def seeds_of(model: Any, prompts: Sequence[Sequence[int]], settings: Mapping[str
     """The seeds of all texts that a diffusion model writes for the prompts, those of a prompt next to each other; None
     where nothing names a seed. With them it changes nothing in which parts the prompts are sampled, not even for a
     prompt that comes twice."""
-    found = resolve(model, None, settings, prompt_width=max(map(len, prompts)))
+    found = resolve_settings(model, None, settings, prompt_width=max(map(len, prompts)))
     if found.seed is None:
         return None
     return row_seeds(found.seed, [prompt for prompt in prompts for _ in range(found.num_return_sequences)])
@@ -128,7 +128,7 @@ def write_texts(
     diffusion: bool,
     watcher: Any = None,
     seeds: Sequence[int] | None = None,
-) -> Texts:
+) -> GeneratedTexts:
     """Sample a text for each prompt, a batch at once, padded on the left.
 
     `settings` are keyword arguments of `generate`: of `dlm_bridge.generation.generate` for a diffusion model, of
@@ -157,7 +157,7 @@ def write_texts(
     copies = len(rows) // len(prompts)  # of each prompt
     lengths = _lengths(rows[:, width:], _ending(model, tokenizer, settings))
     pairs = [
-        _texts_ids(row, prompts[number // copies], width, length, settings, output.mask_token_id)
+        _text_ids(row, prompts[number // copies], width, length, settings, output.mask_token_id)
         for number, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True))
     ]
     token_ids, counts = tuple(ids for ids, _ in pairs), tuple(count for _, count in pairs)
@@ -165,7 +165,7 @@ def write_texts(
     each = output.tokens_per_forward
     if each is None:
         each = sum(counts) / len(counts) / max(output.forwards, 1)
-    return Texts(texts, token_ids, counts, output.forwards, each, seconds)
+    return GeneratedTexts(texts, token_ids, counts, output.forwards, each, seconds)
 
 
 def _with_spans(tokenizer: Any, text: str, mask_token_id: int | None, begins: bool) -> list[int]:
@@ -183,7 +183,7 @@ def _with_spans(tokenizer: Any, text: str, mask_token_id: int | None, begins: bo
     return [*ids, *tokenizer(text[place:], add_special_tokens=begins and not place)["input_ids"]]
 
 
-def _texts_ids(
+def _text_ids(
     row: Sequence[int],
     prompt: Sequence[int],
     width: int,
@@ -314,14 +314,14 @@ def _ends(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
     return eos_token_ids(getattr(model.config, "eos_token_id", None) if stored is None else stored)
 
 
-def _ending(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Ending:
+def _ending(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> StopCondition:
     """What ends a row, from where `generate` takes it."""
     stored = getattr(model.generation_config, "stop_strings", None)
     strings = check_stop_strings(settings.get("stop_strings", stored))
-    return Ending(_ends(model, settings), torch.device("cpu"), strings, tokenizer)
+    return StopCondition(_ends(model, settings), torch.device("cpu"), strings, tokenizer)
 
 
-def _lengths(new_BN: torch.Tensor, ending: Ending) -> list[int]:
+def _lengths(new_BN: torch.Tensor, ending: StopCondition) -> list[int]:
     """How many of the new tokens are a row's own: up to and with the first that ends it."""
     ends_BN = ending.marks(new_BN, torch.ones_like(new_BN, dtype=torch.bool), mask_token_id=-1).long()
     return ((ends_BN.cumsum(dim=1) - ends_BN) == 0).sum(dim=1).tolist()
@@ -335,3 +335,75 @@ class _ForwardCount:
 
     def __call__(self, *_: Any) -> None:
         self.forwards += 1
+
+
+@dataclass(frozen=True)
+class WrittenPrompt:
+    """A text, or the messages of a conversation; `row` is all that stood beside it, `where` the file and line."""
+
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] = ()
+    row: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+    def encode(self, tokenizer: Any, name: str, mask_token_id: int | None = None) -> list[int]:
+        """Its tokens; `name` is what the tokenizer is called in errors, a mask token that of spans to fill (None:
+        there are none). Raises DlmBridgeError."""
+        if self.text is None:
+            return encode_chat(tokenizer, self.messages, name, mask_token_id)
+        return encode_text(tokenizer, self.text, mask_token_id)
+
+
+def as_message(text: str, system: str | None) -> WrittenPrompt:
+    """A text as what a user says, after what the system says."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return WrittenPrompt(messages=(*first, {"role": "user", "content": text}))
+
+
+def read_prompts(name: str, key: str, chat: bool, system: str | None) -> list[WrittenPrompt]:
+    """The prompts of a JSONL file ("-": of stdin): under `key` a text, a user's message with `chat`, or under
+    "messages" a conversation. Empty lines are passed over.
+
+    Raises DlmBridgeError for a file that cannot be read or has none, and, with its line, for a row without them.
+    """
+    if name == "-":
+        return _prompts("stdin", sys.stdin, key, chat, system)
+    try:
+        with Path(name).open(encoding="utf-8") as lines:
+            return _prompts(name, lines, key, chat, system)
+    except OSError as error:
+        raise DlmBridgeError(f"--jsonl {name}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise DlmBridgeError(f"--jsonl {name}: not a text in UTF-8") from None
+
+
+def _prompts(name: str, lines: Iterable[str], key: str, chat: bool, system: str | None) -> list[WrittenPrompt]:
+    prompts = [
+        _prompt(line, f"{name}, line {number}", key, chat, system)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise DlmBridgeError(f"{name}: no prompts there")
+    return prompts
+
+
+def _prompt(line: str, where: str, key: str, chat: bool, system: str | None) -> WrittenPrompt:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise DlmBridgeError(f"{where}: not JSON") from None
+    if not isinstance(row, dict):
+        raise DlmBridgeError(f"{where}: not a JSON object")
+    if key in row:
+        text = row[key]
+        if not isinstance(text, str):
+            raise DlmBridgeError(f"{where}: '{key}' must be a text, not {type(text).__name__}")
+        message = as_message(text, system) if chat else WrittenPrompt(text=text)
+        return WrittenPrompt(message.text, message.messages, {**row, "prompt": text}, where)
+    messages = row.get("messages")
+    if messages is None:
+        raise DlmBridgeError(f"{where}: neither '{key}' nor 'messages' there")
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise DlmBridgeError(f"{where}: 'messages' must be a list of objects with role and content")
+    return WrittenPrompt(messages=tuple(messages), row=row, where=where)

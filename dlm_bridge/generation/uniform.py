@@ -16,11 +16,11 @@ from abc import ABC, abstractmethod
 import torch
 
 from dlm_bridge.generation.canvas import Canvas
-from dlm_bridge.generation.denoising import Denoising
-from dlm_bridge.generation.noise import Noise
+from dlm_bridge.generation.commit_rules import SamplerContext
+from dlm_bridge.generation.token_sampling import Noise
 
 
-class Resampling(ABC):
+class ResamplingRule(ABC):
     """Chooses a block's tokens anew in each of `steps` steps. The prediction x has the temperature and filters of the
     sampler; a mask token, where the model has one, is none of the N tokens."""
 
@@ -48,7 +48,7 @@ class Resampling(ABC):
         """
 
 
-class Posterior(Resampling):
+class PosteriorRule(ResamplingRule):
     """Draws from q, from pure noise to text in equal steps. At temperature 0 the prediction x is its best token."""
 
     def next_tokens(
@@ -68,7 +68,7 @@ class Posterior(Resampling):
         return drawn_AN, torch.zeros_like(drawn_AN, dtype=torch.bool)
 
 
-class EntropyBound(Resampling):
+class EntropyBoundResampling(ResamplingRule):
     """Accepts draws of the lowest entropies, as long as all but the largest add up to at most the bound, and makes
     noise of all other positions. The last step gives the best tokens.
 
@@ -97,11 +97,11 @@ class EntropyBound(Resampling):
         return _draw(x_ANV, uniform_ANV), ~accepted_AN
 
 
-def resample_block(work: Denoising, block: slice) -> None:
+def resample_block(work: SamplerContext, block: slice) -> None:
     """Fill the block with noise and let the recipe's rule make text of it. Every row takes every step."""
     canvas, recipe, noise, vocabulary = work.canvas, work.recipe, work.noise, work.vocabulary
     rule, rows = recipe.rule, canvas.rows
-    assert isinstance(rule, Resampling)
+    assert isinstance(rule, ResamplingRule)
     mask = canvas.mask_token_id
     count = vocabulary - (0 <= mask < vocabulary)
     new_AN = canvas.behind_prompt(None, block)

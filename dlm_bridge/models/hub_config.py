@@ -1,4 +1,4 @@
-"""The base of every family's configuration: what was read from the Hub is what is written back, key for key."""
+"""HubConfig: base of every family's config, which writes back what was read from the Hub, key for key."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from dlm_bridge.models import find_family
-from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.models.families import find_family
+from dlm_bridge.models.family_spec import FamilySpec
 
 # Set on an instance while it is used; facts of the class or of the process, not of the checkpoint.
 RUNTIME_KEYS = ("is_causal", "name_or_path")
@@ -54,7 +54,6 @@ class HubConfig(PreTrainedConfig):
 
     def _register(self) -> None:
         # The Auto classes look model classes up by the type of a configuration object, so one exists by then.
-        from dlm_bridge.registration import register_models
 
         register_models(self.family)
 
@@ -102,3 +101,18 @@ def _transformers_defaults() -> dict[str, Any]:
     defaults = PreTrainedConfig().to_dict()
     del defaults["transformers_version"]
     return defaults
+
+
+_registered: set[str] = set()
+
+
+def register_models(family: FamilySpec) -> None:
+    """Register a family's model class with its Auto classes, once."""
+    if family.name in _registered or not family.auto_classes:
+        return
+    import transformers
+
+    config_class, model_class = family.load("config_class"), family.load("model_class")
+    _registered.add(family.name)
+    for name in family.auto_classes:
+        getattr(transformers, name).register(config_class, model_class, exist_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.models.family_spec import FamilySpec
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Constant:
 
 
 Distribution = Normal | Constant
-Rule = Callable[[str], Distribution]  # by Hub tensor name; raises DlmBridgeError for a name that the family lacks
+InitialisationRule = Callable[
+    [str], Distribution
+]  # by Hub tensor name; raises DlmBridgeError for a name that the family lacks
 
 
 def initialise(name: str, shape: tuple[int, ...], distribution: Distribution, seed: int) -> torch.Tensor:
@@ -53,7 +55,7 @@ def initialise(name: str, shape: tuple[int, ...], distribution: Distribution, se
     return torch.from_numpy(values)
 
 
-def normal(config: dict[str, Any]) -> Rule:
+def normal_rule(config: dict[str, Any]) -> InitialisationRule:
     """transformers' own rule, which most families publish: N(0, `initializer_range`), norms one, biases zero."""
     std = float(config.get("initializer_range", 0.02))
 
@@ -69,9 +71,9 @@ def initial_weights(spec: FamilySpec, config: dict[str, Any], seed: int) -> Iter
     """Every Hub tensor of a model with this config.json, one at a time. Raises DlmBridgeError for a config that the
     family cannot hold or an initialisation that it does not know."""
     mapping = spec.load("mapping")
-    rule: Rule = spec.load("initialisation")(config)
-    for link in mapping.links(mapping.dims(config)):
-        if link.is_mtp:  # transformers' models do not have these layers
+    rule: InitialisationRule = spec.load("initialisation")(config)
+    for param in mapping.params(mapping.dims(config)):
+        if param.is_mtp:  # transformers' models do not have these layers
             continue
-        for name, shape in zip(link.hub_names, link.hub_shapes, strict=True):
+        for name, shape in zip(param.hub_names, param.hub_shapes, strict=True):
             yield name, initialise(name, shape, rule(name), seed)

@@ -1,12 +1,19 @@
-"""What the mixture-of-experts families tell megatron-core, and the whole mapping of those on the Qwen3-MoE body."""
+"""Mixture of experts in megatron-core's terms: expert sizes, router settings, the Qwen3-MoE mapping."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dlm_bridge.convert.mapping import Dims, Mapping
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.standard import PLAIN, TIED_HEAD, require, standard_dims, standard_rules, standard_transformer
+from dlm_bridge.mapping.rules import Dims, Mapping
+from dlm_bridge.models.decoder_mapping import (
+    SUPPORTED_VALUES,
+    TIED_HEAD,
+    decoder_dims,
+    decoder_rules,
+    decoder_settings,
+    require_values,
+)
 
 
 def check_experts(config: dict[str, Any]) -> None:
@@ -42,11 +49,11 @@ def qwen3_moe_mapping(defaults: dict[str, Any]) -> Mapping:
 
     def dims(config: dict[str, Any]) -> Dims:
         config = {**defaults, **config}
-        require(config, PLAIN)
+        require_values(config, SUPPORTED_VALUES)
         check_experts(config)
         every = config.get("decoder_sparse_step") or 1
         dense = {layer for layer in range(int(config["num_hidden_layers"])) if (layer + 1) % every}
-        return standard_dims(
+        return decoder_dims(
             config,
             facts,
             experts=config["num_experts"],
@@ -58,6 +65,56 @@ def qwen3_moe_mapping(defaults: dict[str, Any]) -> Mapping:
         config = {**defaults, **config}
         renormalised = bool(config.get("norm_topk_prob"))
         settings = moe_settings(dims(config), config["num_experts_per_tok"], renormalised=renormalised)
-        return standard_transformer(config, facts) | settings
+        return decoder_settings(config, facts) | settings
 
-    return Mapping(rules=standard_rules(), dims=dims, transformer=transformer, carried=TIED_HEAD)
+    return Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, carried=TIED_HEAD)
+
+
+def routed_experts(config: dict[str, Any]) -> int:
+    """How many experts the router chooses of, by whichever name the family and the transformers version gave it.
+
+    Raises DlmBridgeError unless every token can be given `num_experts_per_tok` of them.
+    """
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    found = next((config[name] for name in names if config.get(name) is not None), None)
+    check_experts({**config, "num_experts": found})
+    assert isinstance(found, int)
+    return found
+
+
+def expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of Dims that describe the experts. Raises DlmBridgeError for numbers that cannot be."""
+    experts = routed_experts(config)
+    groups, chosen = config["n_group"], config["topk_group"]
+    if experts % groups or experts // groups < 2 or not 1 <= chosen <= groups:
+        raise DlmBridgeError(f"config.json: topk_group {chosen} of n_group {groups} of {experts} experts is unsound")
+    return {
+        "experts": experts,
+        "moe_ffn": config["moe_intermediate_size"],
+        "shared_ffn": config["moe_intermediate_size"] * config["n_shared_experts"],
+        "dense_layers": frozenset(range(config["first_k_dense_replace"])),
+    }
+
+
+def router_settings(config: dict[str, Any], dims: Dims) -> dict[str, Any]:
+    """megatron-core's settings. Raises DlmBridgeError where its router is another one: it scores a group by its best
+    `num_experts_per_tok / topk_group` experts, these models by the best two, and it always renormalises."""
+    chosen, groups = config["num_experts_per_tok"], config["n_group"]
+    if not config["norm_topk_prob"] or chosen == 1:
+        raise DlmBridgeError(
+            "config.json: megatron-core's sigmoid router needs norm_topk_prob and two experts a token"
+        )
+    settings = moe_settings(dims, chosen, score="sigmoid") | {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
+        "moe_router_dtype": "fp32",
+    }
+    if groups == 1:
+        return settings
+    if chosen != 2 * config["topk_group"]:
+        raise DlmBridgeError(
+            f"config.json: megatron-core scores expert groups as this model does only where num_experts_per_tok "
+            f"{chosen} is twice topk_group {config['topk_group']}"
+        )
+    return settings | {"moe_router_num_groups": groups, "moe_router_group_topk": config["topk_group"]}

@@ -1,17 +1,22 @@
-"""Who attends to whom on megatron-core: a topology in the layers' terms, and the mask that a call takes."""
+"""Attention masks of the Megatron engine: a call's mask descriptor, and the forms that attention kernels take."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dlm_bridge.attention_mask import MaskDescriptor, can_attend, can_attend_by_columns, document_ids
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.visibility import Visibility, documents_of
+from dlm_bridge.parallel.context_parallel import rank_positions
 from dlm_bridge.parallel.core import AttnMaskType
 
 if TYPE_CHECKING:
     from dlm_bridge.bridge import Bridge
+
 
 # Set in the layer spec: who looks at whom where a call has no mask.
 MASK_TYPES = {
@@ -22,7 +27,7 @@ MASK_TYPES = {
 
 
 def attention_mask(
-    topology: str,
+    attention_pattern: str,
     position_ids_BS: torch.Tensor,
     block_size: int | None = None,
     real_BS: torch.Tensor | None = None,
@@ -33,26 +38,121 @@ def attention_mask(
     `position_ids_BS` count from 0 in each row; `block_size` is what block-causal attention goes by (`block_size(...)`
     has a family's); `real_BS` is False at padding, which nobody looks at but itself. Raises DlmBridgeError.
     """
-    check_topology(topology)
+    check_attention_pattern(attention_pattern)
     everywhere = torch.ones_like(position_ids_BS, dtype=torch.bool)
-    documents = documents_of(everywhere if real_BS is None else real_BS)
-    if topology == "block_causal":
+    documents = document_ids(everywhere if real_BS is None else real_BS)
+    if attention_pattern == "block_causal":
         if block_size is None or block_size < 1:
             raise DlmBridgeError(f"block-causal attention needs a block size of at least 1, not {block_size}")
-        return Visibility.block_causal(documents, position_ids_BS, block_size).codes
+        return MaskDescriptor.block_causal(documents, position_ids_BS, block_size).codes
     if real_BS is None:
         return None
-    return (Visibility.causal if topology == "causal" else Visibility.bidirectional)(documents).codes
+    return (MaskDescriptor.causal if attention_pattern == "causal" else MaskDescriptor.bidirectional)(documents).codes
 
 
-def check_topology(topology: str) -> None:
-    """Raise DlmBridgeError for a topology that the engine has not."""
-    if topology not in MASK_TYPES:
-        raise DlmBridgeError(f"the Megatron engine has no {topology} attention, only {', '.join(MASK_TYPES)}")
+def check_attention_pattern(attention_pattern: str) -> None:
+    """Raise DlmBridgeError for a attention_pattern that the engine has not."""
+    if attention_pattern not in MASK_TYPES:
+        raise DlmBridgeError(f"the Megatron engine has no {attention_pattern} attention, only {', '.join(MASK_TYPES)}")
 
 
 def block_size(bridge: Bridge) -> int | None:
-    """The block size of a block-causal model, by its config or its family's default; None for other topologies."""
-    if bridge.family.topology != "block_causal":
+    """The block size of a block-causal model, by its config or its family's default; None for other attention_patterns."""
+    if bridge.family.attention_pattern != "block_causal":
         return None
     return int(bridge.family.load("config_class").from_dict(bridge.config).block_size)
+
+
+CACHED_MICRO_BATCHES = (
+    16  # micro-batches whose masks are kept; what a pipeline has in flight beyond that is built again
+)
+
+
+class MaskCache:
+    """What was made of a tensor, found again by whoever has the tensor or a view of the same memory.
+
+    Recomputation hands detached tensors to the layers, and a pipeline has several micro-batches in flight. An entry
+    holds its tensor, so that no other can take its memory; writing into the tensor makes the entry void.
+    """
+
+    def __init__(self, kept: int = CACHED_MICRO_BATCHES) -> None:
+        self._kept = kept
+        self._entries: OrderedDict[Hashable, tuple[torch.Tensor, Any]] = OrderedDict()
+
+    def get(self, source: torch.Tensor, kind: Hashable, make: Callable[[torch.Tensor], Any]) -> Any:
+        """`make(source)`, or what it made before of the same memory for the same `kind`."""
+        version = None if source.is_inference() else source._version
+        key = (source.data_ptr(), source.device, tuple(source.shape), source.stride(), version, kind)
+        if key not in self._entries:
+            self._entries[key] = (source, make(source))
+            if len(self._entries) > self._kept:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        return self._entries[key][1]
+
+    def clear(self) -> None:
+        """Let go of every tensor."""
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def dense_mask(mask: torch.Tensor, rank: int, queries: int) -> torch.Tensor:
+    """[B or 1, 1, Q, K] bool, True where a query may look: the `queries` of one context parallel rank over all keys,
+    of codes [B or 1, K, 5] or of a dense mask [B or 1, 1, K, K] in rank order."""
+    mine = slice(rank * queries, (rank + 1) * queries)
+    if mask.dim() == 4:
+        return mask[:, :, mine]
+    return can_attend(mask[:, mine, None], mask[:, None])[:, None]
+
+
+def block_mask(codes: torch.Tensor, rank: int, queries: int) -> Any:
+    """FlexAttention's `BlockMask` of the queries of one context parallel rank over all keys."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows, keys, _ = codes.shape
+    batch = None if rows == 1 else rows
+    # Eagerly it would write out the dense mask and every term of the rule.
+    make = _compiled_create_block_mask() if codes.is_cuda else create_block_mask
+    return make(mask_mod(codes, rank * queries), batch, None, queries, keys, device=codes.device)
+
+
+def mask_mod(codes: torch.Tensor, first_query: int) -> Callable[..., torch.Tensor]:
+    """The rule as FlexAttention asks it: (batch, head, query, key) -> bool, where query 0 is at `first_query`."""
+    columns = codes.permute(2, 0, 1).contiguous().unbind(0)  # a kernel reads single numbers
+    if codes.shape[0] == 1:
+        shared = tuple(column[0] for column in columns)
+
+        def of_all_rows(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            query = q + first_query
+            return can_attend_by_columns([column[query] for column in shared], [column[k] for column in shared])
+
+        return of_all_rows
+
+    def of_each_row(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        query = q + first_query
+        return can_attend_by_columns([column[b, query] for column in columns], [column[b, k] for column in columns])
+
+    return of_each_row
+
+
+@lru_cache(maxsize=8)
+def plain_mask(
+    queries: int, rank: int, ranks: int, window: tuple[int, int] | None, device: torch.device
+) -> torch.Tensor:
+    """[1, 1, Q, K] bool of causal attention without codes: the queries of a rank, in the order in which Transformer
+    Engine deals positions to context parallel ranks. `window`: how far back and ahead a query may look."""
+    order = rank_positions(queries * ranks, ranks).to(device)
+    back = order[rank][:, None] - order.flatten()[None]
+    seen = back >= 0
+    if window is not None:
+        seen &= (back <= window[0]) & (back >= -window[1])
+    return seen[None, None]
+
+
+@cache
+def _compiled_create_block_mask() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False)

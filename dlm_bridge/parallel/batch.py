@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dlm_bridge.attention_mask import MaskColumn, MaskDescriptor, document_ids
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.visibility import Code, Visibility, documents_of
+from dlm_bridge.parallel.context_parallel import rank_positions
 
 if TYPE_CHECKING:
-    from dlm_bridge.train.objectives.noise import NoisyBatch
+    from dlm_bridge.objectives.batches import NoisyBatch
+
 
 FEWEST = 64  # positions with a loss that a micro-batch is padded to
 
@@ -73,7 +75,7 @@ class MicroBatch:
 
 def micro_batch(
     noisy: NoisyBatch,
-    topology: str,
+    attention_pattern: str,
     block_size: int | None = None,
     cp_rank: int = 0,
     cp_size: int = 1,
@@ -82,16 +84,16 @@ def micro_batch(
 ) -> MicroBatch:
     """A rank's part of `noisy`, on the CPU.
 
-    `topology` and `block_size` are the model's, for batches without a rule of their own. With `packed` (Transformer
+    `attention_pattern` and `block_size` are the model's, for batches without a rule of their own. With `packed` (Transformer
     Engine, without context parallelism) the rows become one row of documents for a kernel of variable length; else
     documents and padding become codes. `absolute`: the model's attention goes by the positions themselves, not only by
     how far apart they are (queries scaled by position). Raises DlmBridgeError where the sequence length does not
     divide, and where documents alone do not say who looks at whom.
     """
     rows, length = noisy.input_ids.shape
-    codes = _codes(noisy, topology, block_size)
+    codes = _codes(noisy, attention_pattern, block_size)
     plain = torch.arange(length)[None]
-    streams = 1 if codes is None or not bool((codes[..., Code.NOISY_BLOCK] >= 0).any()) else 2
+    streams = 1 if codes is None or not bool((codes[..., MaskColumn.NOISY_BLOCK] >= 0).any()) else 2
     # Rotary embeddings are relative: documents of one stream need not begin anew, and rows then share their positions.
     positions = plain
     if noisy.position_ids is not None and (streams == 2 or absolute):
@@ -102,7 +104,7 @@ def micro_batch(
         if noisy.pairs is not None:
             raise DlmBridgeError("documents of variable length cannot say which pairs look at each other")
         whole = _loss_positions(noisy, torch.arange(length))
-        documents = _packed(codes, topology, rows, length)
+        documents = _packed(codes, attention_pattern, rows, length)
         ids = noisy.input_ids.reshape(1, -1)
         return _padded(MicroBatch(ids, None, None, documents, *whole), rows * length)
     order = rank_positions(length, cp_size, streams)
@@ -115,57 +117,37 @@ def micro_batch(
     return _padded(local, rows * len(mine))
 
 
-def rank_positions(length: int, cp_size: int, streams: int = 1) -> torch.Tensor:
-    """[cp, S] the positions of a row of `length` that each context parallel rank holds, in the order in which it holds
-    them, which is Transformer Engine's: of 2 cp equal chunks rank r has chunks r and 2 cp - 1 - r, so that causal
-    attention is as much work on every rank. Each of several streams, one after the other, is dealt on its own.
-
-    Raises DlmBridgeError where the chunks would not be equal.
-    """
-    chunks = 2 * cp_size if cp_size > 1 else 1
-    if length % (streams * chunks):
-        raise DlmBridgeError(
-            f"--seq-length {length // streams} is not a multiple of {chunks}, which --cp {cp_size} deals it out in: "
-            "change one of them"
-        )
-    if cp_size == 1:
-        return torch.arange(length)[None]
-    dealt = torch.arange(length).view(streams, chunks, -1)
-    first = torch.arange(cp_size)
-    return torch.stack((dealt[:, first], dealt[:, chunks - 1 - first]), dim=2).transpose(0, 1).reshape(cp_size, -1)
-
-
 def loss_bucket(count: int, most: int) -> int:
     """What `count` positions with a loss are padded to: `FEWEST` or more, in steps of an eighth, at most `most`."""
     step = max(FEWEST, 2 ** (max(count, 1).bit_length() - 4))
     return min(max(-(-count // step), 1) * step, most)
 
 
-def _codes(noisy: NoisyBatch, topology: str, block_size: int | None) -> torch.Tensor | None:
-    """[B or 1, S, 5], or None where the topology says it all."""
+def _codes(noisy: NoisyBatch, attention_pattern: str, block_size: int | None) -> torch.Tensor | None:
+    """[B or 1, S, 5], or None where the attention_pattern says it all."""
     if noisy.pairs is not None:
         return None
-    if noisy.visibility is not None:
-        return noisy.visibility.codes
+    if noisy.mask_descriptor is not None:
+        return noisy.mask_descriptor.codes
     real = noisy.attention_mask
     padded = real is not None and not bool(real.all())
-    if topology != "block_causal" and not padded:
+    if attention_pattern != "block_causal" and not padded:
         return None
-    documents = documents_of(real if real is not None and padded else torch.ones_like(noisy.input_ids[:1]))
-    return _of_topology(topology, documents, noisy.position_ids, block_size).codes
+    documents = document_ids(real if real is not None and padded else torch.ones_like(noisy.input_ids[:1]))
+    return _of_topology(attention_pattern, documents, noisy.position_ids, block_size).codes
 
 
 def _of_topology(
-    topology: str, documents: torch.Tensor, positions: torch.Tensor | None, block_size: int | None
-) -> Visibility:
-    if topology == "causal":
-        return Visibility.causal(documents)
-    if topology == "bidirectional":
-        return Visibility.bidirectional(documents)
+    attention_pattern: str, documents: torch.Tensor, positions: torch.Tensor | None, block_size: int | None
+) -> MaskDescriptor:
+    if attention_pattern == "causal":
+        return MaskDescriptor.causal(documents)
+    if attention_pattern == "bidirectional":
+        return MaskDescriptor.bidirectional(documents)
     if block_size is None:
         raise DlmBridgeError("block-causal attention needs a block size, and the batch has no rule of its own")
     positions = torch.arange(documents.shape[1])[None] if positions is None else positions
-    return Visibility.block_causal(documents, positions, block_size)
+    return MaskDescriptor.block_causal(documents, positions, block_size)
 
 
 def _shared_positions(position_ids: torch.Tensor, codes: torch.Tensor | None) -> torch.Tensor:
@@ -174,23 +156,25 @@ def _shared_positions(position_ids: torch.Tensor, codes: torch.Tensor | None) ->
     if len(position_ids) == 1:
         return position_ids
     if codes is not None:
-        padding = (codes[..., Code.DOCUMENT] < 0).expand_as(position_ids)
+        padding = (codes[..., MaskColumn.DOCUMENT] < 0).expand_as(position_ids)
         usual = position_ids.masked_fill(padding, 0).amax(dim=0, keepdim=True)
         position_ids = torch.where(padding, usual, position_ids)
     agreed = bool((position_ids == position_ids[:1]).all())
     return position_ids[:1] if agreed else position_ids
 
 
-def _packed(codes: torch.Tensor | None, topology: str, rows: int, length: int) -> PackedDocuments:
+def _packed(codes: torch.Tensor | None, attention_pattern: str, rows: int, length: int) -> PackedDocuments:
     """Where the documents of all rows begin when the rows stand one after the other; padding that stands together is
     one document, in which there is no loss."""
-    documents = torch.zeros(1, length, dtype=torch.int32) if codes is None else codes[..., Code.DOCUMENT]
+    documents = torch.zeros(1, length, dtype=torch.int32) if codes is None else codes[..., MaskColumn.DOCUMENT]
     documents = documents.expand(rows, length)
     if codes is not None and (
-        topology == "block_causal"
-        or not torch.equal(_of_topology(topology, documents, None, None).codes, codes.expand(rows, -1, -1))
+        attention_pattern == "block_causal"
+        or not torch.equal(_of_topology(attention_pattern, documents, None, None).codes, codes.expand(rows, -1, -1))
     ):
-        raise DlmBridgeError(f"documents of variable length cannot say what this batch's attention is ({topology})")
+        raise DlmBridgeError(
+            f"documents of variable length cannot say what this batch's attention is ({attention_pattern})"
+        )
     documents = documents.clamp(min=-1)
     begins = torch.ones(rows, length, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.layout import Layout
-from dlm_bridge.convert.mapping import Dims, Mapping
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import query_scaling, refusals
-from dlm_bridge.parallel.context import CP_COMMUNICATION, ParallelConfig
+from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.mapping.rules import Dims, Mapping
+from dlm_bridge.parallel import refusals, self_attention
+from dlm_bridge.parallel.context_parallel import CP_COMMUNICATION, ContextParallelConfig
 from dlm_bridge.parallel.core import MLATransformerConfig, TransformerConfig
 
 # What `Mapping.transformer` says that belongs to the whole model and not to TransformerConfig.
@@ -26,11 +26,11 @@ MODEL_ARGUMENTS = (
 )
 # Begin the names of attributes of a TransformerConfig, which has no such fields: GPTModel looks for the first ones.
 YARN = "yarn_"
-ATTRIBUTES = (YARN, query_scaling.PREFIX)
+ATTRIBUTES = (YARN, self_attention.PREFIX)
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class GPTModelConfig:
     """Everything that building a GPTModel takes."""
 
     transformer: TransformerConfig
@@ -43,15 +43,15 @@ def model_config(
     dims: Dims,
     layout: Layout,
     dtype: torch.dtype,
-    parallel: ParallelConfig | None = None,
+    parallel: ContextParallelConfig | None = None,
     **overrides: Any,
-) -> ModelConfig:
+) -> GPTModelConfig:
     """Derive megatron-core's configuration; `overrides` are TransformerConfig fields and win.
 
     `config` is the Hub's config.json. Raises DlmBridgeError for a layout that does not fit the model and for a key
     that megatron-core does not know.
     """
-    parallel = parallel or ParallelConfig()
+    parallel = parallel or ContextParallelConfig()
     layout.check(dims)
     parallel.check(dims, layout)
     if mapping.hub_only:
@@ -110,7 +110,7 @@ def model_config(
     _check_attention(transformer, parallel)
     vocab = -(-dims.vocab // layout.tp) * layout.tp  # every rank has as many rows
     sizes = {"vocab_size": vocab, "share_embeddings_and_output_weights": dims.tied}
-    return ModelConfig(transformer, {"position_embedding_type": "rope", **model, **sizes})
+    return GPTModelConfig(transformer, {"position_embedding_type": "rope", **model, **sizes})
 
 
 def leave_empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,13 +118,13 @@ def leave_empty(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _check_attention(transformer: TransformerConfig, parallel: ParallelConfig) -> None:
+def _check_attention(transformer: TransformerConfig, parallel: ContextParallelConfig) -> None:
     """Refuse what megatron-core would take and compute wrong, or only refuse in the first step."""
     if transformer.apply_rope_fusion and any(name.startswith(YARN) for name in vars(transformer)):
         raise DlmBridgeError("the fused rotary kernel ignores YaRN's scale: set apply_rope_fusion to false")
     if transformer.multi_latent_attention:
         _check_latent_attention(transformer)
-    if transformer.fused_single_qkv_rope and query_scaling.scales_queries(transformer):
+    if transformer.fused_single_qkv_rope and self_attention.scales_queries(transformer):
         raise DlmBridgeError(
             "the fused kernel of query, key and value rotates queries that this model scales by their position: "
             "set fused_single_qkv_rope to false"

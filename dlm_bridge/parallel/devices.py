@@ -1,4 +1,4 @@
-"""The platforms of this package: CUDA, whatever else PyTorch has a module like `torch.cuda` for, and the CPU."""
+"""Platforms that megatron-core runs on: the interface, whatever PyTorch has a module like `torch.cuda` for, CUDA, and the CPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,109 @@ import os
 import platform as machine
 import re
 import resource
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import overrides
 from dlm_bridge.parallel.overrides import Overrides
-from dlm_bridge.parallel.platform import Platform
+
+
+class Platform(ABC):
+    """One kind of device. The engine asks the platform and never `torch.cuda` itself. Sizes of memory are bytes."""
+
+    name: ClassVar[str]  # what DLM_BRIDGE_PLATFORM says
+    backend: ClassVar[str]  # of torch.distributed
+    pinned_memory: ClassVar[bool]  # whether copies from pinned memory run beside the computation
+
+    @classmethod
+    @abstractmethod
+    def available(cls) -> bool:
+        """Whether this machine has such a device."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """How many devices this process sees."""
+
+    @abstractmethod
+    def device(self) -> torch.device:
+        """This process's device."""
+
+    @abstractmethod
+    def device_name(self) -> str:
+        """The product's name."""
+
+    @abstractmethod
+    def set_device(self) -> None:
+        """Make LOCAL_RANK's device this process's. Raises DlmBridgeError where there is none."""
+
+    @abstractmethod
+    def group_device(self) -> torch.device | None:
+        """The device to which process groups are bound when they are made; None where the backend has none."""
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seed the device's default generator."""
+
+    @abstractmethod
+    def rng_state(self) -> torch.Tensor:
+        """A copy of the state of the device's default generator, a uint8 tensor on the CPU."""
+
+    @abstractmethod
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Put back what `rng_state` gave."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything that was launched on the device is done."""
+
+    @abstractmethod
+    def new_stream(self) -> Any:
+        """A stream beside the current one, with `wait_stream`."""
+
+    @abstractmethod
+    def current_stream(self) -> Any:
+        """The stream on which work is launched now."""
+
+    @abstractmethod
+    def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """A context in which work is launched on `stream`."""
+
+    @abstractmethod
+    def total_memory(self) -> int:
+        """What the device has."""
+
+    @abstractmethod
+    def memory_allocated(self) -> int:
+        """What this process holds now."""
+
+    @abstractmethod
+    def peak_memory(self) -> int:
+        """The most that this process has held since `reset_peak_memory`."""
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Begin a new peak."""
+
+    def uses_transformer_engine(self) -> bool:
+        """Whether layers are made of Transformer Engine's modules."""
+        return False
+
+    def overrides(self) -> Overrides | None:
+        """What of megatron-core and torch has to be replaced here."""
+        return None
+
+    def prepare(self) -> None:
+        """Make this process ready for megatron-core; calling it again changes nothing.
+
+        The overrides are process-wide, until `overrides.uninstall`. Raises DlmBridgeError.
+        """
+        self.set_device()
+        if (wanted := self.overrides()) is not None:
+            overrides.install(wanted)
 
 
 class Accelerator(Platform):
@@ -96,9 +191,9 @@ class CUDA(Accelerator):
         return importlib.util.find_spec("transformer_engine") is not None
 
     def overrides(self) -> Overrides | None:
-        from dlm_bridge.parallel import torch_adam
+        from dlm_bridge.parallel.mcore_patches import process_wide
 
-        return torch_adam.OVERRIDES if torch_adam.in_use() else None
+        return process_wide.TORCH_ADAM if process_wide.uses_torch_adam() else None
 
 
 class CPU(Platform):
@@ -173,6 +268,6 @@ class CPU(Platform):
             Path("/proc/self/clear_refs").write_text("5")
 
     def overrides(self) -> Overrides | None:
-        from dlm_bridge.parallel import cpu
+        from dlm_bridge.parallel.mcore_patches import process_wide
 
-        return cpu.OVERRIDES
+        return process_wide.CPU_OVERRIDES

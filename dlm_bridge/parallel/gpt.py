@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.batch import MicroBatch
 from dlm_bridge.parallel.core import (
-    ColumnParallelLinear,
     GPTModel,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    tensor_parallel_layers,
 )
-from dlm_bridge.parallel.expert_dispatch import GatherDispatcher
-from dlm_bridge.parallel.fused.attention import fuses_heads, rotary_table
-from dlm_bridge.parallel.last_layer import LastLayer, rows_at
-from dlm_bridge.parallel.output import Chosen, Shard, chosen_loss
-from dlm_bridge.parallel.query_scaling import scales_queries, with_query_scale
-from dlm_bridge.parallel.rotary import rotary_angles
+from dlm_bridge.parallel.mcore_patches.modules import (
+    AllGatherDispatcher,
+    LossPositionsLayer,
+    OutputLayer,
+    patched_gradient_accumulation,
+)
+from dlm_bridge.parallel.output_layer import LossPositions
+from dlm_bridge.parallel.self_attention import (
+    fuses_heads,
+    rotary_angles,
+    rotary_table,
+    scales_queries,
+    with_query_scale,
+)
 
 # Settings of megatron-core that a forward pass of our own would not follow.
-IGNORED = {
+IGNORED_SETTINGS = {
     "defer_embedding_wgrad_compute": "the output layer keeps no logits for later",
     "fused_single_qkv_rope": "the engine has a kernel of its own for it, where it can",
     "mtp_num_layers": "the engine builds no multi-token prediction layers",
@@ -34,7 +36,7 @@ IGNORED = {
 }
 
 
-def arguments(batch: MicroBatch, num_terms: int = 1) -> dict[str, Any]:
+def model_inputs(batch: MicroBatch, num_terms: int = 1) -> dict[str, Any]:
     """What a call takes of a micro-batch: `model(**arguments(batch))`, through any wrapper, on every pipeline stage.
 
     `num_terms` is the objective's number of sums.
@@ -44,11 +46,11 @@ def arguments(batch: MicroBatch, num_terms: int = 1) -> dict[str, Any]:
         "position_ids": batch.position_ids,
         "attention_mask": batch.attention,
         "packed_seq_params": None if batch.packed is None else batch.packed.params(),
-        "chosen": Chosen(batch.chosen, batch.targets, batch.weights, batch.terms, num_terms),
+        "chosen": LossPositions(batch.chosen, batch.targets, batch.weights, batch.terms, num_terms),
     }
 
 
-class LiveModel(GPTModel):
+class BridgeGPTModel(GPTModel):
     """One pipeline stage of a model; `vocab` is its true vocabulary, without padding. Arguments else as GPTModel's.
     Raises DlmBridgeError for a setting that it would not follow.
 
@@ -57,16 +59,16 @@ class LiveModel(GPTModel):
     """
 
     def __init__(self, *args: Any, vocab: int, **kwargs: Any) -> None:
-        with _without_apex():
+        with patched_gradient_accumulation():
             super().__init__(*args, **kwargs)
-        for setting, reason in IGNORED.items():
+        for setting, reason in IGNORED_SETTINGS.items():
             if getattr(self.config, setting):
                 raise DlmBridgeError(f"{setting} would be ignored ({reason}): leave it off")
-        GatherDispatcher.take_over(self)
+        AllGatherDispatcher.take_over(self)
         if self.post_process:
             OutputLayer.take_over(self.output_layer, vocab)
             for layer in self.decoder.layers[-1:]:
-                LastLayer.take_over(layer, self.config)
+                LossPositionsLayer.take_over(layer, self.config)
 
     def forward(
         self,
@@ -74,7 +76,7 @@ class LiveModel(GPTModel):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: Any = None,
-        chosen: Chosen | None = None,
+        chosen: LossPositions | None = None,
     ) -> Any:
         """This stage's hidden states; on the last stage logits, or the loss of the `chosen` positions.
 
@@ -99,9 +101,9 @@ class LiveModel(GPTModel):
         logits_SBV, _ = self.output_layer(hidden_SBH, weight)
         return logits_SBV.transpose(0, 1).contiguous().float()
 
-    def _last_layer(self) -> LastLayer | None:
+    def _last_layer(self) -> LossPositionsLayer | None:
         """The layer that can give hidden states of chosen positions only; None where this stage has none."""
-        found = [layer for layer in self.decoder.layers[-1:] if isinstance(layer, LastLayer)]
+        found = [layer for layer in self.decoder.layers[-1:] if isinstance(layer, LossPositionsLayer)]
         return found[0] if found else None
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -126,84 +128,3 @@ class LiveModel(GPTModel):
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         """Nothing: `forward` knows what is asked of the hidden states."""
         return hidden_states
-
-
-class OutputLayer(ColumnParallelLinear):
-    """megatron-core's output layer, which besides logits of every position gives the loss of chosen ones.
-
-    The loss is a call of this module too, because data parallelism and FSDP wait for a module's weights in its hooks.
-    """
-
-    shard: Shard
-    accumulates: bool  # into `weight.main_grad`
-
-    @classmethod
-    def take_over(cls, layer: ColumnParallelLinear, vocab: int) -> None:
-        """Make an OutputLayer of the layer that GPTModel has built, for a true vocabulary of `vocab` tokens.
-
-        Raises DlmBridgeError where this rank would hold padding only.
-        """
-        rows, group = layer.output_size_per_partition, layer.tp_group
-        first = group.rank() * rows
-        if first >= vocab:
-            raise DlmBridgeError(
-                f"a vocabulary of {vocab} leaves tensor parallel rank {group.rank()} of {group.size()} without a "
-                "token: choose a smaller --tp"
-            )
-        layer.__class__ = cls
-        layer.shard = Shard(first, min(rows, vocab - first), group)
-        layer.accumulates = layer.gradient_accumulation_fusion
-        layer.gradient_accumulation_fusion = False  # of logits: that kernel is another library's
-
-    def forward(
-        self,
-        input_: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        chosen: Chosen | None = None,
-        whole: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As megatron-core's, with -inf at padded columns; with `chosen` the loss and its sums, as `chosen_loss`.
-
-        `input_` is [S, B, H], under sequence parallelism of this rank's positions only; if not `whole`, [M, 1, H] of
-        the chosen ones.
-        """
-        if chosen is None:
-            return super().forward(input_, weight, runtime_gather_output)
-        weight = self.weight if weight is None else weight
-        hidden_MH = self._rows(input_, chosen.positions if whole else None)
-        return chosen_loss(hidden_MH, weight, chosen, self.shard, self.accumulates)
-
-    def _forward_impl(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """megatron-core's logits of this rank's columns, before they are gathered."""
-        logits = super()._forward_impl(*args, **kwargs)
-        if padding := self.output_size_per_partition - self.shard.tokens:
-            logits = torch.nn.functional.pad(logits[..., :-padding], (0, padding), value=-torch.inf)
-        return logits
-
-    def _rows(self, hidden_SBH: torch.Tensor, positions_M: torch.Tensor | None) -> torch.Tensor:
-        """[M, H] of the positions b * S + s (None: these they are); the gradients of the tensor parallel ranks are
-        summed."""
-        if self.sequence_parallel:  # the gather's backward sums
-            assert positions_M is not None
-            return rows_at(gather_from_sequence_parallel_region(hidden_SBH, group=self.tp_group), positions_M)
-        hidden_MH = hidden_SBH.flatten(0, 1) if positions_M is None else rows_at(hidden_SBH, positions_M)
-        return copy_to_tensor_model_parallel_region(hidden_MH, group=self.tp_group)
-
-
-@contextmanager
-def _without_apex() -> Iterator[None]:
-    """Build layers where gradient_accumulation_fusion is on. megatron-core asks apex for it in its own linear layers;
-    under Transformer Engine only the output layer is one of those, and ours does without."""
-    available = tensor_parallel_layers._grad_accum_fusion_available
-    tensor_parallel_layers._grad_accum_fusion_available = available or platform.current().uses_transformer_engine()
-    try:
-        yield
-    except RuntimeError as error:
-        if "gradient_accumulation_fusion" not in str(error):
-            raise
-        raise DlmBridgeError(
-            "gradient_accumulation_fusion needs Transformer Engine: leave it off, or install it on a GPU"
-        ) from error
-    finally:
-        tensor_parallel_layers._grad_accum_fusion_available = available

@@ -8,14 +8,14 @@ import sys
 
 import torch.distributed as dist
 
-from dlm_bridge.convert.layout import Layout
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import platform
-from dlm_bridge.parallel.context import ParallelConfig
+from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.parallel import devices, platform
+from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import get_cuda_rng_tracker, model_parallel_cuda_manual_seed, parallel_state
 
 
-def initialize(layout: Layout, seed: int = 1234, parallel: ParallelConfig | None = None) -> None:
+def initialize(layout: Layout, seed: int = 1234, parallel: ContextParallelConfig | None = None) -> None:
     """Bring this process into the groups that `layout` and `parallel` (context parallel size 1 where None) ask for;
     ranks that are left over are data parallel.
 
@@ -25,7 +25,7 @@ def initialize(layout: Layout, seed: int = 1234, parallel: ParallelConfig | None
 
     Raises DlmBridgeError where the number of processes or existing groups do not fit the layout.
     """
-    parallel = parallel or ParallelConfig()
+    parallel = parallel or ContextParallelConfig()
     chosen = platform.current()
     chosen.prepare()
     _check_communication(chosen, parallel)
@@ -46,11 +46,11 @@ def initialize(layout: Layout, seed: int = 1234, parallel: ParallelConfig | None
         model_parallel_cuda_manual_seed(seed)
 
 
-def fit(layout: Layout, parallel: ParallelConfig | None = None) -> bool:
+def fit(layout: Layout, parallel: ContextParallelConfig | None = None) -> bool:
     """Whether there are groups, and they are those of the layout."""
     if not parallel_state.model_parallel_is_initialized():
         return False
-    found_and_wanted = _found_and_wanted(layout, parallel or ParallelConfig())
+    found_and_wanted = _found_and_wanted(layout, parallel or ContextParallelConfig())
     return all(found == wanted for found, wanted in found_and_wanted.values())
 
 
@@ -74,14 +74,14 @@ def destroy() -> None:
     get_cuda_rng_tracker().reset()
 
 
-def _check_communication(chosen: platform.Platform, parallel: ParallelConfig) -> None:
+def _check_communication(chosen: devices.Platform, parallel: ContextParallelConfig) -> None:
     if parallel.cp_comm_type in ("a2a", "a2a+p2p") and not chosen.uses_transformer_engine():
         raise DlmBridgeError(f"--cp-comm-type {parallel.cp_comm_type} needs Transformer Engine: leave it out")
     if parallel.hierarchical_cp_sizes is not None and importlib.util.find_spec("einops") is None:
         raise DlmBridgeError("megatron-core makes hierarchical groups with einops: pip install einops")
 
 
-def _join(chosen: platform.Platform, layout: Layout, parallel: ParallelConfig) -> None:
+def _join(chosen: devices.Platform, layout: Layout, parallel: ContextParallelConfig) -> None:
     """Initialise torch.distributed where nobody has."""
     need = parallel.world_size(layout)
     if dist.is_initialized():
@@ -108,7 +108,7 @@ def _join(chosen: platform.Platform, layout: Layout, parallel: ParallelConfig) -
         dist.init_process_group(chosen.backend, device_id=device)
 
 
-def _check_groups(layout: Layout, parallel: ParallelConfig) -> None:
+def _check_groups(layout: Layout, parallel: ContextParallelConfig) -> None:
     for name, (found, wanted) in _found_and_wanted(layout, parallel).items():
         if found != wanted:
             raise DlmBridgeError(
@@ -117,7 +117,7 @@ def _check_groups(layout: Layout, parallel: ParallelConfig) -> None:
             )
 
 
-def _found_and_wanted(layout: Layout, parallel: ParallelConfig) -> dict[str, tuple[object, object]]:
+def _found_and_wanted(layout: Layout, parallel: ContextParallelConfig) -> dict[str, tuple[object, object]]:
     hierarchy = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
     return {
         "tp": (parallel_state.get_tensor_model_parallel_world_size(), layout.tp),
@@ -137,7 +137,7 @@ def _list(sizes: tuple[int, ...] | None) -> list[int] | None:
     return None if sizes is None else list(sizes)
 
 
-def _sizes(layout: Layout, parallel: ParallelConfig) -> str:
+def _sizes(layout: Layout, parallel: ContextParallelConfig) -> str:
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
     experts = f" (experts: ep {layout.ep} x etp {layout.expert_tp})" if layout.ep > 1 or layout.etp is not None else ""
     return f"tp {layout.tp} x pp {layout.pp}{context}{experts}"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from dlm_bridge.convert.mapping import Carried, Link
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import ParamMapping, Passthrough
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import parallel_state
-from dlm_bridge.parallel.fsdp import original, unwrapped
-from dlm_bridge.parallel.hub_writer import HubWriter
+from dlm_bridge.parallel.mcore_patches.fsdp import original, unwrapped
 from dlm_bridge.parallel.weights import (
     OUTPUT,
     is_vocabulary,
@@ -40,9 +40,9 @@ def stream_hf_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[str
     source has it. Raises DlmBridgeError where the model and the mapping do not cover each other.
     """
     yield from stream_live_weights(bridge, megatron_model)
-    for link in bridge.checkpoint.links:
-        if link.is_mtp:
-            yield from zip(link.hub_names, bridge.checkpoint.read_link(link), strict=True)
+    for param in bridge.checkpoint.params:
+        if param.is_mtp:
+            yield from zip(param.hub_names, bridge.checkpoint.read_param(param), strict=True)
     for name, entry in _carried(bridge).items():
         if not entry.copy_of:
             yield name, bridge.read(name)
@@ -53,11 +53,11 @@ def stream_live_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[s
     """`stream_hf_weights` without what the live model does not have: nothing is read."""
     chunks = list(megatron_model) if isinstance(megatron_model, Sequence | torch.nn.ModuleList) else [megatron_model]
     gather = _Gather(unwrapped(chunks))
-    links = _live_links(bridge)
-    gather.check(links, tied=bridge.dims.tied)
+    params = _live_params(bridge)
+    gather.check(params, tied=bridge.dims.tied)
     carried = _carried(bridge)
-    for link in links:
-        for name, tensor in zip(link.hub_names, link.to_hub(gather(link)), strict=True):
+    for param in params:
+        for name, tensor in zip(param.hub_names, param.to_hub(gather(param)), strict=True):
             yield name, tensor.contiguous()
             for copy, entry in carried.items():
                 if entry.copy_of == name:
@@ -71,36 +71,36 @@ def refresh_hf_model(bridge: Bridge, hf_model: PreTrainedModel, megatron_model: 
     Collective, as `stream_hf_weights`; the Hub model keeps its own dtype and device. Raises DlmBridgeError, before
     anything is written, where the two models do not have the same tensors.
     """
-    writer = HubWriter(hf_model)
+    writer = InPlaceWriter(hf_model)
     wanted = {
         name: shape
-        for link in _live_links(bridge)
-        for name, shape in zip(link.hub_names, link.hub_shapes, strict=True)
+        for param in _live_params(bridge)
+        for name, shape in zip(param.hub_names, param.hub_shapes, strict=True)
     }
     for name, shape in wanted.items():
         if name not in writer.shapes:
             raise DlmBridgeError(f"{name}: the Hub model does not have this tensor")
         if writer.shapes[name] != shape:
             raise DlmBridgeError(f"{name} has shape {writer.shapes[name]} in the Hub model, but {shape} here")
-    if extra := sorted(writer.shapes.keys() - wanted.keys() - bridge.mapping.carried_names(bridge.dims).keys()):
+    if extra := sorted(writer.shapes.keys() - wanted.keys() - bridge.mapping.passthrough_names(bridge.dims).keys()):
         raise DlmBridgeError(f"{extra[0]}: the Hub model has this tensor, but the mapping does not know it")
     for name, tensor in stream_live_weights(bridge, megatron_model):
         if name in wanted:
             writer.write(name, tensor)
 
 
-def _live_links(bridge: Bridge) -> list[Link]:
+def _live_params(bridge: Bridge) -> list[ParamMapping]:
     """Those of a live model, which has no multi-token prediction layers, nor has transformers' model."""
-    return [link for link in bridge.mapping.links(bridge.dims) if not link.is_mtp]
+    return [param for param in bridge.mapping.params(bridge.dims) if not param.is_mtp]
 
 
-def _carried(bridge: Bridge) -> dict[str, Carried]:
+def _carried(bridge: Bridge) -> dict[str, Passthrough]:
     names = set(bridge.hub_names())
-    return {name: entry for name, entry in bridge.mapping.carried_names(bridge.dims).items() if name in names}
+    return {name: entry for name, entry in bridge.mapping.passthrough_names(bridge.dims).items() if name in names}
 
 
 class _Gather:
-    """Gathers one link's unsharded Megatron tensor from the (expert) tensor parallel ranks that hold it, and hands it
+    """Gathers one param's unsharded Megatron tensor from the (expert) tensor parallel ranks that hold it, and hands it
     to all other expert parallel ranks and then to all other pipeline stages."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
@@ -128,65 +128,127 @@ class _Gather:
         dist.all_gather_object(of_all, of_stage, group=self.pp_group)
         return of_all
 
-    def check(self, links: list[Link], tied: bool) -> None:
-        """Raise DlmBridgeError, on every rank alike, unless the links cover the live model exactly."""
+    def check(self, params: list[ParamMapping], tied: bool) -> None:
+        """Raise DlmBridgeError, on every rank alike, unless the params cover the live model exactly."""
         if tied != self.tied:
             raise DlmBridgeError(
                 f"the live Megatron model's output layer is {'' if self.tied else 'not '}tied to its embedding, but "
                 f"the Hub config's is{'' if tied else ' not'}"
             )
-        names = {link.megatron_name for link in links}
+        names = {param.megatron_name for param in params}
         if missing := sorted(names - self.owners.keys()):
             raise DlmBridgeError(f"{missing[0]}: the live Megatron model does not have this parameter")
         # A tied output layer on the last stage repeats the embedding of the first.
         if extra := sorted(self.owners.keys() - names - ({OUTPUT} if tied else set())):
             raise DlmBridgeError(f"{extra[0]}: the mapping does not know this parameter of the live Megatron model")
-        for link in links:
-            wanted, found = list(link.megatron_shape), list(self.shapes[link.megatron_name])
-            if link.rule.tp_axis is not None:
-                wanted[link.rule.tp_axis] = sum(length for _, length in link.tp_slices(0, tensor_parallel(link)[1]))
-            padded = is_vocabulary(link) and found[1:] == wanted[1:] and found[0] >= wanted[0]
+        for param in params:
+            wanted, found = list(param.megatron_shape), list(self.shapes[param.megatron_name])
+            if param.rule.tp_axis is not None:
+                wanted[param.rule.tp_axis] = sum(length for _, length in param.tp_slices(0, tensor_parallel(param)[1]))
+            padded = is_vocabulary(param) and found[1:] == wanted[1:] and found[0] >= wanted[0]
             if found != wanted and not padded:
                 raise DlmBridgeError(
-                    f"{link.megatron_name} has shape {tuple(found)} in the live Megatron model at tp "
-                    f"{tensor_parallel(link)[1]}, but the Hub config asks for {tuple(wanted)}"
+                    f"{param.megatron_name} has shape {tuple(found)} in the live Megatron model at tp "
+                    f"{tensor_parallel(param)[1]}, but the Hub config asks for {tuple(wanted)}"
                 )
 
-    def __call__(self, link: Link) -> torch.Tensor:
-        name = link.megatron_name
-        whole = torch.empty(link.megatron_shape, dtype=self.dtypes[name], device=platform.current().device())
+    def __call__(self, param: ParamMapping) -> torch.Tensor:
+        name = param.megatron_name
+        whole = torch.empty(param.megatron_shape, dtype=self.dtypes[name], device=platform.current().device())
         stage, ep_rank = self.owners[name]
-        of_expert = link.expert is not None
+        of_expert = param.expert is not None
         if self.pp_rank == stage and (not of_expert or self.ep_rank == ep_rank):
-            self._from_tensor_parallel(link, values(self.live[name]), whole)
+            self._from_tensor_parallel(param, values(self.live[name]), whole)
         if self.pp_rank == stage and of_expert and self.ep_group.size() > 1:
             dist.broadcast(whole, group=self.ep_group, group_src=ep_rank)
         if self.pp_group.size() > 1:
             dist.broadcast(whole, group=self.pp_group, group_src=stage)
         return whole
 
-    def _from_tensor_parallel(self, link: Link, shard: torch.Tensor, whole: torch.Tensor) -> None:
+    def _from_tensor_parallel(self, param: ParamMapping, shard: torch.Tensor, whole: torch.Tensor) -> None:
         """The inverse of `Link.shard`: each rank's ranges go back to their places, padding rows to none."""
-        axis = link.rule.tp_axis
+        axis = param.rule.tp_axis
         if axis is None:
             whole.copy_(shard)
             return
-        _, size = tensor_parallel(link)
+        _, size = tensor_parallel(param)
         shards = [shard]
         if size > 1:
             shards = [torch.empty_like(shard) for _ in range(size)]
-            dist.all_gather(shards, shard.contiguous(), group=_tensor_parallel_group(link))
+            dist.all_gather(shards, shard.contiguous(), group=_tensor_parallel_group(param))
         for rank, part in enumerate(shards):
             offset = 0
-            ranges = link.tp_slices(rank, size)
-            if is_vocabulary(link):
-                ranges = (vocabulary_range(link, rank, len(part)),)
+            ranges = param.tp_slices(rank, size)
+            if is_vocabulary(param):
+                ranges = (vocabulary_range(param, rank, len(part)),)
             for start, length in ranges:
                 whole.narrow(axis, start, length).copy_(part.narrow(axis, offset, length))
                 offset += length
 
 
-def _tensor_parallel_group(link: Link) -> dist.ProcessGroup:
-    if link.expert is not None:
+def _tensor_parallel_group(param: ParamMapping) -> dist.ProcessGroup:
+    if param.expert is not None:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+
+
+class InPlaceWriter:
+    """A live model's parameters as targets under their Hub names.
+
+    transformers merges some Hub tensors into one parameter (experts), and only its own conversion knows how. Run
+    backwards on a parameter it gives the Hub tensors, as views or as copies; run backwards on the numbers of the
+    parameter's elements it says where each element of a copy came from. Memory is bounded by a layer.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._groups: dict[str, dict[str, torch.Tensor]] = {}  # by layer: what the model names its tensors
+        for name, tensor in [*model.named_parameters(), *_stored_buffers(model)]:  # a tied weight comes once
+            match = _LAYER.search(name)
+            self._groups.setdefault(name[: match.end()] if match else "", {})[name] = tensor.data
+        self._group_of: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of every Hub tensor
+        for group, tensors in self._groups.items():
+            for name, tensor in tensors.items():
+                for hub_name, part in self._to_hub(name, torch.empty_like(tensor, device="meta")).items():
+                    self._group_of[hub_name], self.shapes[hub_name] = group, tuple(part.shape)
+        self._open: str | None = None
+        self._views: dict[str, torch.Tensor] = {}
+        self._places: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # a tensor, and which of its elements
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a Hub tensor into the model, in the model's dtype. Fastest where a layer's tensors come together."""
+        if self._group_of[name] != self._open:
+            self._load(self._group_of[name])
+        if name in self._views:
+            self._views[name].copy_(tensor)
+        else:
+            merged, elements = self._places[name]
+            merged.view(-1)[elements] = tensor.to(merged).view(-1)
+
+    def _to_hub(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self._model, {name: tensor}))
+
+    def _load(self, group: str) -> None:
+        self._open, self._views, self._places = group, {}, {}
+        for name, tensor in self._groups[group].items():
+            parts = self._to_hub(name, tensor)
+            if all(
+                part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts.values()
+            ):
+                self._views |= parts
+                continue
+            numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
+            for hub_name, elements in self._to_hub(name, numbers).items():
+                self._places[hub_name] = (tensor, elements.reshape(-1))
+
+
+def _stored_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """Buffers that checkpoints hold, such as a router's bias."""
+    stored = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]

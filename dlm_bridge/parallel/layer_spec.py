@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
-from dlm_bridge.parallel.activation import TransformerEngineActivation
-from dlm_bridge.parallel.attention import MASK_TYPES, check_topology
-from dlm_bridge.parallel.attention_core import LocalAttention, transformer_engine_attention
+from dlm_bridge.parallel.attention import MASK_TYPES, check_attention_pattern
 from dlm_bridge.parallel.core import (
     IdentityOp,
     MLASelfAttentionSubmodules,
     ModuleSpec,
-    TopKRouter,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
@@ -23,10 +18,22 @@ from dlm_bridge.parallel.core import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
-from dlm_bridge.parallel.fused.attention import FusedSelfAttention, HeadNorm, fuses_heads
-from dlm_bridge.parallel.latent_attention import LatentAttention, ReplicatedLinear
-from dlm_bridge.parallel.layer_norms import LocalHeadNorm, LocalRMSNorm
-from dlm_bridge.parallel.query_scaling import ScaledQueryAttention, scales_queries
+from dlm_bridge.parallel.core_attention import LocalAttention, transformer_engine_attention
+from dlm_bridge.parallel.mcore_patches.modules import (
+    LocalHeadNorm,
+    LocalRMSNorm,
+    LocalRouter,
+    ReplicatedLinear,
+    TransformerEngineActivation,
+)
+from dlm_bridge.parallel.self_attention import (
+    FusedSelfAttention,
+    HeadNorm,
+    LatentAttention,
+    ScaledQueryAttention,
+    fuses_heads,
+    scales_queries,
+)
 
 PRE_MLP_NORM = "pre_mlp_layernorm."
 # What latent attention's norms are called where Transformer Engine fuses them with the linear layers that follow.
@@ -37,16 +44,18 @@ LATENT_NAMES = {
 }
 
 
-def block_spec(config: TransformerConfig, topology: str, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, attention_pattern: str, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this rank's pipeline stage (virtual stage `vp_stage`) and the final norm.
 
     Transformer Engine's modules where it is installed and CUDA is the platform, else megatron-core's local ones.
-    Raises DlmBridgeError for a topology, a normalisation or a combination that the engine does not have.
+    Raises DlmBridgeError for a attention_pattern, a normalisation or a combination that the engine does not have.
     """
-    _check(config, topology)
+    _check(config, attention_pattern)
     engine = uses_transformer_engine()
-    dense = _layer(config, topology, engine, experts=None)
-    sparse = _layer(config, topology, engine, experts=config.num_moe_experts) if config.num_moe_experts else dense
+    dense = _layer(config, attention_pattern, engine, experts=None)
+    sparse = (
+        _layer(config, attention_pattern, engine, experts=config.num_moe_experts) if config.num_moe_experts else dense
+    )
     first = get_transformer_layer_offset(config, vp_stage)
     mine = range(first, first + get_num_layers_to_build(config, vp_stage))
     layers = [sparse if _has_experts(config, layer) else dense for layer in mine]
@@ -58,34 +67,18 @@ def uses_transformer_engine() -> bool:
     return platform.current().uses_transformer_engine()
 
 
-class LocalRouter(TopKRouter):
-    """megatron-core's router with plain torch, since megatron-core 0.16.1 takes Transformer Engine for granted here:
-    without it the name of its matrix product is undefined."""
-
-    def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits [S, B, E] of hidden states [S, B, H], in `moe_router_dtype` where that is set."""
-        dtype = {"fp32": torch.float32, "fp64": torch.float64, None: input.dtype}[self.config.moe_router_dtype]
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
-
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Count tokens per expert; megatron-core compiles these two lines, which takes seconds."""
-        if self.enable_expert_bias and torch.is_grad_enabled():
-            with torch.no_grad():
-                real = routing_map if padding_mask is None else routing_map & ~padding_mask
-                self.local_tokens_per_expert += real.sum(dim=0)
-
-
-def _check(config: TransformerConfig, topology: str) -> None:
-    check_topology(topology)
-    if topology == "block_causal" and config.cp_comm_type in ("a2a", "a2a+p2p"):
+def _check(config: TransformerConfig, attention_pattern: str) -> None:
+    check_attention_pattern(attention_pattern)
+    if attention_pattern == "block_causal" and config.cp_comm_type in ("a2a", "a2a+p2p"):
         raise DlmBridgeError(
             f"--cp-comm-type {config.cp_comm_type}: block-causal attention gathers keys and values: leave it out"
         )
     if config.normalization != "RMSNorm":
         raise DlmBridgeError(f"the Megatron engine has no {config.normalization}, only RMSNorm")
-    if config.window_size is not None and topology != "causal":
-        raise DlmBridgeError(f"megatron-core's sliding window is causal, this model's attention is {topology}")
+    if config.window_size is not None and attention_pattern != "causal":
+        raise DlmBridgeError(
+            f"megatron-core's sliding window is causal, this model's attention is {attention_pattern}"
+        )
     if config.moe_grouped_gemm and not uses_transformer_engine():
         raise DlmBridgeError("moe_grouped_gemm needs Transformer Engine: leave it off, or install it on a GPU")
 
@@ -95,7 +88,7 @@ def _has_experts(config: TransformerConfig, layer: int) -> bool:
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
 
 
-def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int | None) -> ModuleSpec:
+def _layer(config: TransformerConfig, attention_pattern: str, engine: bool, experts: int | None) -> ModuleSpec:
     """One kind of layer, dense where `experts` is None."""
     kind = {
         "num_experts": experts,
@@ -120,7 +113,7 @@ def _layer(config: TransformerConfig, topology: str, engine: bool, experts: int 
         _set_head_norms(attention.submodules, HeadNorm)
     if config.multi_latent_attention:
         attention.module = LatentAttention
-    attention.params["attn_mask_type"] = MASK_TYPES[topology]
+    attention.params["attn_mask_type"] = MASK_TYPES[attention_pattern]
     attention.submodules.core_attention = transformer_engine_attention() if engine else LocalAttention
     return layer
 

@@ -1,22 +1,30 @@
-"""Weights of a live megatron-core model under their Megatron names, and their loading from the Hub's tensors."""
+"""Weights of a live megatron-core model under their Megatron names; loading of parameters and of fp32 main params."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.mapping import Link, Vocabulary
-from dlm_bridge.convert.pool import run_tasks, worker_count
-from dlm_bridge.convert.tensors import dtype_name
+from dlm_bridge.convert.workers import run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel.core import dequantize_fp8_tensor, is_float8tensor, parallel_state
-from dlm_bridge.parallel.fsdp import is_sharded, whole
+from dlm_bridge.mapping.dtypes import dtype_name
+from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
+from dlm_bridge.parallel.core import dequantize_fp8_tensor, is_float8tensor, parallel_state, unwrap_model
+from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, fsdp_shards, is_sharded, original, whole
+from dlm_bridge.parallel.mcore_patches.optimizers import (
+    inner_main_params,
+    keeps_inner_main_params,
+    parts_of,
+    write_main_param,
+)
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -62,9 +70,9 @@ def expert_name(name: str, first: int) -> str:
     return name
 
 
-def tensor_parallel(link: Link) -> tuple[int, int]:
-    """This process's rank and the size of the group over which a link's tensor is split: experts have their own."""
-    if link.expert is not None:
+def tensor_parallel(param: ParamMapping) -> tuple[int, int]:
+    """This process's rank and the size of the group over which a param's tensor is split: experts have their own."""
+    if param.expert is not None:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
             parallel_state.get_expert_tensor_parallel_world_size(),
@@ -87,8 +95,8 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The one dtype of all the source's weights, but for those that keep their own. Raises DlmBridgeError where they
     differ."""
     first: dict[torch.dtype, str] = {}
-    for name, link in checkpoint.link_of.items():
-        if not link.rule.own_dtype:
+    for name, param in checkpoint.param_of.items():
+        if not param.rule.own_dtype:
             first.setdefault(checkpoint.spec(name)[0], name)
     if len(first) > 1:
         (one, one_name), (two, two_name), *_ = first.items()
@@ -100,7 +108,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def load(chunks: Sequence[Any], checkpoint: Checkpoint, values: bool = True) -> None:
-    """Fill this rank's chunks, a few links at a time, reading only what its stages and experts are, each once.
+    """Fill this rank's chunks, a few params at a time, reading only what its stages and experts are, each once.
 
     The values take the parameters' dtype, but a tensor with a dtype of its own (a router in fp32) is never narrowed;
     padded vocabulary rows become zero. Without `values` all is zero, and only the tensors with a dtype of their own
@@ -110,14 +118,14 @@ def load(chunks: Sequence[Any], checkpoint: Checkpoint, values: bool = True) -> 
     live = live_tensors(chunks)
     unset = set(live)
     tasks = []
-    for link in checkpoint.links:
-        targets = {name: live[name] for name in places(link) if name in live}
+    for param in checkpoint.params:
+        targets = {name: live[name] for name in places(param) if name in live}
         for name in targets:
             if name not in unset:
                 raise DlmBridgeError(f"{name}: the mapping sets this parameter twice")
             unset.remove(name)
-        if targets and (values or link.rule.own_dtype):
-            tasks.append((link_bytes(checkpoint, link), partial(_load_link, checkpoint, link, targets)))
+        if targets and (values or param.rule.own_dtype):
+            tasks.append((param_bytes(checkpoint, param), partial(_load_param, checkpoint, param, targets)))
         else:
             for target in targets.values():
                 target.data.zero_()
@@ -127,26 +135,26 @@ def load(chunks: Sequence[Any], checkpoint: Checkpoint, values: bool = True) -> 
 
 
 @torch.no_grad()
-def _load_link(checkpoint: Checkpoint, link: Link, targets: dict[str, torch.Tensor]) -> None:
-    whole = link.to_megatron(checkpoint.read_link(link))
+def _load_param(checkpoint: Checkpoint, param: ParamMapping, targets: dict[str, torch.Tensor]) -> None:
+    whole = param.to_megatron(checkpoint.read_param(param))
     for name, target in targets.items():
-        shard = shard_of(link, whole, target)
+        shard = shard_of(param, whole, target)
         with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
-            _fill(name, target, shard, link)
+            _fill(name, target, shard, param)
 
 
-def shard_of(link: Link, whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """What this process's tensor parallel rank holds of a link's whole tensor, in the parameter `target`: without the
+def shard_of(param: ParamMapping, whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """What this process's tensor parallel rank holds of a param's whole tensor, in the parameter `target`: without the
     rows of a padded vocabulary, which `target` may have besides."""
-    rank, size = tensor_parallel(link)
-    if is_vocabulary(link):
-        return whole.narrow(0, *vocabulary_range(link, rank, target.shape[0]))
-    return link.shard(whole, rank, size)
+    rank, size = tensor_parallel(param)
+    if is_vocabulary(param):
+        return whole.narrow(0, *vocabulary_range(param, rank, target.shape[0]))
+    return param.shard(whole, rank, size)
 
 
-def link_bytes(checkpoint: Checkpoint, link: Link) -> int:
-    """The size of a link's stored tensors."""
-    specs = [checkpoint.spec(name) for name in link.hub_names]
+def param_bytes(checkpoint: Checkpoint, param: ParamMapping) -> int:
+    """The size of a param's stored tensors."""
+    specs = [checkpoint.spec(name) for name in param.hub_names]
     return sum(dtype.itemsize * math.prod(shape) for dtype, shape in specs)
 
 
@@ -158,23 +166,23 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
     return dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor.detach()
 
 
-def places(link: Link) -> tuple[str, ...]:
-    """Where a link's tensor stands in a model: a tied embedding also is the last pipeline stage's output layer."""
-    if link.dims.tied and link.megatron_name == EMBEDDING:
+def places(param: ParamMapping) -> tuple[str, ...]:
+    """Where a param's tensor stands in a model: a tied embedding also is the last pipeline stage's output layer."""
+    if param.dims.tied and param.megatron_name == EMBEDDING:
         return (EMBEDDING, OUTPUT)
-    return (link.megatron_name,)
+    return (param.megatron_name,)
 
 
-def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, link: Link) -> None:
+def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, param: ParamMapping) -> None:
     """Copy a shard into a parameter, which may have more rows where it is a padded vocabulary."""
     rows = shard.shape[0]
-    padded = is_vocabulary(link) and target.shape[1:] == shard.shape[1:] and target.shape[0] > rows
+    padded = is_vocabulary(param) and target.shape[1:] == shard.shape[1:] and target.shape[0] > rows
     if target.shape != shard.shape and not padded:
         raise DlmBridgeError(
             f"{name}: the Megatron model has shape {tuple(target.shape)} here, but the mapping gives "
             f"{tuple(shard.shape)}"
         )
-    if link.rule.own_dtype:
+    if param.rule.own_dtype:
         target.data = target.data.to(torch.promote_types(target.dtype, shard.dtype))
     if rows < len(target):
         target.data[:rows].copy_(shard)
@@ -185,14 +193,102 @@ def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, link: Link) -> N
         target.get_high_precision_init_val().copy_(shard)
 
 
-def is_vocabulary(link: Link) -> bool:
+def is_vocabulary(param: ParamMapping) -> bool:
     """Whether rows are tokens, which Megatron may pad."""
-    return isinstance(link.rule, Vocabulary)
+    return isinstance(param.rule, Vocabulary)
 
 
-def vocabulary_range(link: Link, tp_rank: int, rows: int) -> tuple[int, int]:
+def vocabulary_range(param: ParamMapping, tp_rank: int, rows: int) -> tuple[int, int]:
     """The (start, length) of the true vocabulary that a tensor parallel rank with `rows` rows holds; what is left of
     the rows is padding, which only the last ranks have."""
-    vocab = link.megatron_shape[0]
+    vocab = param.megatron_shape[0]
     start = min(tp_rank * rows, vocab)
     return start, min(rows, vocab - start)
+
+
+@dataclass(frozen=True)
+class MainParamShard:
+    """The fp32 values of `size` elements from `start` on of a flattened parameter: all of them, or a data parallel
+    rank's share. `write` takes them, flat."""
+
+    start: int
+    size: int
+    write: Callable[[torch.Tensor], Any]
+
+    @classmethod
+    def of(cls, values: torch.Tensor, start: int) -> MainParamShard:
+        """A master that is a tensor."""
+        return cls(start, values.numel(), values.copy_)
+
+
+def load_main_params(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoint) -> None:
+    """Set the masters of a rank's wrapped chunks to the values in `checkpoint`, from which the chunks were loaded.
+
+    Read are only tensors that are stored in another dtype than the parameters', of which this rank has masters.
+    """
+    sharded = chunks[0].ddp_config.use_megatron_fsdp
+    live = live_tensors([chunk.module.module for chunk in chunks] if sharded else unwrap_model(list(chunks)))
+    masters = dict(_fsdp_main_params(chunks, live) if sharded else _main_params(optimizer))
+    if not masters:
+        return
+    tasks = []
+    for param in checkpoint.params:
+        targets = [live[name] for name in places(param) if name in live and live[name] in masters]
+        stored = {checkpoint.spec(name)[0] for name in param.hub_names}
+        targets = [target for target in targets if stored != {original(target).dtype} and masters[target].size]
+        if targets:
+            pairs = [(original(target), masters[target]) for target in targets]
+            tasks.append((param_bytes(checkpoint, param), partial(_load_main_param, checkpoint, param, pairs)))
+    run_tasks(tasks, worker_count(None))
+
+
+def _main_params(optimizer: Any) -> Iterator[tuple[torch.Tensor, MainParamShard]]:
+    for part in parts_of(optimizer):
+        if keeps_inner_main_params(part):
+            for parameter, share in inner_main_params(part):
+                write = partial(write_main_param, part.optimizer, share)
+                yield (
+                    parameter,
+                    MainParamShard(part._get_model_param_range_map(parameter)["param"].start, share.numel(), write),
+                )
+        elif hasattr(part, "shard_fp32_from_float16_groups"):  # the distributed optimizer
+            for parameters, shards in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
+                for parameter, shard in zip(parameters, shards, strict=True):
+                    if shard is not None:
+                        yield (
+                            parameter,
+                            MainParamShard.of(shard, part._get_model_param_range_map(parameter)["param"].start),
+                        )
+        elif hasattr(part, "fp32_from_float16_groups"):
+            for parameters, wholes in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+                for parameter, whole in zip(parameters, wholes, strict=True):
+                    yield parameter, MainParamShard.of(whole.view(-1), 0)
+
+
+def _fsdp_main_params(
+    chunks: Sequence[Any], live: dict[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, MainParamShard]]:
+    """Megatron FSDP's optimizer updates fp32 rows in place of the parameters, as whose they are known to the model."""
+    parts: dict[int, FSDPShard] = {}
+    for chunk in chunks:
+        for part in fsdp_shards(chunk):
+            parts |= {id(part.parameter): part, id(original(part.parameter)): part}
+    for tensor in live.values():
+        if (found := parts.get(id(tensor))) is None:
+            continue
+        rows = found.parameter._local_tensor.detach()
+        if rows.dtype == torch.float32:
+            yield tensor, MainParamShard.of(rows.view(-1), found.start * prod(found.part[1:]))
+
+
+@torch.no_grad()
+def _load_main_param(
+    checkpoint: Checkpoint, param: ParamMapping, pairs: Sequence[tuple[torch.Tensor, MainParamShard]]
+) -> None:
+    whole = param.to_megatron(checkpoint.read_param(param))
+    for target, master in pairs:
+        flat = shard_of(param, whole, target).reshape(-1)
+        values = flat[master.start : master.start + master.size]
+        values = torch.nn.functional.pad(values, (0, master.size - len(values)))  # rows of a padded vocabulary
+        with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
+            master.write(values)

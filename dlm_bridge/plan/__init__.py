@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlm_bridge.plan.memory import MemoryPlan, StageMemory, memory_plan
-from dlm_bridge.plan.model import Model, open_model
-from dlm_bridge.plan.run import Run
+from dlm_bridge.plan.model import PlannedModel, open_model
+from dlm_bridge.plan.run import PlannedRun
 
-__all__ = ["MemoryPlan", "Model", "Run", "StageMemory", "memory_plan", "open_model"]
+__all__ = ["MemoryPlan", "PlannedModel", "PlannedRun", "StageMemory", "memory_plan", "open_model"]

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from dlm_bridge.plan.activations import copies
-from dlm_bridge.plan.hardware import Hardware
-from dlm_bridge.plan.model import Model
-from dlm_bridge.plan.run import Run
+from dlm_bridge.plan.memory import copies
+from dlm_bridge.plan.model import PlannedModel
+from dlm_bridge.plan.run import Hardware, PlannedRun
 
 # Passes over each expert token copy in memory for permuting it there and back, forward and backward, and reading it.
 _EXPERT_PASSES = 10
@@ -64,7 +63,7 @@ class _Work:
         return sum(vars(self).values())
 
 
-def step_time(model: Model, run: Run, hardware: Hardware) -> StepTime:
+def step_time(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> StepTime:
     """Of a run that `Run.check` accepts."""
     layout = run.layout
     kinds = model.kinds(layout)
@@ -94,7 +93,7 @@ def step_time(model: Model, run: Run, hardware: Hardware) -> StepTime:
     )
 
 
-def _layer(model: Model, run: Run, hardware: Hardware, moe: bool) -> _Work:
+def _layer(model: PlannedModel, run: PlannedRun, hardware: Hardware, moe: bool) -> _Work:
     layout, dims = run.layout, model.dims
     held = model.layer(moe, layout.tp, layout.ep, layout.expert_tp)
     dense = sum(held.get(role, 0) for role in ("attention", "mlp", "router", "shared experts"))
@@ -114,25 +113,25 @@ def _layer(model: Model, run: Run, hardware: Hardware, moe: bool) -> _Work:
     return work
 
 
-def _rate(run: Run, hardware: Hardware) -> float:
+def _rate(run: PlannedRun, hardware: Hardware) -> float:
     """FLOP/s of matrix products: few rows fill a GPU badly."""
     filled = run.tokens / (run.tokens + hardware.small_rows)
     return hardware.flops * hardware.matmul_efficiency * filled * _speedup(run)
 
 
-def _speedup(run: Run) -> float:
+def _speedup(run: PlannedRun) -> float:
     """Of FP8 matrix products over bf16's: twice the rate, but casts in between."""
     return {"fp8": 1.5, "fp32": 0.06}.get(run.precision, 1.0)
 
 
-def _attention_flops(model: Model, run: Run) -> float:
+def _attention_flops(model: PlannedModel, run: PlannedRun) -> float:
     """Forward, of scores and their product with the values; a causal kernel skips half."""
     values = model.size("values") if model.latent_attention else model.dims.q_rows
     seen = run.seq_length * run.streams / (2 if model.causal or run.streams > 1 else 1)
     return 2 * (model.dims.q_rows + values) / run.layout.tp * seen * run.tokens
 
 
-def _expert_seconds(model: Model, run: Run, hardware: Hardware) -> float:
+def _expert_seconds(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> float:
     """Forward, of the fullest rank: grouped matrix products, and moving the copies through memory."""
     dims, layout = model.dims, run.layout
     rows = copies(model, run) * run.tokens
@@ -143,7 +142,7 @@ def _expert_seconds(model: Model, run: Run, hardware: Hardware) -> float:
     return flops / (hardware.flops * hardware.expert_efficiency * _speedup(run)) + moved
 
 
-def _tensor_parallel(model: Model, run: Run, hardware: Hardware) -> float:
+def _tensor_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> float:
     """Two all-gathers and two reduce-scatters of the hidden states forward, and the same backward."""
     tp = run.layout.tp
     if tp == 1:
@@ -152,7 +151,7 @@ def _tensor_parallel(model: Model, run: Run, hardware: Hardware) -> float:
     return 8 * (volume / hardware.bandwidth(tp) + hardware.message_latency)
 
 
-def _context_parallel(model: Model, run: Run, hardware: Hardware, attention: float) -> float:
+def _context_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware, attention: float) -> float:
     """Keys and values go round the ring while attention runs (three rounds, forward and backward); what it does not
     hide counts. Ranks of a ring are `tp` apart."""
     if run.cp == 1:
@@ -164,7 +163,7 @@ def _context_parallel(model: Model, run: Run, hardware: Hardware, attention: flo
     return max(0.1 * seconds, seconds - attention)
 
 
-def _expert_parallel(model: Model, run: Run, hardware: Hardware) -> float:
+def _expert_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> float:
     """All-to-all of the copies to their experts and back, forward and backward; within a node at NVLink's rate. An
     all-gather moves a copy to every rank, and is automatic where those are fewer than a token's experts.
 
@@ -187,7 +186,13 @@ def _expert_parallel(model: Model, run: Run, hardware: Hardware) -> float:
 
 
 def _selective(
-    model: Model, run: Run, hardware: Hardware, moe: bool, attention: float, experts: float, dispatch: float
+    model: PlannedModel,
+    run: PlannedRun,
+    hardware: Hardware,
+    moe: bool,
+    attention: float,
+    experts: float,
+    dispatch: float,
 ) -> float:
     """Seconds of the forward pass of what is recomputed; `attention` and `experts` are theirs, `dispatch` that of one
     all-to-all there and back."""
@@ -210,13 +215,13 @@ def _selective(
     return seconds
 
 
-def _head(model: Model, run: Run, hardware: Hardware) -> _Work:
+def _head(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> _Work:
     columns = -(-model.dims.vocab // run.layout.tp)
     flops = 2 * columns * model.dims.hidden * run.tokens / run.streams * (1.0 if run.all_logits else run.loss_share)
     return _Work(compute=3 * flops / _rate(run, hardware))
 
 
-def _messages(model: Model, run: Run, hardware: Hardware) -> float:
+def _messages(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> float:
     """Hand-overs between stages; an interleaved schedule hides them behind other chunks, but for their start."""
     layout = run.layout
     if layout.pp == 1:
@@ -228,7 +233,9 @@ def _messages(model: Model, run: Run, hardware: Hardware) -> float:
     return 2 * layout.vp * run.micro_batches * exposed + 2 * (layout.pp - 1) * seconds
 
 
-def _data_parallel(model: Model, run: Run, hardware: Hardware, hidden_behind: float) -> tuple[float, float]:
+def _data_parallel(
+    model: PlannedModel, run: PlannedRun, hardware: Hardware, hidden_behind: float
+) -> tuple[float, float]:
     """Reducing gradients and gathering weights once a step, behind the last micro-batch's backward pass and the first
     one's forward pass; with fully sharded weights in every micro-batch. And the optimizer's own time."""
     layout = run.layout

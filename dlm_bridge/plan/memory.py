@@ -1,22 +1,24 @@
-"""The memory of every rank: weights, gradients, optimizer state, activations, and what is alive for a moment.
+"""Memory of every rank: weights, gradients, optimizer state, activations and transient buffers.
 
-Weights, gradients and optimizer follow Rajbhandari et al., ZeRO (arXiv 1910.02054), section 3: two bytes a parameter
-for bf16 weights, the gradient buffer, and for AdamW twelve bytes (fp32 weights and two moments), each divided over
-data parallel ranks as the sharding strategy says. Activations: `dlm_bridge.plan.activations`, times the micro-batches
-in flight.
+Weights, gradients and optimizer follow Rajbhandari et al., ZeRO (arXiv 1910.02054), section 3: two bytes per parameter
+for bf16 weights, the gradient buffer, and for AdamW twelve bytes (fp32 main parameters and two moments), each divided
+over data parallel ranks as the sharding strategy says.
+
+Activations follow Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198),
+section 4, brought up to date: flash attention stores no scores, SwiGLU stores its input and its output, RMSNorm its
+input, RoPE makes new queries and keys, dropout is off.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
-from dlm_bridge.plan.activations import layer_activations
-from dlm_bridge.plan.hardware import OVERHEADS
-from dlm_bridge.plan.model import ROLES, Model
-from dlm_bridge.plan.run import Run
+from dlm_bridge.plan.model import ROLES, PlannedModel
+from dlm_bridge.plan.run import OVERHEADS, PlannedRun
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "transient", "overhead")
 _STATE = {"adamw": 8, "sgd": 4}  # bytes of moments a parameter
@@ -65,8 +67,8 @@ class StageMemory:
 class MemoryPlan:
     """Who holds what. `ranks` is the number of ranks in each stage."""
 
-    model: Model
-    run: Run
+    model: PlannedModel
+    run: PlannedRun
     stages: tuple[StageMemory, ...]
 
     @property
@@ -94,18 +96,18 @@ class MemoryPlan:
         }
 
 
-def memory_plan(model: Model, run: Run) -> MemoryPlan:
+def memory_plan(model: PlannedModel, run: PlannedRun) -> MemoryPlan:
     """Parameters and memory of every rank. Raises DlmBridgeError for a run that megatron-core would refuse."""
     run.check(model)
     return checked_memory_plan(model, run)
 
 
-def checked_memory_plan(model: Model, run: Run) -> MemoryPlan:
+def checked_memory_plan(model: PlannedModel, run: PlannedRun) -> MemoryPlan:
     """`memory_plan` of a run that `Run.check` has accepted."""
     return MemoryPlan(model, run, tuple(_stage(model, run, pp) for pp in range(run.layout.pp)))
 
 
-def notes(model: Model, run: Run) -> list[str]:
+def notes(model: PlannedModel, run: PlannedRun) -> list[str]:
     """What the figures leave out or assume, for people."""
     found = []
     if model.left_out_mtp:
@@ -120,7 +122,7 @@ def notes(model: Model, run: Run) -> list[str]:
     return found
 
 
-def _stage(model: Model, run: Run, pp: int) -> StageMemory:
+def _stage(model: PlannedModel, run: PlannedRun, pp: int) -> StageMemory:
     chunks = model.stages(run.layout)[pp]
     parameters = _parameters(model, run, pp)
     weights, gradients, optimizer = _states(model, run, parameters)
@@ -169,7 +171,7 @@ def in_flight(pp: int, stages: int, virtual: int, micro_batches: int) -> tuple[i
     return tuple(counts[chunk] for chunk in range(virtual))
 
 
-def _parameters(model: Model, run: Run, pp: int) -> dict[str, int]:
+def _parameters(model: PlannedModel, run: PlannedRun, pp: int) -> dict[str, int]:
     layout = run.layout
     counts = dict.fromkeys(ROLES, 0)
     for moe, number in model.kinds(layout)[pp].items():
@@ -186,7 +188,7 @@ def _parameters(model: Model, run: Run, pp: int) -> dict[str, int]:
     return {role: count for role, count in counts.items() if count}
 
 
-def _states(model: Model, run: Run, parameters: dict[str, int]) -> tuple[float, float, float]:
+def _states(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer state on the device."""
     experts = parameters.get("experts", 0)
     dense = sum(parameters.values()) - experts
@@ -213,7 +215,7 @@ def _states(model: Model, run: Run, parameters: dict[str, int]) -> tuple[float, 
     return weights, gradients, optimizer
 
 
-def _largest_unit(model: Model, run: Run) -> int:
+def _largest_unit(model: PlannedModel, run: PlannedRun) -> int:
     """Parameters of the largest layer or outer tensor, which FSDP gathers at once."""
     layout = run.layout
     kinds = {model.dims.is_moe(n) for n in range(model.dims.layers)}
@@ -221,7 +223,7 @@ def _largest_unit(model: Model, run: Run) -> int:
     return max(*layers, *model.outer(layout.tp).values())
 
 
-def _head(model: Model, run: Run, pp: int) -> float:
+def _head(model: PlannedModel, run: PlannedRun, pp: int) -> float:
     """Logits and the loss's buffers on the last stage; the hidden states' gradient stands beside them."""
     if pp != run.layout.pp - 1:
         return 0.0
@@ -234,7 +236,7 @@ def _head(model: Model, run: Run, pp: int) -> float:
     return OVERHEADS.loss_chunk_copies * chunk + states
 
 
-def _one_layer(model: Model, run: Run, kinds: dict[bool, int]) -> float:
+def _one_layer(model: PlannedModel, run: PlannedRun, kinds: dict[bool, int]) -> float:
     """What recomputing brings back for one layer at a time."""
     if run.recompute == "none":
         return 0.0
@@ -244,5 +246,111 @@ def _one_layer(model: Model, run: Run, kinds: dict[bool, int]) -> float:
     return max((a - b for a, b in zip(back, kept, strict=True)), default=0.0)
 
 
-def _sequence(run: Run) -> int:
+def _sequence(run: PlannedRun) -> int:
     return run.layout.tp if run.sharded_sequence else 1
+
+
+Split = Literal["sequence", "heads", "experts"]  # what divides a term: SP's sequence, TP's columns, expert TP's
+
+
+@dataclass(frozen=True)
+class ActivationTerm:
+    """`nbytes` per token (for "experts": per copy of a token), gone where one of `modules` is recomputed."""
+
+    name: str
+    nbytes: float
+    split: Split
+    modules: tuple[str, ...] = ()
+
+
+def layer_activations(model: PlannedModel, run: PlannedRun, moe: bool, full: bool = False) -> float:
+    """Bytes that one layer keeps of one micro-batch on one rank; with `full` recomputation only its input."""
+    gone = run.recompute_modules if run.recompute == "selective" else ()
+    layout, sharded = run.layout, run.sharded_sequence
+    key = ("activations", moe, full, layout.tp, sharded, layout.expert_tp, run.precision, gone)
+    per_token = model.remembered(key, lambda: _per_token(model, run, moe, full, set(gone)))
+    return per_token * run.tokens
+
+
+def _per_token(model: PlannedModel, run: PlannedRun, moe: bool, full: bool, gone: set[str]) -> float:
+    divisor = {
+        "sequence": run.layout.tp if run.sharded_sequence else 1,
+        "heads": run.layout.tp,
+        "experts": run.layout.expert_tp,
+    }
+    if full:
+        return (4 if run.precision == "fp32" else 2) * model.dims.hidden / divisor["sequence"]
+    nbytes = 0.0
+    for term in layer_terms(model, moe, run.precision):
+        if not gone.intersection(term.modules):
+            factor = copies(model, run) if term.split == "experts" else 1.0
+            nbytes += term.nbytes * factor / divisor[term.split]
+    return nbytes
+
+
+def copies(model: PlannedModel, run: PlannedRun) -> float:
+    """Copies of tokens that the fullest rank's experts get, per token of a micro-batch before tensor parallelism.
+
+    An expert's holders, `etp` of them, each get all copies of the tokens that its `ep` x `etp` ranks bring.
+    """
+    brought = 1 / (run.layout.tp if run.sharded_sequence else 1)
+    return brought * run.layout.expert_tp * model.top_k * OVERHEADS.expert_imbalance
+
+
+def layer_terms(model: PlannedModel, moe: bool, precision: str) -> Iterator[ActivationTerm]:
+    """Everything that a layer keeps. Linear layers in FP8 keep their input in one byte an element."""
+    hidden = model.dims.hidden
+    wide = 4 if precision == "fp32" else 2
+    narrow = 1 if precision == "fp8" else wide  # the input of a linear layer
+    yield ActivationTerm("input", wide * hidden, "sequence")
+    yield ActivationTerm("normed input", narrow * hidden, "sequence")
+    yield from _latent_attention(model, wide, narrow) if model.latent_attention else _attention(model, wide, narrow)
+    yield ActivationTerm("attention's sum with the input", wide * hidden, "sequence")
+    if moe:
+        yield from _experts(model, wide, narrow)
+    else:
+        ffn = model.dims.ffn
+        yield ActivationTerm("normed sum", narrow * hidden, "sequence", ("mlp",))
+        yield ActivationTerm("gate and up", 2 * wide * ffn, "heads", ("mlp",))
+        yield ActivationTerm("SwiGLU's output", narrow * ffn, "heads", ("mlp",))
+
+
+def _attention(model: PlannedModel, wide: int, narrow: int) -> Iterator[ActivationTerm]:
+    q, kv = model.dims.q_rows, model.dims.kv_rows
+    yield ActivationTerm(
+        "fused query, key and value", wide * (q + 2 * kv), "heads"
+    )  # held whole by the view of the value
+    yield ActivationTerm("rotated query and key", wide * (q + kv), "heads")
+    yield from _output(q, wide, narrow, model.dims.heads)
+
+
+def _latent_attention(model: PlannedModel, wide: int, narrow: int) -> Iterator[ActivationTerm]:
+    dims = model.dims
+    q_lora, kv_lora = model.size("q_lora"), model.size("kv_lora")
+    up = ("mla_up_proj",)
+    yield ActivationTerm("query's latent vector", wide * q_lora, "sequence")
+    yield ActivationTerm("key and value's latent vector", wide * model.size("kv_down"), "sequence")
+    yield ActivationTerm("normed latent vectors", narrow * (q_lora + kv_lora), "sequence", up)
+    yield ActivationTerm("keys without position, and values", wide * model.size("kv_up"), "heads", up)
+    yield ActivationTerm("query and key", 2 * wide * dims.q_rows, "heads", up)
+    yield from _output(model.size("values"), wide, narrow, dims.heads)
+
+
+def _output(width: int, wide: int, narrow: int, heads: int) -> Iterator[ActivationTerm]:
+    yield ActivationTerm("attention's output", wide * width, "heads")
+    if narrow < wide:
+        yield ActivationTerm("attention's output in FP8", narrow * width, "heads")
+    yield ActivationTerm("log-sum-exp", 4 * heads, "heads")
+
+
+def _experts(model: PlannedModel, wide: int, narrow: int) -> Iterator[ActivationTerm]:
+    """The normed sum stays for the router and the shared expert, but not where its norm is recomputed."""
+    hidden, width, shared = model.dims.hidden, model.dims.moe_ffn, model.dims.shared_ffn
+    yield ActivationTerm("normed sum", wide * hidden, "sequence", ("layernorm",))
+    yield ActivationTerm("router's logits and probabilities", 12 * model.dims.experts, "sequence", ("moe",))
+    yield ActivationTerm("copies of tokens", narrow * hidden, "experts", ("moe",))
+    yield ActivationTerm("experts' gate and up", 2 * wide * width, "experts", ("moe",))
+    yield ActivationTerm("experts' SwiGLU output", narrow * width, "experts", ("moe", "moe_act"))
+    if shared:
+        yield ActivationTerm("shared expert's gate and up", 2 * wide * shared, "heads", ("moe", "shared_experts"))
+        yield ActivationTerm("shared expert's SwiGLU output", narrow * shared, "heads", ("moe", "shared_experts"))

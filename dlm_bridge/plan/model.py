@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.convert.checkpoint import checked_dims
-from dlm_bridge.convert.hub import HUB_ID, read_config
-from dlm_bridge.convert.layout import Layout
-from dlm_bridge.convert.manifest import FILE_NAME, read_manifest
-from dlm_bridge.convert.mapping import Dims, Mapping, Rule, Vocabulary
+from dlm_bridge.convert.manifest import MANIFEST, read_manifest
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.models import find_family
-from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.hub import HUB_ID, read_config
+from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.mapping.rules import Dims, Mapping, Rule, Vocabulary
+from dlm_bridge.models.families import find_family
+from dlm_bridge.models.family_spec import FamilySpec
 
 ROLES = ("embedding", "attention", "mlp", "router", "experts", "shared experts", "norms", "head")
 
 
 @dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """What planning knows of a model. `dims` are without multi-token prediction layers, which no training here has."""
 
     name: str
@@ -65,7 +65,7 @@ class Model:
 
     @property
     def causal(self) -> bool:
-        return self.family.topology == "causal"
+        return self.family.attention_pattern == "causal"
 
     def size(self, word: str) -> int:
         """One of `Dims`' words, the family's own ones too."""
@@ -134,7 +134,7 @@ class Model:
         return counts
 
 
-def open_model(path: str | Path, revision: str | None = None, family: str | None = None) -> Model:
+def open_model(path: str | Path, revision: str | None = None, family: str | None = None) -> PlannedModel:
     """The model of a Hub folder (a config.json is enough), a Hub id or a Megatron checkpoint; no weight is read.
 
     Raises DlmBridgeError.
@@ -142,12 +142,12 @@ def open_model(path: str | Path, revision: str | None = None, family: str | None
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file():
         return model_of(read_config(folder / "config.json"), str(path), family)
-    if (folder / FILE_NAME).is_file():
+    if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         assert manifest is not None
         return model_of(manifest.config, str(path), family or manifest.family)
     if folder.exists():
-        raise DlmBridgeError(f"{folder}: has neither a config.json nor a {FILE_NAME}: name a Hub folder or a config's")
+        raise DlmBridgeError(f"{folder}: has neither a config.json nor a {MANIFEST}: name a Hub folder or a config's")
     if not HUB_ID.fullmatch(str(path)):
         raise DlmBridgeError(f"{path}: no such folder, and not a Hub id (owner/name)")
     from huggingface_hub import hf_hub_download
@@ -161,14 +161,14 @@ def open_model(path: str | Path, revision: str | None = None, family: str | None
     return model_of(read_config(Path(config)), str(path), family)
 
 
-def model_of(config: dict[str, Any], name: str, family: str | None = None) -> Model:
+def model_of(config: dict[str, Any], name: str, family: str | None = None) -> PlannedModel:
     """The model of a Hub config. Raises DlmBridgeError for one that Megatron cannot hold."""
     spec = find_family(config, family, name)
     mapping: Mapping = spec.load("mapping")
     if mapping.hub_only:
         raise DlmBridgeError(f"{name}: {mapping.hub_only}")
     dims = checked_dims(mapping, config, name)
-    model = Model(name, spec, config, mapping, replace(dims, mtp=0), dims.mtp)
+    model = PlannedModel(name, spec, config, mapping, replace(dims, mtp=0), dims.mtp)
     _ = model.settings  # what megatron-core cannot compute is refused here
     return model
 

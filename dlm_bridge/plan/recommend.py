@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from dlm_bridge.convert.layout import Layout
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.plan.cost import StepTime, step_time
-from dlm_bridge.plan.hardware import GIB, Hardware
 from dlm_bridge.plan.memory import MemoryPlan, checked_memory_plan, memory_plan
-from dlm_bridge.plan.model import Model
-from dlm_bridge.plan.run import Run
+from dlm_bridge.plan.model import PlannedModel
+from dlm_bridge.plan.run import GIB, Hardware, PlannedRun
 
 # From what costs nothing to what costs a whole forward pass; the first that fits is the fastest.
 RECOMPUTATION: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -50,10 +49,10 @@ _CAUSES = {
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """A layout with its memory and its time."""
 
-    run: Run
+    run: PlannedRun
     memory: MemoryPlan
     time: StepTime
 
@@ -72,11 +71,11 @@ class Candidate:
 class Recommendation:
     """The best layout, the reasons in words, and how the layout that the user named compares, where one was."""
 
-    best: Candidate
+    best: LayoutCandidate
     reasons: tuple[str, ...]
     considered: int  # layouts that megatron-core takes
     hardware: Hardware
-    given: Candidate | None = None
+    given: LayoutCandidate | None = None
     comparison: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,7 +90,9 @@ class Recommendation:
         }
 
 
-def recommend(model: Model, wanted: Run, hardware: Hardware, given: Run | None = None) -> Recommendation:
+def recommend(
+    model: PlannedModel, wanted: PlannedRun, hardware: Hardware, given: PlannedRun | None = None
+) -> Recommendation:
     """The fastest layout for the GPUs, lengths, batch and optimizer of `wanted`, whose own layout is not looked at.
 
     `given` is compared with it. Raises DlmBridgeError where no layout fits, and for a `given` that is refused.
@@ -100,7 +101,7 @@ def recommend(model: Model, wanted: Run, hardware: Hardware, given: Run | None =
         raise DlmBridgeError("--recommend needs --global-batch-size: it decides how far the data can be split")
     named = None
     if given is not None:
-        named = Candidate(given, memory_plan(model, given), step_time(model, given, hardware))
+        named = LayoutCandidate(given, memory_plan(model, given), step_time(model, given, hardware))
     dimensions = [name for name in _DIMENSIONS if model.dims.experts or name not in ("ep", "etp")]
     plain = replace(wanted, recompute="none")
     timed = [(step_time(model, run, hardware).total, run) for run in _runs(model, plain, hardware)]
@@ -110,7 +111,7 @@ def recommend(model: Model, wanted: Run, hardware: Hardware, given: Run | None =
             f"and --seq-length {wanted.seq_length}: use numbers with more divisors"
         )
     search = _search(model, timed, hardware, dimensions)
-    fits = [found for found in search.values() if isinstance(found, Candidate)]
+    fits = [found for found in search.values() if isinstance(found, LayoutCandidate)]
     if named is not None and named.memory.peak.total <= hardware.memory:
         fits.append(named)  # the search leaves out what seldom wins
     if not fits:
@@ -131,37 +132,37 @@ def recommend(model: Model, wanted: Run, hardware: Hardware, given: Run | None =
 
 
 def _search(
-    model: Model, timed: list[tuple[float, Run]], hardware: Hardware, dimensions: list[str]
-) -> dict[tuple[str, int], Candidate | int]:
+    model: PlannedModel, timed: list[tuple[float, PlannedRun]], hardware: Hardware, dimensions: list[str]
+) -> dict[tuple[str, int], LayoutCandidate | int]:
     """For every value of every dimension the fastest run that fits, or the least bytes where none does.
 
     `timed` are runs without recomputation, which can only add to their time: what cannot beat any record is not
     looked at.
     """
-    records: dict[tuple[str, int], Candidate | int] = {}
+    records: dict[tuple[str, int], LayoutCandidate | int] = {}
     for seconds, run in sorted(timed, key=lambda pair: pair[0]):
         keys = [(name, value_of(run, name)) for name in dimensions]
-        if all(isinstance(found := records.get(key), Candidate) and found.time.total <= seconds for key in keys):
+        if all(isinstance(found := records.get(key), LayoutCandidate) and found.time.total <= seconds for key in keys):
             continue
         candidate, need = _fit(model, run, hardware)
         for key in keys:
             found = records.get(key)
             if candidate is None:
-                if not isinstance(found, Candidate):
+                if not isinstance(found, LayoutCandidate):
                     records[key] = need if found is None else min(found, need)
-            elif not isinstance(found, Candidate) or candidate.time.total < found.time.total:
+            elif not isinstance(found, LayoutCandidate) or candidate.time.total < found.time.total:
                 records[key] = candidate
     return records
 
 
-def value_of(run: Run, dimension: str) -> int:
+def value_of(run: PlannedRun, dimension: str) -> int:
     """The size of one dimension of a run."""
     if dimension in ("cp", "micro_batch_size"):
         return int(getattr(run, dimension))
     return run.layout.expert_tp if dimension == "etp" else int(getattr(run.layout, dimension))
 
 
-def _runs(model: Model, wanted: Run, hardware: Hardware) -> Iterator[Run]:
+def _runs(model: PlannedModel, wanted: PlannedRun, hardware: Hardware) -> Iterator[PlannedRun]:
     """Every run that megatron-core takes, but for recomputation; tensor parallelism stays inside a node."""
     dims = model.dims
     for tp in _divisors(hardware.per_node):
@@ -177,7 +178,7 @@ def _runs(model: Model, wanted: Run, hardware: Hardware) -> Iterator[Run]:
                     yield from _batches(model, replace(wanted, layout=layout, cp=cp))
 
 
-def _layouts(model: Model, wanted: Run, tp: int, pp: int) -> Iterator[Layout]:
+def _layouts(model: PlannedModel, wanted: PlannedRun, tp: int, pp: int) -> Iterator[Layout]:
     dims = model.dims
     expert_ranks = wanted.gpus // pp
     for ep in _divisors(dims.experts) if dims.experts else (1,):
@@ -188,7 +189,7 @@ def _layouts(model: Model, wanted: Run, tp: int, pp: int) -> Iterator[Layout]:
                 yield Layout(tp=tp, pp=pp, ep=ep, etp=etp if dims.experts else None, **_pipeline(dims.layers, pp, vp))
 
 
-def _batches(model: Model, run: Run) -> Iterator[Run]:
+def _batches(model: PlannedModel, run: PlannedRun) -> Iterator[PlannedRun]:
     batch = run.global_batch_size or 1
     for micro in (1, 2, 4, 8):
         if batch % (micro * run.dp):
@@ -234,7 +235,7 @@ def _letters(layers: int) -> str:
     return "t" * layers if layers < 2 else f"t*{layers}"
 
 
-def _fit(model: Model, run: Run, hardware: Hardware) -> tuple[Candidate | None, int]:
+def _fit(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> tuple[LayoutCandidate | None, int]:
     """The run with the least recomputation that fits, and the least bytes that any needs."""
     need = 0
     for recompute, all_modules in RECOMPUTATION:
@@ -245,11 +246,11 @@ def _fit(model: Model, run: Run, hardware: Hardware) -> tuple[Candidate | None, 
         memory = checked_memory_plan(model, trial)
         need = min(need or memory.peak.total, memory.peak.total)
         if memory.peak.total <= hardware.memory:
-            return Candidate(trial, memory, step_time(model, trial, hardware)), need
+            return LayoutCandidate(trial, memory, step_time(model, trial, hardware)), need
     return None, need
 
 
-def _has(model: Model, module: str) -> bool:
+def _has(model: PlannedModel, module: str) -> bool:
     """Whether the model has what this module recomputes."""
     if module == "mla_up_proj":
         return model.latent_attention
@@ -261,7 +262,10 @@ def _has(model: Model, module: str) -> bool:
 
 
 def _reasons(
-    best: Candidate, search: dict[tuple[str, int], Candidate | int], dimensions: list[str], hardware: Hardware
+    best: LayoutCandidate,
+    search: dict[tuple[str, int], LayoutCandidate | int],
+    dimensions: list[str],
+    hardware: Hardware,
 ) -> Iterator[str]:
     for name in dimensions:
         chosen = value_of(best.run, name)
@@ -279,7 +283,7 @@ def _reasons(
     yield f"data parallelism {run.dp}: what the other dimensions leave of {run.gpus} GPUs"
 
 
-def _against(best: Candidate, other: Candidate | int) -> str:
+def _against(best: LayoutCandidate, other: LayoutCandidate | int) -> str:
     """How the best layout with another value of one dimension does."""
     if isinstance(other, int):
         return f"nothing fits (the smallest layout needs {other / GIB:.0f} GiB)"
@@ -294,7 +298,9 @@ def _cause(best: StepTime, other: StepTime) -> str:
     return _CAUSES[name]
 
 
-def _comparison(best: Candidate, given: Candidate, dimensions: list[str], hardware: Hardware) -> Iterator[str]:
+def _comparison(
+    best: LayoutCandidate, given: LayoutCandidate, dimensions: list[str], hardware: Hardware
+) -> Iterator[str]:
     """Where the recommendation differs from a layout that the user named, and what that does."""
     peak = given.memory.peak.total
     if peak > hardware.memory:
@@ -320,7 +326,7 @@ def _comparison(best: Candidate, given: Candidate, dimensions: list[str], hardwa
             yield f"{words}: {before:.2f} s -> {after:.2f} s"
 
 
-def _recomputed(run: Run) -> str:
+def _recomputed(run: PlannedRun) -> str:
     return run.recompute if run.recompute != "selective" else "+".join(run.recompute_modules)
 
 

@@ -1,15 +1,77 @@
-"""The settings of a training run that decide memory and time, checked against a model as megatron-core checks them."""
+"""The planned training run and its hardware: settings that decide memory and time, and their checks.
+
+The constants that the memory and time models rest on, and that no formula gives, are in `Overheads` and `Hardware`.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dlm_bridge.convert.layout import Layout
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.plan.hardware import OVERHEADS
-from dlm_bridge.plan.model import Model
+from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.plan.model import PlannedModel
+
+if TYPE_CHECKING:
+    from dlm_bridge.train.config import TrainConfig
+
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What a process takes besides the tensors that the formulas count.
+
+    The reserved share is the caching allocator's slack over the peak of what is allocated (blocks of other sizes than
+    asked for); the CUDA context with loaded kernels and each NCCL communicator's buffers lie outside of the allocator.
+    `expert_imbalance`: the fullest rank's token copies over the mean's, dropless and with a young router. Loss: the
+    engine's output layer works in pieces of `loss_chunk_bytes` of fp32 logits; `loss_chunk_copies` are alive at once
+    (logits, their exponentials or gradients, and the bf16 product).
+    """
+
+    cuda_context: int = 600 * MIB
+    nccl_group: int = 64 * MIB
+    reserved_share: float = 0.03
+    expert_imbalance: float = 1.25
+    loss_chunk_bytes: int = 256 * MIB
+    loss_chunk_copies: float = 2.5
+    gradient_bytes: int = 4  # the engine reduces gradients in fp32
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU and its network; rates in FLOP/s and bytes/s and direction, per GPU.
+
+    The defaults are an H100 SXM of 80 GB with NVLink 4 and one 400 Gb/s port a GPU: data sheet rates. The efficiencies
+    are what large kernels reach of them (a matrix product of `small_rows` rows reaches half of it); `layer_latency` is
+    the time in seconds that launching one layer's forward kernels takes however small they are, `message_latency` that
+    of one pipeline hand-over or collective.
+    """
+
+    memory: int = 80 * 10**9
+    flops: float = 989e12
+    nvlink: float = 450e9
+    network: float = 50e9
+    memory_bandwidth: float = 3.35e12
+    per_node: int = 8
+    matmul_efficiency: float = 0.6
+    small_rows: int = 256
+    attention_efficiency: float = 0.5
+    expert_efficiency: float = 0.5
+    link_efficiency: float = 0.75
+    layer_latency: float = 3e-4
+    message_latency: float = 3e-5
+
+    def bandwidth(self, ranks: int) -> float:
+        """Bytes/s that a group of neighbouring ranks moves per GPU: over NVLink inside a node, else the network."""
+        return (self.nvlink if ranks <= self.per_node else self.network) * self.link_efficiency
+
+
+OVERHEADS = Overheads()
+
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 RECOMPUTE = ("none", "selective", "full")
@@ -20,7 +82,7 @@ DISPATCHERS = ("auto", "alltoall", "allgather", "flex")
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """Sizes are counts of ranks, `seq_length` tokens, batches sequences; names are those of the training options.
 
     `streams` is how many times a sequence stands in the model's input (two for the two-stream block objective),
@@ -86,7 +148,7 @@ class Run:
         """Of one micro-batch on one rank, before tensor parallelism cuts the sequence."""
         return self.micro_batch_size * self.streams * self.seq_length // self.cp
 
-    def check(self, model: Model) -> None:
+    def check(self, model: PlannedModel) -> None:
         """Raise DlmBridgeError, naming number and remedy, where megatron-core would refuse this run of this model."""
         self._check_values()
         layout = self.layout
@@ -157,9 +219,48 @@ class Run:
         return {**self.layout.as_dict(), "etp": self.layout.expert_tp, **values}
 
 
-def _check_layout(model: Model, layout: Layout) -> None:
+def _check_layout(model: PlannedModel, layout: Layout) -> None:
     layout.check(model.dims)
     for rule in model.rules:
         rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, model.dims)
     if model.dims.heads % layout.tp:
         raise DlmBridgeError(f"--tp {layout.tp} does not divide the {model.dims.heads} attention heads: lower it")
+
+
+def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
+    """The configuration's settings as planning knows them. Raises DlmBridgeError."""
+    replicas = max(1, gpus // (config.tp * config.pp * config.cp))
+    return PlannedRun(
+        layout=config.layout,
+        gpus=gpus,
+        seq_length=config.seq_length,
+        cp=config.cp,
+        micro_batch_size=config.micro_batch_size or max(1, config.global_batch_size // replicas),
+        global_batch_size=config.global_batch_size,
+        precision=config.precision,
+        optimizer=config.optimizer,
+        distributed_optimizer=config.distributed_optimizer,
+        optimizer_cpu_offload=config.optimizer_cpu_offload,
+        fsdp=config.fsdp,
+        sequence_parallel=config.sequence_parallel,
+        recompute=config.recompute,
+        recompute_modules=tuple(config.recomputed),
+        recompute_layers=config.recompute_layers,
+        moe_dispatcher=config.moe_dispatcher,
+        **objective_settings(objective),
+    )
+
+
+def objective_settings(name: str) -> dict[str, Any]:
+    """How often a sequence stands in the model's input, and the mean share of its positions that have a loss.
+
+    Raises DlmBridgeError for an unknown objective.
+    """
+    from dlm_bridge.objectives.registry import OBJECTIVES
+
+    if name not in OBJECTIVES:
+        raise DlmBridgeError(f"--objective {name}: choose one of {', '.join(OBJECTIVES)}")
+    kind = OBJECTIVES[name].kind
+    next_token = name == "causal" or getattr(kind, "clean_stream", None) == "causal"
+    masks = 0.0 if name == "causal" else 0.5  # of levels that are drawn evenly
+    return {"streams": kind.tokens_read, "loss_share": masks + next_token}

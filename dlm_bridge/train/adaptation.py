@@ -1,35 +1,43 @@
-"""How the attention of an autoregressive model is adapted while a run goes on: opened pair by pair, or block by block.
+"""What depends on the step or on the family: mask annealing, block schedule, fine-tuning defaults.
 
-Both depend on the step alone, so a resumed run goes on where it was, and on nothing that an engine's cutting of the
-batch into micro-batches or processes could change.
+Mask annealing and the block schedule adapt the attention of an autoregressive model while a run goes on. Both are pure
+functions of the step, so a resume continues them, whatever the number of micro-batches and processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.objectives.noise import Purpose, keyed_generator
+from dlm_bridge.objectives.registry import OBJECTIVES
+from dlm_bridge.objectives.two_streams import TwoStreamObjective
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.keyed import Purpose, stream
-from dlm_bridge.train.objectives import OBJECTIVES, NoisyBatch, Objective, TwoStreams
+from dlm_bridge.train.data.blocks import Samples, split
+from dlm_bridge.train.data.conversations import ConversationSettings, EosPadding, load_conversation_blocks
+from dlm_bridge.train.data.documents import check_tokenizer
+from dlm_bridge.train.data.sources import DataSources
+from dlm_bridge.train.loading import load_tokenizer
 
 
-def open_share(step: int, annealing_steps: int) -> float:
+def open_probability(step: int, annealing_steps: int) -> float:
     """The probability that a pair (query, later key) is open at a step, counted from 1: 0 at the first step, growing
     linearly to 1 after `annealing_steps` of them (DiffuLLaMA, arXiv 2410.17891, section 3.2)."""
     return 1.0 if annealing_steps == 0 else min(1.0, (step - 1) / annealing_steps)
 
 
-def annealed(noisy: NoisyBatch, config: TrainConfig, step: int, samples: Sequence[int]) -> NoisyBatch:
+def anneal_mask(noisy: NoisyBatch, config: TrainConfig, step: int, samples: Sequence[int]) -> NoisyBatch:
     """The batch with the attention of its step, as `pairs`: causal plus a random `open_share` of the later keys, drawn
     anew for each global sample index and step. `noisy` holds one stream, a row for each of `samples`."""
-    share = open_share(step, config.mask_annealing_steps)
+    share = open_probability(step, config.mask_annealing_steps)
     if share == 1.0:
         return noisy
     batch, length = noisy.input_ids.shape
@@ -37,8 +45,8 @@ def annealed(noisy: NoisyBatch, config: TrainConfig, step: int, samples: Sequenc
     allowed_BLL = torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
     if share > 0:
         allowed_BLL = allowed_BLL | (_uniform(config.seed, step, samples, length).to(device) < share)
-    if noisy.visibility is not None:  # packed documents
-        allowed_BLL = allowed_BLL & noisy.visibility.dense()[:, 0]
+    if noisy.mask_descriptor is not None:  # packed documents
+        allowed_BLL = allowed_BLL & noisy.mask_descriptor.dense()[:, 0]
     elif noisy.attention_mask is not None:
         # Padding looks at itself, so that no row of a softmax is empty.
         own_LL = torch.eye(length, dtype=torch.bool, device=device)
@@ -49,7 +57,7 @@ def annealed(noisy: NoisyBatch, config: TrainConfig, step: int, samples: Sequenc
 def with_block_size(objective: Objective, model: Any, config: TrainConfig, step: int) -> Objective:
     """The objective `at_step`. The model's config says the size too: a checkpoint names the one that it was trained
     with last."""
-    size = block_size(config, step)
+    size = scheduled_block_size(config, step)
     if size is not None:
         model.config.block_size = size
     return at_step(objective, config, step)
@@ -57,12 +65,12 @@ def with_block_size(objective: Objective, model: Any, config: TrainConfig, step:
 
 def at_step(objective: Objective, config: TrainConfig, step: int) -> Objective:
     """The objective with the block size of a step."""
-    size = block_size(config, step)
+    size = scheduled_block_size(config, step)
     # A TwoStreams where there is a schedule, as checked.
     return objective if size is None else dataclasses.replace(objective, block_size=size)  # type: ignore[call-arg]
 
 
-def block_size(config: TrainConfig, step: int) -> int | None:
+def scheduled_block_size(config: TrainConfig, step: int) -> int | None:
     """The block size of `--block-schedule` at a step, counted from 1; None without a schedule."""
     sizes = [size for start, size in config.block_sizes if start <= step]
     return sizes[-1] if sizes else None
@@ -72,23 +80,79 @@ def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
     """Raise DlmBridgeError where the resolved `config.objective` or the family cannot follow a schedule."""
     name = str(config.objective)
     kind = OBJECTIVES[name].kind
-    if config.block_sizes and not issubclass(kind, TwoStreams):
-        known = ", ".join(other for other, preset in OBJECTIVES.items() if issubclass(preset.kind, TwoStreams))
+    if config.block_sizes and not issubclass(kind, TwoStreamObjective):
+        known = ", ".join(other for other, preset in OBJECTIVES.items() if issubclass(preset.kind, TwoStreamObjective))
         raise DlmBridgeError(f"--block-schedule: objective '{name}' has no blocks: those that have are {known}")
     if not config.mask_annealing_steps:
         return
     flag = f"--mask-annealing-steps {config.mask_annealing_steps}"
-    if issubclass(kind, TwoStreams):
+    if issubclass(kind, TwoStreamObjective):
         raise DlmBridgeError(
             f"{flag}: objective '{name}' makes the mask of its two streams itself: adapt it with --block-schedule"
         )
-    if family.topology != "bidirectional":
-        raise DlmBridgeError(f"{flag}: {family.title} is {family.topology}, not bidirectional: leave it out")
+    if family.attention_pattern != "bidirectional":
+        raise DlmBridgeError(f"{flag}: {family.title} is {family.attention_pattern}, not bidirectional: leave it out")
 
 
 def _uniform(seed: int, step: int, samples: Sequence[int], length: int) -> torch.Tensor:
     """[B, L, L] uniform on [0, 1), fp32, keyed by (seed, step, global sample index)."""
     values = np.empty((len(samples), length, length), dtype=np.float32)
     for row, sample in zip(values, samples, strict=True):
-        stream(seed, Purpose.MASK_ANNEALING, step, sample).random(out=row, dtype=np.float32)
+        keyed_generator(seed, Purpose.MASK_ANNEALING, step, sample).random(out=row, dtype=np.float32)
     return torch.from_numpy(values)
+
+
+def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig:
+    """The configuration, with its objective resolved, where what is not given is as `family` was tuned. Raises
+    DlmBridgeError for padding that the rest does not allow."""
+    kind = OBJECTIVES[str(config.objective)].kind
+    blocks = issubclass(kind, TwoStreamObjective)
+    chosen = config.eos_padding
+    if chosen == "block" and not blocks:
+        raise DlmBridgeError(f"--eos-padding block: objective '{config.objective}' has no blocks: choose none or row")
+    if chosen == "row" and config.packing:
+        raise DlmBridgeError("--eos-padding row fills a row with one answer: leave --packing out, or choose none")
+    padding = chosen or family.sft.get("eos_padding", "none")
+    if chosen is None and padding == "row" and config.packing:
+        padding = "block" if blocks else "none"
+    normalisation = config.loss_normalisation or family.sft.get("loss_normalisation")
+    if config.loss_normalisation is None and normalisation not in kind.normalisations:
+        normalisation = None
+    on_prompt = config.train_on_prompt
+    return dataclasses.replace(
+        config,
+        eos_padding=padding if blocks or padding != "block" else "none",
+        loss_normalisation=normalisation,
+        train_on_prompt=family.sft.get("train_on_prompt", False) if on_prompt is None else on_prompt,
+    )
+
+
+def load_conversations(
+    config: TrainConfig, model: Any, found: DataSources, mask_token: int | None
+) -> tuple[Samples, Samples, Any]:
+    """The training and validation samples and the tokenizer of a configuration that `tuned_as` gave. Raises
+    DlmBridgeError."""
+    tokenizer = load_tokenizer(config)
+    check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], mask_token)
+    settings = ConversationSettings(
+        seq_length=config.seq_length,
+        mask_token_id=mask_token,
+        packing=config.packing,
+        truncate=config.truncate,
+        eos_padding=cast(EosPadding, config.eos_padding),
+        block_size=_largest_block(config, model),
+        train_on_prompt=bool(config.train_on_prompt),
+    )
+    cut = [split(load_conversation_blocks(part, tokenizer, settings), config.shares)[:2] for part in found.parts]  # type: ignore[arg-type]  # as checked
+    train, valid = found.mixed(cut, config.seed)
+    return train, valid, tokenizer
+
+
+def _largest_block(config: TrainConfig, model: Any) -> int:
+    """The largest block that the run will have, which its schedule's smaller ones divide; 1 without blocks."""
+    kind = OBJECTIVES[str(config.objective)].kind
+    if not issubclass(kind, TwoStreamObjective):
+        return 1
+    if config.block_sizes:
+        return config.block_sizes[-1][1]
+    return int(kind.settings(model.config).get("block_size", kind.block_size))

@@ -1,8 +1,9 @@
-"""Checkpoints of a run: a Hub folder each, with the trainer's state beside it, written whole or not at all."""
+"""Checkpoints of a run: a Hub folder each, with the trainer state and the tokenizer files of the source, written atomically."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.tokenizer_files import save_tokenizer
 
 STATE = "trainer_state.pt"
 NAME = re.compile(r"step-(\d{7,})")
@@ -34,17 +34,17 @@ def find_checkpoints(output: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), folder) for match, folder in named if match and (folder / STATE).is_file())
 
 
-def unfinished(output: Path, step: int) -> Path:
+def temporary_folder(output: Path, step: int) -> Path:
     """Where the checkpoint of `step` is written, until it is whole."""
     folder = step_folder(output, step)
     return folder.with_name(f".{folder.name}.tmp")
 
 
 @contextlib.contextmanager
-def writing(output: Path, step: int) -> Iterator[Path]:
+def atomic_checkpoint(output: Path, step: int) -> Iterator[Path]:
     """The empty folder `unfinished`, which becomes the checkpoint of `step` when the block ends without an exception.
     A kill leaves no folder of this name or a whole one. Raises DlmBridgeError where the disk refuses."""
-    folder, temporary = step_folder(output, step), unfinished(output, step)
+    folder, temporary = step_folder(output, step), temporary_folder(output, step)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -59,7 +59,7 @@ def writing(output: Path, step: int) -> Iterator[Path]:
 
 def save_checkpoint(output: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any]) -> Path:
     """Write a `save_pretrained` folder of a model or an adapter, with the tokenizer and `state`, as `writing` does."""
-    with writing(output, step) as folder:
+    with atomic_checkpoint(output, step) as folder:
         model.save_pretrained(folder)
         write_state(folder, step, tokenizer, state)
     return step_folder(output, step)
@@ -83,7 +83,7 @@ def load_state(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def clean(output: Path, keep_last: int = 0) -> None:
+def remove_old_checkpoints(output: Path, keep_last: int = 0) -> None:
     """Remove what killed writers left, and all but the newest `keep_last` checkpoints (0: keep all)."""
     root = output / "checkpoints"
     if root.is_dir():
@@ -114,3 +114,58 @@ def _remove(folder: Path) -> None:
     hidden = folder.with_name(f".{folder.name}.old")
     os.replace(folder, hidden)
     shutil.rmtree(hidden)
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer. Where it is still what its files say, they are copied byte for byte, with the code that they
+    name: transformers 5 writes names of its own into what it saves, which older versions do not know."""
+    sources = _tokenizer_sources(tokenizer.name_or_path)
+    if "tokenizer_config.json" in sources and _is_unchanged(tokenizer):
+        for name, path in sources.items():
+            shutil.copyfile(path, folder / name)
+    else:
+        tokenizer.save_pretrained(folder)
+
+
+def _tokenizer_sources(place: str) -> dict[str, str]:
+    """The tokenizer's files at a folder or in the Hub's cache, by name."""
+    if not place:
+        return {}
+    found = {name: _find_cached(place, name) for name in TOKENIZER_FILES}
+    if (config := found["tokenizer_config.json"]) is not None:
+        auto_map = json.loads(Path(config).read_text("utf-8")).get("auto_map") or {}
+        references = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
+        for reference in references if isinstance(references, list) else [references]:
+            if isinstance(reference, str):
+                name = reference.split("--")[-1].split(".")[0] + ".py"
+                found[name] = _find_cached(place, name)
+    return {name: path for name, path in found.items() if path is not None}
+
+
+def _find_cached(place: str, name: str) -> str | None:
+    from transformers.utils.hub import cached_file
+
+    try:
+        return cached_file(place, name, local_files_only=True)
+    except OSError:
+        return None
+
+
+def _is_unchanged(tokenizer: Any) -> bool:
+    """Whether a tokenizer does what the one of its files does."""
+    from transformers import AutoTokenizer
+
+    try:
+        original: Any = AutoTokenizer.from_pretrained(
+            tokenizer.name_or_path, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+    facts = [(each.get_vocab(), each.special_tokens_map, each.chat_template) for each in (tokenizer, original)]
+    return type(tokenizer) is type(original) and facts[0] == facts[1]

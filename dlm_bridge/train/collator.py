@@ -11,8 +11,10 @@ import torch
 from torch.utils.data import get_worker_info
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.keyed import Purpose
-from dlm_bridge.train.objectives import IGNORE, NoisyBatch, Objective, Uniforms, family_objective
+from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
+from dlm_bridge.objectives.noise import Purpose, Uniforms
+from dlm_bridge.objectives.registry import family_objective
 
 ANSWER_MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: one where a token is trained on
 SAMPLE_INDEX = "sample_index"
@@ -66,7 +68,7 @@ class DiffusionCollator:
             raise DlmBridgeError("a batch needs samples with input_ids that are not empty")
         length = -(-max(len(row) for row in tokens) // self.pad_to_multiple_of) * self.pad_to_multiple_of
         input_ids = torch.full((len(tokens), length), self.pad_token_id)
-        labels = torch.full_like(input_ids, IGNORE)
+        labels = torch.full_like(input_ids, IGNORE_INDEX)
         real = torch.zeros_like(input_ids, dtype=torch.bool)
         for row, sample in enumerate(samples):
             count = len(tokens[row])
@@ -80,7 +82,7 @@ class DiffusionCollator:
         rows = len(noisy.input_ids)
         mask = noisy.model_mask()
         # A label counts towards the divisor, whether it has a loss or not.
-        labels = torch.where(noisy.counted, 0, IGNORE)
+        labels = torch.where(noisy.counted, 0, IGNORE_INDEX)
         labels[noisy.mask] = noisy.targets
         terms = torch.zeros_like(noisy.targets) if noisy.terms is None else noisy.terms
         scale = noisy.counted.sum() / noisy.normaliser.clamp(min=1e-12)  # one, but for several terms
@@ -128,14 +130,14 @@ def trl_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int | torch
         raise DlmBridgeError("trl_loss needs batches of DiffusionCollator(..., for_trl=True)")
     if num_items_in_batch is None:
         return loss
-    return loss * (labels.ne(IGNORE).sum() / num_items_in_batch)
+    return loss * (labels.ne(IGNORE_INDEX).sum() / num_items_in_batch)
 
 
 def _labels(sample: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor:
     labels = _column(sample, "labels", len(tokens)) if "labels" in sample else tokens
     for name in ANSWER_MASKS:
         if name in sample:
-            labels = torch.where(_column(sample, name, len(tokens)).bool(), labels, IGNORE)
+            labels = torch.where(_column(sample, name, len(tokens)).bool(), labels, IGNORE_INDEX)
     return labels
 
 

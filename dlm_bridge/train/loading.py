@@ -1,20 +1,23 @@
-"""From `--model` and `--tokenizer` to a model and its tokenizer, whatever they name."""
+"""Loading the model and the tokenizer that `--model` and `--tokenizer` name, for both engines."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from dlm_bridge.convert.formats.torch_dist import TRACKER
+from dlm_bridge.bridge import Bridge
+from dlm_bridge.convert.checkpoints.torch_dist import TRACKER
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.models import FAMILIES, family_by_name, find_family
+from dlm_bridge.models.families import FAMILIES, family_by_name, find_family
+from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.initialisation import initial_weights
-from dlm_bridge.models.spec import FamilySpec
 from dlm_bridge.train.config import TrainConfig
 
 
@@ -149,11 +152,11 @@ def load_tokenizer(config: TrainConfig) -> Any:
 
 def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
     """The tokenizer of a Hub folder or id, or of a Megatron checkpoint; `flag` named it. Raises DlmBridgeError."""
-    from dlm_bridge.generation import opening
+    from dlm_bridge import loading
 
     check_exists(flag, place)
     folder = Path(place) / "hf" if (Path(place) / TRACKER).is_file() else place
-    return opening.open_tokenizer(folder, f"{flag} {place}", remedy)
+    return loading.load_tokenizer(folder, f"{flag} {place}", remedy)
 
 
 def _quantization(config: TrainConfig) -> dict[str, Any]:
@@ -231,3 +234,45 @@ def check_exists(flag: str, place: str) -> None:
     looks_like_path = place.startswith((".", "/", "~")) or place.count("/") > 1
     if looks_like_path and not Path(place).is_dir():
         raise DlmBridgeError(f"{flag} {place}: no such folder")
+
+
+@dataclass(frozen=True)
+class MegatronSource:
+    """`model` is the Hub model on the meta device: its family, config and sizes are what both engines go by."""
+
+    bridge: Bridge
+    model: Any
+
+
+def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> MegatronSource:
+    """The source that `--model` names, or on a resume the run's own `checkpoint`. Raises DlmBridgeError."""
+    if checkpoint is not None:
+        bridge = Bridge.from_megatron(checkpoint)
+    elif config.from_scratch:
+        bridge = Bridge.from_scratch(config.model, config.seed, family=config.family)
+    elif (Path(config.model).parent / TRACKER).is_file():
+        raise DlmBridgeError(
+            f"--model {config.model}: it is an iteration of a Megatron checkpoint: give the folder that holds it and "
+            f"{TRACKER}, which says the iteration, or export this one"
+        )
+    elif (Path(config.model) / TRACKER).is_file():
+        bridge = Bridge.from_megatron(config.model, family=config.family)
+    else:
+        bridge = Bridge.from_hf(config.model, family=config.family)
+    hub_config = bridge.family.load("config_class").from_dict(bridge.config)
+    if config.mask_token_id is not None:
+        hub_config.mask_token_id = config.mask_token_id  # saved with every checkpoint
+    with torch.device("meta"):
+        model = bridge.family.load("model_class")(hub_config)
+    return MegatronSource(bridge, model)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks that a model repeats, by the class names in transformers' `_no_split_modules`."""
+    names = {
+        name
+        for module in model.modules()
+        if isinstance(listed := getattr(module, "_no_split_modules", None), list | tuple | set)
+        for name in listed
+    }
+    return [module for module in model.modules() if type(module).__name__ in names]

@@ -13,14 +13,12 @@ import torch
 import xxhash
 from torch import nn
 
-from dlm_bridge.convert.hub import HUB_ID, read_config
-from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS, check_plain
+from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_plain
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.train.config import Config, TrainConfig
-from dlm_bridge.train.keyed import torch_seed
-from dlm_bridge.train.loading import model_family
-from dlm_bridge.train.megatron_options import names
-from dlm_bridge.train.speed.layers import decoder_layers
+from dlm_bridge.hub import HUB_ID, read_config
+from dlm_bridge.objectives.noise import torch_seed
+from dlm_bridge.train.config import Config, TrainConfig, names
+from dlm_bridge.train.loading import decoder_layers, model_family
 
 BASE = "base.json"  # beside an adapter: the base that it was trained on
 STEP = 0  # of the seed that an adapter's first weights are drawn with: before the first step
@@ -108,10 +106,10 @@ def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> 
 
 def check_adapter(folder: Path, base: str) -> None:
     """Raise DlmBridgeError for a folder without a plain LoRA adapter, and for one of another Hub id than `base`."""
-    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        raise DlmBridgeError(f"--adapter {folder}: no PEFT adapter there ({CONFIG} and {WEIGHTS})")
-    settings = read_config(folder / CONFIG)
-    check_plain(settings, folder / CONFIG)
+    if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_WEIGHTS).is_file():
+        raise DlmBridgeError(f"--adapter {folder}: no PEFT adapter there ({ADAPTER_CONFIG} and {ADAPTER_WEIGHTS})")
+    settings = read_config(folder / ADAPTER_CONFIG)
+    check_plain(settings, folder / ADAPTER_CONFIG)
     named = settings.get("base_model_name_or_path")
     if named != base and all(isinstance(name, str) and HUB_ID.fullmatch(name) for name in (named, base)):
         raise DlmBridgeError(f"--adapter {folder}: is an adapter of {named}, not of --model {base}")

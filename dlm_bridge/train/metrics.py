@@ -1,14 +1,18 @@
-"""A run's figures: metrics.jsonl (one whole line a step), loss.png, tokens per second and model FLOPs utilisation."""
+"""Training metrics: metrics.jsonl, the progress bar, the loss plot, throughput and model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 # Dense bf16 peak in FLOP/s by a part of the device's name, from the vendor's data sheets; the first match counts.
@@ -35,7 +39,7 @@ PEAK_FLOPS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class StepMetrics:
     """One step's line in metrics.jsonl."""
 
     step: int  # from 1
@@ -85,7 +89,7 @@ class MetricsFile:
         os.replace(temporary, path)
         self._file = path.open("a")
 
-    def append(self, row: Row) -> None:
+    def append(self, row: StepMetrics) -> None:
         line = row.to_json()
         self._file.write(line + "\n")  # one write of one buffer, then flushed: a reader sees whole lines
         self._file.flush()
@@ -173,3 +177,78 @@ def peak_flops(device_name: str | None, precision: str) -> float | None:
     if device_name is None or precision == "fp32":
         return None
     return next((peak for name, peak in PEAK_FLOPS if name in device_name), None)
+
+
+LINE_EVERY = 15.0  # seconds
+
+
+class TrainingProgress:
+    """Use as a context manager; `enabled` on one process only."""
+
+    def __init__(self, console: Console, steps: int, step: int, enabled: bool) -> None:
+        self.console = console
+        self.steps = steps
+        self.enabled = enabled
+        self.bar = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not (enabled and console.is_terminal),
+        )
+        self.task = self.bar.add_task("training", total=steps, completed=step, figures="")
+        self.last_line = 0.0
+
+    def __enter__(self) -> TrainingProgress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def show(self, row: StepMetrics) -> None:
+        if not self.enabled:
+            return
+        figures = row.shown()
+        self.bar.update(self.task, completed=row.step, figures=figures)
+        now = time.monotonic()
+        if not self.console.is_terminal and (
+            row.step in (1, self.steps) or row.was_evaluated or now - self.last_line >= LINE_EVERY
+        ):
+            self.last_line = now
+            self.console.print(f"step {row.step}/{self.steps}  {figures}", highlight=False)
+
+
+class CudaTimer:
+    """When a device has done what it was given before, or now, where the CPU is the device. Nobody waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.now = time.perf_counter()
+        if self.event is not None:
+            self.event.record()
+
+    def until(self, later: CudaTimer) -> float:
+        """The seconds between two moments that have passed, on the device's clock."""
+        if self.event is None or later.event is None:
+            return later.now - self.now
+        return self.event.elapsed_time(later.event) / 1000
+
+
+class DeferredMetrics:
+    """`values` [N] float64 of a step that began at `began`, copied behind what the device is doing."""
+
+    def __init__(self, values: torch.Tensor, began: CudaTimer) -> None:
+        cuda = values.device.type == "cuda"
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True) if cuda else values.detach()
+        if cuda:
+            self._values.copy_(values.detach(), non_blocking=True)
+        self._began, self._ended = began, CudaTimer(values.device)
+
+    def read(self) -> tuple[list[float], float]:
+        """The values, and how many seconds the step took. Waits for the copy."""
+        if self._ended.event is not None:
+            self._ended.event.synchronize()
+        return self._values.tolist(), self._began.until(self._ended)

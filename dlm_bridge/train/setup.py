@@ -14,22 +14,24 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.adaptation import check_adaptation
-from dlm_bridge.train.checkpoints import clean, find_checkpoints
+from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.registry import OBJECTIVES, build_objective, check_objective, mask_token_id
+from dlm_bridge.train.adaptation import check_adaptation, load_conversations, with_family_defaults
+from dlm_bridge.train.checkpoints import find_checkpoints, remove_old_checkpoints
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data import Data, Fit, Reader, Samples, check_sources, find_data
-from dlm_bridge.train.finetuning import load_conversations, tuned_as
+from dlm_bridge.train.data.blocks import Samples
+from dlm_bridge.train.data.conversations import check_sources
+from dlm_bridge.train.data.indexed import TokenLimits
+from dlm_bridge.train.data.sources import DataSources, ReaderSettings, find_data
 from dlm_bridge.train.loading import load_tokenizer, model_family
-from dlm_bridge.train.objectives import OBJECTIVES, Objective, build_objective, check_objective, mask_token_id
-from dlm_bridge.train.text_samples import read_texts
-from dlm_bridge.train.trackers import check_trackers
+from dlm_bridge.train.monitoring import check_trackers, read_prompts
 
 Config = TypeVar("Config", bound=TrainConfig)
 Rest = ParamSpec("Rest")
 
 
 @dataclass(frozen=True)
-class Beginning:
+class RunStart:
     """Where a run of one machine's engines begins."""
 
     output: Path
@@ -38,7 +40,7 @@ class Beginning:
     finished: bool  # there is nothing left to do
 
 
-def begin(config: TrainConfig, resume: bool, accelerator: Any, console: Any) -> Beginning:
+def start_run(config: TrainConfig, resume: bool, accelerator: Any, console: Any) -> RunStart:
     """Open the output folder on the main process and find the newest checkpoint of a run that goes on."""
     output = Path(config.output)
     if accelerator.is_main_process:
@@ -51,10 +53,10 @@ def begin(config: TrainConfig, resume: bool, accelerator: Any, console: Any) -> 
     finished = checkpoint is not None and step >= config.steps
     if finished and accelerator.is_main_process:
         console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
-    return Beginning(output, step, checkpoint, finished)
+    return RunStart(output, step, checkpoint, finished)
 
 
-def on_cpu(config: TrainConfig) -> bool:
+def trains_on_cpu(config: TrainConfig) -> bool:
     """Whether this machine trains on its CPU. Raises DlmBridgeError for a precision that a CPU does not have."""
     cpu = not torch.accelerator.is_available()
     if cpu and config.precision == "fp16":
@@ -62,7 +64,7 @@ def on_cpu(config: TrainConfig) -> bool:
     return cpu
 
 
-def leaves_no_empty_folder(
+def remove_empty_output_on_error(
     train: Callable[Concatenate[Config, Rest], Path],
 ) -> Callable[Concatenate[Config, Rest], Path]:
     """For the functions that take a run from its beginning to its end: where nothing was written into the output
@@ -90,7 +92,7 @@ def open_output(output: Path, resume: bool) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DlmBridgeError(f"--output {output}: cannot be made: {error.strerror}") from None
-    clean(output)
+    remove_old_checkpoints(output)
 
 
 def check_output(output: Path, resume: bool) -> None:
@@ -142,10 +144,10 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
         raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
     config = dataclasses.replace(config, objective=objective)
     if config.task == "sft":
-        config = tuned_as(config, family)
+        config = with_family_defaults(config, family)
     check_adaptation(config, family)
     check_trackers(config)
-    read_texts(config.sample_prompt)
+    read_prompts(config.sample_prompt)
     return config
 
 
@@ -159,7 +161,7 @@ def make_objective(config: TrainConfig, model: Any) -> Objective:
     )
 
 
-def check_data(config: TrainConfig, load: bool = True) -> Data:
+def check_data(config: TrainConfig, load: bool = True) -> DataSources:
     """What `--data` names; `load` as for `find_data`. Raises DlmBridgeError where it names nothing, a blend is not
     W PATH W PATH ..., or a Megatron pair is damaged or shorter than a block: what can be told without a model."""
     found = find_data(config.data, load)
@@ -176,11 +178,11 @@ def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[
     found = find_data(config.data)
     if config.task == "sft":
         return load_conversations(config, model, found, mask_token)
-    reader = Reader(
+    reader = ReaderSettings(
         seq_length=config.seq_length,
         seed=config.seed,
         shares=config.shares,
-        fit=Fit(model.get_input_embeddings().weight.shape[0], mask_token),
+        fit=TokenLimits(model.get_input_embeddings().weight.shape[0], mask_token),
         with_documents=config.document_attention,
     )
     tokenizer = None

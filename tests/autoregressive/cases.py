@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.models import family_by_name
-from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.models.families import family_by_name
+from dlm_bridge.models.family_spec import FamilySpec
 from tests.autoregressive.published import (
     DEEPSEEK_V3,
     GLM_45,

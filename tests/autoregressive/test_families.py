@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.verify import verify_pair
-from dlm_bridge.models import FAMILIES, find_family
+from dlm_bridge.models.families import FAMILIES, find_family
 from dlm_bridge.models.initialisation import initial_weights
 from tests.autoregressive.cases import CASES, Case
 
@@ -67,14 +67,14 @@ def test_mapping_covers_the_hubs_tensors(case: Case) -> None:
     for config in (case.config, case.published):
         dims = mapping.dims(config)
         keys: dict[str, set[tuple[int, ...]]] = {}
-        for link in mapping.links(dims):
-            keys.setdefault(link.megatron_key, set()).add((*(n for _, n in link.stack), *link.megatron_shape))
+        for param in mapping.params(dims):
+            keys.setdefault(param.megatron_key, set()).add((*(n for _, n in param.stack), *param.megatron_shape))
         assert all(len(shapes) == 1 for shapes in keys.values())
     dims = mapping.dims(case.config)
-    links = list(mapping.links(dims))
-    covered = {name: shape for link in links for name, shape in zip(link.hub_names, link.hub_shapes, strict=True)}
-    assert len(covered) == sum(len(link.hub_names) for link in links)
-    assert tensors.keys() - covered.keys() <= mapping.carried_names(dims).keys()
+    params = list(mapping.params(dims))
+    covered = {name: shape for param in params for name, shape in zip(param.hub_names, param.hub_shapes, strict=True)}
+    assert len(covered) == sum(len(param.hub_names) for param in params)
+    assert tensors.keys() - covered.keys() <= mapping.passthrough_names(dims).keys()
     assert covered == {name: tuple(tensors[name].shape) for name in covered}
     started = dict(initial_weights(case.spec, case.config, seed=3))
     assert started.keys() == in_model(case, covered).keys()

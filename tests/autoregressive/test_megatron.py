@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.models import family_by_name
+from dlm_bridge.models.families import family_by_name
 from dlm_bridge.models.rope import rope_settings, window_settings
 from tests.autoregressive.cases import CASES, Case
 from tests.autoregressive.published import DEEPSEEK_V3, GLM_45, LLAMA_31, LLAMA_32, MISTRAL_1, QWEN_25
@@ -106,7 +106,8 @@ def test_keys_and_shapes_are_megatron_cores(case: Case, megatron: pytest.MonkeyP
             moe = any(name.startswith(p) for p in moe_prefixes(dims))
             found[stored_name(entry.key, moe, "multi_latent_attention" in described)] = tuple(entry.global_shape)
     wanted = {
-        link.megatron_key: (*(size for _, size in link.stack), *link.megatron_shape) for link in mapping.links(dims)
+        param.megatron_key: (*(size for _, size in param.stack), *param.megatron_shape)
+        for param in mapping.params(dims)
     }
     assert found == wanted
 

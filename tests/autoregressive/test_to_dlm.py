@@ -1,4 +1,4 @@
-"""An autoregressive checkpoint becomes a diffusion one: same weights, a mask token, the family's topology."""
+"""An autoregressive checkpoint becomes a diffusion one: same weights, a mask token, the family's attention_pattern."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert import to_dlm
 from dlm_bridge.convert.to_dlm import TARGETS, convert_to_dlm
 from dlm_bridge.convert.verify import verify_manifest
-from dlm_bridge.models import family_by_name
+from dlm_bridge.models import initialisation
+from dlm_bridge.models.families import family_by_name
 from tests.autoregressive.cases import CASES, Case
 from tests.autoregressive.test_families import tensors_of
 from tests.checkpoints import write_tokenizer
@@ -78,7 +78,7 @@ def test_weights_topology_and_tokenizer(case: Case, name: str, tmp_path: Path) -
         moved = (model(ids).logits - model(changed).logits).abs().amax(-1)[0] > 1e-5
         assert model.generate(ids, max_new_tokens=8).shape == (1, 20)
     assert moved[-1]
-    assert bool(moved[0]) == (spec.topology == "bidirectional")
+    assert bool(moved[0]) == (spec.attention_pattern == "bidirectional")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def broken(*arguments: Any) -> torch.Tensor:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(to_dlm, "initialise", broken)
+    monkeypatch.setattr(initialisation, "initialise", broken)
     with pytest.raises(DlmBridgeError, match="no space left"):
         convert_to_dlm(source, tmp_path / "dlm")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ar"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dlm_bridge.cli.app import main
-from dlm_bridge.models import FAMILIES, UNSUPPORTED
+from dlm_bridge.models.families import FAMILIES, UNSUPPORTED
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

@@ -14,10 +14,9 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from dlm_bridge.generation import DenoisingStep
-from dlm_bridge.generation.show.film import Film
-from dlm_bridge.generation.show.html import film_data, page
-from dlm_bridge.generation.show.pieces import Pieces
-from dlm_bridge.generation.show.terminal import OPEN, frame_text, live, status
+from dlm_bridge.generation.display.html import page, trace_data
+from dlm_bridge.generation.display.terminal import MASKED, frame_text, live, status
+from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings
 from tests.cli.conftest import MASK, Cli
 from tests.cli.pages import Page, played
 
@@ -61,7 +60,7 @@ def test_the_pages_script_is_a_script(llada: Path, tmp_path: Path) -> None:
     """Only where node is installed: its parser takes the page's code."""
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
-    film = Film(Pieces(AutoTokenizer.from_pretrained(llada), MASK), [1, 2])
+    film = DenoisingTrace(TokenStrings(AutoTokenizer.from_pretrained(llada), MASK), [1, 2])
     script = Page(page(film, "title", {})).scripts[1][1]
     (tmp_path / "page.js").write_text(script)
     subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
@@ -69,7 +68,7 @@ def test_the_pages_script_is_a_script(llada: Path, tmp_path: Path) -> None:
 
 def test_characters_of_several_tokens_appear_when_they_are_whole(llada: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(llada)
-    pieces = Pieces(tokenizer, MASK)
+    pieces = TokenStrings(tokenizer, MASK)
     ids = tokenizer("é the 漢", add_special_tokens=False)["input_ids"]
     assert len(ids) > len("é the 漢") - 2
     assert "".join(map(str, pieces.of(ids))) == "é the 漢"
@@ -80,7 +79,7 @@ def test_characters_of_several_tokens_appear_when_they_are_whole(llada: Path) ->
 def test_the_terminal_shows_open_places_and_what_is_new(llada: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(llada)
     prompt = tokenizer("the", add_special_tokens=False)["input_ids"]
-    film = Film(Pieces(tokenizer, MASK), prompt)
+    film = DenoisingTrace(TokenStrings(tokenizer, MASK), prompt)
     console = Console(force_terminal=True, width=40, height=10, file=(out := io.StringIO()))
     with live(film, console):
         for forwards, new in enumerate(([MASK, prompt[0]], [prompt[0], prompt[0]]), 1):
@@ -90,7 +89,7 @@ def test_the_terminal_shows_open_places_and_what_is_new(llada: Path) -> None:
             film.on_step(DenoisingStep(forwards, (0,), tokens, settled, confidence))
             if forwards == 1:
                 text = frame_text(film.last)
-    assert text.plain == "the" + OPEN + "the"
+    assert text.plain == "the" + MASKED + "the"
     red, green = "rgb(198,16,16)", "rgb(16,198,16)"
     assert [span.style for span in text.spans] == ["dim", "bright_black", f"reverse {green}"]
     assert [span.style for span in frame_text(film.last).spans] == ["dim", f"reverse {red}", green]
@@ -100,4 +99,4 @@ def test_the_terminal_shows_open_places_and_what_is_new(llada: Path) -> None:
     assert legend.plain.endswith("probability 0 ██████████ 1")
     assert [span.style for span in legend.spans][:: len(legend.spans) - 1] == [red, green]
     assert "probability" not in status(film.frames[0]).plain
-    assert film_data(film)["length"] == 3
+    assert trace_data(film)["length"] == 3

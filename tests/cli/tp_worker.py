@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from dlm_bridge.cli import generate_run
 from dlm_bridge.cli.app import main as command_line
-from dlm_bridge.generation.texts import Texts, write_texts
+from dlm_bridge.generation.texts import GeneratedTexts, write_texts
 
 
 def run(words: list[str]) -> list[Any]:
     out, err, drawn = io.StringIO(), io.StringIO(), []
 
-    def seen(*args: Any, **kwargs: Any) -> Texts:
+    def seen(*args: Any, **kwargs: Any) -> GeneratedTexts:
         result = write_texts(*args, **kwargs)
         drawn.extend(result.token_ids)
         return result

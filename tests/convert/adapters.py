@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlm_bridge import Layout
+from dlm_bridge.convert.checkpoints.opening import open_any
 from dlm_bridge.convert.lora.convert import export_adapter, open_adapter
-from dlm_bridge.convert.lora.megatron_adapter import write_megatron_adapter
-from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS, PeftAdapter
-from dlm_bridge.convert.opening import open_any
+from dlm_bridge.convert.lora.megatron import write_megatron_adapter
+from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftAdapter
 from tests.convert.helpers import hub_tensors
 
 LLAMA: dict[str, Any] = {
@@ -47,14 +47,14 @@ def back(base: Path, megatron: Path, output: Path) -> Path:
 
 
 def set_config(folder: Path, **changes: Any) -> None:
-    path = folder / CONFIG
+    path = folder / ADAPTER_CONFIG
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def set_weights(folder: Path, change: Any) -> None:
-    tensors = load_file(folder / WEIGHTS)
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
     change(tensors)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def written_adapter(base: Path, folder: Path) -> Path:
@@ -67,9 +67,9 @@ def written_adapter(base: Path, folder: Path) -> Path:
         module = name.removesuffix(".weight")
         tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator)
         tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator)
-    save_file(tensors, output / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, output / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(LINEAR), "bias": "none"}
-    (output / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": "owner/base"}))
+    (output / ADAPTER_CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": "owner/base"}))
     return output
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from dlm_bridge.cli.app import main
-from dlm_bridge.convert.manifest import FILE_NAME
+from dlm_bridge.convert.manifest import MANIFEST
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -20,7 +20,7 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.relative_to(folder).as_posix() != FILE_NAME
+        if path.is_file() and path.relative_to(folder).as_posix() != MANIFEST
     }
 
 

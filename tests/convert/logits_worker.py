@@ -18,7 +18,7 @@ import torch
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli.app import main
-from dlm_bridge.models import family_by_name
+from dlm_bridge.models.families import family_by_name
 from tests.autoregressive.cases import CASES
 from tests.checkpoints import write_llada
 from tests.convert.helpers import hub_tensors, save_dcp

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert.checkpoints.opening import open_any
 from dlm_bridge.convert.lora.convert import open_adapter
-from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS
-from dlm_bridge.convert.opening import open_any
+from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests.checkpoints import standard_tensors, write_hub_folder
 from tests.convert.adapters import (
     LLAMA,
@@ -76,8 +76,8 @@ REFUSALS: list[tuple[str, Any, str]] = [
         ),
         "changes lm_head.weight, of the embedding and the output layer",
     ),
-    ("no weights", lambda f: (f / WEIGHTS).unlink(), "has no adapter_model.safetensors"),
-    ("not json", lambda f: (f / CONFIG).write_text("{"), "is not valid JSON"),
+    ("no weights", lambda f: (f / ADAPTER_WEIGHTS).unlink(), "has no adapter_model.safetensors"),
+    ("not json", lambda f: (f / ADAPTER_CONFIG).write_text("{"), "is not valid JSON"),
 ]
 
 
@@ -135,7 +135,10 @@ def test_experts_are_refused_and_attention_beside_them_converts(tmp_path: Path) 
     base = write_hub_folder(tmp_path / "moe", config, standard_tensors(config, qk_norm=True))
     adapter = written_adapter(base, tmp_path)
     out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2, ep=2))
-    before, after = load_file(adapter / WEIGHTS), load_file(back(base, out, tmp_path / "again") / WEIGHTS)
+    before, after = (
+        load_file(adapter / ADAPTER_WEIGHTS),
+        load_file(back(base, out, tmp_path / "again") / ADAPTER_WEIGHTS),
+    )
     assert all(same(before[name], after[name]) for name in before)
     expert = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_"
     set_weights(

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.engine import Options, write_hub
-from dlm_bridge.convert.lora.convert import open_adapter
-from dlm_bridge.convert.lora.megatron_adapter import FILE_NAME
-from dlm_bridge.convert.lora.merge import MergedCheckpoint
-from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS
-from dlm_bridge.convert.opening import open_any
+from dlm_bridge.convert.checkpoints.opening import open_any
+from dlm_bridge.convert.lora.convert import MergedCheckpoint, open_adapter
+from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
+from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from dlm_bridge.convert.planning import Options
+from dlm_bridge.convert.transfer import write_hub
 from tests.checkpoints import standard_tensors, write_hub_folder, write_llada
 from tests.convert.adapters import (
     ALPHA,
@@ -58,13 +58,13 @@ def peft_folder(base: Path, output: Path, targets: tuple[str, ...] = LINEAR, see
 
 def share_a(folder: Path) -> None:
     """Give query, key and value one A, and gate and up."""
-    tensors = load_file(folder / WEIGHTS)
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
     for name in tensors:
         for first, others in (("q_proj", ("k_proj", "v_proj")), ("gate_proj", ("up_proj",))):
             if f"{first}.lora_A" in name:
                 for other in others:
                     tensors[name.replace(first, other)] = tensors[name].clone()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -113,24 +113,24 @@ def test_megatron_factors_multiply_to_the_change_of_the_fused_weight(llama: Path
             stored[f"{prefix}linear_out.weight"][layer] @ stored[f"{prefix}linear_in.weight"][layer] * (ALPHA / RANK)
         )
 
-    for link in base.links:
-        if link.layer is None or len(link.hub_shapes[0]) != 2:
+    for param in base.params:
+        if param.layer is None or len(param.hub_shapes[0]) != 2:
             continue
-        wanted = link.to_megatron([opened.delta(name) for name in link.hub_names])
-        module = link.rule.megatron.removesuffix(".weight").replace("{layer}.", "")
+        wanted = param.to_megatron([opened.delta(name) for name in param.hub_names])
+        module = param.rule.megatron.removesuffix(".weight").replace("{layer}.", "")
         prefixes = [f"{module}.adapter."]
         if style == "canonical" and module.endswith("linear_qkv"):
             prefixes = [f"{qkv}adapter_{letter}." for letter in "qkv"]
         elif style == "canonical" and module.endswith("linear_fc1"):
             prefixes = [f"{fc1}adapter_{which}." for which in ("gate", "up")]
-        parts = [product(prefix, link.layer) for prefix in prefixes]
-        found = parts[0] if len(parts) == 1 else link.to_megatron(parts)
+        parts = [product(prefix, param.layer) for prefix in prefixes]
+        found = parts[0] if len(parts) == 1 else param.to_megatron(parts)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_ranks_hold_the_rows_and_columns_of_their_weight(llama: Path, tmp_path: Path) -> None:
     """B is cut by rows as the weight is; A by its rank, but behind a row parallel layer by columns."""
-    from dlm_bridge.convert.formats.torch_dist import TorchDistReader
+    from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
 
     out = to_megatron(llama, peft_folder(llama, tmp_path / "lora"), tmp_path / "out", Layout(tp=2))
     tensors = TorchDistReader(out / "iter_0000000").contents.tensors
@@ -165,15 +165,15 @@ def test_round_trip_is_exact(
     if shared:
         share_a(adapter)
     out = to_megatron(llama, adapter, tmp_path / "out", layout)
-    assert json.loads((out / FILE_NAME).read_text())["style"] == (
+    assert json.loads((out / ADAPTER_MANIFEST).read_text())["style"] == (
         "canonical" if not shared and "q_proj" in targets else "fused"
     )
     again = back(llama, out, tmp_path / "again")
-    before, after = load_file(adapter / WEIGHTS), load_file(again / WEIGHTS)
+    before, after = load_file(adapter / ADAPTER_WEIGHTS), load_file(again / ADAPTER_WEIGHTS)
     assert before.keys() == after.keys()
     assert all(same(before[name], after[name]) for name in before)
-    assert {k: v for k, v in tree(adapter).items() if k != WEIGHTS} == {
-        k: v for k, v in tree(again).items() if k != WEIGHTS
+    assert {k: v for k, v in tree(adapter).items() if k != ADAPTER_WEIGHTS} == {
+        k: v for k, v in tree(again).items() if k != ADAPTER_WEIGHTS
     }
     scale = ALPHA / (math.sqrt(RANK) if shared else RANK)
     assert (
@@ -185,9 +185,12 @@ def test_a_family_of_other_module_names(tmp_path: Path) -> None:
     """LLaDA's tensors on the Hub are named otherwise than its modules, which PEFT sees; both names are taken."""
     base = write_llada(tmp_path / "llada", n_kv_heads=2)
     adapter = peft_folder(base, tmp_path / "lora")
-    assert any(".self_attn.q_proj." in name for name in load_file(adapter / WEIGHTS))
+    assert any(".self_attn.q_proj." in name for name in load_file(adapter / ADAPTER_WEIGHTS))
     out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2))
-    before, after = load_file(adapter / WEIGHTS), load_file(back(base, out, tmp_path / "again") / WEIGHTS)
+    before, after = (
+        load_file(adapter / ADAPTER_WEIGHTS),
+        load_file(back(base, out, tmp_path / "again") / ADAPTER_WEIGHTS),
+    )
     assert before.keys() == after.keys()
     assert all(same(before[name], after[name]) for name in before)
     # The same adapter as the Hub's own code would have saved it.
@@ -199,7 +202,7 @@ def test_a_family_of_other_module_names(tmp_path: Path) -> None:
         for weight in opened.facts.modules
         for part in "AB"
     }
-    save_file(renamed, hub / WEIGHTS, metadata={"format": "pt"})
+    save_file(renamed, hub / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     other = dcp_tensors(to_megatron(base, hub, tmp_path / "out2", Layout(tp=2)) / "iter_0000000")
     first = dcp_tensors(out / "iter_0000000")
     assert first.keys() == other.keys()
@@ -209,17 +212,17 @@ def test_a_family_of_other_module_names(tmp_path: Path) -> None:
 def test_bridges_own_checkpoint_is_read_with_its_run_config(llama: Path, tmp_path: Path) -> None:
     adapter = peft_folder(llama, tmp_path / "lora")
     out = to_megatron(llama, adapter, tmp_path / "out")
-    (out / FILE_NAME).unlink()
+    (out / ADAPTER_MANIFEST).unlink()
     shutil.rmtree(out / "hf")
     with pytest.raises(DlmBridgeError, match=r"neither a dlm_bridge_adapter.json nor a run_config.yaml"):
         open_adapter(out, open_any(llama))
     target = "megatron.bridge.peft.canonical_lora.CanonicalLoRA"
     (out / "iter_0000000" / "run_config.yaml").write_text(f"peft:\n  _target_: {target}\n  dim: 4\n  alpha: 16\n")
     again = back(llama, out, tmp_path / "again")
-    config = json.loads((again / CONFIG).read_text())
+    config = json.loads((again / ADAPTER_CONFIG).read_text())
     assert (config["lora_alpha"], config["r"]) == (16, RANK)
     assert config["target_modules"] == sorted(LINEAR)
-    before, after = load_file(adapter / WEIGHTS), load_file(again / WEIGHTS)
+    before, after = load_file(adapter / ADAPTER_WEIGHTS), load_file(again / ADAPTER_WEIGHTS)
     assert all(same(before[name], after[name]) for name in before)
     from peft import PeftModel
 
@@ -232,7 +235,7 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     adapter = written_adapter(base, tmp_path)
     opened = open_any(base)
     write_hub(MergedCheckpoint(opened, open_adapter(adapter, opened)), tmp_path / "merged", Options())
-    before, merged, factors = hub_tensors(base), hub_tensors(tmp_path / "merged"), load_file(adapter / WEIGHTS)
+    before, merged, factors = hub_tensors(base), hub_tensors(tmp_path / "merged"), load_file(adapter / ADAPTER_WEIGHTS)
     name = "model.layers.1.mlp.down_proj"
     a, b = (factors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
     exact = before[f"{name}.weight"].double() + ALPHA / RANK * (b.double() @ a.double())
@@ -288,11 +291,11 @@ def test_latent_attention_and_leading_dense_layers(tmp_path: Path) -> None:
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 0,
     }
-    from dlm_bridge.models.autoregressive.deepseek_v3 import MAPPING
+    from dlm_bridge.models.deepseek_v3 import MAPPING
 
     dims = MAPPING.dims(config)
-    links = list(MAPPING.links(dims))
-    shapes = {name: shape for link in links for name, shape in zip(link.hub_names, link.hub_shapes, strict=True)}
+    params = list(MAPPING.params(dims))
+    shapes = {name: shape for param in params for name, shape in zip(param.hub_names, param.hub_shapes, strict=True)}
     base = write_hub_folder(tmp_path / "v3", config, {name: torch.randn(shape) for name, shape in shapes.items()})
     adapter = tmp_path / "lora"
     adapter.mkdir()
@@ -312,13 +315,13 @@ def test_latent_attention_and_leading_dense_layers(tmp_path: Path) -> None:
             module = f"base_model.model.{name.removesuffix('.weight')}"
             factors[f"{module}.lora_A.weight"] = torch.randn(RANK, shape[1])
             factors[f"{module}.lora_B.weight"] = torch.randn(shape[0], RANK)
-    save_file(factors, adapter / WEIGHTS, metadata={"format": "pt"})
-    (adapter / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}))
+    save_file(factors, adapter / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (adapter / ADAPTER_CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}))
     out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2, pp=2, ep=2, etp=1))
     stored = dcp_tensors(out / "iter_0000000")
     assert "decoder.layers.0.self_attention.linear_q_down_proj.adapter.linear_in.weight" in stored
     assert "decoder.layers.1.mlp.shared_experts.linear_fc1.adapter.adapter_up.linear_out.weight" in stored
-    again = load_file(back(base, out, tmp_path / "again") / WEIGHTS)
+    again = load_file(back(base, out, tmp_path / "again") / ADAPTER_WEIGHTS)
     assert factors.keys() == again.keys()
     assert all(same(factors[name], again[name]) for name in factors)
 
@@ -338,18 +341,18 @@ def test_one_fused_tensor_on_the_hub(tmp_path: Path) -> None:
         module = f"base_model.model.{name.removesuffix('.weight')}"
         factors[f"{module}.lora_A.weight"] = torch.randn(RANK, columns)
         factors[f"{module}.lora_B.weight"] = torch.randn(rows, RANK)
-    save_file(factors, adapter / WEIGHTS, metadata={"format": "pt"})
-    (adapter / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}))
+    save_file(factors, adapter / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (adapter / ADAPTER_CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}))
     out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2))
-    again = load_file(back(base, out, tmp_path / "again") / WEIGHTS)
+    again = load_file(back(base, out, tmp_path / "again") / ADAPTER_WEIGHTS)
     assert factors.keys() == again.keys()
     assert all(same(factors[name], again[name]) for name in factors)
     opened = open_any(base)
     delta = open_adapter(adapter, opened).delta(fused[0])
-    link = opened.link_of[fused[0]]
+    param = opened.param_of[fused[0]]
     stored = dcp_tensors(out / "iter_0000000")
-    key = link.megatron_key.removesuffix("weight") + "adapter."
+    key = param.megatron_key.removesuffix("weight") + "adapter."
     product = stored[f"{key}linear_out.weight"] @ stored[f"{key}linear_in.weight"] * (ALPHA / RANK)
-    torch.testing.assert_close(product, link.to_megatron([delta]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product, param.to_megatron([delta]), rtol=1e-5, atol=1e-5)
     with pytest.raises(DlmBridgeError, match="one fused tensor on the Hub: use --style fused"):
         to_megatron(base, adapter, tmp_path / "out2", style="canonical")

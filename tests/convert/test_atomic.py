@@ -16,7 +16,7 @@ import pytest
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.cli.app import main
-from dlm_bridge.convert import atomic, moving, streaming
+from dlm_bridge.convert import atomic, streaming, workers
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from tests.convert.helpers import no_leftovers, run_cli, tree
@@ -96,7 +96,7 @@ def test_interrupt_says_what_happened(tmp_path: Path, llada: Path, monkeypatch: 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(moving, "run_tasks", interrupted)
+    monkeypatch.setattr(workers, "run_tasks", interrupted)
     code, out, err = run_cli(capsys, "import", llada, tmp_path / "out", "--json")
     assert (code, out) == (130, "")
     assert err == f"dlm-bridge: interrupted: {tmp_path / 'out'} was not written, nothing is left behind\n"
@@ -115,7 +115,7 @@ def test_sigint_to_a_running_import(tmp_path: Path, llada: Path) -> None:
     process.join(60)
     assert process.exitcode == 130
     said, left = (tmp_path / "err").read_text(), list((tmp_path / "here").iterdir())
-    if left:  # the link that was under way came to its end
+    if left:  # the param that was under way came to its end
         assert f"was not written; the same command with --resume goes on from what is done ({left[0].name})" in said
     else:
         assert "was not written, nothing is left behind" in said
@@ -187,10 +187,10 @@ def test_existing_output(tmp_path: Path, llada: Path, capsys: pytest.CaptureFixt
     assert code == 2
     assert "is not a folder" in err
     assert file.read_text() == "x"
-    link = tmp_path / "link"
-    link.symlink_to(output)
+    param = tmp_path / "param"
+    param.symlink_to(output)
     with pytest.raises(DlmBridgeError, match="the output is the source"):
-        Bridge.from_megatron(output).to_hf(link, overwrite=True)
+        Bridge.from_megatron(output).to_hf(param, overwrite=True)
 
 
 def test_output_may_not_touch_a_source(tmp_path: Path, llada: Path) -> None:

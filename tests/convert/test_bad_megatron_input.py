@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.formats.torch_dist import TorchDistReader
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
 from dlm_bridge.convert.verify import verify_manifest
 from tests.convert.helpers import hub_tensors, no_leftovers, run_cli, save_dcp, tree
 from tests.convert.test_torch_dist import expected
@@ -322,7 +322,7 @@ def test_shard_map_of_another_model(tmp_path: Path, checkpoint: Path) -> None:
 def test_hostile_hf_folder(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (checkpoint / "hf" / "stolen").symlink_to(tmp_path / "secret")
-    with pytest.raises(DlmBridgeError, match=r"stolen is a link to .*secret, outside the folder"):
+    with pytest.raises(DlmBridgeError, match=r"stolen is a param to .*secret, outside the folder"):
         Bridge.from_megatron(checkpoint).to_hf(tmp_path / "out")
 
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import dlm_bridge.models as models
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.mapping import Carried
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
-from dlm_bridge.models.llada.mapping import MAPPING as LLADA_MAPPING
-from dlm_bridge.models.llada.spec import SPEC
+from dlm_bridge.mapping.rules import Passthrough
+from dlm_bridge.models import families
+from dlm_bridge.models.llada import MAPPING as LLADA_MAPPING
+from dlm_bridge.models.llada import SPEC
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder
 from tests.convert.helpers import tree
 
 INV_FREQ = "model.rotary_emb.inv_freq"
-MAPPING = replace(LLADA_MAPPING, carried=(*LLADA_MAPPING.carried, Carried(INV_FREQ)))
+MAPPING = replace(LLADA_MAPPING, carried=(*LLADA_MAPPING.carried, Passthrough(INV_FREQ)))
 
 
 @pytest.fixture
@@ -28,14 +28,14 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A checkpoint of a family like LLaDA whose Hub files hold a derivable tensor."""
     spec = replace(SPEC, mapping=f"{__name__}:MAPPING")
     assert sys.modules[__name__].MAPPING is MAPPING
-    monkeypatch.setattr(models, "FAMILIES", (spec,))
-    models._by_architecture.cache_clear()
+    monkeypatch.setattr(families, "FAMILIES", (spec,))
+    families._by_architecture.cache_clear()
     config = llada_config(weight_tying=True)
     tensors = llada_tensors(config, dtype=torch.bfloat16)
     tensors["model.transformer.ff_out.weight"] = tensors["model.transformer.wte.weight"].clone()
     tensors[INV_FREQ] = torch.arange(8).float() ** -0.5
     yield write_hub_folder(tmp_path / "hub", config, tensors)
-    models._by_architecture.cache_clear()
+    families._by_architecture.cache_clear()
 
 
 def test_there_and_back(tmp_path: Path, source: Path) -> None:

@@ -30,8 +30,8 @@ def megatron_parameters(bridge: Bridge) -> dict[str, torch.Tensor]:
     """A whole model's parameters by the names that one process's GPTModel has (Transformer Engine's spec)."""
     checkpoint = bridge.checkpoint
     return {
-        _EXPERT.sub(r"experts.\2.weight\1", link.megatron_name): link.to_megatron(list(checkpoint.read_link(link)))
-        for link in checkpoint.links
+        _EXPERT.sub(r"experts.\2.weight\1", param.megatron_name): param.to_megatron(list(checkpoint.read_param(param)))
+        for param in checkpoint.params
     }
 
 
@@ -150,11 +150,11 @@ def test_singleton_local_shards(tmp_path: Path) -> None:
     MIXED.write(tmp_path / "hub")
     bridge = Bridge.from_hf(tmp_path / "hub")
     state: dict[str, torch.Tensor] = {}
-    for link in bridge.checkpoint.links:
-        tensor = link.to_megatron(list(bridge.checkpoint.read_link(link)))
-        halves = ("_w", "_v") if link.megatron_name.endswith("linear_fc1.weight") else ("",)
+    for param in bridge.checkpoint.params:
+        tensor = param.to_megatron(list(bridge.checkpoint.read_param(param)))
+        halves = ("_w", "_v") if param.megatron_name.endswith("linear_fc1.weight") else ("",)
         state |= {
-            link.megatron_name + half: part for half, part in zip(halves, tensor.chunk(len(halves)), strict=True)
+            param.megatron_name + half: part for half, part in zip(halves, tensor.chunk(len(halves)), strict=True)
         }
     folder = tmp_path / "m" / "iter_0000007"
     save_dcp({name: tensor.contiguous() for name, tensor in state.items()}, folder)

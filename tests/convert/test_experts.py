@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.formats.torch_dist import TorchDistReader
-from dlm_bridge.convert.mapping import Dims, FusedQKV
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
+from dlm_bridge.mapping.rules import Dims, FusedQKV
 from tests.convert.helpers import dcp_tensors
 from tests.families import llada2_moe, rnd1
 

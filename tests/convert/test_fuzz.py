@@ -22,13 +22,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.formats.dcp import read_metadata
-from dlm_bridge.convert.formats.huggingface import HubReader
-from dlm_bridge.convert.formats.pickle_guard import check_pickle
+from dlm_bridge.convert.checkpoints.huggingface import HubReader
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
+from dlm_bridge.convert.formats.chunked_reader import open_tensor_item, read_item_rows
+from dlm_bridge.convert.formats.dcp_metadata import read_metadata
 from dlm_bridge.convert.formats.safetensors_file import build_header
-from dlm_bridge.convert.formats.torch_dist import TorchDistReader
-from dlm_bridge.convert.formats.torch_items import object_item, open_tensor_item, read_item_rows
-from dlm_bridge.convert.tensors import raw_bytes
+from dlm_bridge.convert.formats.torch_dist_writer import object_item
+from dlm_bridge.convert.formats.unpickler import check_pickle
+from dlm_bridge.convert.streaming import raw_bytes
 from tests.checkpoints import write_llada
 
 pytestmark = pytest.mark.slow

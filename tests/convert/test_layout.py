@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dlm_bridge import DlmBridgeError, Layout
-from dlm_bridge.convert.layout import parse_pipeline_split
-from dlm_bridge.convert.mapping import Dims
+from dlm_bridge.mapping.layout import parse_pipeline_split
+from dlm_bridge.mapping.rules import Dims
 
 DENSE = Dims(layers=8, hidden=64, heads=8, groups=4, head_dim=8, ffn=96, vocab=128)
 MOE = Dims(layers=4, hidden=64, heads=4, groups=4, head_dim=16, ffn=0, vocab=128, experts=8, moe_ffn=32)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.formats.torch_file import read_torch_file
+from dlm_bridge.convert.formats.unpickler import read_torch_file
 from dlm_bridge.convert.inspect import inspect_checkpoint
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE

@@ -16,8 +16,8 @@ import torch
 import xxhash
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.convert import memory, streaming
-from dlm_bridge.convert.formats.torch_items import ItemSink, tensor_item_length
+from dlm_bridge.convert import streaming, workers
+from dlm_bridge.convert.formats.torch_dist_writer import ItemSink, tensor_item_length
 from dlm_bridge.convert.verify import verify_manifest
 from tests.checkpoints import llada_config
 from tests.convert.helpers import tree
@@ -103,33 +103,33 @@ def test_reused_memory_changes_nothing(tmp_path: Path, llada: Path, monkeypatch:
     """A cast needs a tensor's memory; large tensors use that of others before them."""
     Bridge.from_hf(llada).to_megatron(tmp_path / "plain", Layout(tp=2, pp=2), "bf16")
     taken: list[int] = []
-    real = memory.mmap.mmap
+    real = workers.mmap.mmap
 
     def block(fd: int, size: int) -> mmap.mmap:
         taken.append(size)
         return real(fd, size)
 
-    monkeypatch.setattr(memory, "_SMALL", 0)
-    monkeypatch.setattr(memory, "_HUGE_PAGE", 4096)
-    monkeypatch.setattr(memory.mmap, "mmap", block)
+    monkeypatch.setattr(workers, "_SMALL", 0)
+    monkeypatch.setattr(workers, "_HUGE_PAGE", 4096)
+    monkeypatch.setattr(workers.mmap, "mmap", block)
     Bridge.from_hf(llada).to_megatron(tmp_path / "m", Layout(tp=2, pp=2), "bf16", workers=2)
     assert tree(tmp_path / "m") == tree(tmp_path / "plain")
-    links = len(Bridge.from_hf(llada).checkpoint.links)
-    assert 0 < len(taken) < 2 * links  # each link asks for two or more: blocks were used again
+    params = len(Bridge.from_hf(llada).checkpoint.params)
+    assert 0 < len(taken) < 2 * params  # each param asks for two or more: blocks were used again
 
 
 def test_blocks_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_SMALL", 0)
-    pool = memory.Memory(limit=16 << 20)
+    monkeypatch.setattr(workers, "_SMALL", 0)
+    pool = workers.TaskMemory(limit=16 << 20)
     for _ in range(3):
         for megabytes in (2, 6, 10, 4):
             with pool.task():
-                a, b = (memory.new_tensor((megabytes << 19,), torch.int16) for _ in range(2))
+                a, b = (workers.new_tensor((megabytes << 19,), torch.int16) for _ in range(2))
                 a.fill_(1)
                 b.fill_(2)
                 assert bool((a == 1).all())
             assert pool._total <= max(16, 2 * megabytes) << 20
-    outside = memory.new_tensor((3, 5), torch.float32)
+    outside = workers.new_tensor((3, 5), torch.float32)
     assert outside.shape == (3, 5)
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.convert.formats.dcp import Contents, Place, read_metadata, write_metadata
+from dlm_bridge.convert.formats.dcp_metadata import Contents, StorageLocation, read_metadata
+from dlm_bridge.convert.formats.torch_dist_writer import write_metadata
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from tests.checkpoints import write_llada
 from tests.convert.helpers import dcp_tensors, run_cli, save_dcp
@@ -111,7 +112,7 @@ def test_common_state_as_an_object(
     (folder / "common.pt").unlink()
     data = (folder / "__9_0.distcp").read_bytes()
     contents = read_metadata(folder)
-    objects = {**contents.objects, "common_state/shard_0_1": Place("__9_0.distcp", 0, len(data))}
+    objects = {**contents.objects, "common_state/shard_0_1": StorageLocation("__9_0.distcp", 0, len(data))}
     write_metadata(folder, Contents({k: t for k, t in contents.tensors.items() if t.dtype}, objects))
     Bridge.from_megatron(tmp_path / "run", like=hub).to_megatron(tmp_path / "m", Layout(pp=2))
     assert_states(tmp_path / "m", states)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.convert import atomic, journal, moving, streaming
-from dlm_bridge.convert.formats.huggingface import HubWriter
+from dlm_bridge.convert import atomic, streaming
+from dlm_bridge.convert.formats.safetensors_file import HubWriter
 from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter
-from dlm_bridge.convert.manifest import FILE_NAME
+from dlm_bridge.convert.manifest import MANIFEST
 from tests.checkpoints import write_llada
 from tests.convert.helpers import no_leftovers, run_cli, tree
 
@@ -26,7 +26,7 @@ LAYOUT = Layout(tp=2, pp=2)
 
 def whole(folder: Path) -> dict[str, bytes]:
     """Every file, the manifest as well."""
-    return tree(folder) | {FILE_NAME: (folder / FILE_NAME).read_bytes()}
+    return tree(folder) | {MANIFEST: (folder / MANIFEST).read_bytes()}
 
 
 def convert(action: str, source: Path, output: Path, **options: Any) -> None:
@@ -68,7 +68,7 @@ def killed_run(action: str, source: Path, output: Path, moment: int, resume: boo
 
 
 def _victim(action: str, source: Path, output: Path, moment: int, resume: bool) -> None:
-    journal._EVERY = 1  # every link is flushed and noted at once
+    atomic._EVERY = 1  # every param is flushed and noted at once
     left = moment
 
     def counted(module: Any, name: str) -> None:
@@ -84,7 +84,7 @@ def _victim(action: str, source: Path, output: Path, moment: int, resume: bool) 
         setattr(module, name, call)
 
     for module, name in (
-        (streaming, "write_at"), (journal, "_sync"), (journal.Journal, "_append"),
+        (streaming, "write_at"), (atomic, "_sync"), (atomic.Journal, "_append"),
         (atomic, "sync_tree"), (atomic, "_put_in_place"), (atomic.shutil, "rmtree"), (os, "fsync"), (os, "rename"),
     ):  # fmt: skip
         counted(module, name)
@@ -126,24 +126,24 @@ def test_killed_when_all_is_written(
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
     assert not output.exists()
-    assert list(tmp_path.rglob(FILE_NAME))
+    assert list(tmp_path.rglob(MANIFEST))
     convert(action, sources[action], output, resume=True)
     assert whole(output) == expected[action]
 
 
 def _victim_at_the_end(action: str, source: Path, output: Path) -> None:
-    journal._EVERY = 1
-    setattr(journal.Journal, "close", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010 (mypy)
+    atomic._EVERY = 1
+    setattr(atomic.Journal, "close", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010 (mypy)
     convert(action, source, output)
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, action: str, source: Path, output: Path, after: int) -> str:
-    """Interrupt a conversion once `after` links are noted as done. The interruption's message."""
-    monkeypatch.setattr(journal, "_EVERY", 1)
+    """Interrupt a conversion once `after` params are noted as done. The interruption's message."""
+    monkeypatch.setattr(atomic, "_EVERY", 1)
     count = 0
-    real = journal.Journal.add
+    real = atomic.Journal.add
 
-    def add(self: journal.Journal, *arguments: Any) -> None:
+    def add(self: atomic.Journal, *arguments: Any) -> None:
         nonlocal count
         real(self, *arguments)
         count += 1
@@ -151,7 +151,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, action: str, source: Path, output
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal.Journal, "add", add)
+        patch.setattr(atomic.Journal, "add", add)
         with pytest.raises(KeyboardInterrupt) as stopped:
             convert(action, source, output, workers=1)
     return str(stopped.value)
@@ -162,9 +162,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     slices, tensors = TorchDistWriter.write, HubWriter.sink
 
-    def write_slice(self: TorchDistWriter, link: Any, bands: Any) -> list[str]:
-        names.append(link.megatron_name)
-        return slices(self, link, bands)
+    def write_slice(self: TorchDistWriter, param: Any, bands: Any) -> list[str]:
+        names.append(param.megatron_name)
+        return slices(self, param, bands)
 
     def write_tensor(self: HubWriter, name: str) -> Any:
         names.append(name)
@@ -187,12 +187,14 @@ def test_resume_goes_on_where_it_was(
         f"interrupted: {output} was not written; the same command with --resume goes on from what is done "
         f"({left.name}), without it starts clean"
     )
-    done = set(journal.Journal(left, "?", []).done)
+    done = set(atomic.Journal(left, "?", []).done)
     assert 9 <= len(done) < 20  # tasks that were under way come to their end
     names = written(monkeypatch)
     convert(action, sources[action], output, resume=True)
-    links = Bridge.from_hf(sources["import"]).checkpoint.links
-    kept = {name for link in links if link.megatron_name in done for name in (link.megatron_name, *link.hub_names)}
+    params = Bridge.from_hf(sources["import"]).checkpoint.params
+    kept = {
+        name for param in params if param.megatron_name in done for name in (param.megatron_name, *param.hub_names)
+    }
     assert names
     assert not kept & set(names)
     assert whole(output) == expected[action]
@@ -209,10 +211,10 @@ def test_what_is_damaged_meanwhile_is_written_again(
         data = bytearray(file.read_bytes())
         data[len(data) // 3 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 3)
         file.write_bytes(data)
-    lines = (left / journal.FILE_NAME).read_text().splitlines()
+    lines = (left / atomic.JOURNAL).read_text().splitlines()
     lines[3] = lines[3][: len(lines[3]) // 2]  # a line that is no line
     lines.append('["decoder.final_layernorm.weight", {"tensors": 5}]')
-    (left / journal.FILE_NAME).write_text("\n".join(lines))
+    (left / atomic.JOURNAL).write_text("\n".join(lines))
     convert("import", sources["import"], output, resume=True)
     assert whole(output) == expected["import"]
 
@@ -231,7 +233,7 @@ def test_another_conversion_starts_clean(
     names = written(monkeypatch)
     bridge = Bridge.from_hf(source)
     bridge.to_megatron(output, layout, dtype, resume=change != "no --resume")
-    assert sorted(names) == sorted(link.megatron_name for link in bridge.checkpoint.links)
+    assert sorted(names) == sorted(param.megatron_name for param in bridge.checkpoint.params)
     bridge.to_megatron(tmp_path / "fresh", layout, dtype)
     assert whole(output) == whole(tmp_path / "fresh")
     assert no_leftovers(tmp_path)
@@ -242,7 +244,7 @@ def test_resume_from_the_command_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     output = tmp_path / "out"
-    real = moving.read_bands
+    real = streaming.read_bands
     count = 0
 
     def read(*arguments: Any) -> Any:
@@ -252,7 +254,7 @@ def test_resume_from_the_command_line(
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(moving, "read_bands", read)
+    monkeypatch.setattr(streaming, "read_bands", read)
     command = ("import", llada, output, "--tp", 2, "--pp", 2, "--workers", 1)
     code, out, err = run_cli(capsys, *command)
     assert (code, out) == (130, "")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.manifest import FILE_NAME
+from dlm_bridge.convert.manifest import MANIFEST
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder, write_llada
 from tests.convert.helpers import dcp_tensors, hub_tensors, same, tree
@@ -40,7 +40,7 @@ def test_every_layout(tmp_path: Path, tp: int, pp: int) -> None:
     source = write_llada(tmp_path / "hub")
     out = round_trip(source, tmp_path, Layout(tp=tp, pp=pp), Layout(tp=4 // tp, pp=4 // pp))
     assert tree(out) == tree(source)
-    assert (out / FILE_NAME).is_file()
+    assert (out / MANIFEST).is_file()
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_widened_weights_that_changed_are_not_narrowed_silently(tmp_path: Path) 
     Bridge.from_hf(write_hub_folder(tmp_path / "hub", config, tensors)).to_megatron(tmp_path / "m")
     bridge = Bridge.from_megatron(tmp_path / "m")
     changed = bridge.checkpoint
-    link = changed.link_of[name]
+    param = changed.param_of[name]
     read = changed.reader.read  # type: ignore[attr-defined]
     changed.reader.read = lambda *a: read(*a) + 1e-6  # type: ignore[attr-defined]
     with pytest.raises(DlmBridgeError, match=f"{name}: its values were bfloat16 when imported"):
-        changed.read_link(link)
+        changed.read_param(param)
 
 
 def test_redundant_tied_head_comes_back(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.cli.app import main  # noqa: F401 (the command line is loaded before calls are counted)
-from dlm_bridge.convert.formats.huggingface import METADATA, ShardPlan, index_text
-from dlm_bridge.convert.formats.safetensors_file import build_header
-from dlm_bridge.models import find_family
+from dlm_bridge.convert.formats.safetensors_file import METADATA, ShardPlan, build_header, index_text
+from dlm_bridge.models.families import find_family
 from tests.convert.helpers import run_cli
 from tests.families import rnd1
 
@@ -29,8 +28,8 @@ def write_holes(folder: Path, config: dict[str, Any]) -> int:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     mapping = find_family(config, None, str(folder)).load("mapping")
-    links = mapping.links(mapping.dims(config))
-    shapes = {name: shape for link in links for name, shape in zip(link.hub_names, link.hub_shapes, strict=True)}
+    params = mapping.params(mapping.dims(config))
+    shapes = {name: shape for param in params for name, shape in zip(param.hub_names, param.hub_shapes, strict=True)}
     plans = []
     for number in range(2):
         chosen = [(name, torch.bfloat16, shapes[name]) for name in list(shapes)[number::2]]

@@ -12,10 +12,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.formats.torch_dist import TorchDistReader
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
 from dlm_bridge.convert.formats.torch_dist_writer import plan_torch_dist
-from dlm_bridge.convert.mapping import Dims, Direct, GatedMLP, Link
 from dlm_bridge.convert.verify import verify_pair
+from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, ParamMapping
 from tests.checkpoints import write_llada
 from tests.convert.helpers import dcp_tensors, hub_tensors, save_dcp, tree
 
@@ -253,17 +253,17 @@ def test_checkpoint_without_common_pt(tmp_path: Path, llada: Path, imported: Pat
 def test_each_source_byte_is_read_once(
     llada: Path, imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.convert import streaming, tensors
+    from dlm_bridge.convert import streaming
 
     counted = 0
-    real = tensors.read_at
+    real = streaming.read_at
 
     def count(fd: int, path: Path, offset: int, view: memoryview) -> None:
         nonlocal counted
         counted += len(view)
         real(fd, path, offset, view)
 
-    monkeypatch.setattr(tensors, "read_at", count)
+    monkeypatch.setattr(streaming, "read_at", count)
     monkeypatch.setattr(streaming, "read_at", count)
     total = sum(tensor.nbytes for tensor in hub_tensors(llada).values())
     Bridge.from_hf(llada).to_megatron(tmp_path / "a", Layout(tp=4 // 2, pp=4))
@@ -283,10 +283,10 @@ def test_experts_are_placed_by_rank() -> None:
         "decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight", gate="g", up="u", width="moe_ffn"
     )
     router = Direct("decoder.layers.{layer}.mlp.router.weight", name="r", shape="experts hidden")
-    links = [Link(rule, dims, layer, expert) for layer in range(2) for rule, expert in
+    params = [ParamMapping(rule, dims, layer, expert) for layer in range(2) for rule, expert in
              [(router, None), *((fc1, e) for e in range(4))]]  # fmt: skip
-    keys = {link.megatron_key: torch.float32 for link in links}
-    plan = plan_torch_dist(links, Layout(tp=2, pp=2, ep=2, etp=1), keys)
+    keys = {param.megatron_key: torch.float32 for param in params}
+    plan = plan_torch_dist(params, Layout(tp=2, pp=2, ep=2, etp=1), keys)
     stored = plan.contents.tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     assert stored.shape == (2, 4, 12, 8)
     assert {(chunk.offsets[:2], chunk.place.file) for chunk in stored.chunks} == {

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_bridge.evaluation import bounds as module
-from dlm_bridge.evaluation.bounds import Answer, Draw, bounds, estimator, is_greedy
+from dlm_bridge.evaluation import likelihood as module
+from dlm_bridge.evaluation.likelihood import Answer, MaskSample, estimator, is_greedy, likelihood_bounds
 from tests.families.case import FamilyCase, all_cases
 
 CASES = {case.name: case for case in all_cases() if not case.label}
@@ -85,15 +85,17 @@ def test_every_subset_is_read_as_a_sampler_would(model: Any) -> None:
     weights = np.array([1.0, 10.0, 100.0])
     for masked in _subsets(3):
         expected = sum(weights[place] * logp for place, logp in _one_pass_each(model, answer, masked).items())
-        draws = [Draw(np.array([True]), np.array([1.0])), Draw(masked, weights)]
-        _, found = module._read(model, estimator(model), [short, answer], draws)
+        draws = [MaskSample(np.array([True]), np.array([1.0])), MaskSample(masked, weights)]
+        _, found = module._sample_bounds(model, estimator(model), [short, answer], draws)
         assert found == pytest.approx(expected, rel=1e-4)
-        assert module._read(model, estimator(model), [answer], draws[1:]) == pytest.approx([expected], rel=1e-4)
+        assert module._sample_bounds(model, estimator(model), [answer], draws[1:]) == pytest.approx(
+            [expected], rel=1e-4
+        )
 
 
 def test_one_token_is_exact(model: Any) -> None:
     answer = Answer(_answer(model).prompt, _answer(model).answer[:1])
-    (found,) = bounds(model, [answer], samples=2)
+    (found,) = likelihood_bounds(model, [answer], samples=2)
     assert found.value == pytest.approx(_one_pass_each(model, answer, np.array([True]))[0], rel=1e-4)
     assert found.error < 1e-5
 
@@ -102,7 +104,7 @@ def test_one_token_is_exact(model: Any) -> None:
 def test_mean_of_the_samples_is_the_expectation(case: FamilyCase, model: Any) -> None:
     """Over all numbers of masks and all subsets, group by group; and neither order nor batch changes a sample."""
     answer = _answer(model, 4)
-    groups = module._groups(estimator(model), answer)
+    groups = module._block_ids(estimator(model), answer)
     expected = 0.0
     for group in set(groups.tolist()):
         members = np.flatnonzero(groups == group)
@@ -112,20 +114,20 @@ def test_mean_of_the_samples_is_the_expectation(case: FamilyCase, model: Any) ->
                 masked = np.isin(np.arange(4), chosen)
                 logps = _one_pass_each(model, answer, masked)
                 expected += share * len(members) / size * sum(logps.values())
-    (found,) = bounds(model, [answer], samples=256, batch_size=64)
+    (found,) = likelihood_bounds(model, [answer], samples=256, batch_size=64)
     assert 0 < found.error < 0.2
     assert abs(found.value - expected) < 4 * found.error
     other = Answer((5, 6), (7, 8))
-    together = bounds(model, [other, answer], samples=256, batch_size=50)
+    together = likelihood_bounds(model, [other, answer], samples=256, batch_size=50)
     assert together[1].value == pytest.approx(found.value, rel=1e-5)
-    assert bounds(model, [answer], samples=8, seed=1)[0] != bounds(model, [answer], samples=8)[0]
+    assert likelihood_bounds(model, [answer], samples=8, seed=1)[0] != likelihood_bounds(model, [answer], samples=8)[0]
 
 
 def test_samples_spread_over_all_numbers_of_masks(model: Any) -> None:
     read = estimator(model)
     answer = Answer((1,) * (read.block or 1), tuple(range(2, 10)) if (read.block or 8) >= 8 else (2, 3, 4, 5))
-    groups = module._groups(read, answer)
-    draws = [module._drawn(read, answer, 0, sample, 16) for sample in range(16)]
+    groups = module._block_ids(read, answer)
+    draws = [module._sample_mask(read, answer, 0, sample, 16) for sample in range(16)]
     for group in set(groups.tolist()):
         size = int((groups == group).sum())
         counts = [int(draw.masked[groups == group].sum()) for draw in draws]
@@ -139,7 +141,7 @@ def test_greedy_answers_are_recognised(case: FamilyCase, model: Any) -> None:
     """The answer that settles the surest token, pass by pass, written here; and that with another last token."""
     start = _answer(model)
     mask, written, left = estimator(model).objective.mask_token_id, [0, 0, 0], {0, 1, 2}
-    blocks = module._groups(estimator(model), start)
+    blocks = module._block_ids(estimator(model), start)
     while left:
         ids = [*start.prompt, *(mask if place in left else written[place] for place in range(3))]
         first = min(blocks[place] for place in left)

@@ -23,12 +23,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from dlm_bridge.cli.eval import evaluate
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.evaluation import harness
-from dlm_bridge.evaluation.bounds import Answer, bounds, is_greedy
-from dlm_bridge.evaluation.local_tasks import FOLDER, LOCAL
+from dlm_bridge.evaluation.harness import FOLDER, LOCAL
+from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import exact_log_likelihoods
-from dlm_bridge.generation.opening import Opened, Placement, open_model
-from dlm_bridge.models.llada.configuration import LLaDAConfig
-from dlm_bridge.models.llada.modeling import LLaDAModelLM
+from dlm_bridge.loading import LoadedModel, Placement, load_model
+from dlm_bridge.models.modeling_llada import LLaDAConfig, LLaDAModelLM
 from tests.checkpoints import llada_config
 
 TEXT = " ".join(f"Question: What is {n} + {n}?\nAnswer: {2 * n}" for n in range(40))
@@ -82,8 +81,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def opened(folders: dict[str, Path]) -> dict[str, Opened]:
-    return {name: open_model(folder, Placement("cpu")) for name, folder in folders.items()}
+def opened(folders: dict[str, Path]) -> dict[str, LoadedModel]:
+    return {name: load_model(folder, Placement("cpu")) for name, folder in folders.items()}
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def run(folders: dict[str, Path], tmp_path: Path) -> Eval:
     return _run
 
 
-def _answers(opened: Opened, row: dict[str, Any]) -> list[Answer]:
+def _answers(opened: LoadedModel, row: dict[str, Any]) -> list[Answer]:
     """The choices of a multiple choice document, split as the harness splits them."""
     doc = row["doc"]
     prompt = opened.tokenizer(f"{doc['question']}\nAnswer:")["input_ids"]
@@ -125,7 +124,7 @@ def test_local_tasks_say_what_is_true() -> None:
     assert len({row["question"] for row in sums}) == len({row["question"] for row in orders}) == 64
 
 
-def test_diffusion_model(run: Eval, opened: dict[str, Opened], capsys: pytest.CaptureFixture[str]) -> None:
+def test_diffusion_model(run: Eval, opened: dict[str, LoadedModel], capsys: pytest.CaptureFixture[str]) -> None:
     """Choices by the bounds, texts by the sampler with the settings that are recorded; the same again the same."""
     model = opened["llada"]
     options = {"tasks": ["orders,sums"], "limit": 3, "set_": ["steps=8", "gen_length=16"]}
@@ -134,7 +133,7 @@ def test_diffusion_model(run: Eval, opened: dict[str, Opened], capsys: pytest.Ca
     rows = {task: [row for row in facts["samples"] if row["task"] == task] for task in ("orders", "sums")}
     right = []
     for row in rows["orders"]:
-        found = [bound.value for bound in bounds(model.model, _answers(model, row), samples=4)]
+        found = [bound.value for bound in likelihood_bounds(model.model, _answers(model, row), samples=4)]
         assert [float(response[0][0]) for response in row["resps"]] == pytest.approx(found, rel=1e-4)
         right.append(max(range(4), key=lambda number: found[number]) == row["doc"]["answer"])
     entry = facts["tasks"]["orders"]
@@ -157,7 +156,9 @@ def test_diffusion_model(run: Eval, opened: dict[str, Opened], capsys: pytest.Ca
     assert [row["resps"] for row in again["samples"]] == [row["resps"] for row in facts["samples"]]
 
 
-def _ask(model: Opened, asked: dict[str, Any], count: int = 1, **settings: Any) -> tuple[list[str], dict[str, Any]]:
+def _ask(
+    model: LoadedModel, asked: dict[str, Any], count: int = 1, **settings: Any
+) -> tuple[list[str], dict[str, Any]]:
     """What `count` equal requests of a task are answered, and the settings that are recorded."""
     metadata = ("task", 0, count)
     request = Instance("generate_until", {}, ("What is 7 + 7?", {"max_gen_toks": 8, **asked}), 0, metadata=metadata)
@@ -166,7 +167,7 @@ def _ask(model: Opened, asked: dict[str, Any], count: int = 1, **settings: Any) 
 
 
 def test_answers_are_greedy_unless_the_task_or_the_caller_draws(
-    opened: dict[str, Opened], monkeypatch: pytest.MonkeyPatch
+    opened: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the harness's own models take it, whatever the checkpoint's sampler does by itself."""
     model = opened["llada"]
@@ -194,14 +195,14 @@ def test_answers_are_greedy_unless_the_task_or_the_caller_draws(
         _ask(model, {"num_beams": 5})
 
 
-def test_a_task_s_words_for_the_length_are_the_harness_s(opened: dict[str, Opened]) -> None:
+def test_a_task_s_words_for_the_length_are_the_harness_s(opened: dict[str, LoadedModel]) -> None:
     model = opened["llada"]
     assert _ask(model, {"max_gen_toks": None, "max_new_tokens": 16, "until": [""]})[1]["gen_length"] == 16
     for name in ("gen_length", "max_new_tokens"):
         assert _ask(model, {}, sampler={name: 4})[1]["gen_length"] == 4
 
 
-def test_repeated_answers_are_drawn_anew_in_every_batch(opened: dict[str, Opened]) -> None:
+def test_repeated_answers_are_drawn_anew_in_every_batch(opened: dict[str, LoadedModel]) -> None:
     """Of pass@k and self-consistency: the seed gives the same answers however many are drawn together."""
     drawn = {"do_sample": True, "temperature": 2.0}
     answers, _ = _ask(opened["llada"], drawn, count=6, batch_size=2)
@@ -212,7 +213,7 @@ def test_repeated_answers_are_drawn_anew_in_every_batch(opened: dict[str, Opened
     assert unseeded[0] != unseeded[1]
 
 
-def test_a_text_begins_once(opened: dict[str, Opened]) -> None:
+def test_a_text_begins_once(opened: dict[str, LoadedModel]) -> None:
     """A chat template writes the token that the tokenizer puts before a text."""
     tokenizer = copy.deepcopy(opened["llada"].tokenizer)
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
@@ -226,7 +227,7 @@ def test_a_text_begins_once(opened: dict[str, Opened]) -> None:
     assert model.tok_encode("What is 7?", add_special_tokens=False) == plain[1:]
 
 
-def test_autoregressive_model_is_exact(run: Eval, opened: dict[str, Opened], tmp_path: Path) -> None:
+def test_autoregressive_model_is_exact(run: Eval, opened: dict[str, LoadedModel], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     facts = run("llama", tasks=["orders"], limit=3, perplexity=tmp_path / "text.txt", window=50)
     model = opened["llama"]
@@ -256,7 +257,7 @@ def test_autoregressive_model_is_exact(run: Eval, opened: dict[str, Opened], tmp
 
 @pytest.mark.parametrize("name", ["gen_length", "max_new_tokens"])
 def test_an_autoregressive_model_writes_as_much_as_the_caller_says(
-    run: Eval, opened: dict[str, Opened], name: str
+    run: Eval, opened: dict[str, LoadedModel], name: str
 ) -> None:
     model = opened["llama"]
     for row in run("llama", tasks=["sums"], limit=2, set_=[f"{name}=3"])["samples"]:
@@ -265,7 +266,7 @@ def test_an_autoregressive_model_writes_as_much_as_the_caller_says(
         assert row["resps"] == [[model.tokenizer.decode(written, skip_special_tokens=True).split("\n")[0]]]
 
 
-def test_perplexity_bound_of_a_text(run: Eval, opened: dict[str, Opened], tmp_path: Path) -> None:
+def test_perplexity_bound_of_a_text(run: Eval, opened: dict[str, LoadedModel], tmp_path: Path) -> None:
     """In windows of two tokens nothing is left to chance: each is predicted from the one before, alone."""
     (tmp_path / "text.txt").write_text("What is 7?")
     model = opened["llada"]
@@ -281,7 +282,9 @@ def test_perplexity_bound_of_a_text(run: Eval, opened: dict[str, Opened], tmp_pa
     assert wider["error"] > 0
 
 
-def test_a_task_of_ones_own_may_ask_for_greedy_answers(run: Eval, opened: dict[str, Opened], tmp_path: Path) -> None:
+def test_a_task_of_ones_own_may_ask_for_greedy_answers(
+    run: Eval, opened: dict[str, LoadedModel], tmp_path: Path
+) -> None:
     """A YAML file; of its two documents the first has the token that the model would write."""
     model = opened["llada"]
     prompt = model.tokenizer("What is")["input_ids"]
@@ -302,7 +305,9 @@ def test_a_task_of_ones_own_may_ask_for_greedy_answers(run: Eval, opened: dict[s
         ids = model.tokenizer(doc["text"] + doc["next"])["input_ids"]
         answer = Answer(tuple(prompt), tuple(ids[len(prompt) :]))
         assert json.loads(str(row["resps"][0][0][1]).lower()) == is_greedy(model.model, answer)
-        assert float(row["resps"][0][0][0]) == pytest.approx(bounds(model.model, [answer], 4)[0].value, rel=1e-4)
+        assert float(row["resps"][0][0][0]) == pytest.approx(
+            likelihood_bounds(model.model, [answer], 4)[0].value, rel=1e-4
+        )
     assert "acc,none" in facts["tasks"]["own"]["metrics"]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.models import family_by_name
-from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.models.families import family_by_name
+from dlm_bridge.models.family_spec import FamilySpec
 from tests.checkpoints import write_hub_folder, write_tokenizer
 
 Tensors = dict[str, torch.Tensor]
@@ -78,12 +78,12 @@ class FamilyCase:
         return None if self.spec.auto_classes else self.name
 
     def allowed(self, positions: torch.Tensor, real: torch.Tensor, block: int | None = None) -> torch.Tensor:
-        """[B, S, S] bool by the definition of the topology: query q (row) may look at key k (column)."""
+        """[B, S, S] bool by the definition of the attention_pattern: query q (row) may look at key k (column)."""
         q, k = positions[:, :, None], positions[:, None, :]
         block = block or self.block
-        if self.spec.topology == "bidirectional":
+        if self.spec.attention_pattern == "bidirectional":
             allowed = (q == q) & (k == k)
-        elif self.spec.topology == "causal":
+        elif self.spec.attention_pattern == "causal":
             allowed = k <= q
         else:
             assert block is not None, f"{self.id}: say its block size"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.generation.predict import Cache
+from dlm_bridge.generation.kv_cache import CacheMode
 from tests.checkpoints import write_tokenizer
 from tests.families.case import FamilyCase, all_cases
 from tests.families.tp_worker import sampled
@@ -43,7 +43,7 @@ def ids(case: FamilyCase) -> torch.Tensor:
 def every_cache(model: Any, input_ids: torch.Tensor) -> dict[str | None, torch.Tensor]:
     """The tokens by what is kept between forwards, as far as the sampler allows; None is its default."""
     tokens: dict[str | None, torch.Tensor] = {}
-    for cache in (None, *get_args(Cache)):
+    for cache in (None, *get_args(CacheMode)):
         with suppress(DlmBridgeError):
             tokens[cache] = sampled(model, input_ids, cache)
     assert len(tokens) > 2

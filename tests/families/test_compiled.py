@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from dlm_bridge.train.speed.layers import compile_layers
+from dlm_bridge.train.accelerate.transforms import compile_layers
 from tests.families.case import FamilyCase
 
 

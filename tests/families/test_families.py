@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.models import FAMILIES, UNSUPPORTED, find_family
+from dlm_bridge.models.families import FAMILIES, UNSUPPORTED, find_family
 from dlm_bridge.models.initialisation import initial_weights
 from tests.families.case import FamilyCase, all_cases, config_of
 from tests.families.tp_worker import sampled
@@ -91,7 +91,7 @@ def test_auto_classes_give_the_class_of_the_hub(case: FamilyCase, folder: Path, 
 
 def test_token_ids_and_blocks_are_the_published_ones(case: FamilyCase, model: Any) -> None:
     assert model.config.mask_token_id == case.mask_token_id
-    assert (case.block is not None) == (case.spec.topology == "block_causal")
+    assert (case.block is not None) == (case.spec.attention_pattern == "block_causal")
     if case.block is not None:
         assert model.config.block_size == case.block
 
@@ -243,13 +243,13 @@ def test_mapping_covers_the_hubs_tensors(case: FamilyCase) -> None:
     """Each tensor exactly once, with its shape, whether mapped or carried; from scratch the same set is made."""
     mapping, dims = case.spec.load("mapping"), _dims(case)
     tensors = case.tensors(case.config, 0, torch.float32)
-    covered = [name for link in mapping.links(dims) for name in link.hub_names]
+    covered = [name for param in mapping.params(dims) for name in param.hub_names]
     assert len(set(covered)) == len(covered)
     assert set(covered) <= set(tensors)
-    assert set(tensors) - set(covered) <= set(mapping.carried_names(dims))
+    assert set(tensors) - set(covered) <= set(mapping.passthrough_names(dims))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for link in mapping.links(dims):
-        for name, shape in zip(link.hub_names, link.hub_shapes, strict=True):
+    for param in mapping.params(dims):
+        for name, shape in zip(param.hub_names, param.hub_shapes, strict=True):
             assert shapes[name] == shape, name
     started = dict(initial_weights(case.spec, case.config, seed=3))
     assert {name: tuple(tensor.shape) for name, tensor in started.items()} == {name: shapes[name] for name in covered}

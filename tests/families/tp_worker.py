@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import dlm_bridge  # noqa: F401
-from dlm_bridge.generation.texts import Texts, write_texts
+from dlm_bridge.generation.texts import GeneratedTexts, write_texts
 from tests.families.case import FamilyCase, all_cases
 from tests.processes import OK
 
@@ -65,9 +65,9 @@ def drawn_by_the_command(place: Path) -> str:
     """The tokens that this process draws, as JSON, where `dlm-bridge generate` is given no seed."""
     from dlm_bridge.cli import app, generate_run
 
-    results: list[Texts] = []
+    results: list[GeneratedTexts] = []
 
-    def seen(*args: Any, **kwargs: Any) -> Texts:
+    def seen(*args: Any, **kwargs: Any) -> GeneratedTexts:
         results.append(write_texts(*args, **kwargs))
         return results[-1]
 

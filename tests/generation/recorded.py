@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.generation import loop
-from dlm_bridge.generation.execution import attention, graphs, runner
+from dlm_bridge.generation import canvas
+from dlm_bridge.generation.runtime import attention, graphs
+from dlm_bridge.generation.runtime import graphs as graphs_module
 
 
 class Graph:
@@ -57,9 +58,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(runner, "GraphedBody", GraphedOnCPU)
-    monkeypatch.setattr(attention, "in_place", in_place)
-    monkeypatch.setattr(loop, "read", read)
+    monkeypatch.setattr(graphs_module, "GraphedBody", GraphedOnCPU)
+    monkeypatch.setattr(attention, "uses_kernel", in_place)
+    monkeypatch.setattr(canvas, "read_flags", read)
 
 
 def in_place(shapes: Any, dtype: torch.dtype, columns: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_bridge.models.llada.spec import SPEC
+from dlm_bridge.models.llada import SPEC
 
 
 class Scripted(nn.Module):

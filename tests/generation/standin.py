@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_bridge.models.llada.spec import SPEC
-from dlm_bridge.models.spec import FamilySpec, Topology
+from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.llada import SPEC
 
 VOCABULARY, MASK = 48, 47
 
@@ -62,8 +63,10 @@ class StandIn(nn.Module):
         return SimpleNamespace(logits=logits[:, logits_to_keep])
 
 
-def family(topology: Topology = "bidirectional", *, shift: bool = False, name: str = "llada", **sampler: Any) -> Any:
-    return replace(SPEC, name=name, topology=topology, shift=shift, sampler=sampler)
+def family(
+    attention_pattern: AttentionPattern = "bidirectional", *, shift: bool = False, name: str = "llada", **sampler: Any
+) -> Any:
+    return replace(SPEC, name=name, attention_pattern=attention_pattern, shift=shift, sampler=sampler)
 
 
 def ragged(lengths: tuple[int, ...], seed: int = 0) -> tuple[list[list[int]], torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlm_bridge.generation import generate
-from dlm_bridge.generation.rules.schedules import even
+from dlm_bridge.generation.commit_rules import even_schedule
 from tests.generation import published
 from tests.generation.conftest import MASK, load, prompts
 from tests.generation.scripted import Scripted
@@ -69,10 +69,10 @@ def test_the_defaults_are_the_published_ones(model: Any) -> None:
 
 
 def test_schedule_puts_the_remainder_first_and_leaves_out_empty_steps() -> None:
-    assert even(8, 3) == [3, 3, 2]
-    assert even(8, 8) == [1] * 8
-    assert even(4, 7) == [1] * 4
-    assert even(5, 1) == [5]
+    assert even_schedule(8, 3) == [3, 3, 2]
+    assert even_schedule(8, 8) == [1] * 8
+    assert even_schedule(4, 7) == [1] * 4
+    assert even_schedule(5, 1) == [5]
 
 
 def test_a_step_that_settles_nothing_costs_no_forward(model: Any) -> None:

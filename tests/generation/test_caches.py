@@ -12,17 +12,19 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import loop, settling
-from dlm_bridge.generation.execution import attention, graphs
-from dlm_bridge.generation.settling import Settling
+from dlm_bridge.generation import canvas, predictors, token_sampling
+from dlm_bridge.generation.predictors import BlockCachePredictor
+from dlm_bridge.generation.runtime import attention, graphs
 from tests.families.case import FamilyCase
 from tests.generation.conftest import MASK, prompts
 from tests.generation.test_families import DIFFUSION
 
 SETTLING = [
-    case for case in DIFFUSION if case.spec.topology == "block_causal" or case.spec.sampler["algorithm"] == "nemotron"
+    case
+    for case in DIFFUSION
+    if case.spec.attention_pattern == "block_causal" or case.spec.sampler["algorithm"] == "nemotron"
 ]
-REORDERED = [case for case in DIFFUSION if case.spec.topology == "causal"]
+REORDERED = [case for case in DIFFUSION if case.spec.attention_pattern == "causal"]
 
 
 def load_case(case: FamilyCase, folder: Path) -> tuple[Any, int]:
@@ -41,7 +43,7 @@ def logits_of(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """What `generate` returns, and the logits that each step looked at. `instead`: what each goes on with."""
     seen: list[torch.Tensor] = []
-    propose = loop.propose
+    propose = token_sampling.propose_tokens
 
     def recording(logits: torch.Tensor, *others: Any) -> Any:
         seen.append(logits.clone())
@@ -50,7 +52,7 @@ def logits_of(
         return propose(logits, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "propose", recording)
+        patch.setattr(token_sampling, "propose_tokens", recording)
         return model.generate(**settings), seen
 
 
@@ -58,14 +60,14 @@ def logits_of(
 def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths, some of which end early and leave the batch; every step's logits are compared."""
     model, mask = load_case(case, tmp_path)
-    block = model.config.block_size if case.spec.topology == "block_causal" else 8
+    block = model.config.block_size if case.spec.attention_pattern == "block_causal" else 8
     lengths = (1, block + 3, 2 * block)
     width = max(lengths)
     tokens = torch.randint(4, 60, (3, width), generator=torch.Generator().manual_seed(5))
     real = torch.tensor([[column >= width - length for column in range(width)] for length in lengths]).long()
     settings = {"input_ids": tokens, "attention_mask": real, "gen_length": 3 * block, "temperature": 0.0}
     settings |= {"mask_token_id": mask, "pad_token_id": 0}
-    if case.spec.topology != "block_causal":
+    if case.spec.attention_pattern != "block_causal":
         settings["block_length"] = block
     if case.spec.name == "fast_dllm_v2":
         settings["small_block_size"] = min(block, 8)
@@ -115,25 +117,25 @@ def test_a_block_is_kept_as_by_a_forward_of_its_own(
 ) -> None:
     """Each block's first forward, with what is settled before it, against one for each."""
     model, mask = load_case(case, tmp_path)
-    block = model.config.block_size if case.spec.topology == "block_causal" else 8
+    block = model.config.block_size if case.spec.attention_pattern == "block_causal" else 8
     tokens, real = prompts(3, 2 * block + 1) % 60, torch.ones(3, 2 * block + 1, dtype=torch.long)
     real[1, : block + 2] = 0
     settings = {"inputs": tokens, "attention_mask": real, "gen_length": 3 * block, "temperature": 0.0}
     settings |= {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None}
-    if case.spec.topology != "block_causal":
+    if case.spec.attention_pattern != "block_causal":
         settings["block_length"] = block
     if case.spec.name == "fast_dllm_v2":
         settings["small_block_size"] = min(block, 8)
     together, logits = logits_of(model, monkeypatch, **settings)
     forwards = len(widths_of(model, **settings)[1])
-    view = Settling.view
+    view = BlockCachePredictor.view
 
-    def view_of_the_block(self: Settling, *arguments: Any) -> Any:
+    def view_of_the_block(self: BlockCachePredictor, *arguments: Any) -> Any:
         if self._kept_until < self._block.start:
             self._column_before()
         return view(self, *arguments)
 
-    monkeypatch.setattr(Settling, "view", view_of_the_block)
+    monkeypatch.setattr(BlockCachePredictor, "view", view_of_the_block)
     apart, expected = logits_of(model, monkeypatch, **settings)
     assert torch.equal(together, apart)
     for ours, theirs in zip(logits, expected, strict=True):
@@ -153,7 +155,7 @@ def test_a_length_that_only_the_device_knows(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(
         attention,
-        "in_place",
+        "uses_kernel",
         lambda shapes, dtype, columns, mask: columns.dim() == 1 and (mask is None or mask.shape[2] == 1),
     )
     tokens = prompts(3, 9) % 60
@@ -164,7 +166,7 @@ def test_a_length_that_only_the_device_knows(
     lengths: set[Any] = set()
     run = graphs.run_body
 
-    def run_body(model: Any, kept: Any, inputs: graphs.Inputs) -> torch.Tensor:
+    def run_body(model: Any, kept: Any, inputs: graphs.BodyInputs) -> torch.Tensor:
         lengths.add((inputs.end, None if inputs.ends is None else int(inputs.ends)))
         return run(model, kept, inputs)
 
@@ -189,7 +191,7 @@ def test_a_forward_launched_ahead_is_the_next(
 ) -> None:
     """On a GPU the next forward is launched before the rule's answer is known: the same text, by the same forwards
     where the next block comes with it, else by one more where a block is done sooner than it had to be."""
-    monkeypatch.setattr(settling, "FREE_TOKENS", free)
+    monkeypatch.setattr(predictors, "SPECULATIVE_TOKENS", free)
     model, mask = load_case(case, tmp_path)
     block = model.config.block_size
     tokens = prompts(4, block + 3) % 60
@@ -214,7 +216,7 @@ def test_a_forward_launched_ahead_is_the_next(
             runs.clear()
             with monkeypatch.context() as patch:
                 if ahead:
-                    patch.setattr(loop, "read", read)
+                    patch.setattr(canvas, "read_flags", read)
                 found.append((model.generate(tokens, **settings, eos_token_id=stops), len(runs)))
         (expected, before), (output, after) = found
         assert torch.equal(output.sequences, expected.sequences)

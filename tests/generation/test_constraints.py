@@ -12,11 +12,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import Layout, generate
-from dlm_bridge.generation.canvas import Canvas
+from dlm_bridge.generation import BlockLayout, generate
+from dlm_bridge.generation.canvas import Canvas, PromptBatch, StopCondition
 from dlm_bridge.generation.constraints import Constraints
-from dlm_bridge.generation.ending import Ending
-from dlm_bridge.generation.prompt import Prompt
 from tests.generation.published_samplers import bidirectional
 from tests.generation.scripted import Scripted
 from tests.generation.standin import MASK, VOCABULARY, StandIn, family, ragged
@@ -207,7 +205,7 @@ def test_a_stop_string_ends_a_row(name: str) -> None:
 
 def test_a_stop_string_is_not_looked_for_behind_a_gap() -> None:
     tokens = torch.tensor([[0, MASK, 2], [0, 2, MASK], [MASK, 0, 2]])
-    ending = Ending((), tokens.device, ["ac"], Letters())
+    ending = StopCondition((), tokens.device, ["ac"], Letters())
     marks = ending.marks(tokens, torch.ones_like(tokens, dtype=torch.bool), MASK)
     assert marks.tolist() == [[False] * 3, [False, True, False], [False] * 3]
 
@@ -266,10 +264,10 @@ def test_a_penalty_s_text_is_the_row_s_own() -> None:
 def test_a_penalty_counts_neither_a_position_s_own_token_nor_masks() -> None:
     device, mask = torch.device("cpu"), torch.tensor([[0, 0, 1], [1, 1, 1]])
     given = {"mask_token_id": MASK, "gen_length": 4}
-    prompt = Prompt.build(
+    prompt = PromptBatch.build(
         torch.tensor([[0, 0, 7], [5, 6, 7]]), mask, vocabulary=VOCABULARY, context=None, device=device, **given
     )
-    canvas = Canvas(prompt, Layout(4), pad_token_id=0, ending=Ending((), device), **given)
+    canvas = Canvas(prompt, BlockLayout(4), pad_token_id=0, ending=StopCondition((), device), **given)
     canvas.tokens[:, 4] = 9  # the second new token is settled
     logits = torch.ones(2, 4, VOCABULARY)
     penalised = Constraints(repetition_penalty=2.0)(logits, canvas, [0, 1], slice(3, 7))

@@ -12,8 +12,8 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlm_bridge.generation.execution import kept
-from dlm_bridge.generation.execution.runner import Runner, View
+from dlm_bridge.generation import kv_cache
+from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 from tests.families import nemotron_labs_diffusion, sdar, wedlm
 from tests.families.case import FamilyCase
 
@@ -46,16 +46,16 @@ def spread(case: FamilyCase) -> Any:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_hidden_states_and_logits_come_back_to_the_canvas(case: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
     # "meta" is no offloaded layer here.
-    monkeypatch.setattr(kept, "_device", lambda layer: next(layer.parameters()).device)
+    monkeypatch.setattr(kv_cache, "_device", lambda layer: next(layer.parameters()).device)
     with FakeTensorMode(), torch.no_grad():
         model = spread(case)
         tokens = torch.zeros(2, 8, dtype=torch.long, device=FIRST)
-        with Runner.open(model, None, keeps=True, rows=2, width=32) as runner:
-            hidden = runner.hidden(View(tokens, None, None, 0, 8))
+        with ModelRunner.open(model, None, keeps=True, rows=2, width=32) as runner:
+            hidden = runner.hidden(CanvasView(tokens, None, None, 0, 8))
             assert hidden.device == FIRST
             assert runner.head(hidden, slice(None)).device == FIRST
-            assert runner.logits(View(tokens, None, None, 8, 16), slice(8, 12)).device == FIRST
-            keys = [layer.kv_keys.device for layer in kept.attention_layers(model)]
+            assert runner.logits(CanvasView(tokens, None, None, 8, 16), slice(8, 12)).device == FIRST
+            keys = [layer.kv_keys.device for layer in kv_cache.attention_layers(model)]
         assert keys[0] == FIRST
         assert keys[-1] == LAST
 
@@ -65,7 +65,7 @@ def test_chosen_positions_of_the_models_own_forward(case: FamilyCase) -> None:
     with FakeTensorMode(), torch.no_grad():
         model = spread(case)
         tokens = torch.zeros(2, 8, dtype=torch.long, device=FIRST)
-        with Runner.open(model, None, keeps=False, rows=2, width=32) as runner:
+        with ModelRunner.open(model, None, keeps=False, rows=2, width=32) as runner:
             indices = torch.zeros(2, 3, dtype=torch.long, device=FIRST)
-            assert runner.reordered_logits(View(tokens, None, None), indices).device == FIRST
-            assert runner.logits(View(tokens, None, None), slice(2, 4)).device == FIRST
+            assert runner.reordered_logits(CanvasView(tokens, None, None), indices).device == FIRST
+            assert runner.logits(CanvasView(tokens, None, None), slice(2, 4)).device == FIRST

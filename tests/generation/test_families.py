@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.generation import ALGORITHMS
-from dlm_bridge.generation.algorithms.base import Tokens
-from dlm_bridge.generation.settings import resolve
-from dlm_bridge.models import FAMILIES
+from dlm_bridge.generation import SAMPLERS
+from dlm_bridge.generation.config import resolve_settings
+from dlm_bridge.generation.samplers.base import SpecialTokens
+from dlm_bridge.models.families import FAMILIES
 from tests.families.case import FamilyCase, all_cases
 from tests.generation import published
 from tests.generation import published_samplers as samplers
@@ -92,7 +92,7 @@ def test_a_family_samples_by_its_own_algorithm(case: FamilyCase, tmp_path: Path)
 def test_defaults_are_complete(case: FamilyCase, tmp_path: Path) -> None:
     """Nothing but a prompt and a length is needed; what the family says is among its sampler's parameters."""
     model = case.load(case.write(tmp_path / "hub"))
-    settings = resolve(model, None, {"mask_token_id": 99}, prompt_width=4)
+    settings = resolve_settings(model, None, {"mask_token_id": 99}, prompt_width=4)
     assert settings.algorithm.name == case.spec.sampler["algorithm"]
     assert {*case.spec.sampler} <= {"algorithm", *settings.algorithm.parameters()}
     block = settings.algorithm.parameters().keys() & {"block_length", "block_size"}
@@ -103,7 +103,7 @@ def test_defaults_are_complete(case: FamilyCase, tmp_path: Path) -> None:
 def test_every_diffusion_family_names_its_sampler() -> None:
     for spec in FAMILIES:
         if spec.kind == "diffusion":
-            assert spec.sampler["algorithm"] in ALGORITHMS
+            assert spec.sampler["algorithm"] in SAMPLERS
 
 
 @pytest.mark.parametrize(
@@ -121,5 +121,5 @@ def test_the_card_s_example_is_a_call_that_works(card: Path, tmp_path: Path) -> 
     model = case.load(case.write(tmp_path / "hub"))
     for call in calls:
         given = {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
-        settings = resolve(model, None, {"mask_token_id": 99, **given}, prompt_width=4)
-        settings.algorithm.recipe(Tokens(0, ()))
+        settings = resolve_settings(model, None, {"mask_token_id": 99, **given}, prompt_width=4)
+        settings.algorithm.recipe(SpecialTokens(0, ()))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from dlm_bridge.generation.execution import graphs, runner
+from dlm_bridge.generation.runtime import graphs, runner
 from tests.families.case import FamilyCase
 from tests.generation.conftest import load, prompts
 from tests.generation.recorded import stand_in
@@ -104,7 +104,7 @@ def test_small_blocks(lengths: tuple[int, ...], execution: str, tmp_path: Path) 
         expected = model.generate(**settings, eos_token_id=eos, execution="eager")
         for _ in range(3):
             assert torch.equal(model.generate(**settings, eos_token_id=eos, execution=execution), expected)
-    assert len(runner._kept_graphs[model]._recorded) >= 2
+    assert len(runner._graphed_bodies[model]._recorded) >= 2
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -124,7 +124,7 @@ def test_one_graph_serves_every_length(execution: str, padded: bool, tmp_path: P
     expected = model.generate(tokens, **settings, execution="eager")
     for _ in range(3):
         assert torch.equal(model.generate(tokens, **settings, execution=execution), expected)
-    assert 1 <= len(runner._kept_graphs[model]._recorded) <= 2
+    assert 1 <= len(runner._graphed_bodies[model]._recorded) <= 2
     longer = settings | {"gen_length": 6 * block}  # still in the same buffers or in larger ones
     expected = model.generate(tokens, **longer, execution="eager")
     assert torch.equal(model.generate(tokens, **longer, execution=execution), expected)
@@ -133,7 +133,7 @@ def test_one_graph_serves_every_length(execution: str, padded: bool, tmp_path: P
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_kept_in_the_order_of_knowledge(execution: str, tmp_path: Path) -> None:
     """WeDLM: each row's keys and values have columns of their own, and rows leave one after the other."""
-    model, mask = load_case(next(case for case in DIFFUSION if case.spec.topology == "causal"), tmp_path)
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.attention_pattern == "causal"), tmp_path)
     model.to(DEVICE)
     tokens = torch.randint(4, 60, (5, 9), generator=torch.Generator().manual_seed(5)).to(DEVICE)
     real = torch.ones_like(tokens)
@@ -161,7 +161,7 @@ def test_experts(case: FamilyCase, execution: str, tmp_path: Path, monkeypatch: 
     """
     model, mask = load_case(case, tmp_path)
     model.to(DEVICE)
-    block = model.config.block_size if case.spec.topology == "block_causal" else 8
+    block = model.config.block_size if case.spec.attention_pattern == "block_causal" else 8
     settings = {"gen_length": 2 * block, "temperature": 0.0, "mask_token_id": mask, "pad_token_id": 0}
     settings |= {"eos_token_id": None, "execution": execution}
     settings |= {
@@ -172,7 +172,7 @@ def test_experts(case: FamilyCase, execution: str, tmp_path: Path, monkeypatch: 
     calls = [settings | {"inputs": prompts(4, 2 * block, seed).to(DEVICE) % 59 + 1} for seed in range(4)]
 
     def recorded() -> int:
-        body = runner._kept_graphs[model]
+        body = runner._graphed_bodies[model]
         assert body._records
         return len(body._recorded)
 
@@ -205,7 +205,7 @@ def test_what_is_recorded_has_run_before(execution: str, tmp_path: Path, monkeyp
     run, record = graphs.run_body, graphs.GraphedBody._record
     recording, seen, recorded = False, set(), []
 
-    def run_body(model: Any, kept: Any, inputs: graphs.Inputs) -> torch.Tensor:
+    def run_body(model: Any, kept: Any, inputs: graphs.BodyInputs) -> torch.Tensor:
         values = [getattr(inputs, field.name) for field in dataclasses.fields(inputs)]
         kind = tuple((one.shape, one.stride()) if isinstance(one, torch.Tensor) else one for one in values)
         if recording:
@@ -260,6 +260,6 @@ def test_weights_that_change(llada: Any) -> None:
 def test_the_default_records_and_release_gives_back(llada: Any) -> None:
     runner.release(llada)
     llada.generate(prompts(2, 9).to(DEVICE), gen_length=16, block_length=8, cache="dual", eos_token_id=None)
-    assert len(runner._kept_graphs[llada]._recorded) > 0
+    assert len(runner._graphed_bodies[llada]._recorded) > 0
     runner.release(llada)
-    assert llada not in runner._kept_graphs
+    assert llada not in runner._graphed_bodies

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import ALGORITHMS, generate
-from dlm_bridge.generation.lengths import spans
+from dlm_bridge.generation import SAMPLERS, generate
+from dlm_bridge.generation.api import spans
 from tests.generation import published_samplers as published
 from tests.generation.published_samplers import Logits, bidirectional, block_causal
 from tests.generation.scripted import Scripted
@@ -17,7 +17,7 @@ from tests.generation.standin import MASK, StandIn, family, ragged
 from tests.generation.test_observer import Watcher
 from tests.generation.test_samplers import CASES, build
 
-FILLING = [name for name, (facts, _, _) in CASES.items() if ALGORITHMS[facts.sampler["algorithm"]].infills]
+FILLING = [name for name, (facts, _, _) in CASES.items() if SAMPLERS[facts.sampler["algorithm"]].infills]
 MASK_OF_FOUR = 3  # of a scripted model with four tokens
 # A row of several may begin with a hole, and the longest may be filled first.
 HOLES = ((0, 2, 3), (0, 10), (1,), (1, 2, 3, 4, 5), ())

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate, speculation
-from dlm_bridge.generation.rules.threshold import Leftmost
+from dlm_bridge.generation.commit_rules import LeftToRightRule
 from tests.families.case import FamilyCase
 from tests.families.nemotron_labs_diffusion import CASES, reference
 from tests.generation import published_samplers as published
@@ -416,7 +416,10 @@ def test_recorded_forwards(cache: str, tmp_path: Path, monkeypatch: pytest.Monke
             {"inputs": torch.tensor([[1], [0]]), "attention_mask": torch.tensor([[1], [0]])},
             "input_ids row 1 has no tok",
         ),
-        ({"commit_rule": Leftmost()}, "the linear_spec sampler has no steps whose positions a commit_rule could"),
+        (
+            {"commit_rule": LeftToRightRule()},
+            "the linear_spec sampler has no steps whose positions a commit_rule could",
+        ),
         ({"infill": True, "inputs": torch.tensor([[1, MASK]])}, "the linear_spec sampler cannot fill masks inside"),
         ({"cache": "dual"}, "this sampler has no cache 'dual'"),
         ({"draft_adapter": "x"}, "draft_adapter 'x' drafts behind keys and values that the model has kept without it"),

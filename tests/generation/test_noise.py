@@ -9,7 +9,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
-from dlm_bridge.generation.propose import Sampling
+from dlm_bridge.generation.token_sampling import TokenSampling
 from tests.generation.conftest import prompts
 from tests.generation.scripted import Scripted
 
@@ -44,13 +44,13 @@ def test_a_temperature_next_to_nothing_is_greedy(model: Any, temperature: float)
     almost = model.generate(prompts(2, 5), temperature=temperature, threshold=0.5, seed=0, **given)
     assert torch.equal(almost, model.generate(prompts(2, 5), threshold=0.5, **given))
     logits = 100 * torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(Sampling(temperature).shape(logits).softmax(dim=-1).argmax(dim=-1), logits.argmax(dim=-1))
+    assert torch.equal(TokenSampling(temperature).shape(logits).softmax(dim=-1).argmax(dim=-1), logits.argmax(dim=-1))
 
 
 def test_a_draw_of_zero_never_wins() -> None:
     uniform = torch.tensor([[[0.0, 0.5, 0.5]]], dtype=torch.float64)  # -log(-log 0) is minus infinity
     logits = torch.tensor([[[800.0, 1.0, 0.0]]])
-    assert Sampling(1.0).propose(logits, logits, 2, uniform).tolist() == [[1]]
+    assert TokenSampling(1.0).propose(logits, logits, 2, uniform).tolist() == [[1]]
 
 
 def test_the_model_s_logits_are_not_changed() -> None:

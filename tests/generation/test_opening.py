@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlm_bridge.generation import opening
+from dlm_bridge import loading as loading_module
 from dlm_bridge.train import loading
 from tests.checkpoints import write_tokenizer
 
@@ -18,7 +18,7 @@ REMOTE = {"AutoConfig": "configuration_x.XConfig", "AutoTokenizer": ["tokenizati
 
 
 @pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("open_tokenizer", [opening.open_tokenizer, loading.open_tokenizer])
+@pytest.mark.parametrize("open_tokenizer", [loading_module.load_tokenizer, loading.open_tokenizer])
 def test_nobody_is_asked_to_run_a_folder_s_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, open_tokenizer: Callable[[str, str], Any]
 ) -> None:

@@ -10,25 +10,25 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import (
-    ALGORITHMS,
-    Algorithm,
+    SAMPLERS,
+    BlockLayout,
     CommitRule,
     DiffusionGenerationConfig,
-    Layout,
     Predictor,
-    Recipe,
+    Sampler,
+    SamplerSpec,
+    SpecialTokens,
     Step,
-    Tokens,
     generate,
-    register_algorithm,
+    register_sampler,
 )
+from dlm_bridge.generation.commit_rules import best
 from dlm_bridge.generation.config import OWN_FIELDS, PARAMETERS
-from dlm_bridge.generation.noise import Noise
-from dlm_bridge.generation.rules.base import best
-from dlm_bridge.generation.rules.threshold import Sequential
-from dlm_bridge.models.spec import Topology
+from dlm_bridge.generation.samplers.sdar import SequentialRule
+from dlm_bridge.generation.token_sampling import Noise
 from tests.generation.published_samplers import bidirectional
 from tests.generation.standin import MASK, StandIn, family, ragged
 
@@ -65,27 +65,27 @@ OLDER = DiffusionGenerationConfig(gen_length=6, temperature=0.0)  # than any sam
 
 
 @pytest.fixture
-def left_to_right() -> Iterator[type[Algorithm]]:
-    known, lists = dict(ALGORITHMS), (list(PARAMETERS), list(OWN_FIELDS))
+def left_to_right() -> Iterator[type[Sampler]]:
+    known, lists = dict(SAMPLERS), (list(PARAMETERS), list(OWN_FIELDS))
 
-    @register_algorithm
+    @register_sampler
     @dataclass(frozen=True, kw_only=True)
-    class LeftToRight(Algorithm):
+    class LeftToRight(Sampler):
         name: ClassVar[str] = "left_to_right"
-        topologies: ClassVar[tuple[Topology, ...]] = ("bidirectional",)
+        attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
         per_step: int = 2
 
-        def recipe(self, tokens: Tokens) -> Recipe:
+        def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
             schedule = [self.per_step] * self.gen_length
-            return Recipe(Layout(self.gen_length), Sequential(schedule), self.sampling(), Predictor, {})
+            return SamplerSpec(BlockLayout(self.gen_length), SequentialRule(schedule), self.sampling(), Predictor, {})
 
     yield LeftToRight
-    ALGORITHMS.clear()
-    ALGORITHMS.update(known)
+    SAMPLERS.clear()
+    SAMPLERS.update(known)
     PARAMETERS[:], OWN_FIELDS[:] = lists
 
 
-def test_a_registered_sampler_is_known_by_its_name(left_to_right: type[Algorithm], tmp_path: Any) -> None:
+def test_a_registered_sampler_is_known_by_its_name(left_to_right: type[Sampler], tmp_path: Any) -> None:
     model = StandIn(family(algorithm="llada"))
     ids = torch.tensor([[1, 2, 3]])
     arguments = {"gen_length": 6, "eos_token_id": None, "return_dict_in_generate": True, "output_history": True}
@@ -115,21 +115,25 @@ def test_a_checkpoint_names_a_sampler_that_is_not_registered(tmp_path: Any) -> N
         DiffusionGenerationConfig.from_pretrained(tmp_path)
 
 
-def test_what_cannot_be_registered(left_to_right: type[Algorithm]) -> None:
+def test_what_cannot_be_registered(left_to_right: type[Sampler]) -> None:
     def refused(message: str, **body: Any) -> None:
-        kind = dataclass(frozen=True, kw_only=True)(type("Mine", (Algorithm,), body))
+        kind = dataclass(frozen=True, kw_only=True)(type("Mine", (Sampler,), body))
         with pytest.raises(DlmBridgeError, match=message):
-            register_algorithm(kind)
+            register_sampler(kind)
 
-    everywhere = {"topologies": ("bidirectional",)}
+    everywhere = {"attention_patterns": ("bidirectional",)}
     refused("Mine has no name")
     refused("the name 'llada' is that of LLaDA", name="llada", **everywhere)
     refused("the name 'left_to_right' is that of LeftToRight", name="left_to_right", **everywhere)
-    refused("topologies must be some of bidirectional, block_causal, causal", name="mine", topologies=("round",))
+    refused(
+        "attention_patterns must be some of bidirectional, block_causal, causal",
+        name="mine",
+        attention_patterns=("round",),
+    )
     refused("'seed' is another setting's name", name="mine", __annotations__={"seed": int}, seed=1, **everywhere)
     refused("'num_beams' is another", name="mine", __annotations__={"num_beams": int}, num_beams=1, **everywhere)
     with pytest.raises(DlmBridgeError, match="is no sampler: register a frozen, kw_only dataclass below Algorithm"):
-        register_algorithm(LeastSureFirst)  # type: ignore[type-var]
+        register_sampler(LeastSureFirst)  # type: ignore[type-var]
 
 
 class _Bad(LeastSureFirst):

@@ -8,8 +8,9 @@ import pytest
 from transformers import GPT2Config, Qwen3Config, Qwen3MoeConfig
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.processes import check_cut, shared_seed
-from dlm_bridge.models.llada2_moe.configuration import LLaDA2MoeConfig
+from dlm_bridge.generation.token_sampling import shared_seed
+from dlm_bridge.loading import check_tensor_parallel_split
+from dlm_bridge.models.modeling_llada2_moe import LLaDA2MoeConfig
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4}
 
@@ -27,13 +28,15 @@ HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4}
 )
 def test_what_cannot_be_cut_is_named(config: Any, processes: int, said: str) -> None:
     with pytest.raises(DlmBridgeError, match=f"^my/model: .*{said}"):
-        check_cut(config, processes, "my/model")
+        check_tensor_parallel_split(config, processes, "my/model")
 
 
 def test_what_can_be_cut() -> None:
-    check_cut(Qwen3Config(**HEADS), 4, "")
-    check_cut(Qwen3MoeConfig(**HEADS, moe_intermediate_size=768), 2, "")
-    check_cut(LLaDA2MoeConfig(), 8, "")  # of 4 key/value heads: they are in one matrix, which all processes gather
+    check_tensor_parallel_split(Qwen3Config(**HEADS), 4, "")
+    check_tensor_parallel_split(Qwen3MoeConfig(**HEADS, moe_intermediate_size=768), 2, "")
+    check_tensor_parallel_split(
+        LLaDA2MoeConfig(), 8, ""
+    )  # of 4 key/value heads: they are in one matrix, which all processes gather
 
 
 def test_a_whole_model_has_no_seed_to_share(model: Any) -> None:

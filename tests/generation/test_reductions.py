@@ -11,7 +11,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu(optional=True)
 
-from dlm_bridge.generation.execution import reductions  # noqa: E402
+from dlm_bridge.generation.runtime import triton_kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
@@ -28,16 +28,16 @@ def test_reductions(vocabulary: int, dtype: torch.dtype) -> None:
     for without in (4, vocabulary - 1):
         others = logits.clone()
         others[..., without] = -torch.inf
-        tokens = reductions.best_token(logits, without)
+        tokens = triton_kernels.best_token(logits, without)
         assert torch.equal(tokens, others.argmax(dim=-1))
         assert (tokens != without).all()
         assert (tokens[1] == 3).all()
         expected = logits.double().softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
-        found = reductions.probability_of(tokens, logits)
+        found = triton_kernels.probability_of(tokens, logits)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
 
 def test_nothing_to_reduce() -> None:
     logits = torch.zeros(2, 0, 9, device=DEVICE)
-    assert reductions.best_token(logits, 8).shape == (2, 0)
+    assert triton_kernels.best_token(logits, 8).shape == (2, 0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import ALGORITHMS, generate
+from dlm_bridge.generation import SAMPLERS, generate
 from tests.generation.standin import MASK, StandIn, family, ragged
 
 BLOCK = {"block_size": 4}
@@ -53,7 +53,7 @@ def build(name: str) -> tuple[StandIn, dict[str, Any]]:
 
 
 def test_every_sampler_has_a_case() -> None:
-    assert {facts.sampler["algorithm"] for facts, _, _ in CASES.values()} == set(ALGORITHMS)
+    assert {facts.sampler["algorithm"] for facts, _, _ in CASES.values()} == set(SAMPLERS)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,14 +14,14 @@ from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig, generate
-from dlm_bridge.generation.settings import resolve
+from dlm_bridge.generation.config import resolve_settings
 from dlm_bridge.generation.texts import mask_token
 from tests.checkpoints import write_llada
 from tests.generation.conftest import EOS, MASK, load, prompts
 
 
 def settings(model: Any, config: GenerationConfig | None = None, **keywords: Any) -> Any:
-    return resolve(model, config, keywords, prompt_width=4)
+    return resolve_settings(model, config, keywords, prompt_width=4)
 
 
 def with_stored(model: Any, **stored: Any) -> Any:
@@ -174,7 +174,7 @@ def test_what_a_checkpoint_inherited_is_passed_over_with_a_warning(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("dlm_bridge.generation.settings.logger.warning_once", said.append)
+    monkeypatch.setattr("dlm_bridge.generation.config.logger.warning_once", said.append)
     settings(with_stored(model, repetition_penalty=1.05, num_beams=4))
     names = ("num_beams 4", "repetition_penalty 1.05")
     start = "the model's generation_config has"

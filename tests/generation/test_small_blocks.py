@@ -10,7 +10,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.small_blocks import SmallBlockCausal
+from dlm_bridge.generation.samplers.fast_dllm_v2 import SmallBlockPredictor
 from tests.generation.test_caches import load_case
 from tests.generation.test_families import DIFFUSION
 
@@ -135,13 +135,13 @@ def test_a_row_is_what_it_is_alone(loaded: tuple[Any, int], monkeypatch: pytest.
     and which end apart."""
     model, mask = loaded
     shared: set[int] = set()
-    view_of_each = SmallBlockCausal._view_of_each
+    view_of_each = SmallBlockPredictor._view_of_each
 
-    def seen(self: SmallBlockCausal, width: int) -> Any:
+    def seen(self: SmallBlockPredictor, width: int) -> Any:
         shared.add(width)
         return view_of_each(self, width)
 
-    monkeypatch.setattr(SmallBlockCausal, "_view_of_each", seen)
+    monkeypatch.setattr(SmallBlockPredictor, "_view_of_each", seen)
     for seed in range(4):
         rows, tokens, real = ragged((13, 5, 16, 10), seed)
         settings = {"gen_length": 24, "mask_token_id": mask, "pad_token_id": 0, "cache": "dual"}

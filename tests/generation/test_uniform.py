@@ -11,7 +11,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
-from dlm_bridge.generation.rules.threshold import Leftmost
+from dlm_bridge.generation.commit_rules import LeftToRightRule
 from tests.generation.scripted import Scripted
 from tests.generation.standin import MASK, VOCABULARY, StandIn, family, ragged
 
@@ -146,7 +146,7 @@ def test_pairs_of_positions_are_independent_noise() -> None:
         ({"repetition_penalty": 1.2}, "repetition_penalty cannot be kept: a canvas of noise has no text"),
         ({"prefix_allowed_tokens_fn": lambda row, text: [1]}, "prefix_allowed_tokens_fn cannot be kept"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size or bad_words_ids of several tokens cannot be kept"),
-        ({"commit_rule": Leftmost()}, "the uniform sampler has no masks that a commit_rule could settle"),
+        ({"commit_rule": LeftToRightRule()}, "the uniform sampler has no masks that a commit_rule could settle"),
         ({"resampling": "best"}, "unknown resampling 'best': known are posterior, entropy_bound"),
         ({"infill": True, "span_lengths": [2], "mask_token_id": 1}, "the uniform sampler works without masks: leave"),
     ],

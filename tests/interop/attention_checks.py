@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, Layout
+from dlm_bridge.attention_mask import MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.visibility import Visibility
 from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.attention import attention_mask
-from dlm_bridge.parallel.model import build_megatron_model
-from dlm_bridge.parallel.rotary import rotary_angles
+from dlm_bridge.parallel.parallelize import build_megatron_model
+from dlm_bridge.parallel.self_attention import rotary_angles
 from dlm_bridge.parallel.weights import expert_name
 from tests.interop import engine
 from tests.interop.cases import REFUSED, Files, models
@@ -30,7 +30,7 @@ def a_mask_is_honoured(files: Files) -> None:
     ids, positions = models()["gqa"].tokens(), torch.arange(12)[None]
     real = torch.ones(1, 12, dtype=torch.bool)
     for mask in (attention_mask("causal", positions, real_BS=real), attention_mask("block_causal", positions, 5)):
-        pairs = Visibility(mask).dense()
+        pairs = MaskDescriptor(mask).dense()
         with torch.no_grad():
             wanted = hf_model(ids, attention_mask=pairs).logits
         torch.testing.assert_close(engine.run(chunks, ids, 128, mask=mask), wanted, **TOLERANCE)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.models import find_family
-from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.models.families import find_family
+from dlm_bridge.models.family_spec import FamilySpec
 from tests.autoregressive.published import DEEPSEEK_V3
 
 SIZES: dict[str, Any] = {
@@ -183,8 +183,8 @@ def tensors_of(
     mapping = (family or find_family(config)).load("mapping")
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for link in mapping.links(mapping.dims(config)):
-        for name, shape in zip(link.hub_names, link.hub_shapes, strict=True):
+    for param in mapping.params(mapping.dims(config)):
+        for name, shape in zip(param.hub_names, param.hub_shapes, strict=True):
             noise = torch.randn(shape, generator=generator)
             if len(shape) > 1:
                 noise *= shape[-1] ** -0.5

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dlm_bridge import Layout
-from dlm_bridge.models import find_family
+from dlm_bridge.models.families import find_family
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder
 from tests.families.case import BuildTensors, all_cases
 from tests.interop.autoregressive import CONFIGS, tensors_of

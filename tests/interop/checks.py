@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.convert.mapping import Link
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import core, cpu, groups, overrides
+from dlm_bridge.mapping.rules import ParamMapping
+from dlm_bridge.parallel import core, groups, overrides
 from dlm_bridge.parallel.attention import attention_mask, block_size
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_hf_weights
-from dlm_bridge.parallel.model import build_megatron_model
+from dlm_bridge.parallel.mcore_patches import process_wide
+from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import live_tensors
 from tests.interop import engine
 from tests.interop.cases import LAYOUTS, SEED, Files, models
@@ -42,7 +43,7 @@ def _run(
     """Whole logits of the model's tokens (or of others) under its family's mask."""
     case = models()[model]
     positions = torch.arange(case.length)[None]
-    mask = attention_mask(bridge.family.topology, positions, block_size(bridge))
+    mask = attention_mask(bridge.family.attention_pattern, positions, block_size(bridge))
     ids = case.tokens() if input_ids is None else input_ids
     return engine.run(chunks, ids, case.vocab, case.logit_weights() if backward else None, mask)
 
@@ -67,11 +68,11 @@ def platform_is_reversible_and_refuses_other_versions(files: Files) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "version", "0.17.0")
         with pytest.raises(DlmBridgeError, match=r"0\.17\.0 .* made for 0\.16\.1"):
-            overrides.install(cpu.OVERRIDES)
+            overrides.install(process_wide.CPU_OVERRIDES)
     assert (torch.cuda.current_device, torch.cuda.synchronize) == untouched
-    overrides.install(cpu.OVERRIDES)
+    overrides.install(process_wide.CPU_OVERRIDES)
     installed = torch.cuda.current_device
-    overrides.install(cpu.OVERRIDES)
+    overrides.install(process_wide.CPU_OVERRIDES)
     assert torch.cuda.current_device is installed
     assert torch.cuda.current_device() == torch.device("cpu")
     overrides.uninstall()
@@ -179,11 +180,11 @@ def each_stage_reads_its_own_tensors(files: Files) -> None:
     bridge = Bridge.from_hf(files.hub("gqa"))
     names: list[str] = []
 
-    def recorded(link: Link) -> tuple[torch.Tensor, ...]:
-        names.extend(link.hub_names)
-        return type(bridge.checkpoint).read_link(bridge.checkpoint, link)
+    def recorded(param: ParamMapping) -> tuple[torch.Tensor, ...]:
+        names.extend(param.hub_names)
+        return type(bridge.checkpoint).read_param(bridge.checkpoint, param)
 
-    bridge.checkpoint.read_link = recorded
+    bridge.checkpoint.read_param = recorded
     build_megatron_model(bridge, Layout(pp=2))
     assert len(set(names)) == len(names)
     read: list[Any] = [None, None]
@@ -197,11 +198,11 @@ def each_rank_reads_its_own_experts(files: Files) -> None:
     bridge = Bridge.from_hf(files.hub("mixtral"))
     read: set[int] = set()
 
-    def recorded(link: Link) -> tuple[torch.Tensor, ...]:
-        read.update(() if link.expert is None else (link.expert,))
-        return type(bridge.checkpoint).read_link(bridge.checkpoint, link)
+    def recorded(param: ParamMapping) -> tuple[torch.Tensor, ...]:
+        read.update(() if param.expert is None else (param.expert,))
+        return type(bridge.checkpoint).read_param(bridge.checkpoint, param)
 
-    bridge.checkpoint.read_link = recorded
+    bridge.checkpoint.read_param = recorded
     build_megatron_model(bridge, Layout(ep=2))
     assert read == (set(range(4)) if dist.get_rank() == 0 else set(range(4, 8)))
 

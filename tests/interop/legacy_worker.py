@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
 
 def check(folder: Path, name: str) -> None:
     from dlm_bridge.parallel import groups
-    from dlm_bridge.parallel.model import build_megatron_model
+    from dlm_bridge.parallel.parallelize import build_megatron_model
 
     layout = CASES[name]
     rank = int(os.environ["RANK"])

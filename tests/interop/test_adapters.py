@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from dlm_bridge import Layout
-from dlm_bridge.convert.lora.megatron_adapter import write_megatron_adapter
-from dlm_bridge.convert.lora.peft_folder import CONFIG, WEIGHTS, PeftAdapter
-from dlm_bridge.convert.opening import open_any
+from dlm_bridge.convert.checkpoints.opening import open_any
+from dlm_bridge.convert.lora.megatron import write_megatron_adapter
+from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftAdapter
 from tests.checkpoints import standard_tensors, write_hub_folder
 from tests.interop.adapter_worker import FFN, HIDDEN, LAYERS, RANK, SCALE
 from tests.processes import assert_ok, launch
@@ -45,25 +45,25 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         folder.mkdir()
         generator = torch.Generator().manual_seed(1)
         factors: dict[str, torch.Tensor] = {}
-        for link in base.links:
-            if link.layer is None or len(link.hub_shapes[0]) != 2:
+        for param in base.params:
+            if param.layer is None or len(param.hub_shapes[0]) != 2:
                 continue
-            shared = torch.randn(RANK, link.hub_shapes[0][1], generator=generator)
-            for name, (rows, columns) in zip(link.hub_names, link.hub_shapes, strict=True):
+            shared = torch.randn(RANK, param.hub_shapes[0][1], generator=generator)
+            for name, (rows, columns) in zip(param.hub_names, param.hub_shapes, strict=True):
                 module = f"base_model.model.{name.removesuffix('.weight')}"
                 own = torch.randn(RANK, columns, generator=generator)
                 factors[f"{module}.lora_A.weight"] = shared.clone() if style == "fused" else own
                 factors[f"{module}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator)
-        save_file(factors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK}))
+        save_file(factors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (folder / ADAPTER_CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK}))
         adapter = PeftAdapter(folder, base)
         write_megatron_adapter(adapter, base, root / style, Layout(), style)  # read at another size than written
-        for link in base.links:
-            if link.layer != 1 or len(link.hub_shapes[0]) != 2:
+        for param in base.params:
+            if param.layer != 1 or len(param.hub_shapes[0]) != 2:
                 continue
-            place = link.rule.megatron.removeprefix("decoder.layers.{layer}.").removesuffix(".weight") + ".adapter"
-            deltas = [adapter.delta(name) for name in link.hub_names]
-            expected[style][place] = link.to_megatron(deltas)
+            place = param.rule.megatron.removeprefix("decoder.layers.{layer}.").removesuffix(".weight") + ".adapter"
+            deltas = [adapter.delta(name) for name in param.hub_names]
+            expected[style][place] = param.to_megatron(deltas)
             for letter, delta in zip("qkv", deltas, strict=False):
                 expected[style][f"{place}.adapter_{letter}"] = delta
     torch.save(expected, root / "expected.pt")

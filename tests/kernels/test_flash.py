@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.kernels import flash
+from dlm_bridge.parallel.fused import flash_attention
 from tests.kernels import standin
 
-NEEDS_KERNELS = pytest.mark.skipif(flash.missing() is not None, reason="needs FlashAttention 4 and its GPU")
+NEEDS_KERNELS = pytest.mark.skipif(flash_attention.missing() is not None, reason="needs FlashAttention 4 and its GPU")
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "kernels", lambda: (standin.forward, standin.backward))
+    monkeypatch.setattr(flash_attention, "kernels", lambda: (standin.forward, standin.backward))
 
 
 def _inputs(
@@ -63,7 +63,7 @@ def _same(
 @pytest.mark.parametrize("order", ["rows", "positions", "within"])
 def test_whole_sequences(order: str, groups: int, causal: bool, stand_in: None) -> None:
     leaves, (q, k, v) = _inputs(order, groups)
-    found = flash.flash_attention(q, k, v, 0.3, causal)
+    found = flash_attention.flash_attention(q, k, v, 0.3, causal)
     _same(found, _sdpa(q, k, v, 0.3, causal), leaves, 1e-5)
     outermost = found if order == "rows" else found.transpose(0, 1)
     assert outermost.is_contiguous()  # so that nobody copies it
@@ -72,7 +72,7 @@ def test_whole_sequences(order: str, groups: int, causal: bool, stand_in: None) 
 def test_a_gradient_that_is_one_number_is_written_out(stand_in: None) -> None:
     leaves, (q, k, v) = _inputs("positions", 2)
     one = torch.ones(()).expand(q.shape)
-    _same(flash.flash_attention(q, k, v, 0.3, False), _sdpa(q, k, v, 0.3, False), leaves, 1e-5, one)
+    _same(flash_attention.flash_attention(q, k, v, 0.3, False), _sdpa(q, k, v, 0.3, False), leaves, 1e-5, one)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -80,7 +80,7 @@ def test_packed_documents(causal: bool, stand_in: None) -> None:
     leaves, _ = _inputs("positions", 2)
     q, k, v = (leaf.flatten(0, 1) for leaf in leaves)
     bounds = [0, 5, 6, 30, 48]
-    found = flash.flash_attention(q, k, v, 0.3, causal, torch.tensor(bounds, dtype=torch.int32), 24)
+    found = flash_attention.flash_attention(q, k, v, 0.3, causal, torch.tensor(bounds, dtype=torch.int32), 24)
     _same(found, _by_document(q, k, v, bounds, causal), leaves, 1e-5)
 
 
@@ -92,7 +92,7 @@ def test_a_compiled_function_has_it_as_one_operation(stand_in: None) -> None:
     leaves, views = _inputs("positions", 2)
 
     def around(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return flash.flash_attention(q * 2, k + 1, v, 0.3, True).flatten(2).sin()
+        return flash_attention.flash_attention(q * 2, k + 1, v, 0.3, True).flatten(2).sin()
 
     compiled = torch.compile(around, backend="aot_eager", fullgraph=True)
     _same(compiled(*views), around(*views), leaves, 1e-6)
@@ -104,15 +104,15 @@ def test_it_is_an_operation_of_torch(stand_in: None) -> None:
         _, views = _inputs(order, 2)
         inputs = tuple(view.detach().requires_grad_() for view in views)
         checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-        torch.library.opcheck(flash._forward, (*inputs, 0.3, True, None, 0), test_utils=checks)
+        torch.library.opcheck(flash_attention._forward, (*inputs, 0.3, True, None, 0), test_utils=checks)
 
 
 def test_recomputation_gives_the_same_gradients(stand_in: None) -> None:
     from torch.utils.checkpoint import checkpoint
 
     leaves, views = _inputs("positions", 2)
-    again = checkpoint(flash.flash_attention, *views, 0.3, True, use_reentrant=False)
-    _same(again, flash.flash_attention(*views, 0.3, True), leaves, 0)
+    again = checkpoint(flash_attention.flash_attention, *views, 0.3, True, use_reentrant=False)
+    _same(again, flash_attention.flash_attention(*views, 0.3, True), leaves, 0)
 
 
 @pytest.fixture
@@ -120,46 +120,46 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine with a Hopper GPU, as far as can be seen from here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    flash.missing.cache_clear()
+    flash_attention.missing.cache_clear()
     yield
-    flash.missing.cache_clear()
+    flash_attention.missing.cache_clear()
 
 
 def test_why_it_is_missing(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
-        raise flash.PackageNotFoundError(name)
+        raise flash_attention.PackageNotFoundError(name)
 
     def broken() -> None:
         raise ImportError("no module named\ncutlass")
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what is not there is nobody's mistake
-        monkeypatch.setattr(flash, "version", absent)
-        assert flash.missing() == "flash-attn-4 is not installed: pip install 'dlm-bridge[flash]'"
+        monkeypatch.setattr(flash_attention, "version", absent)
+        assert flash_attention.missing() == "flash-attn-4 is not installed: pip install 'dlm-bridge[flash]'"
     for version, kernels, said in (
         ("4.0.0b3", None, "flash-attn-4 is 4.0.0b3, and only 4.0.0b36 is known to fit"),
-        (flash.VERSION, broken, "cannot be imported: no module named cutlass"),
+        (flash_attention.VERSION, broken, "cannot be imported: no module named cutlass"),
     ):
-        flash.missing.cache_clear()
-        monkeypatch.setattr(flash, "version", lambda _, version=version: version)
-        monkeypatch.setattr(flash, "kernels", kernels)
+        flash_attention.missing.cache_clear()
+        monkeypatch.setattr(flash_attention, "version", lambda _, version=version: version)
+        monkeypatch.setattr(flash_attention, "kernels", kernels)
         with pytest.warns(UserWarning, match=said):
-            assert said in str(flash.missing())
+            assert said in str(flash_attention.missing())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            flash.missing()  # once
-    flash.missing.cache_clear()
+            flash_attention.missing()  # once
+    flash_attention.missing.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
-    assert "compute capability 9.0" in str(flash.missing())
+    assert "compute capability 9.0" in str(flash_attention.missing())
 
 
 def test_heads_that_do_not_fit(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flash.unfit(128, torch.bfloat16) is None
-    assert flash.unfit(256, torch.float16) is None
-    assert "not in float32" in str(flash.unfit(128, torch.float32))
-    assert "not of 100" in str(flash.unfit(100, torch.bfloat16))
+    assert flash_attention.unsupported_heads(128, torch.bfloat16) is None
+    assert flash_attention.unsupported_heads(256, torch.float16) is None
+    assert "not in float32" in str(flash_attention.unsupported_heads(128, torch.float32))
+    assert "not of 100" in str(flash_attention.unsupported_heads(100, torch.bfloat16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    assert "up to 128 here, not of 256" in str(flash.unfit(256, torch.bfloat16))
+    assert "up to 128 here, not of 256" in str(flash_attention.unsupported_heads(256, torch.bfloat16))
 
 
 @pytest.mark.gpu
@@ -172,7 +172,7 @@ def test_the_kernels_themselves(size: int, order: str, groups: int, causal: bool
     """bf16 against fp32, in the order in memory of either engine; and again, by kernels that are compiled by now."""
     for length in (384, 1000, 384):
         leaves, (q, k, v) = _inputs(order, groups, length, size, "cuda", torch.bfloat16)
-        found = flash.flash_attention(q, k, v, size**-0.5, causal)
+        found = flash_attention.flash_attention(q, k, v, size**-0.5, causal)
         _same(found, _sdpa(q, k, v, size**-0.5, causal), leaves, 2e-2)
         assert (found if order == "rows" else found.transpose(0, 1)).is_contiguous()
 
@@ -184,7 +184,7 @@ def test_the_kernels_themselves_with_one_row(causal: bool) -> None:
     """Whose stride is any number."""
     leaves, views = _inputs("positions", 2, 512, 128, "cuda", torch.bfloat16)
     q, k, v = (view[:1] for view in views)
-    _same(flash.flash_attention(q, k, v, 0.1, causal), _sdpa(q, k, v, 0.1, causal), leaves, 2e-2)
+    _same(flash_attention.flash_attention(q, k, v, 0.1, causal), _sdpa(q, k, v, 0.1, causal), leaves, 2e-2)
 
 
 @pytest.mark.gpu
@@ -195,7 +195,7 @@ def test_the_kernels_themselves_on_packed_documents(causal: bool) -> None:
     q, k, v = (leaf.flatten(0, 1) for leaf in leaves)
     bounds = [0, 300, 301, 1300, 2048]
     starts = torch.tensor(bounds, dtype=torch.int32, device="cuda")
-    found = flash.flash_attention(q, k, v, 0.3, causal, starts, 999)
+    found = flash_attention.flash_attention(q, k, v, 0.3, causal, starts, 999)
     _same(found, _by_document(q, k, v, bounds, causal), leaves, 2e-2)
 
 
@@ -203,5 +203,7 @@ def test_the_kernels_themselves_on_packed_documents(causal: bool) -> None:
 @NEEDS_KERNELS
 def test_the_kernels_themselves_in_a_compiled_function() -> None:
     leaves, (q, k, v) = _inputs("rows", 2, 512, 128, "cuda", torch.bfloat16)
-    compiled = torch.compile(functools.partial(flash.flash_attention, scale=0.1, causal=False), fullgraph=True)
+    compiled = torch.compile(
+        functools.partial(flash_attention.flash_attention, scale=0.1, causal=False), fullgraph=True
+    )
     _same(compiled(q * 1, k * 1, v), _sdpa(q, k, v, 0.1, False), leaves, 2e-2)

@@ -361,5 +361,5 @@ def test_remote_code_is_never_run(llada: Path) -> None:
     """The checkpoint's .py files exit when run; trust_remote_code=True does not make us run them either."""
     assert "raise SystemExit" in (llada / "modeling_llada.py").read_text()
     model = AutoModelForCausalLM.from_pretrained(llada, trust_remote_code=True)
-    assert type(model).__module__ == "dlm_bridge.models.llada.modeling"
+    assert type(model).__module__ == "dlm_bridge.models.modeling_llada"
     assert os.environ.get("HF_HUB_OFFLINE") == "1"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_bridge.attention_mask import causal_mask
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.masks import causal_mask
 from tests.families.nemotron_labs_diffusion import CASES, SHORT, reference
 
 CASE = CASES[1]

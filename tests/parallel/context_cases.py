@@ -10,18 +10,16 @@ from pathlib import Path
 
 import torch
 
-from dlm_bridge.models import find_family
-from dlm_bridge.models.spec import FamilySpec
-from dlm_bridge.train.objectives import (
+from dlm_bridge.models.families import find_family
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.single_stream import MaskedDiffusion, NextTokenPrediction, ShiftedDiffusion
+from dlm_bridge.objectives.two_streams import (
     BlockDiffusion,
     ComplementaryBlockDiffusion,
-    MaskedDiffusion,
     NemotronDiffusion,
-    NextToken,
-    NoisyBatch,
-    Objective,
-    ShiftedDiffusion,
-    Uniforms,
     WeDLMDiffusion,
 )
 from tests.interop.autoregressive import CONFIGS, tensors_of
@@ -83,14 +81,18 @@ class Case:
     @property
     def has_codes(self) -> bool:
         """Whether its batches say who looks at whom, and not the layers."""
-        return self.rows is not plain or self.noisy().visibility is not None or self.family.topology == "block_causal"
+        return (
+            self.rows is not plain
+            or self.noisy().mask_descriptor is not None
+            or self.family.attention_pattern == "block_causal"
+        )
 
     def noisy(self) -> NoisyBatch:
         return self.rows(self.objective)
 
 
 def cases() -> list[Case]:
-    masked, following = MaskedDiffusion(MASK), NextToken()
+    masked, following = MaskedDiffusion(MASK), NextTokenPrediction()
     block, half = BlockDiffusion(MASK, block_size=BLOCK), ComplementaryBlockDiffusion(MASK, block_size=BLOCK)
     hybrid, permuted = NemotronDiffusion(MASK, block_size=BLOCK), WeDLMDiffusion(MASK, block_size=BLOCK)
     return [

@@ -13,15 +13,15 @@ import torch.distributed as dist
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.attention import block_size
-from dlm_bridge.parallel.attention_core import MASKS
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
-from dlm_bridge.parallel.context import ParallelConfig
+from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
+from dlm_bridge.parallel.core_attention import MASKS
 from dlm_bridge.parallel.handover import stream_hf_weights
-from dlm_bridge.parallel.model import build_megatron_model
-from dlm_bridge.train.objectives import NoisyBatch
+from dlm_bridge.parallel.parallelize import build_megatron_model
 from tests.parallel.context_cases import Case, context_models, hub
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -50,10 +50,10 @@ def cut_equals_whole(root: Path, case: Case, comm_type: str = "p2p", sizes: tupl
     bridge = bridge_of(root, case)
     noisy = case.noisy()
     tolerance = Tolerance.of(case)
-    loss, gradients = _trained(bridge, noisy, ParallelConfig(), tolerance.dtype)
+    loss, gradients = _trained(bridge, noisy, ContextParallelConfig(), tolerance.dtype)
     wanted = _hub_loss(bridge, case, noisy)
     assert abs(loss - wanted) <= tolerance.loss * abs(wanted), (loss, wanted)
-    parallel = ParallelConfig(dist.get_world_size(), comm_type, sizes)
+    parallel = ContextParallelConfig(dist.get_world_size(), comm_type, sizes)
     worst = [0.0, 0.0]
     for recompute in (None, "full", *(("selective",) if case.model == "gqa" else ())):
         found, cut = _trained(bridge, noisy, parallel, tolerance.dtype, recompute)
@@ -75,7 +75,7 @@ def bridge_of(root: Path, case: Case) -> Bridge:
 def micro_batches_in_flight(root: Path, packed: Case, whole: Case) -> None:
     """Two pipeline stages with several micro-batches, each with its own mask and positions, recomputed."""
     bridge = bridge_of(root, packed)
-    batches = [micro_batch(case.noisy(), bridge.family.topology) for case in (packed, whole, packed, whole)]
+    batches = [micro_batch(case.noisy(), bridge.family.attention_pattern) for case in (packed, whole, packed, whole)]
     results = []
     for layout in (Layout(), Layout(pp=2)):
         groups.destroy()
@@ -92,22 +92,30 @@ def micro_batches_in_flight(root: Path, packed: Case, whole: Case) -> None:
 def what_cannot_be_is_refused(root: Path, case: Case, window: Case, blocks: Case) -> None:
     bridge = bridge_of(root, case)
 
-    def refused(message: str, parallel: ParallelConfig, of: Bridge = bridge, layout: Layout | None = None) -> None:
+    def refused(
+        message: str, parallel: ContextParallelConfig, of: Bridge = bridge, layout: Layout | None = None
+    ) -> None:
         groups.destroy()
         with pytest.raises(DlmBridgeError, match=message):
             build_megatron_model(of, layout or Layout(), parallel=parallel)
 
-    refused("needs a multiple of 4 processes, but 2 run", ParallelConfig(2), layout=Layout(tp=2))
-    refused("x cp 3 needs a multiple of 3 processes", ParallelConfig(3))
-    refused(r"--cp-comm-type a2a deals 1 query groups .* to 2 ranks", ParallelConfig(2, "a2a"), layout=Layout(tp=2))
-    refused("--cp-comm-type a2a needs Transformer Engine", ParallelConfig(2, "a2a"))
-    refused(r"--cp-comm-type a2a\+p2p needs Transformer Engine", ParallelConfig(2, "a2a+p2p", (2, 1)))
-    refused("p2p knows no sliding window, .* use --cp-comm-type allgather", ParallelConfig(2), bridge_of(root, window))
+    refused("needs a multiple of 4 processes, but 2 run", ContextParallelConfig(2), layout=Layout(tp=2))
+    refused("x cp 3 needs a multiple of 3 processes", ContextParallelConfig(3))
+    refused(
+        r"--cp-comm-type a2a deals 1 query groups .* to 2 ranks", ContextParallelConfig(2, "a2a"), layout=Layout(tp=2)
+    )
+    refused("--cp-comm-type a2a needs Transformer Engine", ContextParallelConfig(2, "a2a"))
+    refused(r"--cp-comm-type a2a\+p2p needs Transformer Engine", ContextParallelConfig(2, "a2a+p2p", (2, 1)))
+    refused(
+        "p2p knows no sliding window, .* use --cp-comm-type allgather",
+        ContextParallelConfig(2),
+        bridge_of(root, window),
+    )
     with pytest.MonkeyPatch.context() as patch:  # as if there were an engine that deals heads out
         patch.setattr(type(platform.current()), "uses_transformer_engine", lambda self: True)
-        refused("--cp-comm-type a2a: block-causal attention", ParallelConfig(2, "a2a"), bridge_of(root, blocks))
+        refused("--cp-comm-type a2a: block-causal attention", ContextParallelConfig(2, "a2a"), bridge_of(root, blocks))
     groups.destroy()
-    build_megatron_model(bridge, Layout(), parallel=ParallelConfig(2))
+    build_megatron_model(bridge, Layout(), parallel=ContextParallelConfig(2))
     with pytest.raises(DlmBridgeError, match="already initialised with cp 2, but the layout says cp 1"):
         build_megatron_model(bridge, Layout())
 
@@ -117,7 +125,7 @@ def what_would_be_ignored_is_refused(root: Path, case: Case) -> None:
     groups.destroy()
     (model,) = build_megatron_model(bridge, Layout())
     batch = _cut(bridge, case.noisy())
-    whole = micro_batch(case.noisy(), bridge.family.topology, packed=True)
+    whole = micro_batch(case.noisy(), bridge.family.attention_pattern, packed=True)
     assert whole.packed is not None
     with pytest.raises(DlmBridgeError, match="packed_seq_params need Transformer Engine"):
         model(whole.input_ids, None, None, packed_seq_params=whole.packed.params())
@@ -126,7 +134,11 @@ def what_would_be_ignored_is_refused(root: Path, case: Case) -> None:
 
 
 def _trained(
-    bridge: Bridge, noisy: NoisyBatch, parallel: ParallelConfig, dtype: torch.dtype, recompute: str | None = None
+    bridge: Bridge,
+    noisy: NoisyBatch,
+    parallel: ContextParallelConfig,
+    dtype: torch.dtype,
+    recompute: str | None = None,
 ) -> tuple[float, Gradients]:
     """The loss of the whole batch and its gradients, each rank having seen its part."""
     groups.destroy()
@@ -153,7 +165,7 @@ def _recompute(kind: str | None) -> dict[str, Any]:
 def _cut(bridge: Bridge, noisy: NoisyBatch) -> MicroBatch:
     return micro_batch(
         noisy,
-        bridge.family.topology,
+        bridge.family.attention_pattern,
         block_size(bridge),
         parallel_state.get_context_parallel_rank(),
         parallel_state.get_context_parallel_world_size(),

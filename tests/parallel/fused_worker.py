@@ -22,10 +22,10 @@ CASES = ("tied-tp2-sp", "tied-pp2-vp2", "moe-ep2-tp2-sp", "shared-experts-ep2-pp
 
 
 def main(root: Path) -> None:
-    from dlm_bridge.parallel.fused import attention
+    from dlm_bridge.parallel import fused
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "available", lambda: True)
+        patch.setattr(fused, "available", lambda: True)
         work(root, [(name, partial(loss_and_gradients_match, Files(root), name)) for name in CASES])
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from dlm_bridge import Layout
-from dlm_bridge.train.objectives import MaskedDiffusion, NoisyBatch, Uniforms, divisors
-from dlm_bridge.train.objectives.noise import IGNORE
+from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
+from dlm_bridge.objectives.loss import divisors
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from tests.interop.cases import models
 
 WORLD, SAMPLES, ROWS, TERMS = 4, 8, 2, 2  # processes; samples a global batch; rows a micro-batch; sums of the loss
@@ -58,7 +60,7 @@ def noisy_batch(model: str, samples: range) -> NoisyBatch:
     case = models()[model]
     ids = torch.randint(0, case.vocab - 1, (SAMPLES, case.length), generator=torch.Generator().manual_seed(3))
     labels = ids.clone()
-    labels[2:4] = IGNORE
+    labels[2:4] = IGNORE_INDEX
     objective = MaskedDiffusion(mask_token_id=case.vocab - 1)
     whole = objective.noise(ids, Uniforms.keyed(0, 1, range(SAMPLES), case.length), labels)
     normaliser = divisors(torch.stack([whole.normaliser[0], whole.normaliser[0] / 3]))

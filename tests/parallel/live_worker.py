@@ -28,8 +28,9 @@ from dlm_bridge.parallel.core import (
     get_forward_backward_func,
     parallel_state,
 )
-from dlm_bridge.parallel.gpt import OutputLayer, arguments
-from dlm_bridge.parallel.model import build_megatron_model
+from dlm_bridge.parallel.gpt import model_inputs
+from dlm_bridge.parallel.mcore_patches.modules import OutputLayer
+from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import live_tensors, load
 from tests.interop.cases import models
 from tests.parallel.live_cases import CASES, ROWS, SAMPLES, TERMS, Case, Files, noisy_batch
@@ -53,7 +54,7 @@ def _micro_batches(bridge: Bridge, model: str) -> list[MicroBatch]:
     found = []
     for number in range(replica, SAMPLES // ROWS, replicas):
         noisy = noisy_batch(model, range(number * ROWS, (number + 1) * ROWS))
-        batch = micro_batch(noisy, bridge.family.topology, block_size(bridge))
+        batch = micro_batch(noisy, bridge.family.attention_pattern, block_size(bridge))
         if number == 1:
             none = {name: getattr(batch, name)[:0] for name in ("chosen", "targets", "weights", "terms")}
             batch = dataclasses.replace(batch, **none)
@@ -70,7 +71,7 @@ def _run(bridge: Bridge, chunks: list[Any], model: str, forward_only: bool = Fal
             torch.testing.assert_close(output[0].detach(), output[1].sum())
             return output[0], torch.zeros((), dtype=torch.int), output[1]
 
-        return chunk(**arguments(next(data), TERMS)), loss
+        return chunk(**model_inputs(next(data), TERMS)), loss
 
     several = len(chunks) > 1
     results = get_forward_backward_func()(
@@ -165,7 +166,7 @@ def every_layout_starts_from_the_same_values(files: Files) -> None:
     expected = {name: bridge.read(name) for name in bridge.hub_names()}
     _assert_same(values[0], expected)
     _assert_same(values[1], expected)
-    own = {name for link in bridge.checkpoint.links if link.rule.own_dtype for name in link.hub_names}
+    own = {name for param in bridge.checkpoint.params if param.rule.own_dtype for name in param.hub_names}
     assert own
     _assert_same(values[2], {name: t if name in own else t.bfloat16() for name, t in expected.items()})
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_bridge.parallel.activation import stateless
+from dlm_bridge.parallel.mcore_patches.modules import stateless
 
 
 class Operation(nn.Module):

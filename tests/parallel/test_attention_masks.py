@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dlm_bridge.models.visibility import Visibility, documents_of
-from dlm_bridge.parallel.attention_core import masked_attention, tile_options
-from dlm_bridge.parallel.attention_masks import MaskCache, block_mask, dense_mask, mask_mod, plain_mask
-from dlm_bridge.parallel.batch import rank_positions
+from dlm_bridge.attention_mask import MaskDescriptor, document_ids
+from dlm_bridge.parallel.attention import MaskCache, block_mask, dense_mask, mask_mod, plain_mask
+from dlm_bridge.parallel.context_parallel import rank_positions
+from dlm_bridge.parallel.core_attention import masked_attention, tile_options
 
 LENGTH = 24
 
@@ -21,8 +21,8 @@ def _codes(kind: str) -> torch.Tensor:
     if kind == "shared":
         documents = documents[:1]
     if kind == "two streams":
-        return Visibility.two_streams(documents, positions, 4, noisy="causal").codes
-    return Visibility.causal(documents).codes
+        return MaskDescriptor.two_streams(documents, positions, 4, noisy="causal").codes
+    return MaskDescriptor.causal(documents).codes
 
 
 @pytest.mark.parametrize("kind", ["shared", "rows", "two streams"])
@@ -37,7 +37,7 @@ def test_the_kernels_rule_is_the_dense_mask(kind: str, ranks: int) -> None:
     k, v = (torch.randn(2, 2, keys, 8, generator=generator) for _ in range(2))
     for rank in range(ranks):
         dense = dense_mask(codes, rank, queries)
-        assert torch.equal(dense, Visibility(codes).dense(torch.arange(rank * queries, (rank + 1) * queries)))
+        assert torch.equal(dense, MaskDescriptor(codes).dense(torch.arange(rank * queries, (rank + 1) * queries)))
         asked = create_mask(mask_mod(codes, rank * queries), 2, None, queries, keys, device="cpu")
         assert torch.equal(asked, dense.expand(2, -1, -1, -1))
         q = torch.randn(2, 4, queries, 8, generator=generator)
@@ -84,7 +84,7 @@ def test_wide_heads_of_fp32_on_a_gpu(length: int, width: int, of_values: int) ->
     sizes = (width, width, of_values)
     rows = [torch.randn(length, 2, 4, size, generator=generator).cuda().requires_grad_() for size in sizes]
     documents = (torch.arange(length) * 3 // length)[None].int()
-    codes = Visibility.causal(documents).codes
+    codes = MaskDescriptor.causal(documents).codes
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     found = masked_attention(*rows, codes.cuda(), width**-0.5, group)
     exact = [row.detach().double().requires_grad_() for row in rows]
@@ -106,7 +106,7 @@ def test_a_mask_of_pairs_is_cut_by_queries() -> None:
 
 def test_without_codes_positions_are_dealt_as_transformer_engine_deals_them() -> None:
     order = rank_positions(LENGTH, 2)
-    whole = Visibility.causal(torch.zeros(1, LENGTH, dtype=torch.int32)).dense()[0, 0]
+    whole = MaskDescriptor.causal(torch.zeros(1, LENGTH, dtype=torch.int32)).dense()[0, 0]
     near = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None] <= 3
     for rank in range(2):
         for window, wanted in ((None, whole), ((3, 0), whole & near)):
@@ -152,5 +152,5 @@ def test_freed_memory_and_changed_values_never_hit_an_old_mask() -> None:
 
 def test_padding_looks_at_itself_alone() -> None:
     real = torch.tensor([[True] * 5 + [False] * 3])
-    codes = Visibility.bidirectional(documents_of(real)).codes
+    codes = MaskDescriptor.bidirectional(document_ids(real)).codes
     assert torch.equal(dense_mask(codes, 0, 8)[0, 0, 5:], torch.eye(8, dtype=torch.bool)[5:])

@@ -7,17 +7,19 @@ import dataclasses
 import pytest
 import torch
 
+from dlm_bridge.attention_mask import MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.visibility import Visibility
-from dlm_bridge.parallel.batch import MicroBatch, loss_bucket, micro_batch, rank_positions
-from dlm_bridge.train.objectives import MaskedDiffusion, NextToken, NoisyBatch
+from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.objectives.single_stream import MaskedDiffusion, NextTokenPrediction
+from dlm_bridge.parallel.batch import MicroBatch, loss_bucket, micro_batch
+from dlm_bridge.parallel.context_parallel import rank_positions
 from tests.parallel.context_cases import LENGTH, Case, annealed, cases, packed, padded, plain
 
 CASES = {case.name: case for case in cases()}
 
 
 def _parts(case: Case, noisy: NoisyBatch, cp: int) -> list[MicroBatch]:
-    return [micro_batch(noisy, case.family.topology, 4, rank, cp) for rank in range(cp)]
+    return [micro_batch(noisy, case.family.attention_pattern, 4, rank, cp) for rank in range(cp)]
 
 
 def _order(noisy: NoisyBatch, cp: int) -> torch.Tensor:
@@ -56,16 +58,16 @@ def test_every_position_is_on_one_rank_with_its_loss_and_its_view(name: str, cp:
         seen.append(which)
         wanted = noisy.model_mask()
         if part.attention is not None and wanted is not None and wanted.dim() == 4:
-            pairs = part.attention if part.attention.dim() == 4 else Visibility(part.attention).dense()
+            pairs = part.attention if part.attention.dim() == 4 else MaskDescriptor(part.attention).dense()
             assert torch.equal(pairs, wanted[:, :, order.flatten()][..., order.flatten()])
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(len(noisy.targets)))
 
 
 def _real(noisy: NoisyBatch) -> torch.Tensor:
-    if noisy.attention_mask is None and noisy.visibility is None:
+    if noisy.attention_mask is None and noisy.mask_descriptor is None:
         return torch.ones_like(noisy.mask)
-    if noisy.visibility is not None:
-        return (noisy.visibility.codes[..., 0] >= 0).expand_as(noisy.mask)
+    if noisy.mask_descriptor is not None:
+        return (noisy.mask_descriptor.codes[..., 0] >= 0).expand_as(noisy.mask)
     assert noisy.attention_mask is not None
     return noisy.attention_mask
 
@@ -87,22 +89,22 @@ def test_lengths_that_do_not_divide_are_named() -> None:
         micro_batch(two_streams, "block_causal", 4, 0, 8)
 
 
-@pytest.mark.parametrize("topology", ["bidirectional", "causal"])
-def test_what_the_layers_know_needs_no_mask(topology: str) -> None:
+@pytest.mark.parametrize("attention_pattern", ["bidirectional", "causal"])
+def test_what_the_layers_know_needs_no_mask(attention_pattern: str) -> None:
     noisy = plain(MaskedDiffusion(99))
-    part = micro_batch(noisy, topology)
+    part = micro_batch(noisy, attention_pattern)
     assert part.attention is None
     assert part.position_ids is None
     whole = dataclasses.replace(noisy, attention_mask=torch.ones_like(noisy.mask))
-    assert micro_batch(whole, topology).attention is None
-    cut = micro_batch(padded(MaskedDiffusion(99)), topology)
+    assert micro_batch(whole, attention_pattern).attention is None
+    cut = micro_batch(padded(MaskedDiffusion(99)), attention_pattern)
     assert cut.attention is not None
-    seen = Visibility(cut.attention).dense()[1, 0]
+    seen = MaskDescriptor(cut.attention).dense()[1, 0]
     assert not seen[:17, 17:].any()
-    assert bool(seen[0, 16]) == (topology == "bidirectional")
+    assert bool(seen[0, 16]) == (attention_pattern == "bidirectional")
     alone = micro_batch(noisy, "block_causal", 4)
     assert alone.attention is not None
-    assert torch.equal(Visibility(alone.attention).dense()[0, 0, 5], torch.arange(LENGTH) < 8)
+    assert torch.equal(MaskDescriptor(alone.attention).dense()[0, 0, 5], torch.arange(LENGTH) < 8)
     with pytest.raises(DlmBridgeError, match="needs a block size"):
         micro_batch(noisy, "block_causal")
 
@@ -117,23 +119,27 @@ def test_rows_of_one_stream_or_two_share_their_positions_in_spite_of_padding() -
     assert _parts(permuted, permuted.noisy(), 1)[0].position_ids.shape == (2, 2 * LENGTH)
 
 
-@pytest.mark.parametrize(("objective", "topology"), [(MaskedDiffusion(99), "bidirectional"), (NextToken(), "causal")])
-def test_documents_of_variable_length(objective: MaskedDiffusion | NextToken, topology: str) -> None:
-    whole = micro_batch(plain(objective), topology, packed=True)
+@pytest.mark.parametrize(
+    ("objective", "attention_pattern"), [(MaskedDiffusion(99), "bidirectional"), (NextTokenPrediction(), "causal")]
+)
+def test_documents_of_variable_length(
+    objective: MaskedDiffusion | NextTokenPrediction, attention_pattern: str
+) -> None:
+    whole = micro_batch(plain(objective), attention_pattern, packed=True)
     assert whole.packed is not None
     assert whole.packed.cu_seqlens.tolist() == [0, 24, 48]
     noisy = packed(objective)
-    part = micro_batch(noisy, topology, packed=True)
+    part = micro_batch(noisy, attention_pattern, packed=True)
     assert part.packed is not None
     assert (part.attention, part.position_ids) == (None, None)
     assert part.packed.cu_seqlens.dtype == torch.int32
     assert part.packed.cu_seqlens.tolist() == [0, 5, 16, 24, 40, 48]
     assert part.packed.max_seqlen == 16
     assert torch.equal(part.input_ids, noisy.input_ids.reshape(1, -1))
-    apart = micro_batch(noisy, topology)
+    apart = micro_batch(noisy, attention_pattern)
     for name in ("chosen", "targets", "weights"):
         assert torch.equal(getattr(part, name), getattr(apart, name))
-    tail = micro_batch(padded(objective), topology, packed=True)
+    tail = micro_batch(padded(objective), attention_pattern, packed=True)
     assert tail.packed is not None
     assert tail.packed.cu_seqlens.tolist() == [0, 24, 41, 48]
 
@@ -149,7 +155,7 @@ def test_what_documents_cannot_say_is_refused() -> None:
     with pytest.raises(DlmBridgeError, match="cannot say which pairs look at each other"):
         micro_batch(annealed(objective), "bidirectional", packed=True)
     documents = torch.tensor([[0] * 8 + [1] * 8 + [0] * 8])
-    torn = dataclasses.replace(packed(objective), visibility=Visibility.bidirectional(documents))
+    torn = dataclasses.replace(packed(objective), mask_descriptor=MaskDescriptor.bidirectional(documents))
     with pytest.raises(DlmBridgeError, match="a document of a packed row is not in one piece"):
         micro_batch(torn, "bidirectional", packed=True)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlm_bridge import DlmBridgeError, Layout
-from dlm_bridge.models import FAMILIES, family_by_name
+from dlm_bridge.models.families import FAMILIES, family_by_name
 from tests.autoregressive.cases import CASES
 from tests.families.case import all_cases
 

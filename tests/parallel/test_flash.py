@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.kernels import flash
+from dlm_bridge.parallel.fused import flash_attention
 from tests.kernels import standin
 
 pytestmark = pytest.mark.skipif(
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has FlashAttention 4, which takes all heads, and a platform that computes there."""
-    monkeypatch.setattr("dlm_bridge.parallel.flash._missing", lambda: None)
-    monkeypatch.setattr(flash, "unfit", lambda *_: None)
-    monkeypatch.setattr(flash, "kernels", lambda: (standin.forward, standin.backward))
+    monkeypatch.setattr("dlm_bridge.parallel.core_attention._missing", lambda: None)
+    monkeypatch.setattr(flash_attention, "unsupported_heads", lambda *_: None)
+    monkeypatch.setattr(flash_attention, "kernels", lambda: (standin.forward, standin.backward))
 
 
 def _config(backend: str, **fields: Any) -> Any:
@@ -44,7 +44,7 @@ def _config(backend: str, **fields: Any) -> Any:
 
 def _layer(backend: str, mask: str, ranks: int = 1, **fields: Any) -> Any:
     from dlm_bridge.parallel.attention import MASK_TYPES
-    from dlm_bridge.parallel.attention_core import LocalAttention
+    from dlm_bridge.parallel.core_attention import LocalAttention
 
     group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
     groups = SimpleNamespace(cp=group)
@@ -73,19 +73,19 @@ def test_a_layer_computes_what_it_computed_without(mask: str, there: None) -> No
 
 def test_packed_documents_are_each_for_itself(there: None) -> None:
     from dlm_bridge.parallel.batch import PackedDocuments
-    from dlm_bridge.parallel.flash import flash_rows, takes_call
+    from dlm_bridge.parallel.core_attention import flash_attention_SBHD, is_flash_call
 
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(12, heads, 8, generator=generator) for heads in (4, 2, 2))
     packed = PackedDocuments(torch.tensor([0, 5, 12], dtype=torch.int32), 7).params()
-    assert takes_call(packed, None)
-    found = flash_rows(query, key, value, 0.3, True, packed)
+    assert is_flash_call(packed, None)
+    found = flash_attention_SBHD(query, key, value, 0.3, True, packed)
     for part in (slice(0, 5), slice(5, 12)):
         alone = [tensor[part, None] for tensor in (query, key, value)]
-        torch.testing.assert_close(found[part], flash_rows(*alone, 0.3, True)[:, 0])
+        torch.testing.assert_close(found[part], flash_attention_SBHD(*alone, 0.3, True)[:, 0])
     packed.cu_seqlens_q_padded = packed.cu_seqlens_q
-    assert not takes_call(packed, None)
-    assert not takes_call(None, torch.zeros(()))
+    assert not is_flash_call(packed, None)
+    assert not is_flash_call(None, torch.zeros(()))
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,12 @@ def test_what_it_would_ignore_goes_elsewhere_or_is_refused(
 
 
 def test_a_setting_of_transformer_engine_alone(there: None) -> None:
-    from dlm_bridge.parallel.attention_core import unsupported
     from dlm_bridge.parallel.core import AttnMaskType
-    from dlm_bridge.parallel.flash import takes_flash
+    from dlm_bridge.parallel.core_attention import unsupported, uses_flash
 
     config = _config("flash", attention_dropout=0.1)
     with pytest.raises(DlmBridgeError, match="would ignore attention_dropout"):
-        takes_flash(config, AttnMaskType.causal, None, unsupported(config), 1)
+        uses_flash(config, AttnMaskType.causal, None, unsupported(config), 1)
 
 
 def test_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +121,13 @@ def test_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DlmBridgeError, match="FlashAttention 4 needs the CUDA platform, this one is cpu"):
         _layer("flash", "causal")
     monkeypatch.setattr(platform, lambda: SimpleNamespace(name="cuda"))
-    monkeypatch.setattr(flash, "missing", lambda: "flash-attn-4 is not installed: pip install 'dlm-bridge[flash]'")
+    monkeypatch.setattr(
+        flash_attention, "missing", lambda: "flash-attn-4 is not installed: pip install 'dlm-bridge[flash]'"
+    )
     assert not _layer("auto", "causal").flash
     with pytest.raises(DlmBridgeError, match="--attention-backend flash: flash-attn-4 is not installed"):
         _layer("flash", "causal")
-    monkeypatch.setattr(flash, "missing", lambda: None)
+    monkeypatch.setattr(flash_attention, "missing", lambda: None)
     assert not _layer("auto", "causal").flash  # in fp32
     with pytest.raises(DlmBridgeError, match="computes in bf16 or fp16, not in float32"):
         _layer("flash", "causal")

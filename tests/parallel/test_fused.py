@@ -46,7 +46,7 @@ def rotated(x_SBHD: torch.Tensor, angles_SBA: torch.Tensor, interleaved: bool) -
 def test_heads_are_split_normalised_and_rotated(
     queries: int, size: int, rotary: int, interleaved: bool, normed: bool, own_positions: bool, dtype: torch.dtype
 ) -> None:
-    from dlm_bridge.parallel.fused.heads import Heads, split_heads
+    from dlm_bridge.parallel.fused.qk_norm_rope import HeadLayout, split_qkv
 
     torch.manual_seed(0)
     length, batch, groups = 9, 3, 2
@@ -54,8 +54,8 @@ def test_heads_are_split_normalised_and_rotated(
     weights = [(torch.randn(size, device=DEVICE) + 1).to(dtype).requires_grad_() for _ in range(2 if normed else 0)]
     angles = torch.rand(length, batch if own_positions else 1, rotary // 2, device=DEVICE) * 40
     table = torch.stack((angles.cos(), angles.sin()), dim=2)
-    heads = Heads(queries, size, 1e-5, interleaved)
-    found = split_heads(mixed, table, *(weights or (None, None)), heads)
+    heads = HeadLayout(queries, size, 1e-5, interleaved)
+    found = split_qkv(mixed, table, *(weights or (None, None)), heads)
     leaves = [mixed, *weights]
 
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -78,7 +78,7 @@ def test_heads_are_split_normalised_and_rotated(
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
 def test_adam_clips_and_rounds(half: torch.dtype | None, sizes: tuple[int, ...]) -> None:
     """Parameters of sizes that are and are not read several numbers at once, which move between steps."""
-    from dlm_bridge.parallel.fused.update import Adam, Group, Parameter
+    from dlm_bridge.parallel.fused.optimizer_step import AdamSettings, FusedParamGroup, StepTensors
 
     torch.manual_seed(0)
     weights = [torch.randn(size, device=DEVICE) for size in sizes]
@@ -86,7 +86,7 @@ def test_adam_clips_and_rounds(half: torch.dtype | None, sizes: tuple[int, ...])
     optimizer = torch.optim.AdamW(expected, lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
     averages, squares = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     halves = [None if half is None else torch.empty_like(weight, dtype=half) for weight in weights]
-    group = Group()
+    group = FusedParamGroup()
     for step in range(1, 4):
         gradients = [torch.randn_like(weight) for weight in weights]
         share = torch.rand(1, device=DEVICE)
@@ -94,7 +94,7 @@ def test_adam_clips_and_rounds(half: torch.dtype | None, sizes: tuple[int, ...])
             one.grad = gradient.double() * share
         optimizer.step()
         fields = zip(weights, gradients, halves, averages, squares, strict=True)
-        group.adam_step([Parameter(*each) for each in fields], share, Adam(0.01, 0.9, 0.95, 1e-6, 0.1, step))
+        group.adam_step([StepTensors(*each) for each in fields], share, AdamSettings(0.01, 0.9, 0.95, 1e-6, 0.1, step))
         averages = [average.clone() for average in averages]
     for weight, exact, rounded in zip(weights, expected, halves, strict=True):
         assert not weight.numel() or distance(weight, exact) < 1e-6
@@ -104,7 +104,7 @@ def test_adam_clips_and_rounds(half: torch.dtype | None, sizes: tuple[int, ...])
 
 
 def test_gradient_descent_clips_and_rounds() -> None:
-    from dlm_bridge.parallel.fused.update import Group, Parameter
+    from dlm_bridge.parallel.fused.optimizer_step import FusedParamGroup, StepTensors
 
     weights = [torch.randn(5001, device=DEVICE), torch.randn(64, device=DEVICE)]
     gradients = [torch.randn(5001, device=DEVICE).bfloat16(), torch.randn(64, device=DEVICE)]
@@ -113,8 +113,8 @@ def test_gradient_descent_clips_and_rounds() -> None:
     expected = [
         weight.double() - 0.01 * (share * gradient.double() + 0.1 * weight.double()) for weight, gradient in pairs
     ]
-    parameters = [Parameter(weights[0], gradients[0], rounded), Parameter(weights[1], gradients[1])]
-    Group().gradient_step(parameters, share, 0.01, 0.1)
+    parameters = [StepTensors(weights[0], gradients[0], rounded), StepTensors(weights[1], gradients[1])]
+    FusedParamGroup().sgd_step(parameters, share, 0.01, 0.1)
     assert distance(weights[0], expected[0]) < 1e-6
     assert distance(weights[1], expected[1]) < 1e-6
     assert distance(rounded, expected[0]) < 8e-3
@@ -122,19 +122,20 @@ def test_gradient_descent_clips_and_rounds() -> None:
 
 @pytest.mark.parametrize("gradient", [torch.zeros(6), torch.zeros(5, 2)[:, 0]])
 def test_a_step_of_tensors_that_do_not_lie_alike_is_refused(gradient: torch.Tensor) -> None:
-    from dlm_bridge.parallel.fused.update import Group, Parameter
+    from dlm_bridge.parallel.fused.optimizer_step import FusedParamGroup, StepTensors
 
     with pytest.raises(ValueError, match="gradient: not 5 numbers"):
-        Group().gradient_step([Parameter(torch.zeros(5), gradient)], torch.ones(()), 0.01, 0.1)
+        FusedParamGroup().sgd_step([StepTensors(torch.zeros(5), gradient)], torch.ones(()), 0.01, 0.1)
 
 
 @pytest.mark.parametrize("adam", [True, False])
 def test_megatron_cores_step_is_taken_by_the_kernels(adam: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Transformer Engine's state, which a checkpoint then has, and straight from the model's gradients."""
     pytest.importorskip("megatron.core")
-    from dlm_bridge.train.megatron import update
+    from dlm_bridge.parallel import fused
+    from dlm_bridge.parallel.mcore_patches import fused_step
 
-    monkeypatch.setattr(update, "available", lambda: True)
+    monkeypatch.setattr(fused, "available", lambda: True)
     model, alone = torch.randn(6, 5, device=DEVICE).bfloat16(), torch.randn(4, device=DEVICE)
     master = model.float()
     model.main_grad, alone.main_grad = torch.randn_like(model), torch.randn_like(alone)  # type: ignore[attr-defined]
@@ -156,7 +157,7 @@ def test_megatron_cores_step_is_taken_by_the_kernels(adam: bool, monkeypatch: py
         prepare_grads=lambda: pytest.fail("gradients were copied"),
         _copy_main_params_to_model_params=lambda: pytest.fail("rounded twice"),
     )
-    found = update.Update.of(part)
+    found = fused_step.FusedOptimizerStep.of(part)
     assert found is not None
     assert not found.prepare_grads()
     with found.clipping(torch.tensor(0.5, device=DEVICE)):
@@ -171,7 +172,7 @@ def test_megatron_cores_step_is_taken_by_the_kernels(adam: bool, monkeypatch: py
         inner.capturable = True
     else:
         inner.param_groups[0]["momentum"] = 0.9
-    assert update.Update.of(part) is None
+    assert fused_step.FusedOptimizerStep.of(part) is None
 
 
 class FusedAdam:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.parallel import output
-from dlm_bridge.parallel.output import Chosen, Shard, chosen_loss
+from dlm_bridge.parallel import output_layer
+from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 
 SIZE, VOCAB, ROWS = 32, 101, 104  # the last three rows of the weight are padding
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -22,16 +22,16 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(scope="module")
-def shard() -> Iterator[Shard]:
+def shard() -> Iterator[VocabShard]:
     """The whole vocabulary on one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Shard(0, VOCAB, dist.group.WORLD)
+    yield VocabShard(0, VOCAB, dist.group.WORLD)
     dist.destroy_process_group()
 
 
 def _tensors(
     positions: int, device: torch.device, dtype: torch.dtype = torch.float32, terms: int = 1
-) -> tuple[torch.Tensor, torch.nn.Parameter, Chosen]:
+) -> tuple[torch.Tensor, torch.nn.Parameter, LossPositions]:
     """Hidden states, a weight whose padding would win every softmax, and targets with some weights zero."""
     generator = torch.Generator().manual_seed(positions)
     hidden = torch.randn(positions, SIZE, generator=generator).to(device, dtype).requires_grad_()
@@ -41,12 +41,12 @@ def _tensors(
     of_term = torch.randint(0, terms, (positions,), generator=generator)
     targets = torch.randint(0, VOCAB, (positions,), generator=generator)
     tensors = [tensor.to(device) for tensor in (torch.arange(positions), targets, weights, of_term)]
-    chosen = Chosen(*tensors, terms) if terms > 1 else Chosen(*tensors[:3])
+    chosen = LossPositions(*tensors, terms) if terms > 1 else LossPositions(*tensors[:3])
     return hidden, torch.nn.Parameter(values.to(device, dtype)), chosen
 
 
 def _expected(
-    hidden: torch.Tensor, weight: torch.Tensor, chosen: Chosen
+    hidden: torch.Tensor, weight: torch.Tensor, chosen: LossPositions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weighted losses, and the gradients of hidden states and weight, in fp64."""
     h, w = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
@@ -64,17 +64,17 @@ def _assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
 )
 def test_loss_and_gradients_are_those_of_whole_logits(
-    shard: Shard,
+    shard: VocabShard,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     positions: int,
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    monkeypatch.setattr(output, "CHUNK_BYTES", 4 * VOCAB * 9)  # nine rows at a time, which divides nothing
+    monkeypatch.setattr(output_layer, "CHUNK_BYTES", 4 * VOCAB * 9)  # nine rows at a time, which divides nothing
     hidden, weight, chosen = _tensors(positions, device, dtype, terms=3)
     losses, grad_hidden, grad_weight = _expected(hidden, weight, chosen)
-    loss, sums = chosen_loss(hidden, weight, chosen, shard)
+    loss, sums = linear_cross_entropy(hidden, weight, chosen, shard)
     assert (loss.dtype, loss.shape, sums.dtype, sums.requires_grad) == (torch.float32, (), torch.float32, False)
     _assert_close(loss.detach(), losses.sum(), 1e-5)
     of_terms = torch.stack([losses[chosen.terms == term].sum() for term in range(3)])
@@ -90,14 +90,14 @@ def test_loss_and_gradients_are_those_of_whole_logits(
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weight_gradient_is_added_to_main_grad(
-    shard: Shard, device: torch.device, positions: int, main_dtype: torch.dtype, tied: bool
+    shard: VocabShard, device: torch.device, positions: int, main_dtype: torch.dtype, tied: bool
 ) -> None:
     hidden, weight, chosen = _tensors(positions, device, torch.bfloat16)
     weight.main_grad = torch.ones(ROWS, SIZE, dtype=main_dtype, device=device)
     weight.grad_added_to_main_grad = False
     weight.zero_out_wgrad = tied
     _, _, wanted = _expected(hidden, weight, chosen)
-    loss, _ = chosen_loss(hidden, weight, chosen, shard, accumulates=True)
+    loss, _ = linear_cross_entropy(hidden, weight, chosen, shard, accumulates=True)
     assert torch.equal(weight.main_grad, torch.ones_like(weight.main_grad))
     loss.backward()
     assert weight.grad_added_to_main_grad
@@ -106,37 +106,39 @@ def test_weight_gradient_is_added_to_main_grad(
     assert (weight.grad is None) is tied
 
 
-def test_gradients_of_many_positions_do_not_underflow_in_half_precision(shard: Shard, device: torch.device) -> None:
+def test_gradients_of_many_positions_do_not_underflow_in_half_precision(
+    shard: VocabShard, device: torch.device
+) -> None:
     """Each of the weights is one over the tokens of a global batch, and the loss is scaled afterwards."""
     for positions in (20, 150):
         hidden, weight, chosen = _tensors(positions, device, torch.float16)
-        small = Chosen(chosen.positions, chosen.targets, chosen.weights * 2**-24)
+        small = LossPositions(chosen.positions, chosen.targets, chosen.weights * 2**-24)
         _, grad_hidden, grad_weight = _expected(hidden, weight, chosen)
-        loss, _ = chosen_loss(hidden, weight, small, shard)
+        loss, _ = linear_cross_entropy(hidden, weight, small, shard)
         (loss * 2**24).backward()
         _assert_close(hidden.grad, grad_hidden, 2e-3)
         _assert_close(weight.grad, grad_weight, 2e-3)
 
 
-def test_only_what_needs_gradients_gets_them(shard: Shard, device: torch.device) -> None:
+def test_only_what_needs_gradients_gets_them(shard: VocabShard, device: torch.device) -> None:
     for positions in (20, 150):
         hidden, weight, chosen = _tensors(positions, device)
         losses, grad_hidden, grad_weight = _expected(hidden, weight, chosen)
         with torch.no_grad():
-            loss, sums = chosen_loss(hidden, weight, chosen, shard)
+            loss, sums = linear_cross_entropy(hidden, weight, chosen, shard)
         assert not loss.requires_grad
         _assert_close(loss, losses.sum(), 1e-5)
         _assert_close(sums, losses.sum()[None], 1e-5)
-        chosen_loss(hidden, weight.detach(), chosen, shard)[0].backward()
+        linear_cross_entropy(hidden, weight.detach(), chosen, shard)[0].backward()
         _assert_close(hidden.grad, grad_hidden, 1e-5)
         assert weight.grad is None
-        chosen_loss(hidden.detach(), weight, chosen, shard)[0].backward()
+        linear_cross_entropy(hidden.detach(), weight, chosen, shard)[0].backward()
         _assert_close(weight.grad, grad_weight, 1e-5)
 
 
-def test_no_position_gives_zero_with_a_graph(shard: Shard, device: torch.device) -> None:
+def test_no_position_gives_zero_with_a_graph(shard: VocabShard, device: torch.device) -> None:
     hidden, weight, chosen = _tensors(0, device)
-    loss, sums = chosen_loss(hidden, weight, chosen, shard)
+    loss, sums = linear_cross_entropy(hidden, weight, chosen, shard)
     assert (float(loss.detach()), sums.tolist()) == (0.0, [0.0])
     loss.backward()
     assert hidden.grad.shape == (0, SIZE)
@@ -144,10 +146,10 @@ def test_no_position_gives_zero_with_a_graph(shard: Shard, device: torch.device)
 
 
 def test_a_chunk_never_holds_more_logits_than_the_limit(
-    shard: Shard, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    shard: VocabShard, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    product = output._product
+    product = output_layer._product
 
     def watched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         found = product(left, right)
@@ -155,13 +157,13 @@ def test_a_chunk_never_holds_more_logits_than_the_limit(
             seen.append(found.shape[0])
         return found
 
-    monkeypatch.setattr(output, "_product", watched)
+    monkeypatch.setattr(output_layer, "_product", watched)
     for rows, limit in ((1000, 300), (1000, 100), (256, 256), (5, 300)):
         seen.clear()
-        monkeypatch.setattr(output, "CHUNK_BYTES", 4 * VOCAB * limit)
+        monkeypatch.setattr(output_layer, "CHUNK_BYTES", 4 * VOCAB * limit)
         with torch.no_grad():
-            chosen_loss(*_tensors(rows, device), shard)
+            linear_cross_entropy(*_tensors(rows, device), shard)
         assert sum(seen) == rows
         assert max(seen) <= limit
-        if limit >= output.TILE:
-            assert all(size % output.TILE == 0 for size in seen[:-1])
+        if limit >= output_layer.TILE:
+            assert all(size % output_layer.TILE == 0 for size in seen[:-1])

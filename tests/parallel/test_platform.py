@@ -18,7 +18,7 @@ import torch
 
 from dlm_bridge import parallel
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import overrides, platform
+from dlm_bridge.parallel import devices, overrides, platform
 from dlm_bridge.parallel.devices import CPU, CUDA
 from dlm_bridge.parallel.overrides import Overrides
 
@@ -31,13 +31,13 @@ needs_megatron = pytest.mark.skipif(
 
 
 @pytest.fixture(params=AVAILABLE)
-def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> platform.Platform:
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> devices.Platform:
     """Every platform of this machine in turn."""
     monkeypatch.setenv(platform.VARIABLE, request.param)
     return platform.current()
 
 
-def test_a_platform_computes_on_its_device(chosen: platform.Platform) -> None:
+def test_a_platform_computes_on_its_device(chosen: devices.Platform) -> None:
     chosen.set_device()
     assert chosen.device().type == chosen.name
     assert chosen.device_count() >= 1
@@ -47,7 +47,7 @@ def test_a_platform_computes_on_its_device(chosen: platform.Platform) -> None:
     assert float(torch.ones(3, device=chosen.device()).sum()) == 3
 
 
-def test_random_numbers_can_be_seeded_and_put_back(chosen: platform.Platform) -> None:
+def test_random_numbers_can_be_seeded_and_put_back(chosen: devices.Platform) -> None:
     def draw() -> torch.Tensor:
         return torch.rand(5, device=chosen.device())
 
@@ -67,7 +67,7 @@ def test_random_numbers_can_be_seeded_and_put_back(chosen: platform.Platform) ->
         chosen.set_rng_state(before)
 
 
-def test_streams_wait_for_each_other(chosen: platform.Platform) -> None:
+def test_streams_wait_for_each_other(chosen: devices.Platform) -> None:
     beside, main = chosen.new_stream(), chosen.current_stream()
     total = torch.zeros((), device=chosen.device())
     beside.wait_stream(main)
@@ -82,7 +82,7 @@ def test_streams_wait_for_each_other(chosen: platform.Platform) -> None:
     assert float(total) == 200
 
 
-def test_memory_is_measured_in_bytes(chosen: platform.Platform) -> None:
+def test_memory_is_measured_in_bytes(chosen: devices.Platform) -> None:
     chosen.reset_peak_memory()
     before = chosen.memory_allocated()
     tensor = newly_mapped(64 * MIB, chosen.device())
@@ -102,7 +102,7 @@ def newly_mapped(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(1)
 
 
-def test_copies_from_pinned_memory_arrive(chosen: platform.Platform) -> None:
+def test_copies_from_pinned_memory_arrive(chosen: devices.Platform) -> None:
     tensor = torch.arange(1000)
     if chosen.pinned_memory:
         tensor = tensor.pin_memory()
@@ -112,7 +112,7 @@ def test_copies_from_pinned_memory_arrive(chosen: platform.Platform) -> None:
 
 
 @needs_megatron
-def test_preparing_twice_changes_nothing_more(chosen: platform.Platform) -> None:
+def test_preparing_twice_changes_nothing_more(chosen: devices.Platform) -> None:
     try:
         chosen.prepare()
         assert overrides.in_force() == chosen.overrides()
@@ -126,9 +126,9 @@ def test_preparing_twice_changes_nothing_more(chosen: platform.Platform) -> None
 
 @needs_megatron
 def test_every_override_of_this_package_exists_in_megatron_core() -> None:
-    from dlm_bridge.parallel import cpu, torch_adam
+    from dlm_bridge.parallel.mcore_patches import process_wide
 
-    for declared in (cpu.OVERRIDES, torch_adam.OVERRIDES):
+    for declared in (process_wide.CPU_OVERRIDES, process_wide.TORCH_ADAM):
         overrides.install(declared)
         overrides.uninstall()
 
@@ -169,7 +169,7 @@ def test_without_megatron_core_one_line_says_what_to_install(monkeypatch: pytest
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(DlmBridgeError, match=r"^this needs megatron-core.*pip install 'dlm-bridge\[megatron\]'$"):
-        importlib.import_module("dlm_bridge.parallel.model")
+        importlib.import_module("dlm_bridge.parallel.parallelize")
 
 
 class Vendor:

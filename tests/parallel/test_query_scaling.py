@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.models.nemotron_labs_diffusion.mapping import MAPPING
-from dlm_bridge.train.objectives import MaskedDiffusion, Uniforms
+from dlm_bridge.models.nemotron_labs_diffusion import MAPPING
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from tests.families.nemotron_labs_diffusion import CASES, CONFIG, SHORT
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +34,7 @@ def bridge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bridge]:
 def test_packed_documents_count_their_own_positions(bridge: Bridge) -> None:
     """Loss and gradients of rows of several documents: each begins at position 0, as on the Hub side."""
     from dlm_bridge.parallel.batch import micro_batch
-    from dlm_bridge.parallel.gpt import arguments
+    from dlm_bridge.parallel.gpt import model_inputs
 
     ids = torch.randint(0, 99, (2, 48), generator=torch.Generator().manual_seed(0))
     documents = torch.tensor([[0] * 20 + [1] * 28, [0] * 11 + [1] * 30 + [2] * 7])
@@ -46,18 +47,18 @@ def test_packed_documents_count_their_own_positions(bridge: Bridge) -> None:
     wanted = (losses * noisy.weights).sum()
     wanted.backward()
     (live,) = bridge.build_megatron_model(Layout())
-    found, _ = live(**arguments(micro_batch(noisy, "bidirectional", absolute=True)))
+    found, _ = live(**model_inputs(micro_batch(noisy, "bidirectional", absolute=True)))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
     found.backward()
     of_live = live.embedding.word_embeddings.weight.grad
     of_hub = hub.get_input_embeddings().weight.grad
     torch.testing.assert_close(of_live, of_hub, atol=1e-4 * float(of_hub.abs().max()), rtol=0)
     one_row = micro_batch(noisy, "bidirectional")  # as a model goes by that looks at distances only
-    assert abs(float((live(**arguments(one_row))[0] / wanted).detach()) - 1) > 1e-4
+    assert abs(float((live(**model_inputs(one_row))[0] / wanted).detach()) - 1) > 1e-4
 
 
 def test_positions_of_variable_length_kernels() -> None:
-    from dlm_bridge.parallel.query_scaling import packed_positions
+    from dlm_bridge.parallel.self_attention import packed_positions
 
     found = packed_positions(torch.tensor([0, 3, 4, 9], dtype=torch.int32), 9)
     assert found.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
@@ -68,7 +69,7 @@ def test_the_factor_is_transformers_own() -> None:
     from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
     from dlm_bridge.parallel.config import model_config
-    from dlm_bridge.parallel.query_scaling import with_query_scale
+    from dlm_bridge.parallel.self_attention import with_query_scale
 
     config = model_config(MAPPING, CONFIG, MAPPING.dims(CONFIG), Layout(), torch.float32).transformer
     positions = torch.tensor([[0, 16383, 16384, 100_000, 262_143]])

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from dlm_bridge import Bridge
-from dlm_bridge.convert.tensors import parse_dtype
+from dlm_bridge.mapping.dtypes import parse_dtype
 from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.core import parallel_state
-from dlm_bridge.train.megatron.update import Shards
+from dlm_bridge.parallel.mcore_patches.fused_step import DistributedShards
 from tests.parallel.training_cases import ALONE, BALANCED, FULL, GLOBALLY_BALANCED, LAYOUTS, LOSS_SCALE, STEPS, Files
 from tests.parallel.training_loop import Setup, Trainer
 
@@ -132,7 +132,7 @@ def _shards_are_megatron_cores(trainer: Trainer) -> None:
     parts = trainer.optimizer.chained_optimizers
     assert sum(len(group) for part in parts for group in part.shard_fp32_from_float16_groups) > 0
     for part in parts:
-        shards = Shards(part)
+        shards = DistributedShards(part)
         assert shards.hold()
         assert shards.give_gradients() == (part.grad_scaler is None)
         given = {master: master.grad for group in part.optimizer.param_groups for master in group["params"]}

@@ -28,7 +28,7 @@ from dlm_bridge.parallel.core import (
     parallel_state,
     track_moe_metrics,
 )
-from dlm_bridge.parallel.model import build_megatron_model
+from dlm_bridge.parallel.parallelize import build_megatron_model
 from tests.parallel.training_cases import ADAM, BATCH, CLIP, LENGTH, batch
 
 CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -55,7 +55,7 @@ class Trainer:
         self.gradient_norms: list[float] = []
         self.chunks = build_megatron_model(bridge, setup.layout, setup.dtype, **setup.model)
         self.config = self.chunks[0].config
-        self.mask = attention_mask(bridge.family.topology, torch.arange(LENGTH)[None], block_size(bridge))
+        self.mask = attention_mask(bridge.family.attention_pattern, torch.arange(LENGTH)[None], block_size(bridge))
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=setup.distributed, **setup.ddp
         )

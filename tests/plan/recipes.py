@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlm_bridge import Layout
-from dlm_bridge.plan import Run
+from dlm_bridge.plan import PlannedRun
 from tests.plan import configs
 
 GIB = 1 << 30
@@ -30,9 +30,9 @@ class Recipe:
     run: dict[str, Any] = field(default_factory=dict)
     measured: float = 0.0
 
-    def settings(self) -> Run:
+    def settings(self) -> PlannedRun:
         """Gradients in bf16, unless the recipe says otherwise."""
-        return Run(layout=self.layout, **{"gradient_bytes": 2, **self.run})
+        return PlannedRun(layout=self.layout, **{"gradient_bytes": 2, **self.run})
 
 
 def _latent(**more: Any) -> dict[str, Any]:

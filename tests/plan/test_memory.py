@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlm_bridge import DlmBridgeError, Layout
-from dlm_bridge.plan import MemoryPlan, Run, memory_plan
+from dlm_bridge.plan import MemoryPlan, PlannedRun, memory_plan
 from dlm_bridge.plan.memory import in_flight
 from dlm_bridge.plan.model import model_of
 from tests.plan import configs
@@ -16,7 +16,7 @@ from tests.plan.recipes import GIB, MEASURED, OURS, RECIPES, Recipe
 
 LLAMA = model_of(configs.LLAMA_3_8B, "llama")
 MOE = model_of(configs.LLADA_MOE, "moe")
-RUN = Run(layout=Layout(), gpus=8, seq_length=4096)
+RUN = PlannedRun(layout=Layout(), gpus=8, seq_length=4096)
 
 
 def plan(**changes: Any) -> MemoryPlan:
@@ -51,7 +51,7 @@ def test_states_follow_the_sharding_strategy() -> None:
 
 
 def test_experts_are_sharded_over_their_own_replicas() -> None:
-    run = Run(layout=Layout(ep=4), gpus=8, seq_length=1024)
+    run = PlannedRun(layout=Layout(ep=4), gpus=8, seq_length=1024)
     stage = memory_plan(MOE, run).stages[0]
     experts = stage.parameters["experts"]
     assert run.expert_dp == 2
@@ -99,7 +99,7 @@ def test_recomputation_keeps_less_the_more_of_it_there_is() -> None:
     assert first.transient == pytest.approx(
         (none.activations - 4 * 4096 * 4096) / 32
     )  # one layer at a time comes back
-    moe = Run(layout=Layout(ep=2), gpus=2, seq_length=1024)
+    moe = PlannedRun(layout=Layout(ep=2), gpus=2, seq_length=1024)
     acts = [
         memory_plan(MOE, replace(moe, recompute="selective", recompute_modules=modules)).peak.activations
         for modules in ((), ("moe_act",), ("moe",))
@@ -133,6 +133,6 @@ def test_what_megatron_refuses_is_refused(changes: dict[str, Any], said: str) ->
 
 
 def test_experts_under_tensor_parallelism_need_sequence_parallelism() -> None:
-    run = Run(layout=Layout(tp=2, ep=2), gpus=4, seq_length=1024, sequence_parallel=False)
+    run = PlannedRun(layout=Layout(tp=2, ep=2), gpus=4, seq_length=1024, sequence_parallel=False)
     with pytest.raises(DlmBridgeError, match="needs sequence parallelism"):
         memory_plan(MOE, run)

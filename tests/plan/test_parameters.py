@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.convert.formats.torch_dist import TorchDistReader
-from dlm_bridge.plan import Run, memory_plan, open_model
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
+from dlm_bridge.plan import PlannedRun, memory_plan, open_model
 from dlm_bridge.plan.model import model_of
 from tests.checkpoints import standard_tensors, write_hub_folder, write_llada
 from tests.plan import configs
@@ -81,7 +81,7 @@ def _check_ranks(folder: Path, layout: Layout, output: Path) -> None:
         for chunk in tensor.chunks:
             rank = int(chunk.place.file.split("_")[2])
             held[rank // inner] += prod(chunk.sizes) * (layout.tp if replicated else 1)
-    plan = memory_plan(open_model(folder), Run(layout=layout, gpus=layout.world_size, seq_length=64))
+    plan = memory_plan(open_model(folder), PlannedRun(layout=layout, gpus=layout.world_size, seq_length=64))
     for stage, found in zip(plan.stages, held, strict=True):
         experts = stage.parameters.get("experts", 0)
         assert (stage.held - experts) * layout.tp + experts * layout.ep * layout.expert_tp == found
@@ -89,16 +89,16 @@ def _check_ranks(folder: Path, layout: Layout, output: Path) -> None:
 
 def test_multi_token_prediction_is_left_out_and_said() -> None:
     model = model_of(configs.DEEPSEEK_V3, "v3")
-    plan = memory_plan(model, Run(layout=Layout(tp=8, pp=61), gpus=488, seq_length=4096))
+    plan = memory_plan(model, PlannedRun(layout=Layout(tp=8, pp=61), gpus=488, seq_length=4096))
     assert any("multi-token prediction" in note for note in plan.as_dict()["notes"])
 
 
 def test_a_tied_output_layer_stands_twice_in_a_pipeline() -> None:
     config = {**configs.LLAMA_3_8B, "tie_word_embeddings": True}
     model = model_of(config, "tied")
-    plan = memory_plan(model, Run(layout=Layout(pp=2), gpus=2, seq_length=128))
+    plan = memory_plan(model, PlannedRun(layout=Layout(pp=2), gpus=2, seq_length=128))
     assert plan.stages[1].parameters["head"] == plan.stages[0].parameters["embedding"] == 128256 * 4096
-    alone = memory_plan(model, Run(layout=Layout(), gpus=1, seq_length=128))
+    alone = memory_plan(model, PlannedRun(layout=Layout(), gpus=1, seq_length=128))
     assert alone.stages[0].held == model.parameters
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from dlm_bridge import DlmBridgeError, Layout
-from dlm_bridge.plan import Run, memory_plan
+from dlm_bridge.plan import PlannedRun, memory_plan
 from dlm_bridge.plan.cost import step_time
-from dlm_bridge.plan.hardware import Hardware
 from dlm_bridge.plan.model import model_of
 from dlm_bridge.plan.recommend import recommend, value_of
+from dlm_bridge.plan.run import Hardware
 from tests.plan import configs
 from tests.plan.recipes import RECIPES, Recipe
 
@@ -44,7 +44,7 @@ def test_compares_with_a_layout_that_the_user_names() -> None:
 
 def test_reasons_name_what_the_neighbours_cost() -> None:
     model = model_of(configs.LLAMA_3_70B, "70B")
-    wanted = Run(layout=Layout(), gpus=64, seq_length=8192, global_batch_size=128, gradient_bytes=2)
+    wanted = PlannedRun(layout=Layout(), gpus=64, seq_length=8192, global_batch_size=128, gradient_bytes=2)
     found = recommend(model, wanted, H100)
     text = "\n".join(found.reasons)
     assert f"tensor parallelism {found.best.run.layout.tp}: with" in text
@@ -56,7 +56,7 @@ def test_reasons_name_what_the_neighbours_cost() -> None:
 
 def test_less_memory_means_more_model_parallelism_or_recomputation() -> None:
     model = model_of(configs.LLAMA_3_8B, "8B")
-    wanted = Run(layout=Layout(), gpus=8, seq_length=8192, global_batch_size=64)
+    wanted = PlannedRun(layout=Layout(), gpus=8, seq_length=8192, global_batch_size=64)
     large = recommend(model, wanted, replace(H100, memory=141 * 10**9)).best
     small = recommend(model, wanted, replace(H100, memory=40 * 10**9)).best
     assert small.memory.peak.total <= 40e9
@@ -66,7 +66,7 @@ def test_less_memory_means_more_model_parallelism_or_recomputation() -> None:
 
 def test_slow_links_between_gpus_mean_less_tensor_parallelism() -> None:
     model = model_of(configs.LLAMA_3_70B, "70B")
-    wanted = Run(layout=Layout(), gpus=64, seq_length=8192, global_batch_size=128, gradient_bytes=2)
+    wanted = PlannedRun(layout=Layout(), gpus=64, seq_length=8192, global_batch_size=128, gradient_bytes=2)
     slow = recommend(model, wanted, replace(H100, nvlink=25e9)).best
     fast = recommend(model, wanted, H100).best
     assert slow.run.layout.tp <= fast.run.layout.tp
@@ -75,7 +75,7 @@ def test_slow_links_between_gpus_mean_less_tensor_parallelism() -> None:
 
 def test_says_what_is_missing_where_nothing_fits() -> None:
     model = model_of(configs.LLAMA_31_405B, "405B")
-    wanted = Run(layout=Layout(), gpus=8, seq_length=4096, global_batch_size=8)
+    wanted = PlannedRun(layout=Layout(), gpus=8, seq_length=4096, global_batch_size=8)
     said = r"does not fit 8 GPUs of 75 GiB in any of \d+ layouts: the smallest needs"
     with pytest.raises(DlmBridgeError, match=said):
         recommend(model, wanted, H100)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dlm_bridge import DlmBridgeError, Layout
-from dlm_bridge.plan import Run, memory_plan
+from dlm_bridge.plan.memory import MemoryPlan, memory_plan
 from dlm_bridge.plan.model import model_of
-from dlm_bridge.plan.training import objective_settings, training_plan
+from dlm_bridge.plan.run import PlannedRun, objective_settings, run_of
 from dlm_bridge.train.config import TrainConfig
 from tests.plan import configs
+
+if TYPE_CHECKING:
+    from dlm_bridge.train.config import TrainConfig
+
+
+def training_plan(config: TrainConfig, hub_config: dict[str, Any], gpus: int) -> MemoryPlan:
+    """What each of `gpus` ranks of this run on the Megatron engine will hold. `hub_config` is the model's config.json.
+
+    Raises DlmBridgeError for a layout that the model or the number of GPUs cannot have.
+    """
+    model = model_of(hub_config, config.model, config.family)
+    return memory_plan(model, run_of(config, config.objective or model.family.objective, gpus))
 
 
 def settings(**changes: Any) -> TrainConfig:
@@ -33,7 +45,7 @@ def settings(**changes: Any) -> TrainConfig:
 def test_is_the_plan_of_the_same_settings() -> None:
     config = settings(recompute="selective", recompute_modules="mlp,layernorm", pipeline_split="15,17")
     plan = training_plan(config, configs.LLADA_8B, 8)
-    run = Run(
+    run = PlannedRun(
         layout=Layout(tp=2, pp=2, first_stage=15, last_stage=17),
         gpus=8,
         seq_length=4096,

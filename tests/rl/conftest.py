@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dlm_bridge  # noqa: F401  registers the families
-from dlm_bridge.train.rl.config import RLConfig
+from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.rl.engine import train
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder
 

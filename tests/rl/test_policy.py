@@ -12,11 +12,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from dlm_bridge.train.rl.judge import Judged
-from dlm_bridge.train.rl.likelihood import NEVER, Sequences, blockwise, one_step, token_logps
-from dlm_bridge.train.rl.policy import policy_loss
+from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences, blockwise, one_step, token_logps
+from dlm_bridge.train.rl.reward_worker import RewardScores
 from dlm_bridge.train.rl.rollout import Rollouts, group_advantages
 from dlm_bridge.train.rl.rows import Problem
+from dlm_bridge.train.rl.updates import policy_loss
 from tests.families.sdar import CASES as SDAR
 from tests.rl.conftest import Run, letters, write_llada
 
@@ -27,7 +27,7 @@ def sequences_of(completions: list[tuple[int, ...]], prompt: list[int] = PROMPT)
     tokens = torch.tensor([[*prompt, *completion] for completion in completions])
     is_prompt = torch.zeros_like(tokens, dtype=torch.bool)
     is_prompt[:, : len(prompt)] = True
-    return Sequences(tokens, is_prompt, ~is_prompt, ~is_prompt, torch.full_like(tokens, NEVER))
+    return Sequences(tokens, is_prompt, ~is_prompt, ~is_prompt, torch.full_like(tokens, NEVER_COMMITTED))
 
 
 def reward_of(completion: tuple[int, ...]) -> float:
@@ -89,9 +89,9 @@ def test_rollouts_follow_the_likelihood(small: Any) -> None:
     class Exact:
         functions: tuple[Any, ...] = ()
 
-        def __call__(self, prompts: Any, completions: Any, rows: Any) -> Judged:
+        def __call__(self, prompts: Any, completions: Any, rows: Any) -> RewardScores:
             found = [tuple(0 if letter == "_" else "ab".index(letter) + 2 for letter in text) for text in completions]
-            return Judged([reward_of(one) for one in found], {}, 0)
+            return RewardScores([reward_of(one) for one in found], {}, 0)
 
     class Letters:
         def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
@@ -155,8 +155,8 @@ def test_single_forwards_are_what_was_drawn(policy: Any) -> None:
     class Unjudged:
         functions: tuple[Any, ...] = ()
 
-        def __call__(self, prompts: Any, completions: Any, rows: Any) -> Judged:
-            return Judged([0.0] * len(rows), {}, 0)
+        def __call__(self, prompts: Any, completions: Any, rows: Any) -> RewardScores:
+            return RewardScores([0.0] * len(rows), {}, 0)
 
     rollouts = Rollouts(policy, letters(), Unjudged(), 5, 2, 6, 1.0, {"steps": 3})  # type: ignore[arg-type]
     rollout = rollouts.sample(problems, step=1, first=0)

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.train.data.chat import Example
-from dlm_bridge.train.rl.likelihood import bound_sums, bounds
-from dlm_bridge.train.rl.preference import PreferenceUpdater, draws, preference_loss, rows_of
-from dlm_bridge.train.rl.rows import Pair
+from dlm_bridge.train.data.conversations import Example
+from dlm_bridge.train.rl.likelihood import bound_query, bound_sums
+from dlm_bridge.train.rl.rows import PreferencePair
+from dlm_bridge.train.rl.updates import PreferenceUpdater, bound_uniforms, pair_rows, preference_loss
 from tests.rl.conftest import Run
 
 PROMPT, CHOSEN, REJECTED = [2, 3], [4, 4, 0], [5, 7]
 
 
-def pair() -> Pair:
+def pair() -> PreferencePair:
     def example(answer: list[int]) -> Example:
         return Example(PROMPT + answer, [False] * len(PROMPT) + [True] * len(answer), "")
 
-    return Pair(example(CHOSEN), example(REJECTED), "")
+    return PreferencePair(example(CHOSEN), example(REJECTED), "")
 
 
 @torch.no_grad()
@@ -55,10 +55,10 @@ def _gauss() -> list[tuple[float, float]]:
 @torch.no_grad()
 def samples(model: Any, seed: int, count: int) -> torch.Tensor:
     """[count, 2] draws of the bounds of the chosen and of the rejected answer."""
-    answers = rows_of([pair()])
-    uniforms = draws(seed, 1, [0], answers.tokens.shape[1], count, 1)
+    answers = pair_rows([pair()])
+    uniforms = bound_uniforms(seed, 1, [0], answers.tokens.shape[1], count, 1)
     many = [value.repeat(count, 1) for value in (answers.tokens, answers.answer, answers.real)]
-    return bound_sums(model, bounds(model, *many, uniforms)).reshape(count, 2).double()
+    return bound_sums(model, bound_query(model, *many, uniforms)).reshape(count, 2).double()
 
 
 def test_bounds_are_unbiased_and_shared_noise_has_less_variance(policy: Any) -> None:
@@ -79,12 +79,12 @@ def test_bounds_are_unbiased_and_shared_noise_has_less_variance(policy: Any) -> 
 
 
 def test_masks_share_their_level() -> None:
-    uniforms = draws(7, 3, [10, 11], 6, levels=4, masks=3)
+    uniforms = bound_uniforms(7, 3, [10, 11], 6, levels=4, masks=3)
     level = uniforms.level.reshape(4, 3, 4)
     assert torch.equal(level, level[:, :1].expand(4, 3, 4))
     assert len(level[:, 0].unique()) == 16
     assert len(uniforms.token[:, 0].unique()) == 48
-    alone = draws(7, 3, [11], 6, levels=4, masks=3)
+    alone = bound_uniforms(7, 3, [11], 6, levels=4, masks=3)
     assert torch.equal(alone.token.reshape(12, 2, 6), uniforms.token.reshape(12, 2, 2, 6)[:, :, 1])
 
 
@@ -93,13 +93,13 @@ def test_the_gradient_is_of_the_mean_bounds(policy: Any) -> None:
     reference = copy.deepcopy(policy).requires_grad_(False)
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.1)
-    answers = rows_of([pair()])
-    uniforms = draws(0, 1, [0], answers.tokens.shape[1], 2, 2)
+    answers = pair_rows([pair()])
+    uniforms = bound_uniforms(0, 1, [0], answers.tokens.shape[1], 2, 2)
     margin: Any = 0.0
     for k in range(4):
         part = slice(2 * k, 2 * k + 2)
         one = type(uniforms)(**{name: value[part] for name, value in vars(uniforms).items()})
-        noisy = bounds(policy, answers.tokens, answers.answer, answers.real, one)
+        noisy = bound_query(policy, answers.tokens, answers.answer, answers.real, one)
         gain = bound_sums(policy, noisy) - bound_sums(reference, noisy)
         margin = margin + (gain[0] - gain[1]) / 4
     wanted = torch.autograd.grad(margin, policy.lm_head.weight)[0] * (-0.5 * torch.sigmoid(-0.5 * margin.detach()))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.rl.judge import Judge
-from dlm_bridge.train.rl.rewards import countdown, form, maths
+from dlm_bridge.train.rl import rewards
+from dlm_bridge.train.rl.reward_worker import RewardWorkers
 
 
 @dataclass
@@ -47,14 +47,14 @@ class Line:
 )
 def test_countdown(text: str, solved: int, formed: int) -> None:
     row = {"numbers": [2, 3, 4], "target": 14}
-    assert countdown.solved([""], [text], [row]) == [solved]
-    assert countdown.well_formed([""], [text], [row]) == [formed]
+    assert rewards.countdown_solved([""], [text], [row]) == [solved]
+    assert rewards.countdown_well_formed([""], [text], [row]) == [formed]
 
 
 def test_expressions_are_exact_and_bounded() -> None:
-    assert countdown.evaluate("1/3*3") == (Fraction(1), [1, 3, 3])
-    assert countdown.evaluate("1000000*1000000") == (Fraction(10**12), [10**6, 10**6])
-    assert countdown.evaluate("1000000*1000001") is None
+    assert rewards.evaluate_expression("1/3*3") == (Fraction(1), [1, 3, 3])
+    assert rewards.evaluate_expression("1000000*1000000") == (Fraction(10**12), [10**6, 10**6])
+    assert rewards.evaluate_expression("1000000*1000001") is None
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_expressions_are_exact_and_bounded() -> None:
     ],
 )
 def test_maths(text: str, answer: str, right: bool) -> None:
-    assert maths.correct([""], [text], [{"answer": answer}]) == [float(right)]
+    assert rewards.correct_answer([""], [text], [{"answer": answer}]) == [float(right)]
 
 
 def test_form() -> None:
     texts = ["<reasoning>a\nb</reasoning>\n<answer>1</answer>", "well, <answer>1</answer>", "1", "<answer>1"]
-    assert form.answer_format([""] * 4, texts, [{}] * 4) == [1.0, 0.5, 0.0, 0.0]
+    assert rewards.answer_format([""] * 4, texts, [{}] * 4) == [1.0, 0.5, 0.0, 0.0]
 
 
 REWARDS = """
@@ -117,7 +117,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sums_are_weighted(file: Path) -> None:
-    judge = Judge([f"0.5*{file}:length", "countdown_form"])
+    judge = RewardWorkers([f"0.5*{file}:length", "countdown_form"])
     lines = [Line({"numbers": [1, 2]}), Line({"numbers": [3]})]
     judged = judge(["", ""], ["1+2", "four"], lines)
     judge.close()
@@ -134,7 +134,7 @@ def test_sums_are_weighted(file: Path) -> None:
     ],
 )
 def test_rewards_that_fail(file: Path, name: str, what: str) -> None:
-    judge = Judge([f"{file}:{name}"], timeout=0.5)
+    judge = RewardWorkers([f"{file}:{name}"], timeout=0.5)
     with pytest.raises(DlmBridgeError) as caught:
         judge([""] * 3, ["fine", "bad", "fine"], LINES)
     assert str(caught.value) == (
@@ -153,7 +153,7 @@ def test_rewards_that_fail(file: Path, name: str, what: str) -> None:
     [("short", "it gave 1 rewards for 3 completions"), ("nan", "it gave a reward that is not a finite number")],
 )
 def test_rewards_that_are_none(file: Path, name: str, what: str) -> None:
-    judge = Judge([f"{file}:{name}"])
+    judge = RewardWorkers([f"{file}:{name}"])
     with pytest.raises(DlmBridgeError, match=what if name == "nan" else "--reward"):
         judge([""] * 3, ["a"] * 3, LINES)
     judge.close()
@@ -164,4 +164,4 @@ def test_rewards_that_are_none(file: Path, name: str, what: str) -> None:
 )
 def test_rewards_that_cannot_be_loaded(file: Path, name: str) -> None:
     with pytest.raises(DlmBridgeError, match=r"^--reward \S+: ('x' is no number|cannot be loaded \()"):
-        Judge([name.format(file=file)])
+        RewardWorkers([name.format(file=file)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.rl.config import RLConfig, load_rl_config
+from dlm_bridge.train.config import RLConfig, load_rl_config
 from dlm_bridge.train.rl.rows import Shuffled, load_pairs, load_problems
 from tests.rl.conftest import Run, letters
 from tests.train.chats import chatty

@@ -108,7 +108,7 @@ def values(seed_folder: Path, corpus: Path) -> dict[str, Any]:
 @pytest.fixture
 def run(values: dict[str, Any]) -> Run:
     """Train in this process and give the rows of metrics.jsonl: run(folder, resume=False, **changed options)."""
-    from dlm_bridge.train.accelerate_engine import train
+    from dlm_bridge.train.accelerate.trainer import train
 
     def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
         AcceleratorState._reset_state(reset_partial_state=True)

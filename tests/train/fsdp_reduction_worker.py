@@ -68,8 +68,8 @@ def gradients(strategy: str, overlapped: bool | None, equal: bool, experts: bool
     from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 
-    from dlm_bridge.parallel.fsdp import leave_unshared_gradients
-    from dlm_bridge.train.megatron.setup import data_parallel_config
+    from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
+    from dlm_bridge.train.megatron.mcore_config import data_parallel_config
 
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def gradients(strategy: str, overlapped: bool | None, equal: bool, experts: bool
     device = torch.device("cpu")
     sharded = MegatronFSDP(deepcopy(alone), index, config, [], device=device, calculate_per_token_loss=True)
     if mended:
-        leave_unshared_gradients(sharded)
+        patch_unshared_gradients(sharded)
     farthest = 0.0
     for _ in range(2):
         sharded.zero_grad_buffer()

@@ -23,13 +23,14 @@ from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import groups
-from dlm_bridge.parallel.context import ParallelConfig
+from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import parallel_state
-from dlm_bridge.parallel.model import build_megatron_model
+from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.megatron import engine
-from dlm_bridge.train.megatron.checkpoints import Saver
+from dlm_bridge.train.megatron import trainer as trainer_module
+from dlm_bridge.train.megatron.checkpoints import CheckpointManager
 from dlm_bridge.train.metrics import read_rows
 from tests.train.conftest import read_metrics
 from tests.train.megatron_cases import Cell, Files, refusal
@@ -167,15 +168,15 @@ def crashes_while_a_save_is_written(files: Files, name: str, step: int, **change
     class CrashError(Exception):
         pass
 
-    publish = Saver._publish
+    publish = CheckpointManager._publish
 
-    def crashing(self: Saver, hidden: Path, folder: Path, number: int) -> None:
+    def crashing(self: CheckpointManager, hidden: Path, folder: Path, number: int) -> None:
         if number == step:
             raise CrashError
         publish(self, hidden, folder, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Saver, "_publish", crashing)
+        patch.setattr(CheckpointManager, "_publish", crashing)
         with pytest.raises(CrashError):
             _train(files.run_options(name, async_save=True, **changes))
     dist.barrier()
@@ -189,7 +190,7 @@ def crashes_while_a_save_is_written(files: Files, name: str, step: int, **change
 def saves_when_terminated(files: Files, name: str, step: int, kept: Sequence[int], **changes: Any) -> None:
     """One of the processes is told to stop during a step: all do, after the next one. What they have started is told
     the same, as by Slurm."""
-    take = engine.MegatronTrainer.start
+    take = trainer_module.MegatronTrainer.start
 
     def terminated(self: Any, number: int, want_stop: bool) -> Any:
         if number == step:
@@ -200,7 +201,7 @@ def saves_when_terminated(files: Files, name: str, step: int, kept: Sequence[int
         return take(self, number, want_stop)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.MegatronTrainer, "start", terminated)
+        patch.setattr(trainer_module.MegatronTrainer, "start", terminated)
         _train(files.run_options(name, **changes))
     checkpoints_are(files, name, kept)
 
@@ -291,7 +292,7 @@ def _fit_groups(options: dict[str, Any]) -> None:
         return
     with contextlib.suppress(DlmBridgeError):
         config = TrainConfig(**options)
-        if groups.fit(config.layout, ParallelConfig(config.cp)):
+        if groups.fit(config.layout, ContextParallelConfig(config.cp)):
             return
     groups.destroy()
 

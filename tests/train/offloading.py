@@ -18,7 +18,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.optimizer import cpu_offloading, distrib_optimizer
     from megatron.core.optimizer.cpu_offloading import hybrid_optimizer
 
-    from dlm_bridge.train.megatron import setup
+    from dlm_bridge.train.megatron import mcore_config
 
     precision_aware.install(patch)
     event = SimpleNamespace(synchronize=lambda: None, wait=lambda *_: None)
@@ -34,7 +34,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
     for module in (optimizer, distrib_optimizer, cpu_offloading):
         patch.setattr(module, "HybridDeviceOptimizer", OnHost, raising=False)
-    original = setup.optimizer_config
+    original = mcore_config.optimizer_config
 
     def offloaded(config: Any) -> Any:
         return replace(
@@ -47,4 +47,4 @@ def install(patch: pytest.MonkeyPatch) -> None:
             overlap_cpu_optimizer_d2h_h2d=False,
         )
 
-    patch.setattr(setup, "optimizer_config", offloaded)
+    patch.setattr(mcore_config, "optimizer_config", offloaded)

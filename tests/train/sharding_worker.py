@@ -21,9 +21,10 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 from safetensors.torch import load_file
 
-from dlm_bridge.train import accelerate_engine
+from dlm_bridge.train import metrics
+from dlm_bridge.train.accelerate import trainer
+from dlm_bridge.train.accelerate.fsdp import full_tensor
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.sharding import gathered
 from tests.processes import fork
 
 SUBJECTS = ("masked", "block", "causal", "tied", "experts")
@@ -86,14 +87,14 @@ def train(root: Path, name: str, subject: str, resume: bool = False, **changes: 
     def keeping(self: Any, *arguments: Any, **more: Any) -> Any:
         weights = [weight for group in self.param_groups for weight in group["params"]]
         if not kept and not resume:
-            kept.append([gathered(weight.grad, torch.device("cpu")).clone() for weight in weights])
+            kept.append([full_tensor(weight.grad, torch.device("cpu")).clone() for weight in weights])
         return step(self, *arguments, **more)
 
     with (
         mock.patch.object(torch.optim.AdamW, "step", keeping),
-        mock.patch.object(accelerate_engine, "plot_loss"),  # which takes longer than a step
+        mock.patch.object(metrics, "plot_loss"),  # which takes longer than a step
     ):
-        accelerate_engine.train(config, resume, Console(quiet=True))
+        trainer.train(config, resume, Console(quiet=True))
     if kept and os.environ["RANK"] == "0":
         torch.save(kept[0], root / f"{name}.pt")
 

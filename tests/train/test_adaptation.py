@@ -14,9 +14,13 @@ import transformers
 from safetensors.torch import load_file
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.adaptation import annealed, open_share, with_block_size
+from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.objectives.loss import mean_loss
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.registry import family_objective
+from dlm_bridge.objectives.single_stream import ShiftedDiffusion
+from dlm_bridge.train.adaptation import anneal_mask, open_probability, with_block_size
 from dlm_bridge.train.config import TrainConfig, load_config
-from dlm_bridge.train.objectives import NoisyBatch, ShiftedDiffusion, Uniforms, family_objective, mean_loss
 from tests.families import a2d, dream, sdar, wedlm
 from tests.families.case import FamilyCase
 from tests.train.conftest import Run, without_speed
@@ -58,11 +62,11 @@ def test_annealing_begins_causal_and_ends_bidirectional(tmp_path: Path) -> None:
     stock.eval()
     causal, bidirectional = _loss(stock, objective, noisy), _loss(model, objective, noisy)
     assert abs(causal - bidirectional) > 1e-3
-    first, last = (annealed(noisy, config, step, range(4)) for step in (1, 11))
+    first, last = (anneal_mask(noisy, config, step, range(4)) for step in (1, 11))
     assert _loss(model, objective, first) == pytest.approx(causal, rel=1e-5)
     assert _loss(model, objective, last) == bidirectional
     # The share just below one opens every pair but a few: its mask is the padding's, too.
-    nearly = annealed(noisy, TrainConfig(**GIVEN, mask_annealing_steps=10**9), 10**9, range(4))
+    nearly = anneal_mask(noisy, TrainConfig(**GIVEN, mask_annealing_steps=10**9), 10**9, range(4))
     assert nearly.pairs is not None
     assert nearly.pairs.dim() == 4
     assert _loss(model, objective, nearly) == pytest.approx(bidirectional, rel=1e-5)
@@ -76,15 +80,15 @@ def test_the_share_of_open_pairs_grows_linearly() -> None:
     later = torch.ones(length, length).triu(1).bool()
     masks = {}
     for step in (1, 26, 51, 76):
-        masks[step] = annealed(noisy, config, step, [3, 5, 7, 9]).pairs
+        masks[step] = anneal_mask(noisy, config, step, [3, 5, 7, 9]).pairs
         assert masks[step].shape == (4, 1, length, length)
         assert masks[step][:, :, ~later].all()
         # 32512 pairs: five standard deviations are 0.014.
         assert masks[step][:, :, later].float().mean().item() == pytest.approx((step - 1) / 100, abs=0.014)
-    assert open_share(101, 100) == open_share(500, 100) == 1.0
+    assert open_probability(101, 100) == open_probability(500, 100) == 1.0
     assert not torch.equal(masks[26][0], masks[26][1])
     # A row depends on its own sample alone.
-    alone = annealed(dataclasses.replace(noisy, input_ids=ids[:1]), config, 26, [7]).pairs
+    alone = anneal_mask(dataclasses.replace(noisy, input_ids=ids[:1]), config, 26, [7]).pairs
     assert alone is not None
     assert torch.equal(alone[0], masks[26][2])
 
@@ -98,7 +102,7 @@ def test_packed_documents_stay_apart_while_attention_opens() -> None:
     same = documents[0, :, None] == documents[0]
     causal = torch.ones(12, 12, dtype=torch.bool).tril()
     for step in (1, 5, 11):
-        mask = annealed(noisy, config, step, [0, 1]).model_mask()
+        mask = anneal_mask(noisy, config, step, [0, 1]).model_mask()
         assert mask is not None
         assert not (mask[:, 0] & ~same).any()
         assert (mask[:, 0] | ~(same & causal)).all()

@@ -15,9 +15,16 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data import Answers, answers, check_sources, find_data, load_answers
-from dlm_bridge.train.data.chat import Record, encode
-from dlm_bridge.train.objectives import IGNORE
+from dlm_bridge.objectives.batches import IGNORE_INDEX
+from dlm_bridge.train.data import conversations
+from dlm_bridge.train.data.conversations import (
+    ConversationSettings,
+    DataRow,
+    check_sources,
+    encode_conversations,
+    load_conversation_blocks,
+)
+from dlm_bridge.train.data.sources import find_data
 from tests.train.chats import MARKED, chatty, conversation, write_rows
 
 ROWS = [conversation(number) for number in range(40)]
@@ -34,14 +41,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _examples(chat: Any) -> list[tuple[list[int], list[bool]]]:
-    found = encode([Record(row, "") for row in ROWS], chat)
+    found = encode_conversations([DataRow(row, "") for row in ROWS], chat)
     return [(example.input_ids, example.answer) for example in found]
 
 
 @pytest.mark.parametrize("eos_padding", ["none", "block", "row"])
 def test_padding_counts_where_it_should(chat: Any, file: Path, eos_padding: Any) -> None:
-    settings = Answers(128, chat.mask_token_id, eos_padding=eos_padding, block_size=32)
-    rows = load_answers([file], chat, settings).rows(range(40))
+    settings = ConversationSettings(128, chat.mask_token_id, eos_padding=eos_padding, block_size=32)
+    rows = load_conversation_blocks([file], chat, settings).rows(range(40))
     assert rows.documents is None
     assert (rows.attention_mask is None) == (eos_padding == "row")
     for row, (ids, answer) in enumerate(_examples(chat)):
@@ -51,7 +58,7 @@ def test_padding_counts_where_it_should(chat: Any, file: Path, eos_padding: Any)
         assert rows.input_ids[row].tolist() == tokens
         assert rows.labels is not None
         assert rows.labels[row].tolist() == [
-            token if count else IGNORE for token, count in zip(tokens, counted, strict=True)
+            token if count else IGNORE_INDEX for token, count in zip(tokens, counted, strict=True)
         ]
         if rows.attention_mask is not None:
             assert rows.attention_mask[row].tolist() == [True] * until + [False] * (128 - until)
@@ -59,8 +66,8 @@ def test_padding_counts_where_it_should(chat: Any, file: Path, eos_padding: Any)
 
 @pytest.mark.parametrize("eos_padding", ["none", "block"])
 def test_packing_keeps_every_conversation_whole_and_fills_rows(chat: Any, file: Path, eos_padding: Any) -> None:
-    settings = Answers(128, chat.mask_token_id, packing=True, eos_padding=eos_padding, block_size=8)
-    blocks = load_answers([file], chat, settings)
+    settings = ConversationSettings(128, chat.mask_token_id, packing=True, eos_padding=eos_padding, block_size=8)
+    blocks = load_conversation_blocks([file], chat, settings)
     rows = blocks.rows(range(len(blocks)))
     assert rows.labels is not None
     assert rows.documents is not None
@@ -73,7 +80,7 @@ def test_packing_keeps_every_conversation_whole_and_fills_rows(chat: Any, file: 
         assert numbers == sorted(numbers)
         for number in range(numbers[-1] + 1):
             places = [place for place in range(real) if numbers[place] == number]
-            said = (rows.labels[row, places] != IGNORE).tolist()
+            said = (rows.labels[row, places] != IGNORE_INDEX).tolist()
             found.append((rows.input_ids[row, places].tolist(), said))
     expected = _examples(chat)
     if eos_padding == "block":
@@ -85,15 +92,15 @@ def test_packing_keeps_every_conversation_whole_and_fills_rows(chat: Any, file: 
     assert sorted(found) == sorted(expected)
     lengths = sum(len(ids) for ids, _ in expected)
     assert len(blocks) < 1.2 * lengths / 128
-    again = load_answers([file], chat, settings).rows(range(len(blocks)))
+    again = load_conversation_blocks([file], chat, settings).rows(range(len(blocks)))
     assert torch.equal(again.input_ids, rows.input_ids)
 
 
 def test_packing_closes_the_fullest_row_when_many_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "OPEN", 2)
+    monkeypatch.setattr(conversations, "OPEN_ROWS", 2)
     sizes = [5, 6, 7, 3, 4, 1, 9]
-    examples = (answers.Example([0] * size, [True] * size, "") for size in sizes)
-    rows = [[len(example.input_ids) for example in row] for row in answers._packed(examples, 10)]
+    examples = (conversations.Example([0] * size, [True] * size, "") for size in sizes)
+    rows = [[len(example.input_ids) for example in row] for row in conversations._pack_best_fit(examples, 10)]
     assert sorted(itertools.chain(*rows)) == sorted(sizes)
     assert rows == [[7], [5, 4, 1], [9], [6, 3]]
 
@@ -102,13 +109,13 @@ def test_every_source_gives_the_same_rows(chat: Any, file: Path, tmp_path: Path)
     table = pyarrow.Table.from_pylist(ROWS)
     pyarrow.parquet.write_table(table, tmp_path / "chats.parquet")
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    settings = Answers(128, chat.mask_token_id)
-    expected = load_answers([file], chat, settings).rows(range(40))
+    settings = ConversationSettings(128, chat.mask_token_id)
+    expected = load_conversation_blocks([file], chat, settings).rows(range(40))
     assert expected.labels is not None
     for place in (tmp_path / "chats.parquet", tmp_path / "saved"):
         (part,) = find_data([str(place)]).parts
         check_sources(part)
-        rows = load_answers(part, chat, settings).rows(range(40))  # type: ignore[arg-type]
+        rows = load_conversation_blocks(part, chat, settings).rows(range(40))  # type: ignore[arg-type]
         assert torch.equal(rows.input_ids, expected.input_ids)
         assert rows.labels is not None
         assert torch.equal(rows.labels, expected.labels)
@@ -118,11 +125,11 @@ def test_a_long_row_is_named_or_cut(chat: Any, file: Path, tmp_path: Path, caplo
     lengths = [len(ids) for ids, _ in _examples(chat)]
     first = next(number for number, length in enumerate(lengths, 1) if length > 30)
     with pytest.raises(DlmBridgeError, match=f"line {first}: {lengths[first - 1]} tokens are more"):
-        load_answers([file], chat, Answers(30, chat.mask_token_id))
+        load_conversation_blocks([file], chat, ConversationSettings(30, chat.mask_token_id))
     prompt = {"messages": [{"role": "user", "content": "def " * 60}, ROWS[0]["messages"][1]]}
     longer = write_rows(tmp_path / "longer.jsonl", [*ROWS, prompt])
     with caplog.at_level(logging.WARNING):
-        blocks = load_answers([longer], chat, Answers(30, chat.mask_token_id, truncate=True))
+        blocks = load_conversation_blocks([longer], chat, ConversationSettings(30, chat.mask_token_id, truncate=True))
     assert "1 rows are left out: their prompts alone are longer than --seq-length 30" in caplog.text
     assert len(blocks) == 40
     rows = blocks.rows([first - 1])
@@ -130,33 +137,35 @@ def test_a_long_row_is_named_or_cut(chat: Any, file: Path, tmp_path: Path, caplo
 
 
 def test_prompts_count_where_they_are_trained_on(chat: Any, file: Path) -> None:
-    rows = load_answers([file], chat, Answers(128, chat.mask_token_id, train_on_prompt=True)).rows([3])
+    rows = load_conversation_blocks(
+        [file], chat, ConversationSettings(128, chat.mask_token_id, train_on_prompt=True)
+    ).rows([3])
     assert rows.labels is not None
     length = len(_examples(chat)[3][0])
     assert torch.equal(rows.labels[0, :length], rows.input_ids[0, :length])
-    assert (rows.labels[0, length:] == IGNORE).all()
+    assert (rows.labels[0, length:] == IGNORE_INDEX).all()
 
 
 def test_rows_are_made_once_for_each_template(
     chat: Any, tokenizer: PreTrainedTokenizerFast, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Answers(96, chat.mask_token_id)
-    load_answers([file], chat, settings)
+    settings = ConversationSettings(96, chat.mask_token_id)
+    load_conversation_blocks([file], chat, settings)
     calls = []
 
     def counted(records: Any, tokenizer: Any) -> Any:
         calls.append(len(records))
-        return encode(records, tokenizer)
+        return encode_conversations(records, tokenizer)
 
-    monkeypatch.setattr(answers, "encode", counted)
-    load_answers([file], chat, settings)
+    monkeypatch.setattr(conversations, "encode_conversations", counted)
+    load_conversation_blocks([file], chat, settings)
     assert not calls
-    load_answers([file], chatty(tokenizer, MARKED), settings)
+    load_conversation_blocks([file], chatty(tokenizer, MARKED), settings)
     assert calls == [40]
 
 
 def test_bad_data_are_named(chat: Any, tmp_path: Path) -> None:
-    settings = Answers(128, chat.mask_token_id)
+    settings = ConversationSettings(128, chat.mask_token_id)
     for name, text, message in (
         (
             "a.jsonl",
@@ -171,7 +180,7 @@ def test_bad_data_are_named(chat: Any, tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_text(text)
         with pytest.raises(DlmBridgeError, match=message) as raised:
-            load_answers([path], chat, settings)
+            load_conversation_blocks([path], chat, settings)
         assert "\n" not in str(raised.value)
     (tmp_path / "f.txt").write_text("text")
     for source in (tmp_path / "f.txt", "mock"):

@@ -13,27 +13,18 @@ import torch
 from huggingface_hub import constants
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data import (
-    Blend,
-    Epochs,
-    Fit,
-    IndexedWriter,
-    MockBlocks,
-    Reader,
-    find_data,
-    schedule,
-    token_dtype,
-)
-from dlm_bridge.train.data.blend import LONGEST_PERIOD
-from dlm_bridge.train.data.blocks import Concatenated
-from dlm_bridge.train.rows import Rows
+from dlm_bridge.train.data.blocks import LONGEST_PERIOD, Blend, Concatenated, Epochs, MockBlocks, Rows, blend_schedule
+from dlm_bridge.train.data.indexed import IndexedWriter, TokenLimits, token_dtype
+from dlm_bridge.train.data.sources import ReaderSettings, find_data
 
-READER = Reader(seq_length=4, seed=0, shares=(0.8, 0.2, 0.0), fit=Fit(1000, None), with_documents=False)
+READER = ReaderSettings(
+    seq_length=4, seed=0, shares=(0.8, 0.2, 0.0), fit=TokenLimits(1000, None), with_documents=False
+)
 
 
 def _counts(weights: list[float], samples: int) -> np.ndarray:
     """[samples + 1, sources]: how many of the first n samples came from each source."""
-    plan = schedule(weights)
+    plan = blend_schedule(weights)
     counts = np.zeros((samples + 1, len(weights)), dtype=int)
     for sample in range(samples):
         source, own = plan.at(sample)
@@ -63,17 +54,17 @@ def test_no_source_is_ever_a_whole_sample_off(weights: list[float]) -> None:
 
 def test_weights_that_are_no_short_decimals_are_rounded_to_a_millionth() -> None:
     weights = [1 / 3, 2**0.5, 0.123456789]
-    plan = schedule(weights)
+    plan = blend_schedule(weights)
     assert plan.period == LONGEST_PERIOD
     exact = np.array(weights) / sum(weights)
     assert np.abs(np.array(plan.shares) / plan.period - exact).max() < 1 / LONGEST_PERIOD
-    assert schedule([0.3, 0.7]).shares == schedule([3, 7]).shares == (3, 7)
+    assert blend_schedule([0.3, 0.7]).shares == blend_schedule([3, 7]).shares == (3, 7)
     with pytest.raises(DlmBridgeError, match="weight 1e-09 is less than a millionth"):
-        schedule([1e-9, 1.0])
+        blend_schedule([1e-9, 1.0])
 
 
 def test_samples_far_ahead_need_nothing_of_those_before() -> None:
-    plan = schedule([0.3, 0.7])
+    plan = blend_schedule([0.3, 0.7])
     assert [plan.at(10**15 + n) for n in range(10)] == [
         (source, own + 10**14 * (3, 7)[source]) for source, own in map(plan.at, range(10))
     ]
@@ -81,7 +72,7 @@ def test_samples_far_ahead_need_nothing_of_those_before() -> None:
 
 def test_a_blend_reads_each_sources_own_order() -> None:
     sources = tuple(Epochs(MockBlocks(6, 50, seed=seed, length=length), 3, seed) for seed, length in enumerate((5, 9)))
-    blend = Blend(sources, schedule([1, 3]))
+    blend = Blend(sources, blend_schedule([1, 3]))
     samples = [11, 2, 40, 3, 0, 39]
     rows = blend.rows(samples)
     for row, sample in enumerate(samples):
@@ -156,8 +147,8 @@ def test_datasets_by_folder_name_and_split(tmp_path: Path, tokenizer: Any, monke
     saved.save_to_disk(tmp_path / "saved")
     (tmp_path / "hub").mkdir()
     saved["held"].to_parquet(tmp_path / "hub/test-0.parquet")
-    fit = Fit(len(tokenizer), None)
-    reader = Reader(seq_length=8, seed=0, shares=(1.0, 0.0, 0.0), fit=fit, with_documents=False)
+    fit = TokenLimits(len(tokenizer), None)
+    reader = ReaderSettings(seq_length=8, seed=0, shares=(1.0, 0.0, 0.0), fit=fit, with_documents=False)
 
     def text(item: str) -> str:
         blocks = find_data([item]).sections(reader, tokenizer)[0]

@@ -11,9 +11,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data import Epochs, MockBlocks, split
-from dlm_bridge.train.objectives import IGNORE, NextToken, Uniforms, mean_loss
-from dlm_bridge.train.sampling import Sampler
+from dlm_bridge.objectives.batches import IGNORE_INDEX
+from dlm_bridge.objectives.loss import mean_loss
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.single_stream import NextTokenPrediction
+from dlm_bridge.train.data.blocks import Epochs, MockBlocks, split
+from dlm_bridge.train.data.loader import BatchSampler
 from tests.autoregressive.cases import CASES, Case
 from tests.train.conftest import Run, without_speed
 
@@ -34,16 +37,16 @@ def _rows(step: int, count: int, length: int = 16) -> torch.Tensor:
     """The tokens of a step, as the engine reads mock data with the default split."""
     blocks = MockBlocks(length, tokens=130, seed=0)
     train = Epochs(split(blocks, (0.99, 0.01, 0.0))[0], seed=0)
-    return train.rows(Sampler(count).samples(step, 0, 1, count)[0]).input_ids
+    return train.rows(BatchSampler(count).samples(step, 0, 1, count)[0]).input_ids
 
 
 def test_the_loss_is_transformers_own(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(LLAMA.write(tmp_path / "llama")).eval()
     ids = torch.randint(130, (3, 12), generator=torch.Generator().manual_seed(0))
     real = torch.arange(12) < torch.tensor([12, 7, 10])[:, None]
-    labels = ids.masked_fill(~real, IGNORE)
-    labels[:, :3] = IGNORE  # a prompt
-    objective = NextToken()
+    labels = ids.masked_fill(~real, IGNORE_INDEX)
+    labels[:, :3] = IGNORE_INDEX  # a prompt
+    objective = NextTokenPrediction()
     with torch.no_grad():
         theirs = model(ids, attention_mask=real, labels=labels).loss
         noisy = objective.noise(ids, Uniforms.keyed(0, 1, range(3), 12), labels, real)

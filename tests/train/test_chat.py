@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data.chat import Record, encode
+from dlm_bridge.train.data.conversations import DataRow, encode_conversations
 from tests.train.chats import MARKED, TEMPLATE, THINKING, chatty, said
 
 TALK = [said("user", "def f1é"), said("assistant", "return x"), said("user", "x + 1"), said("assistant", "(x): 2")]
@@ -17,7 +17,7 @@ TALK = [said("user", "def f1é"), said("assistant", "return x"), said("user", "x
 
 def _answers(tokenizer: Any, row: dict[str, Any]) -> tuple[str, list[str]]:
     """All of a row as text, and its stretches of answer."""
-    (example,) = encode([Record(row, "here")], tokenizer)
+    (example,) = encode_conversations([DataRow(row, "here")], tokenizer)
     found, run = [], []
     for token, answer in zip([*example.input_ids, None], [*example.answer, False], strict=True):
         if answer:
@@ -56,10 +56,10 @@ def test_rows_of_all_kinds_keep_their_order(tokenizer: PreTrainedTokenizerFast) 
     rows: list[dict[str, Any]] = [{"messages": TALK}, {"prompt": "def ", "completion": "f1"}, {"messages": TALK[:2]}]
     for template in (TEMPLATE, MARKED):
         chat = chatty(tokenizer, template)
-        together = list(encode([Record(row, str(number)) for number, row in enumerate(rows)], chat))
+        together = list(encode_conversations([DataRow(row, str(number)) for number, row in enumerate(rows)], chat))
         assert [example.where for example in together] == ["0", "1", "2"]
         for number, row in enumerate(rows):
-            assert [together[number]] == list(encode([Record(row, str(number))], chat))
+            assert [together[number]] == list(encode_conversations([DataRow(row, str(number))], chat))
 
 
 def test_a_token_that_reaches_into_the_answer_is_answer(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -86,7 +86,7 @@ def test_a_token_that_reaches_into_the_answer_is_answer(tokenizer: PreTrainedTok
 def test_a_bad_row_is_named(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], message: str) -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + TEMPLATE
     with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
-        list(encode([Record(row, "chats.jsonl, line 7")], chatty(tokenizer, strict)))
+        list(encode_conversations([DataRow(row, "chats.jsonl, line 7")], chatty(tokenizer, strict)))
     assert "\n" not in str(raised.value)
 
 
@@ -95,9 +95,9 @@ def test_a_template_that_rewrites_turns_is_refused(tokenizer: PreTrainedTokenize
     with pytest.raises(
         DlmBridgeError, match=r"writes message 2 differently .* \{% generation %\}, or rows of one turn"
     ):
-        list(encode([Record({"messages": TALK}, "here")], chatty(tokenizer, template)))
+        list(encode_conversations([DataRow({"messages": TALK}, "here")], chatty(tokenizer, template)))
 
 
 def test_a_tokenizer_without_a_template_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(DlmBridgeError, match=r"no chat template, which a row needs: name a tokenizer .* --tokenizer"):
-        list(encode([Record({"messages": TALK}, "a row")], tokenizer))
+        list(encode_conversations([DataRow({"messages": TALK}, "a row")], tokenizer))

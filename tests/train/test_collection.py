@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from dlm_bridge.train.megatron.collection import FULL_EVERY, Collection
+from dlm_bridge.train.megatron.stragglers import FULL_GC_EVERY, GCSchedule
 
 
 class Node:
@@ -22,7 +22,7 @@ def cycle() -> weakref.ref[Node]:
 
 
 def test_cycles_go_between_steps_and_only_there() -> None:
-    collection = Collection()
+    collection = GCSchedule()
     try:
         collection.step()
         assert not gc.isenabled()
@@ -37,18 +37,18 @@ def test_cycles_go_between_steps_and_only_there() -> None:
 
 
 def test_old_cycles_go_now_and_then() -> None:
-    collection = Collection()
+    collection = GCSchedule()
     collection.step()
     try:
         node = Node()
         node.other = node
         found = weakref.ref(node)
-        for _ in range(FULL_EVERY // 2):  # it is old by now
+        for _ in range(FULL_GC_EVERY // 2):  # it is old by now
             collection.step()
         del node
         collection.step()
         assert found() is not None
-        for _ in range(FULL_EVERY // 2):
+        for _ in range(FULL_GC_EVERY // 2):
             collection.step()
         assert found() is None
     finally:
@@ -58,7 +58,7 @@ def test_old_cycles_go_now_and_then() -> None:
 def test_a_collector_that_is_off_stays_off() -> None:
     gc.disable()
     try:
-        collection = Collection()
+        collection = GCSchedule()
         collection.step()
         collection.step()
         collection.close()

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data import Epochs, MockBlocks, check_tokenizer, documents, find_files, pack, packing, split
-from dlm_bridge.train.sampling import Sampler
+from dlm_bridge.train.data import documents
+from dlm_bridge.train.data.blocks import Epochs, MockBlocks, split
+from dlm_bridge.train.data.documents import check_tokenizer, find_files, pack
+from dlm_bridge.train.data.loader import BatchSampler
 
 DOCUMENTS = ["def f(x):\n    return x\n", "x + 1\r\n", "é = 3\n" * 30]
 
@@ -55,8 +57,8 @@ def test_long_texts_in_pieces_give_the_same_stream(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = pack(find_files([str(_write(tmp_path / "whole", "text"))]), tokenizer, 5)
-    monkeypatch.setattr(documents, "PIECE", 20)
-    monkeypatch.setattr(packing, "BATCH", 50)
+    monkeypatch.setattr(documents, "PART_CHARACTERS", 20)
+    monkeypatch.setattr(documents, "TOKENIZER_BATCH", 50)
     pieces = pack(find_files([str(_write(tmp_path / "pieces", "text"))]), tokenizer, 5)
     assert torch.equal(pieces.rows(range(len(pieces))).input_ids, whole.rows(range(len(whole))).input_ids)
 
@@ -149,7 +151,7 @@ def test_sections_cover_all_blocks_once(
 
 def test_an_epoch_holds_every_block_once_and_the_next_another_order() -> None:
     blocks = MockBlocks(4, 9, seed=0, length=10)
-    read = [g for step in range(1, 6) for micro in Sampler(4).samples(step, 0, 1, 2) for g in micro]
+    read = [g for step in range(1, 6) for micro in BatchSampler(4).samples(step, 0, 1, 2) for g in micro]
     drawn = [Epochs(blocks, seed=1).block(g) for g in read]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
     assert drawn[:10] != drawn[10:]
@@ -160,7 +162,7 @@ def test_an_epoch_holds_every_block_once_and_the_next_another_order() -> None:
 
 @pytest.mark.parametrize(("processes", "micro"), [(1, 8), (1, 2), (2, 4), (4, 1)])
 def test_every_layout_reads_the_same_samples(processes: int, micro: int) -> None:
-    sampler = Sampler(global_batch_size=8)
+    sampler = BatchSampler(global_batch_size=8)
     read = [
         g for process in range(processes) for batch in sampler.samples(3, process, processes, micro) for g in batch
     ]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     ],
 )
 def test_tokens_take_the_way_of_fewest_copies(options: dict[str, Any], passed: dict[str, Any], expected: str) -> None:
-    from dlm_bridge.train.megatron.setup import _dispatcher
+    from dlm_bridge.train.megatron.mcore_config import _dispatcher
 
     defaults = {"moe_dispatcher": "auto", "tp": 1, "etp": None, "moe_shared_expert_overlap": False}
     config: Any = SimpleNamespace(**{**defaults, **options})

@@ -14,9 +14,9 @@ import yaml
 
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.plan.dry_run import DryRun, dry_run
 from dlm_bridge.train.config import TrainConfig, read_yaml
-from dlm_bridge.train.data import IndexedWriter
-from dlm_bridge.train.dry_run import DryRun, dry_run
+from dlm_bridge.train.data.indexed import IndexedWriter
 from dlm_bridge.train.loading import load_model
 
 SHORT = {"split": "100,0,0", "global_batch_size": 8}

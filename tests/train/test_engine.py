@@ -20,12 +20,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models import FAMILIES, family_by_name
+from dlm_bridge.models.families import FAMILIES, family_by_name
+from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.initialisation import initial_weights
-from dlm_bridge.models.spec import FamilySpec
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.objectives import MaskedDiffusion, Uniforms
-from dlm_bridge.train.optimisation import learning_rate
+from dlm_bridge.train.optimizer import learning_rate
 from dlm_bridge.train.setup import with_objective
 from tests.train.conftest import Run, read_metrics, without_speed
 
@@ -74,7 +75,8 @@ def test_first_step_is_the_objective_at_the_initial_weights(
     tmp_path: Path, run: Run, seed_folder: Path, values: dict[str, Any]
 ) -> None:
     """Loss, gradient norm and AdamW's first update of step 1, computed here without the engine."""
-    from dlm_bridge.train.data import Epochs, find_files, pack, split
+    from dlm_bridge.train.data.blocks import Epochs, split
+    from dlm_bridge.train.data.documents import find_files, pack
 
     rows = run(tmp_path / "run", steps=1, warmup_steps=0, lr_schedule="constant", clip_grad=0.0)
     raw = json.loads((seed_folder / "config.json").read_text())
@@ -196,7 +198,7 @@ def test_starts_from_a_megatron_checkpoint(tmp_path: Path, run: Run, seed_folder
         (family_by_name("llada"), None),
         (dataclasses.replace(family_by_name("llada"), objective="other"), "unknown objective 'other'"),
         (dataclasses.replace(family_by_name("llada"), shift=True), "is bidirectional and shifted"),
-        (dataclasses.replace(family_by_name("llada"), topology="block_causal"), "is block-causal"),
+        (dataclasses.replace(family_by_name("llada"), attention_pattern="block_causal"), "is block-causal"),
         (None, "SimpleNamespace is of no known family: see dlm-bridge families"),
     ],
 )

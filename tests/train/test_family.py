@@ -10,8 +10,8 @@ import pytest
 import transformers
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.difflm.modeling import DiffLM
-from dlm_bridge.models.diffullama.modeling import LlamaForCausalLM
+from dlm_bridge.models.modeling_difflm import DiffLM
+from dlm_bridge.models.modeling_diffullama import LlamaForCausalLM
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import load_model
 from tests.families import a2d, difflm, diffullama, dream

@@ -60,14 +60,14 @@ class Key:
 
 @pytest.mark.parametrize("name", ["gqa", "llada_moe", "llada2_moe", PREDICTING])
 def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
-    from dlm_bridge.train.megatron import carried_layers, fsdp_checkpoints
+    from dlm_bridge.train.megatron import fsdp_checkpoints, training_state
 
     hub, folder = tmp_path / "hub", tmp_path / "iter_0000007"
     models()[name].write(hub)
     bridge = Bridge.from_hf(hub)
     (model,) = bridge.build_megatron_model(Layout())
     whole = Rank(model, 0, 1)
-    share = carried_layers.read_share(bridge.checkpoint)
+    share = training_state.read_mtp_shard(bridge.checkpoint)
     fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, whole, whole.optimizer, share)
 
     for rank in range(3):
@@ -97,33 +97,33 @@ def test_another_tensor_parallel_size_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000007"
     fsdp_checkpoints.save(folder, 7, {}, rank, rank.optimizer, {})
     asked = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron"}
-    checkpoints.check_form(folder, TrainConfig(**asked, fsdp="optim"))
+    checkpoints.check_resumable(folder, TrainConfig(**asked, fsdp="optim"))
     with pytest.raises(DlmBridgeError, match="resumed at their own --tp only, which is 1 and not 2"):
-        checkpoints.check_form(folder, TrainConfig(**asked, fsdp="optim", tp=2))
+        checkpoints.check_resumable(folder, TrainConfig(**asked, fsdp="optim", tp=2))
     with pytest.raises(DlmBridgeError, match="was saved with --fsdp: resume it so"):
-        checkpoints.check_form(folder, TrainConfig(**asked))
+        checkpoints.check_resumable(folder, TrainConfig(**asked))
     (folder / ".metadata").write_bytes(b"torn")
     with pytest.raises(DlmBridgeError, match="iter_0000007: cannot be resumed from"):
-        checkpoints.check_form(folder, TrainConfig(**asked, fsdp="optim"))
+        checkpoints.check_resumable(folder, TrainConfig(**asked, fsdp="optim"))
 
 
 def test_halves_of_tensor_parallel_ranks_lie_apart() -> None:
     """Gate and up of rank 1 of 2; a data parallel rank has the last row of gate and the two of up."""
-    from dlm_bridge.parallel.fsdp import Held
-    from dlm_bridge.train.megatron.fsdp_checkpoints import pieces
+    from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard
+    from dlm_bridge.train.megatron.fsdp_checkpoints import tensor_boxes
 
     rows = torch.arange(6.0).view(3, 2)
     name = "decoder.layers.0.mlp.linear_fc1.weight"
-    held = Held(name, None, start=1, rows=3, part=(4, 2), axis=0, rank=1, ranks=2)
-    found = dict(pieces(held, name, rows))
+    held = FSDPShard(name, None, start=1, rows=3, part=(4, 2), axis=0, rank=1, ranks=2)
+    found = dict(tensor_boxes(held, name, rows))
     assert {key: (piece.offsets, piece.shape) for key, piece in found.items()} == {
         f"{name}_w": ((3, 0), (4, 2)),
         f"{name}_v": ((2, 0), (4, 2)),
     }
     assert torch.equal(found[f"{name}_w"].tensor, rows[:1])
     assert torch.equal(found[f"{name}_v"].tensor, rows[1:])
-    projection = Held("linear_proj.weight", None, start=1, rows=3, part=(4, 2), axis=1, rank=1, ranks=2)
-    ((_, piece),) = pieces(projection, projection.name, rows)
+    projection = FSDPShard("linear_proj.weight", None, start=1, rows=3, part=(4, 2), axis=1, rank=1, ranks=2)
+    ((_, piece),) = tensor_boxes(projection, projection.name, rows)
     assert (piece.offsets, piece.shape) == ((1, 2), (4, 4))
 
 
@@ -149,7 +149,7 @@ def test_scales_of_fp8_come_back(name: str, tmp_path: Path, monkeypatch: pytest.
     fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, rank, rank.optimizer, {})
     for scaled in made:
         scaled.tensors["scale_fwd"].zero_()
-    with fp8_state.only_data():
+    with fp8_state.weights_only_loading():
         fsdp_checkpoints.load(folder, rank, rank.optimizer)
     assert len(saved) > 3
     for scaled, wanted in zip(made, saved, strict=True):
@@ -158,5 +158,8 @@ def test_scales_of_fp8_come_back(name: str, tmp_path: Path, monkeypatch: pytest.
     assert all(same(tensor, hub_tensors(hub)[key]) for key, tensor in hub_tensors(tmp_path / "out").items())
     if name == "llada_moe":
         monkeypatch.setattr(fsdp_checkpoints.parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
-        with fp8_state.only_data(), pytest.raises(DlmBridgeError, match="at their own --ep only, which was 1"):
+        with (
+            fp8_state.weights_only_loading(),
+            pytest.raises(DlmBridgeError, match="at their own --ep only, which was 1"),
+        ):
             fsdp_checkpoints.load(folder, rank, rank.optimizer)

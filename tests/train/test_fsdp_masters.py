@@ -45,7 +45,7 @@ class Alone:
 @pytest.mark.parametrize("optimizer", [Alone(), SimpleNamespace(chained_optimizers=[Alone()])], ids=["alone", "chain"])
 @pytest.mark.parametrize("name", ["gqa", "llada_moe"])
 def test_masters_begin_with_what_the_source_stores(name: str, optimizer: Any, tmp_path: Path) -> None:
-    from dlm_bridge.parallel.masters import start_masters
+    from dlm_bridge.parallel.weights import load_main_params
 
     models()[name].write(tmp_path)
     bridge = Bridge.from_hf(tmp_path)
@@ -54,13 +54,16 @@ def test_masters_begin_with_what_the_source_stores(name: str, optimizer: Any, tm
     for rank in range(3):
         chunk, wanted = Chunk(model, rank, 3), Chunk(exact, rank, 3).rows()
         assert not all(torch.equal(rows, wanted[key]) for key, rows in chunk.rows().items())
-        start_masters([chunk], optimizer, bridge.checkpoint)
+        load_main_params([chunk], optimizer, bridge.checkpoint)
         assert [key for key, rows in chunk.rows().items() if not torch.equal(rows, wanted[key])] == []
 
 
 def test_what_mends_an_optimizer_takes_one_that_is_no_chain() -> None:
-    from dlm_bridge.parallel.inner_masters import mend_offloading
-    from dlm_bridge.train.megatron.optimizer_state import mend_descent, mend_order
+    from dlm_bridge.parallel.mcore_patches.optimizers import (
+        patch_offloading_resume,
+        patch_param_order,
+        patch_sgd_resume,
+    )
 
     routers, matrices = [torch.zeros(2), torch.zeros(3)], [torch.zeros(4)]
     alone = SimpleNamespace(
@@ -70,7 +73,7 @@ def test_what_mends_an_optimizer_takes_one_that_is_no_chain() -> None:
         init_state_fn=None,
         optimizer=None,
     )
-    for mend in (mend_offloading, mend_order, mend_descent):
+    for mend in (patch_offloading_resume, patch_param_order, patch_sgd_resume):
         mend(alone)
     assert list(alone.model_param_group_index_map.values()) == [(0, 0), (0, 1), (0, 2)]
     assert alone.init_state_fn is not None

@@ -15,19 +15,19 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data import (
-    Fit,
+from dlm_bridge.train.data import indexed as data_stream
+from dlm_bridge.train.data.indexed import (
     IndexedTokens,
     IndexedWriter,
     StreamBlocks,
+    TokenLimits,
     open_indexed,
     split_stream,
     token_dtype,
 )
-from dlm_bridge.train.data import stream as data_stream
 
 DOCUMENTS = [[5, 6, 7], [8], list(range(100, 140)), [9, 9], [3] * 17, list(range(200, 209))]
-ALL = Fit(1000, None)
+ALL = TokenLimits(1000, None)
 
 
 def _write(prefix: Path, documents: list[list[int]] = DOCUMENTS, vocabulary: int = 1000) -> IndexedTokens:
@@ -240,16 +240,16 @@ def test_tokens_that_do_not_fit_the_model_are_named(tmp_path: Path, monkeypatch:
     """Where there are many before anything is read, one of them when it is."""
     source = _write(tmp_path / "a")
     whole = (1.0, 0.0, 0.0)
-    assert _rows(split_stream(source, 8, 0, Fit(209, 4), whole, False)[0]).max() == 208
+    assert _rows(split_stream(source, 8, 0, TokenLimits(209, 4), whole, False)[0]).max() == 208
     for fit, message in {
-        Fit(208, None): "a.bin holds token id 208, the model has 208",
-        Fit(209, 9): "a.bin holds the mask token (id 9)",
+        TokenLimits(208, None): "a.bin holds token id 208, the model has 208",
+        TokenLimits(209, 9): "a.bin holds the mask token (id 9)",
     }.items():
         with pytest.raises(DlmBridgeError, match=re.escape(message)):
             split_stream(source, 8, 0, fit, whole, False)
         with monkeypatch.context() as patch:
-            patch.setattr(data_stream, "WIDTH", 1)
-            patch.setattr(data_stream, "PLACES", 1)
+            patch.setattr(data_stream, "CHECKED_WIDTH", 1)
+            patch.setattr(data_stream, "CHECKED_PLACES", 1)
             section = split_stream(source, 8, 0, fit, whole, False)[0]
         with pytest.raises(DlmBridgeError, match=re.escape(message)):
             _rows(section)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from dlm_bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models import find_family
+from dlm_bridge.models.families import find_family
 from dlm_bridge.models.initialisation import Normal, initial_weights, initialise
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import load_model

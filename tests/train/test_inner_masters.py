@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from dlm_bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
-from dlm_bridge.parallel.inner_masters import (
-    inner_masters,
+from dlm_bridge.parallel.mcore_patches.optimizers import (
+    inner_main_params,
     joined,
-    keeps_masters,
-    mend_offloading,
-    read_master,
+    keeps_inner_main_params,
+    patch_offloading_resume,
+    read_main_param,
     remainder,
 )
 from dlm_bridge.train.config import TrainConfig
@@ -48,19 +48,19 @@ def test_masters_begin_with_the_sources_fp32(
     settings: list[str], tmp_path: Path, bf16_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dlm_bridge import Layout
-    from dlm_bridge.train.megatron import engine
+    from dlm_bridge.train.megatron import trainer as trainer_module
 
     started = []
-    monkeypatch.setattr(engine.MegatronTrainer, "run", lambda trainer, _: started.append(trainer))
+    monkeypatch.setattr(trainer_module.MegatronTrainer, "run", lambda trainer, _: started.append(trainer))
     bf16_run(tmp_path / "run", megatron=settings)
     (trainer,) = started
     (exact,) = trainer.source.bridge.build_megatron_model(Layout(), "fp32")
     names = {parameter: name for name, parameter in trainer.chunks[0].module.named_parameters()}
     wanted, rounded = dict(exact.named_parameters()), 0
     for part in trainer.optimizer.chained_optimizers:
-        assert keeps_masters(part)
-        for parameter, share in inner_masters(part):
-            master = read_master(part.optimizer, share)
+        assert keeps_inner_main_params(part)
+        for parameter, share in inner_main_params(part):
+            master = read_main_param(part.optimizer, share)
             away = master.view(torch.int32) - wanted[names[parameter]].flatten().view(torch.int32)
             assert away.abs().max() <= 1
             assert (away != 0).float().mean() < 1e-3  # what is halfway between two bf16 numbers
@@ -128,7 +128,7 @@ def _figures(rows: list[dict[str, Any]]) -> list[float]:
 def test_what_an_offloaded_optimizer_cannot_be(
     changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.train.megatron.setup import optimizer_config
+    from dlm_bridge.train.megatron.mcore_config import optimizer_config
 
     precision_aware.install(monkeypatch)
     monkeypatch.setattr(platform, "current", lambda: SimpleNamespace(name="cuda"))
@@ -174,7 +174,7 @@ def test_an_offloading_optimizer_takes_the_masters_of_fp32_parameters_too(monkey
     }
     with pytest.raises(KeyError):
         inner._sync_hdo_state_to_sub_optimizers()
-    mend_offloading(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)]))
+    patch_offloading_resume(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)]))
     inner._sync_hdo_state_to_sub_optimizers()
     for parameter, master in zip(parameters, masters, strict=True):
         assert torch.equal(inner.param_to_inner_param[parameter], master)

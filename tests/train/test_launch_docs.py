@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.megatron_options import flag
+from dlm_bridge.train.config import TrainConfig, flag
 from tests.train.megatron_cases import LARGE, LAYOUTS, SUBJECTS, cells, refusal
 
 ROOT = Path(__file__).parents[2]

@@ -80,7 +80,7 @@ def test_prediction_layers_come_back_as_they_were(files: Files, said: Said, tmp_
     found, before = Bridge.from_megatron(files.run("predicting") / "checkpoints"), Bridge.from_hf(files.predicting)
     assert found.checkpoint.iteration == "iter_0000004"
     assert found.hub_names() == before.hub_names()
-    carried = {name for link in before.checkpoint.links if link.is_mtp for name in link.hub_names}
+    carried = {name for param in before.checkpoint.params if param.is_mtp for name in param.hub_names}
     assert len(carried) > 30
     for name in before.hub_names():
         same = torch.equal(found.read(name), before.read(name))
@@ -162,7 +162,7 @@ def _kill_a_run(files: Files) -> None:
 
 
 def _train_with_accelerate(options: dict[str, Any]) -> list[dict[str, Any]]:
-    from dlm_bridge.train.accelerate_engine import train
+    from dlm_bridge.train.accelerate.trainer import train
 
     AcceleratorState._reset_state(reset_partial_state=True)
     train(TrainConfig(**options), False, Console(quiet=True))

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.megatron.companions import NEEDS
-from dlm_bridge.train.megatron.settings import CLASSES, OURS, REFUSED, check_settings, default_values, passed_on
-from dlm_bridge.train.megatron_options import flag
+from dlm_bridge.train.config import TrainConfig, flag
+from dlm_bridge.train.megatron.settings import CLASSES, NEEDS, OURS, REFUSED, check_settings, default_values, passed_on
 
 PAGE = Path(__file__).parents[2] / "docs/megatron_flags.md"
 MEGATRON_LM = Path(__file__).parent / "megatron_lm_flags.txt"  # what its argument parser has

@@ -119,15 +119,15 @@ def test_the_accelerate_engine_keeps_none_either(tmp_path: Path, run: Run) -> No
 def test_a_loss_that_is_no_number_ends_the_run(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.train.megatron import engine
+    from dlm_bridge.train.megatron import trainer
 
-    step_of, seen = engine.MegatronTrainer._forward_backward, []
+    step_of, seen = trainer.MegatronTrainer._forward_backward, []
 
     def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(step_of(*args, **kwargs))
         return seen[-1] * (float("nan") if len(seen) == 3 else 1.0)
 
-    monkeypatch.setattr(engine.MegatronTrainer, "_forward_backward", broken)
+    monkeypatch.setattr(trainer.MegatronTrainer, "_forward_backward", broken)
     with pytest.raises(DlmBridgeError, match=r"^step 3: the loss is nan"):
         on_megatron(tmp_path / "run", steps=5, save_interval=1, eval_interval=0)
     assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
@@ -166,7 +166,7 @@ def test_a_resume_reads_weights_once(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch, precision: str, distributed: bool
 ) -> None:
     """By megatron-core out of the checkpoint, and not by the bridge before that."""
-    from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint
+    from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
 
     options = {
         "precision": precision,
@@ -177,7 +177,7 @@ def test_a_resume_reads_weights_once(
     whole = on_megatron(tmp_path / "whole", steps=4, **options)
     on_megatron(tmp_path / "run", steps=2, **options)
     read = []
-    monkeypatch.setattr(MegatronCheckpoint, "read_link", lambda _, link: read.append(link.megatron_name))
+    monkeypatch.setattr(MegatronCheckpoint, "read_param", lambda _, param: read.append(param.megatron_name))
     resumed = on_megatron(tmp_path / "run", resume=True, steps=4, **options)
     assert read == []
     for figure in ("loss", "grad_norm"):
@@ -188,7 +188,7 @@ def test_a_resume_of_experts_reads_their_routers(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose dtype, fp32 in a model in bf16, is the checkpoint's; of multi-token prediction what is carried along."""
-    from dlm_bridge.convert.megatron_checkpoint import MegatronCheckpoint
+    from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
     from tests.interop.cases import PREDICTING, models
 
     models()[PREDICTING].write(tmp_path / "hub")
@@ -203,13 +203,13 @@ def test_a_resume_of_experts_reads_their_routers(
     }
     whole = on_megatron(tmp_path / "whole", steps=4, **options)
     on_megatron(tmp_path / "run", steps=2, **options)
-    read, read_link = [], MegatronCheckpoint.read_link
-    monkeypatch.setattr(MegatronCheckpoint, "read_link", lambda *given: read.append(given[1]) or read_link(*given))
+    read, read_param = [], MegatronCheckpoint.read_param
+    monkeypatch.setattr(MegatronCheckpoint, "read_param", lambda *given: read.append(given[1]) or read_param(*given))
     resumed = on_megatron(tmp_path / "run", resume=True, steps=4, **options)
-    routers = [link for link in read if not link.is_mtp]
+    routers = [param for param in read if not param.is_mtp]
     assert routers
-    assert all("router" in link.megatron_name for link in routers), {link.megatron_name for link in routers}
-    assert any(link.is_mtp for link in read)
+    assert all("router" in param.megatron_name for param in routers), {param.megatron_name for param in routers}
+    assert any(param.is_mtp for param in read)
     assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]
 
 
@@ -345,19 +345,21 @@ class GatedOperation(torch.nn.Module):
 def test_a_run_with_transformer_engines_activation_saves_and_resumes(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.train.megatron import engine
+    from dlm_bridge.train.megatron import mcore_config
 
     plain = on_megatron(tmp_path / "plain", steps=4)
     built = []
-    overrides = engine.transformer_overrides
+    overrides = mcore_config.transformer_overrides
 
     def operation(config: Any) -> torch.nn.Module:
         built.append(GatedOperation())
         return built[-1]
 
-    monkeypatch.setattr("dlm_bridge.parallel.activation._operation", operation)
+    monkeypatch.setattr("dlm_bridge.parallel.mcore_patches.modules._te_activation", operation)
     monkeypatch.setattr(
-        engine, "transformer_overrides", lambda *arguments: overrides(*arguments) | {"use_te_activation_func": True}
+        mcore_config,
+        "transformer_overrides",
+        lambda *arguments: overrides(*arguments) | {"use_te_activation_func": True},
     )
     on_megatron(tmp_path / "run", steps=2)
     resumed = on_megatron(tmp_path / "run", resume=True, steps=4)

@@ -9,10 +9,10 @@ import pytest
 
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import load_model
-from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, read_rows
+from dlm_bridge.train.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops, read_rows
 
 
-def _row(step: int, **changes: float) -> Row:
+def _row(step: int, **changes: float) -> StepMetrics:
     values = {
         "loss": 2.0,
         "grad_norm": 1.0,
@@ -21,7 +21,7 @@ def _row(step: int, **changes: float) -> Row:
         "tokens_per_s": 5.0,
         "tokens_per_s_per_device": 5.0,
     }
-    return Row(step=step, mfu=None, **{**values, **changes})  # type: ignore[arg-type]
+    return StepMetrics(step=step, mfu=None, **{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_reopening_drops_later_rows_and_a_torn_one(tmp_path: Path) -> None:

@@ -12,17 +12,12 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models import FAMILIES, family_by_name
-from dlm_bridge.train.keyed import Purpose, stream
-from dlm_bridge.train.objectives import (
-    IGNORE,
-    OBJECTIVES,
-    MaskedDiffusion,
-    Uniforms,
-    build_objective,
-    check_objective,
-    diffusion_loss,
-)
+from dlm_bridge.models.families import FAMILIES, family_by_name
+from dlm_bridge.objectives.batches import IGNORE_INDEX
+from dlm_bridge.objectives.loss import diffusion_loss
+from dlm_bridge.objectives.noise import Purpose, Uniforms, keyed_generator
+from dlm_bridge.objectives.registry import OBJECTIVES, build_objective, check_objective
+from dlm_bridge.objectives.single_stream import MaskedDiffusion
 
 MASK = 7
 VOCAB = 8
@@ -113,14 +108,14 @@ def test_noise_differs_by_seed_step_and_sample(other: tuple[int, int, int]) -> N
 
 
 def test_streams_of_different_purposes_differ() -> None:
-    values = {stream(0, purpose).random() for purpose in Purpose}
+    values = {keyed_generator(0, purpose).random() for purpose in Purpose}
     assert len(values) == len(Purpose)
 
 
 def test_prompts_and_padding_are_never_masked_nor_counted() -> None:
     tokens = torch.randint(0, MASK, (64, 12), generator=torch.Generator().manual_seed(0))
     labels = tokens.clone()
-    labels[:, :4] = IGNORE
+    labels[:, :4] = IGNORE_INDEX
     attention_mask = torch.ones_like(tokens)
     attention_mask[:, 9:] = 0
     noisy = MaskedDiffusion(MASK).noise(tokens, Uniforms.keyed(0, 1, range(64), 12), labels, attention_mask)
@@ -186,7 +181,7 @@ def test_fraction_weights_make_every_sequence_cost_its_mean_cross_entropy() -> N
     objective = build_objective("masked_fraction", MASK)
     tokens = torch.randint(0, MASK, (64, 6), generator=torch.Generator().manual_seed(0))
     labels = tokens.clone()
-    labels[:, :2] = IGNORE
+    labels[:, :2] = IGNORE_INDEX
     drawn = Uniforms.keyed(0, 1, range(64), 6)
     uniforms = dataclasses.replace(drawn, level=drawn.level * 0.3)  # many rows without a mask, but for the rule
     noisy = objective.noise(tokens, uniforms, labels)
@@ -207,7 +202,7 @@ def test_no_objective_depends_on_how_the_batch_is_cut(name: str) -> None:
     objective = build_objective(name, MASK, length_variation=0.5, config=config)
     tokens = torch.randint(0, MASK, (8, 10), generator=torch.Generator().manual_seed(0))
     labels = tokens.clone()
-    labels[::2, :3] = IGNORE
+    labels[::2, :3] = IGNORE_INDEX
 
     def sums(first: int, last: int) -> torch.Tensor:
         uniforms = Uniforms.keyed(5, 3, range(100 + first, 100 + last), 10)

@@ -11,19 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_bridge.attention_mask import StreamPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.masks import Stream, two_stream_mask
-from dlm_bridge.train.objectives import (
-    IGNORE,
-    BlockDiffusion,
-    ComplementaryBlockDiffusion,
-    MaskedDiffusion,
-    NoisyBatch,
-    Uniforms,
-    family_objective,
-    mean_loss,
-)
+from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
+from dlm_bridge.objectives.loss import mean_loss
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.registry import family_objective
+from dlm_bridge.objectives.single_stream import MaskedDiffusion
+from dlm_bridge.objectives.two_streams import BlockDiffusion, ComplementaryBlockDiffusion
 from tests.families import a2d, fast_dllm_v2, sdar
+from tests.reference import two_stream_mask
 
 MASK = 99
 LENGTH = 14  # three blocks of 4 and a part of one
@@ -54,7 +51,7 @@ def _loss(model: Any, objective: Any, noisy: NoisyBatch) -> float:
     return mean_loss(objective.loss_sum(logits, noisy), noisy).item()
 
 
-def _by_definition(noisy: Stream, clean: Stream) -> list[list[bool]]:
+def _by_definition(noisy: StreamPattern, clean: StreamPattern) -> list[list[bool]]:
     allowed = [[False] * (2 * LENGTH) for _ in range(2 * LENGTH)]
     for q, k in itertools.product(range(LENGTH), repeat=2):
         same, before, until = q // BLOCK == k // BLOCK, k // BLOCK < q // BLOCK, k <= q
@@ -65,7 +62,9 @@ def _by_definition(noisy: Stream, clean: Stream) -> list[list[bool]]:
 
 
 @pytest.mark.parametrize(("noisy", "clean"), [("block", "block"), ("block", "causal"), ("causal", "causal")])
-def test_two_stream_mask_by_perturbation(model: Any, ids: torch.Tensor, noisy: Stream, clean: Stream) -> None:
+def test_two_stream_mask_by_perturbation(
+    model: Any, ids: torch.Tensor, noisy: StreamPattern, clean: StreamPattern
+) -> None:
     """Which logits move when one token changes, in a real model with several layers."""
     positions = torch.arange(LENGTH)[None]
     mask = two_stream_mask(positions, BLOCK, None, noisy, clean)
@@ -94,11 +93,11 @@ def test_padding_is_never_looked_at_and_no_row_is_empty() -> None:
 def test_loss_equals_passes_over_the_clean_prefix_and_one_noisy_block(model: Any, ids: torch.Tensor) -> None:
     """What decoding sees: the clean blocks before, then the noisy block, in SDAR's own one-stream pass."""
     labels = ids.clone()
-    labels[:, :3] = IGNORE
+    labels[:, :3] = IGNORE_INDEX
     loss = model(ids, labels=labels, generator=torch.Generator().manual_seed(7)).loss
     drawn = Uniforms.drawn(torch.Generator().manual_seed(7), 3, LENGTH)
     p = (1 - 1e-3) * drawn.level + 1e-3
-    masked = (drawn.token < p[:, None]) & (labels != IGNORE)
+    masked = (drawn.token < p[:, None]) & (labels != IGNORE_INDEX)
     cost = 0.0
     for start in range(0, LENGTH, BLOCK):
         block = slice(start, min(start + BLOCK, LENGTH))
@@ -161,14 +160,14 @@ def test_expected_loss_equals_exact_enumeration_with_a_level_per_block() -> None
 
 def test_complementary_rows_mask_every_token_once(ids: torch.Tensor) -> None:
     labels = ids.clone()
-    labels[0, :6] = IGNORE
+    labels[0, :6] = IGNORE_INDEX
     objective = ComplementaryBlockDiffusion(MASK, block_size=BLOCK)
     uniforms = Uniforms.keyed(0, 1, range(3), LENGTH)
     noisy = objective.noise(ids, uniforms, labels)
     assert noisy.input_ids.shape == (6, 2 * LENGTH)
     assert torch.equal(noisy.input_ids[:, LENGTH:], torch.cat([ids, ids]))
     first, second = (noisy.input_ids[:, :LENGTH] == MASK).split(3)
-    answer = labels != IGNORE
+    answer = labels != IGNORE_INDEX
     answer[:, 0] = False
     assert torch.equal(first ^ second, answer)
     assert not (first & second).any()

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.models.masks import causal_mask
-from dlm_bridge.train.objectives import IGNORE, Uniforms, WeDLMDiffusion
+from dlm_bridge.attention_mask import causal_mask
+from dlm_bridge.objectives.batches import IGNORE_INDEX
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.two_streams import WeDLMDiffusion
 from tests.families import nemotron_labs_diffusion, wedlm
 
 MASK = 99
@@ -38,11 +40,11 @@ def test_nemotrons_loss_is_diffusion_over_a_causal_prefix_plus_autoregression(
 ) -> None:
     model = _model(nemotron_labs_diffusion, tmp_path)
     labels = ids.clone()
-    labels[0, :5] = IGNORE
+    labels[0, :5] = IGNORE_INDEX
     loss = model(ids, labels=labels, generator=torch.Generator().manual_seed(4)).loss
     drawn = Uniforms.drawn(torch.Generator().manual_seed(4), 3, LENGTH)
     p = ((1 - 1e-3) * drawn.level + 1e-3)[:, None]
-    masked = (drawn.token < p) & (labels != IGNORE)
+    masked = (drawn.token < p) & (labels != IGNORE_INDEX)
     cost = 0.0
     for start in range(0, LENGTH, BLOCK):
         block = slice(start, min(start + BLOCK, LENGTH))
@@ -52,7 +54,7 @@ def test_nemotrons_loss_is_diffusion_over_a_causal_prefix_plus_autoregression(
         costs = -logits.log_softmax(-1).gather(-1, ids[:, block, None])[..., 0]
         cost += 0.3 * (costs * masked[:, block] / p).sum().item()
     autoregressive = _next_token_costs(model(ids, attention_mask=causal_mask(torch.ones_like(ids))).logits, ids)
-    following = labels[:, 1:] != IGNORE
+    following = labels[:, 1:] != IGNORE_INDEX
     cost += autoregressive[following].sum().item()
     assert loss.item() == pytest.approx(cost / (masked.sum() + following.sum()).item(), rel=1e-5)
 
@@ -60,7 +62,7 @@ def test_nemotrons_loss_is_diffusion_over_a_causal_prefix_plus_autoregression(
 def test_wedlms_loss_is_the_reordered_blocks_plus_autoregression(tmp_path: Path, ids: torch.Tensor) -> None:
     model = _model(wedlm, tmp_path)
     labels = ids.clone()
-    labels[0, :5] = IGNORE
+    labels[0, :5] = IGNORE_INDEX
     loss = model(ids, labels=labels, generator=torch.Generator().manual_seed(4)).loss
     drawn = Uniforms.drawn(torch.Generator().manual_seed(4), 3, LENGTH)
     cost = weight = 0.0
@@ -69,7 +71,9 @@ def test_wedlms_loss_is_the_reordered_blocks_plus_autoregression(tmp_path: Path,
         for number, start in enumerate(range(0, LENGTH, BLOCK)):
             block = range(start, min(start + BLOCK, LENGTH))
             p = drawn.block[row, number].item()
-            answer = sorted((i for i in block if labels[row, i] != IGNORE), key=lambda i: drawn.token[row, i].item())
+            answer = sorted(
+                (i for i in block if labels[row, i] != IGNORE_INDEX), key=lambda i: drawn.token[row, i].item()
+            )
             masked = sorted(answer[: round(len(answer) * p)])
             order = [i for i in block if i not in masked] + masked
             seen = [*ids[row, :start].tolist(), *(MASK if i in masked else int(ids[row, i]) for i in order)]
@@ -79,7 +83,7 @@ def test_wedlms_loss_is_the_reordered_blocks_plus_autoregression(tmp_path: Path,
                 cost -= log_probabilities[start + order.index(i), ids[row, i]].item() / p
                 weight += 1 / p
             masks += len(masked)
-    autoregressive = _next_token_costs(model(ids).logits, ids)[labels[:, 1:] != IGNORE]
+    autoregressive = _next_token_costs(model(ids).logits, ids)[labels[:, 1:] != IGNORE_INDEX]
     assert 8 < masks < 30
     assert loss.item() == pytest.approx((cost / weight + autoregressive.mean().item()) / 2, rel=1e-5)
 
@@ -89,7 +93,7 @@ def test_wedlm_masks_exact_counts_and_keeps_prompt_and_padding() -> None:
     count, block = 200, 8
     tokens = torch.randint(0, MASK, (count, 20), generator=torch.Generator().manual_seed(0))
     labels, real = tokens.clone(), torch.ones_like(tokens)
-    labels[:, :3] = IGNORE
+    labels[:, :3] = IGNORE_INDEX
     real[:, 17:] = 0
     uniforms = Uniforms.keyed(0, 1, range(count), 20)
     noisy = WeDLMDiffusion(MASK, block_size=block).noise(tokens, uniforms, labels, real)

@@ -11,20 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_bridge.attention_mask import causal_mask
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.masks import causal_mask
-from dlm_bridge.train.objectives import (
-    IGNORE,
-    OBJECTIVES,
-    MaskedDiffusion,
-    NoisyBatch,
-    Objective,
-    ShiftedDiffusion,
-    Uniforms,
-    build_objective,
-    cart_weights,
-    document_level,
-)
+from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch, document_level
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.registry import OBJECTIVES, build_objective
+from dlm_bridge.objectives.single_stream import MaskedDiffusion, ShiftedDiffusion, cart_weights
 
 MASK = 7
 VOCAB = 8
@@ -60,7 +53,7 @@ def _objective(name: str, weighting: str, normalisation: str) -> Objective:
 
 def _sums(objective: Objective, noisy: NoisyBatch) -> torch.Tensor:
     """[2, K] loss sums and normalisers."""
-    logits = _logits(noisy, causal=objective.topologies == ("causal",))
+    logits = _logits(noisy, causal=objective.attention_patterns == ("causal",))
     return torch.stack([objective.loss_sum(logits, noisy).double(), noisy.normaliser])
 
 
@@ -73,7 +66,7 @@ def _packed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, U
         start = 0
         for number, length in enumerate(lengths):
             documents[row, start : start + length] = 5 - number  # any numbers do
-            labels[row, start : start + length // 3] = IGNORE
+            labels[row, start : start + length // 3] = IGNORE_INDEX
             start += length
         real[row, :start] = 1
     return ids, labels, real, documents, Uniforms.keyed(2, 1, [10, 11], LENGTH)
@@ -151,13 +144,13 @@ def test_weights_and_divisors_written_out(name: str, weighting: str, normalisati
     objective = _objective(name, weighting, normalisation)
     ids = torch.randint(0, MASK, (16, 10), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
-    labels[::2, :4] = IGNORE
+    labels[::2, :4] = IGNORE_INDEX
     uniforms = Uniforms.keyed(0, 1, range(16), 10)
     noisy = objective.noise(ids, uniforms, labels)
     masked = noisy.input_ids[:, :10] == MASK
     weights, divisor = [], 0
     for row in range(16):
-        answer = [i for i in range(10) if labels[row, i] != IGNORE and not (name == "shifted" and i == 0)]
+        answer = [i for i in range(10) if labels[row, i] != IGNORE_INDEX and not (name == "shifted" and i == 0)]
         masks = [i for i in answer if masked[row, i]]
         divisor += {"tokens": len(answer), "sequences": 1, "predicted": len(masks)}[normalisation]
         for i in masks:

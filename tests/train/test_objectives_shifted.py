@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlm_bridge.train.objectives import IGNORE, ShiftedDiffusion, Uniforms, build_objective, cart_weights
+from dlm_bridge.objectives.batches import IGNORE_INDEX
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.registry import build_objective
+from dlm_bridge.objectives.single_stream import ShiftedDiffusion, cart_weights
 from tests.families import dream
 
 MASK = 7
@@ -90,7 +93,7 @@ def test_nothing_unpreceded_is_masked_and_prompts_stay() -> None:
     attention_mask = torch.ones_like(tokens)
     attention_mask[:, :3] = 0  # padding on the left: position 3 is the first that is real
     labels = tokens.clone()
-    labels[32:, :6] = IGNORE
+    labels[32:, :6] = IGNORE_INDEX
     noisy = ShiftedDiffusion(MASK).noise(tokens, Uniforms.keyed(0, 1, range(64), 10), labels, attention_mask)
     masked = noisy.input_ids == MASK
     assert not masked[:, :4].any()
@@ -107,11 +110,11 @@ def test_dreams_loss_is_its_shifted_logits_written_out(tmp_path: Path) -> None:
     model.config.mask_token_id = 99
     ids = torch.randint(0, 99, (3, 12), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
-    labels[:, :3] = IGNORE
+    labels[:, :3] = IGNORE_INDEX
     with torch.no_grad():
         loss = model(ids, labels=labels, generator=torch.Generator().manual_seed(5)).loss
         drawn = Uniforms.drawn(torch.Generator().manual_seed(5), 3, 12)
-        masked = (drawn.token < drawn.level[:, None]) & (labels != IGNORE)
+        masked = (drawn.token < drawn.level[:, None]) & (labels != IGNORE_INDEX)
         logits = model(torch.where(masked, 99, ids)).logits
         shifted = torch.cat([logits[:, :1], logits[:, :-1]], dim=1).log_softmax(-1)
     cost = 0.0

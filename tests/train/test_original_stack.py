@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import dlm_bridge  # noqa: F401
-from dlm_bridge.train.tokenizer_files import save_tokenizer
+from dlm_bridge.train.checkpoints import save_tokenizer
 from tests.families import dream, sdar
 from tests.families.case import FamilyCase
 

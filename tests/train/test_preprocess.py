@@ -22,8 +22,10 @@ from typer.testing import CliRunner
 
 from dlm_bridge.cli.app import app
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data import documents, find_files, open_indexed, pack
+from dlm_bridge.train.data import documents
 from dlm_bridge.train.data import preprocess as module
+from dlm_bridge.train.data.documents import find_files, pack
+from dlm_bridge.train.data.indexed import open_indexed
 from dlm_bridge.train.data.preprocess import preprocess
 from tests.train.conftest import Run
 
@@ -75,7 +77,7 @@ def test_processes_and_pieces_change_nothing(tmp_path: Path, tokenizer: Any, mon
     inputs = [_jsonl(tmp_path / "a.jsonl", copies=40), str(tmp_path / "long.txt")]
     preprocess(inputs, tmp_path / "one", tokenizer, append_eod=True)
     monkeypatch.setattr(module, "CHUNK", 200)
-    monkeypatch.setattr(documents, "PIECE", 90)
+    monkeypatch.setattr(documents, "PART_CHARACTERS", 90)
     preprocess(inputs, tmp_path / "three", tokenizer, append_eod=True, workers=3)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"three{suffix}").read_bytes()

@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train import accelerate_engine
+from dlm_bridge.train.accelerate import trainer
 from dlm_bridge.train.config import load_config
 from tests.train.conftest import Run, read_metrics, without_speed
 
@@ -89,7 +89,7 @@ def test_crash_between_checkpoints(
     class CrashError(Exception):
         pass
 
-    step = accelerate_engine.Trainer.start
+    step = trainer.AccelerateTrainer.start
 
     def crashing(self: Any, number: int, want_stop: bool) -> Any:
         if number == 7:
@@ -97,7 +97,7 @@ def test_crash_between_checkpoints(
         return step(self, number, want_stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(accelerate_engine.Trainer, "start", crashing)
+        patch.setattr(trainer.AccelerateTrainer, "start", crashing)
         with pytest.raises(CrashError):
             run(tmp_path / "crashed", steps=STEPS)
     assert [row["step"] for row in read_metrics(tmp_path / "crashed")] == [1, 2, 3, 4, 5, 6]

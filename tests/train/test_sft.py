@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models import FAMILIES, family_by_name
+from dlm_bridge.models.families import FAMILIES, family_by_name
 from dlm_bridge.models.initialisation import initial_weights
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.registry import OBJECTIVES
 from dlm_bridge.train.config import load_config
-from dlm_bridge.train.objectives import OBJECTIVES, Uniforms
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.families import dream, fast_dllm_v2, nemotron_labs_diffusion, sdar, wedlm
 from tests.train.chats import chatty, conversation, write_rows
@@ -90,9 +91,12 @@ def test_lladas_loss_is_that_of_its_guidelines(tmp_path: Path, run: Run, options
     weights = dict(initial_weights(FAMILIES[0], raw, seed=0))
     model.load_state_dict(type(model).from_pretrained(None, config=model.config, state_dict=weights).state_dict())
 
-    from dlm_bridge.train.data import Answers, Epochs, load_answers
+    from dlm_bridge.train.data.blocks import Epochs
+    from dlm_bridge.train.data.conversations import ConversationSettings, load_conversation_blocks
 
-    blocks = load_answers([Path(options["data"][0])], chat, Answers(96, chat.mask_token_id, eos_padding="row"))
+    blocks = load_conversation_blocks(
+        [Path(options["data"][0])], chat, ConversationSettings(96, chat.mask_token_id, eos_padding="row")
+    )
     chosen = [Epochs(blocks, seed=0).block(sample) for sample in range(8)]
     uniforms = Uniforms.keyed(0, 1, range(8), 96)
     loss, two_turns = 0.0, 0
@@ -138,9 +142,9 @@ def test_packed_conversations_cost_what_they_cost_alone(tmp_path: Path, run: Run
 
 
 def _packed_rows(chat: Any, chats: Path) -> int:
-    from dlm_bridge.train.data import Answers, load_answers
+    from dlm_bridge.train.data.conversations import ConversationSettings, load_conversation_blocks
 
-    return len(load_answers([chats], chat, Answers(96, None, packing=True)))
+    return len(load_conversation_blocks([chats], chat, ConversationSettings(96, None, packing=True)))
 
 
 @pytest.mark.parametrize("objective", FAMILY_CASES)

@@ -10,9 +10,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge import DlmBridgeError
+from dlm_bridge.train.accelerate.fsdp import fsdp_config, with_launcher_settings
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import load_model
-from dlm_bridge.train.sharding import as_launched, sharding_of
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.families import dream, illada, llada2_moe, sdar
 from tests.processes import assert_ok, forked, launch
@@ -57,25 +57,25 @@ def _config(**changes: Any) -> TrainConfig:
 def test_what_accelerate_launch_says_of_fsdp_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    assert as_launched(_config()) == _config()
+    assert with_launcher_settings(_config()) == _config()
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(DlmBridgeError, match="launch with --fsdp_version 2"):
-        as_launched(_config())
+        with_launcher_settings(_config())
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
-    config = as_launched(_config(precision="bf16"))
+    config = with_launcher_settings(_config(precision="bf16"))
     assert (config.sharding, config.cpu_offload, config.gradient_checkpointing) == ("fsdp", True, True)
-    sharding = sharding_of(config, torch.device("cpu"))
+    sharding = fsdp_config(config, torch.device("cpu"))
     assert sharding is not None
     assert (sharding.dtype, sharding.offload, sharding.reshard) == (torch.bfloat16, True, False)
     monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP")
     with pytest.raises(DlmBridgeError, match="--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"):
-        as_launched(_config())
+        with_launcher_settings(_config())
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(DlmBridgeError, match="configured for bf16, the run for --precision fp32"):
-        as_launched(_config())
+        with_launcher_settings(_config())
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,21 @@ from torch._dynamo.utils import counters
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.a2d.configuration import A2DQwen3Config
-from dlm_bridge.models.a2d.modeling import A2DQwen3LMHeadModel
-from dlm_bridge.train.metrics import Row
-from dlm_bridge.train.objectives import MaskedDiffusion, NoisyBatch, Uniforms, divisors
-from dlm_bridge.train.speed.attention import repeated_heads
-from dlm_bridge.train.speed.float8 import check_float8
-from dlm_bridge.train.speed.layers import compile_layers
-from dlm_bridge.train.speed.output import LossHead, chosen_positions, shared
-from dlm_bridge.train.speed.weights import HalfWeights
+from dlm_bridge.models.modeling_a2d import A2DQwen3Config, A2DQwen3LMHeadModel
+from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.objectives.loss import divisors
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.single_stream import MaskedDiffusion
+from dlm_bridge.train.accelerate.attention import sdpa_with_repeated_kv
+from dlm_bridge.train.accelerate.transforms import (
+    HalfPrecisionParams,
+    LossHead,
+    check_float8,
+    compile_layers,
+    loss_positions,
+    normalised_positions,
+)
+from dlm_bridge.train.metrics import StepMetrics
 from tests.families.case import all_cases
 from tests.train.conftest import Run, read_metrics
 
@@ -99,7 +105,7 @@ def test_loss_and_gradients_are_those_of_plain_logits(kind: str, terms: int) -> 
     with torch.no_grad():
         logits = model(input_ids=batch.input_ids).logits
     head = LossHead(model)
-    loss, sums = head.loss(model, shared(chosen_positions(batch), shares, CPU), input_ids=batch.input_ids)
+    loss, sums = head.loss(model, normalised_positions(loss_positions(batch), shares, CPU), input_ids=batch.input_ids)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert sums.shape == (terms,)
     assert sums.sum().item() == pytest.approx(expected.item(), rel=1e-6)
@@ -112,7 +118,7 @@ def test_no_position_gives_no_loss_and_no_gradient() -> None:
     model = _model()
     batch = _batch()
     nothing = {"mask": torch.zeros_like(batch.mask), "targets": batch.targets[:0], "weights": batch.weights[:0]}
-    chosen = shared(chosen_positions(NoisyBatch(**(vars(batch) | nothing))), torch.ones(1), CPU)
+    chosen = normalised_positions(loss_positions(NoisyBatch(**(vars(batch) | nothing))), torch.ones(1), CPU)
     loss, sums = LossHead(model).loss(model, chosen, input_ids=batch.input_ids)
     assert loss.item() == sums.item() == 0.0
     assert all(not gradient.any() for gradient in _gradients(model, loss).values())
@@ -122,7 +128,7 @@ def test_half_weights_hand_their_gradients_over() -> None:
     """Two micro-batches: each weight's gradient is the fp32 sum of those of a model in bf16; then a refresh."""
     model, alone = _model(), _model().bfloat16()
     alone.model.rotary_emb = _model().model.rotary_emb  # buffers stay as they are
-    half = HalfWeights(model)
+    half = HalfPrecisionParams(model)
     assert half.model.config is model.config
     assert half.model.lm_head.weight is half.model.model.embed_tokens.weight
     assert {weight.dtype for weight in half.model.parameters()} == {torch.bfloat16}
@@ -147,7 +153,7 @@ def test_routers_and_frozen_weights_are_shared(tmp_path: Path) -> None:
     case = next(case for case in all_cases() if case.name == "llada2_moe")
     model = case.load(case.write(tmp_path / "model"))
     model.lm_head.weight.requires_grad = False
-    half = HalfWeights(model)
+    half = HalfPrecisionParams(model)
     found = {name: weight.dtype for name, weight in half.model.named_parameters()}
     assert {dtype for name, dtype in found.items() if name.endswith("mlp.gate.weight")} == {torch.float32}
     assert found["lm_head.weight"] == torch.bfloat16
@@ -183,7 +189,7 @@ def test_repeated_heads_give_the_attention_of_groups(causal: bool, monkeypatch: 
             layer.self_attn.is_causal = causal
     shares = divisors(batch.normaliser)
     wanted = _gradients(plain, _plain_loss(plain, batch, shares))
-    with repeated_heads():
+    with sdpa_with_repeated_kv():
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not usual
         _same(_gradients(repeated, _plain_loss(repeated, batch, shares)), wanted, 1e-5)
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
@@ -226,7 +232,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_its_step(
         run(tmp_path / "run", steps=8, eval_interval=0, save_interval=4)
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
-    assert set(rows[0]) >= set(json.loads(Row(1, 0.0, 0.0, 0.0, 0, 0.0, 0.0, None).to_json()))
+    assert set(rows[0]) >= set(json.loads(StepMetrics(1, 0.0, 0.0, 0.0, 0, 0.0, 0.0, None).to_json()))
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 

@@ -12,11 +12,11 @@ from torch._dynamo.utils import counters
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.kernels import flash
-from dlm_bridge.train import accelerate_engine
-from dlm_bridge.train.objectives import divisors
-from dlm_bridge.train.speed.attention import attention_kernels, flash_heads, takes_flash
-from dlm_bridge.train.speed.layers import compile_layers
+from dlm_bridge.objectives.loss import divisors
+from dlm_bridge.parallel.fused import flash_attention
+from dlm_bridge.train.accelerate import attention
+from dlm_bridge.train.accelerate.attention import attention_kernels, flash_attention_kernels, uses_flash_attention
+from dlm_bridge.train.accelerate.transforms import compile_layers
 from tests.kernels import standin
 from tests.train.conftest import Run
 from tests.train.test_speed import _batch, _gradients, _model, _plain_loss, _same
@@ -33,10 +33,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(1)
         return standin.forward(*args, **kwargs)
 
-    monkeypatch.setattr(flash, "missing", lambda: None)
-    monkeypatch.setattr(flash, "unfit", lambda *_: None)
-    monkeypatch.setattr(flash, "HALF", (*flash.HALF, torch.float32))
-    monkeypatch.setattr(flash, "kernels", lambda: (forward, standin.backward))
+    monkeypatch.setattr(flash_attention, "missing", lambda: None)
+    monkeypatch.setattr(flash_attention, "unsupported_heads", lambda *_: None)
+    monkeypatch.setattr(flash_attention, "HALF", (*flash_attention.HALF, torch.float32))
+    monkeypatch.setattr(flash_attention, "kernels", lambda: (forward, standin.backward))
     return made
 
 
@@ -53,7 +53,7 @@ def test_a_model_computes_what_it_computed_without(
             layer.self_attn.is_causal = causal
     shares = divisors(batch.normaliser)
     wanted = _gradients(plain, _plain_loss(plain, batch, shares))
-    with flash_heads():
+    with flash_attention_kernels():
         _same(_gradients(model, _plain_loss(model, batch, shares)), wanted, 1e-5)
         assert len(calls) == 3
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
@@ -72,17 +72,17 @@ def test_a_call_under_a_mask_is_sdpas(calls: list[int]) -> None:
     mask = torch.ones_like(batch.input_ids)
     mask[:, -3:] = 0
     wanted = model(input_ids=batch.input_ids, attention_mask=mask).logits
-    with flash_heads():
+    with flash_attention_kernels():
         torch.testing.assert_close(model(input_ids=batch.input_ids, attention_mask=mask).logits, wanted)
     assert not calls
 
 
 def test_whoever_can_gets_it(calls: list[int]) -> None:
     model = _model()
-    assert takes_flash(model, None, CUDA, "bf16")
-    assert takes_flash(model, "flash", CUDA, "bf16")
-    assert not takes_flash(model, "sdpa", CUDA, "bf16")
-    assert not takes_flash(model, None, torch.device("cpu"), "bf16")
+    assert uses_flash_attention(model, None, CUDA, "bf16")
+    assert uses_flash_attention(model, "flash", CUDA, "bf16")
+    assert not uses_flash_attention(model, "sdpa", CUDA, "bf16")
+    assert not uses_flash_attention(model, None, torch.device("cpu"), "bf16")
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
     for masked, taken in ((True, False), (False, True)):
         with attention_kernels(CUDA, masked, compiled=True, flashes=True):
@@ -99,14 +99,16 @@ def test_who_is_refused(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> No
     _refused(model, "takes the place of sdpa, and this model has eager")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     _refused(_model(), "gradients are not deterministic")
-    monkeypatch.setattr(flash, "missing", lambda: "flash-attn-4 is not installed: pip install 'dlm-bridge[flash]'")
+    monkeypatch.setattr(
+        flash_attention, "missing", lambda: "flash-attn-4 is not installed: pip install 'dlm-bridge[flash]'"
+    )
     _refused(_model(), "flash-attn-4 is not installed")
 
 
 def _refused(model: Any, said: str) -> None:
-    assert not takes_flash(model, None, CUDA, "bf16")
+    assert not uses_flash_attention(model, None, CUDA, "bf16")
     with pytest.raises(DlmBridgeError, match=f"--attention-backend flash: .*{said}"):
-        takes_flash(model, "flash", CUDA, "bf16")
+        uses_flash_attention(model, "flash", CUDA, "bf16")
 
 
 def test_a_run_with_it_is_the_run(tmp_path: Path, run: Run, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +118,8 @@ def test_a_run_with_it_is_the_run(tmp_path: Path, run: Run, calls: list[int], mo
             run(tmp_path / "refused", steps=1, attention_backend="flash")
     plain = run(tmp_path / "plain", steps=2, length_variation=0.0)
     assert not calls
-    monkeypatch.setattr(accelerate_engine, "takes_flash", lambda *_: True)
-    monkeypatch.setattr(accelerate_engine, "attention_kernels", lambda *_: flash_heads())
+    monkeypatch.setattr(attention, "uses_flash_attention", lambda *_: True)
+    monkeypatch.setattr(attention, "attention_kernels", lambda *_: flash_attention_kernels())
     found = run(tmp_path / "flash", steps=2, length_variation=0.0, attention_backend="flash")
     assert calls
     for key in ("loss", "grad_norm"):

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.megatron.stragglers import Stragglers, describe
+from dlm_bridge.train.megatron.stragglers import StragglerDetector, straggler_report
 from tests.processes import assert_ok, launch, work
 from tests.train.conftest import Run
 
@@ -56,7 +56,7 @@ def test_refuses(options: dict[str, Any], message: str) -> None:
 def test_a_tracker_that_is_not_installed(
     tmp_path: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dlm_bridge.train.trackers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("dlm_bridge.train.monitoring.importlib.util.find_spec", lambda name: None)
     options = ["--model", values["model"], "--from-scratch", "--data", values["data"][0], "--trackers", "wandb"]
     flags = [*options, "--output", str(tmp_path / "run"), "--seq-length", "16", "--global-batch-size", "2"]
     monkeypatch.setattr(sys, "argv", ["dlm-bridge", "pretrain", *flags])
@@ -70,7 +70,7 @@ def test_a_tracker_that_is_not_installed(
 
 def test_the_slowest_rank_is_named_among_those_of_its_stage() -> None:
     found = [(0, 1.0, "a"), (0, 1.1, "b"), (1, 4.0, "c"), (1, 5.0, "d")]
-    assert describe(20, found) == (
+    assert straggler_report(20, found) == (
         "step 20: forward passes of stage 1 take 5.000 s on rank 3 (d), the slowest, and 4.000 s on rank 2 (c), the "
         "fastest: 25.0% more"
     )
@@ -82,7 +82,7 @@ def test_ranks_compare_their_times(tmp_path: Path) -> None:
 
 def _report() -> None:
     rank = dist.get_rank()
-    stragglers = Stragglers(2, 0, 1, torch.device("cpu"), dist.group.WORLD)
+    stragglers = StragglerDetector(2, 0, 1, torch.device("cpu"), dist.group.WORLD)
     for _ in range(2):
         with stragglers.timed():
             pass
@@ -96,7 +96,7 @@ def _report() -> None:
     assert "1.000 s on rank 0" in line
     assert stragglers.seconds == 0
     with pytest.raises(DlmBridgeError, match=r"each of 2 rank\(s\) does other work"):
-        Stragglers(2, rank, 2, torch.device("cpu"), dist.group.WORLD)
+        StragglerDetector(2, rank, 2, torch.device("cpu"), dist.group.WORLD)
 
 
 def _checks() -> Iterator[tuple[str, Callable[[], None]]]:

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.batches import IGNORE_INDEX
+from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.train.collator import DiffusionCollator, trl_loss
-from dlm_bridge.train.objectives import IGNORE, Uniforms
 from tests.families import dream, fast_dllm_v2, illada, sdar, wedlm
 from tests.families.case import FamilyCase, all_cases
 
@@ -31,7 +32,7 @@ def _samples(count: int) -> list[dict[str, Any]]:
     return [
         {
             "input_ids": [(number % 20) + i for i in range(10 + number % 3)],
-            "labels": [IGNORE] * 2 + [(number % 20) + i for i in range(2, 10 + number % 3)],
+            "labels": [IGNORE_INDEX] * 2 + [(number % 20) + i for i in range(2, 10 + number % 3)],
             "sample_index": number,
         }
         for number in range(count)
@@ -99,8 +100,8 @@ def test_a_collated_batch_costs_what_the_model_says_of_the_clean_one(case: Famil
     model = _load(case, tmp_path).requires_grad_(False)
     ids = torch.randint(0, MASK, (3, case.length), generator=torch.Generator().manual_seed(1))
     labels, real = ids.clone(), torch.ones_like(ids)
-    labels[0, :4] = IGNORE
-    labels[1, -5:], real[1, -5:] = IGNORE, 0
+    labels[0, :4] = IGNORE_INDEX
+    labels[1, -5:], real[1, -5:] = IGNORE_INDEX, 0
     expected = model(ids, labels=labels, attention_mask=real, generator=torch.Generator().manual_seed(6)).loss
     samples = [
         {"input_ids": tokens, "labels": answer, "attention_mask": mask}
@@ -112,7 +113,7 @@ def test_a_collated_batch_costs_what_the_model_says_of_the_clean_one(case: Famil
     del batch["logits_to_keep"]
     assert model(**batch).logits.dim() == 3
     assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    halved = model(**batch, num_items_in_batch=2 * int(batch["labels"].ne(IGNORE).sum())).loss
+    halved = model(**batch, num_items_in_batch=2 * int(batch["labels"].ne(IGNORE_INDEX).sum())).loss
     assert halved.item() == pytest.approx(expected.item() / 2, rel=1e-5)
 
 
@@ -124,7 +125,7 @@ def test_trls_way_to_the_loss(tmp_path: Path) -> None:
     labels = batch.pop("labels")
     outputs = model(**batch)
     assert outputs.loss > 0
-    count = int(labels.ne(IGNORE).sum())
+    count = int(labels.ne(IGNORE_INDEX).sum())
     assert torch.equal(trl_loss(outputs, labels), outputs.loss)
     assert trl_loss(outputs, labels, 4 * count).item() == pytest.approx(outputs.loss.item() / 4)
     del batch["targets"], batch["logits_to_keep"]
@@ -141,13 +142,13 @@ def test_prompts_are_never_masked_by_labels_or_trls_columns(tmp_path: Path) -> N
     ids = list(range(10, 20))
     answer = [0] * 6 + [1] * 4
     for column in ("completion_mask", "assistant_masks", "labels"):
-        values = [token if one else IGNORE for token, one in zip(ids, answer, strict=True)]
+        values = [token if one else IGNORE_INDEX for token, one in zip(ids, answer, strict=True)]
         sample = {"input_ids": ids, column: values if column == "labels" else answer}
         batch = DiffusionCollator.of(model, pad_to_multiple_of=8)([sample] * 64)
         assert batch["input_ids"].shape == (64, 16)
         masked = batch["input_ids"] == MASK
         assert masked.any(0).tolist() == [False] * 6 + [True] * 4 + [False] * 6, column
-        assert (batch["labels"] != IGNORE).all(0).tolist() == [False] * 6 + [True] * 4 + [False] * 6
+        assert (batch["labels"] != IGNORE_INDEX).all(0).tolist() == [False] * 6 + [True] * 4 + [False] * 6
         assert torch.equal(batch["loss_weights"] > 0, masked)
         assert batch["attention_mask"].tolist() == [[True] * 10 + [False] * 6] * 64
 

@@ -1,7 +1,7 @@
-"""Writing Megatron's legacy format: every rank's `model_optim_rng.pt` laid out first, then filled slice by slice.
+"""Writer of Megatron's legacy format: every rank's `model_optim_rng.pt` laid out first, then filled slice by slice.
 
 torch itself lays a file out, with `skip_data`: its pickle and headers are kept in memory and the tensors' places are
-filled in any order. What results is a plain `torch.save` file, checksums included.
+filled in any order. The result is a plain `torch.save` file, checksums included.
 """
 
 from __future__ import annotations
@@ -21,22 +21,30 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
-from dlm_bridge.convert.formats.legacy import FILE
+from dlm_bridge.convert.checkpoints.legacy import RANK_FILE
 from dlm_bridge.convert.formats.rank_names import KeyStyle, extra_state_of, rank_name
-from dlm_bridge.convert.formats.torch_file import Record, read_records
-from dlm_bridge.convert.layout import Layout
-from dlm_bridge.convert.mapping import Link
-from dlm_bridge.convert.streaming import Bands, Part, Sink, allocate, distribute, part_of
-from dlm_bridge.convert.tensors import range_digest, write_at
+from dlm_bridge.convert.formats.unpickler import ArchiveRecord, read_records
+from dlm_bridge.convert.streaming import (
+    Bands,
+    Sink,
+    SliceRange,
+    allocate,
+    distribute,
+    range_digest,
+    slice_range,
+    write_at,
+)
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.mapping.rules import ParamMapping
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _CRC_IN_DESCRIPTOR, _CRC_IN_DIRECTORY = 4, 16  # bytes from the start of either
 
 
 @dataclass(frozen=True)
-class Target:
-    """Where one rank's share of a link's slice goes: `length` bytes from `start` of `file`."""
+class RankTensor:
+    """Where one rank's share of a param's slice goes: `length` bytes from `start` of `file`."""
 
     file: str
     start: int
@@ -50,7 +58,7 @@ class LegacyPlan:
     """Every file and every place in it, before any tensor is read."""
 
     files: dict[str, int]  # path below the iteration -> bytes
-    targets: dict[str, list[Target]]  # by Link.megatron_name
+    targets: dict[str, list[RankTensor]]  # by Link.megatron_name
     segments: dict[str, list[tuple[int, bytes]]]  # what stands around the tensors
     directories: dict[str, dict[int, int]]  # file -> start of a tensor's bytes -> its entry in the archive's directory
 
@@ -58,11 +66,11 @@ class LegacyPlan:
 @dataclass
 class _RankPlan:
     chunks: list[dict[str, torch.Tensor | None]]
-    places: list[tuple[int, str, str, int, int]] = field(default_factory=list)  # chunk, key, link's name, tp rank, tp
+    places: list[tuple[int, str, str, int, int]] = field(default_factory=list)  # chunk, key, param's name, tp rank, tp
 
 
 def plan_legacy(
-    links: Iterable[Link],
+    params: Iterable[ParamMapping],
     layout: Layout,
     dtypes: dict[str, torch.dtype],
     args: dict[str, Any],
@@ -74,19 +82,19 @@ def plan_legacy(
     ranks = _ranks(layout)
     plans = {(pp, tp, ep): _RankPlan([{} for _ in range(layout.vp)]) for pp in range(layout.pp) for tp, ep in ranks}
     local: dict[int, tuple[int, int, int]] = {}
-    for link in links:
+    for param in params:
         if not local:
-            local = _local_layers(layout, link.dims.layers)
-        for pp, vp, name in _names(link, layout, local, style):
-            expert_rank = None if link.expert is None else link.expert // (link.dims.experts // layout.ep)
+            local = _local_layers(layout, param.dims.layers)
+        for pp, vp, name in _names(param, layout, local, style):
+            expert_rank = None if param.expert is None else param.expert // (param.dims.experts // layout.ep)
             for (tp, ep), etp_rank in ranks.items():
                 if expert_rank not in (None, ep):
                     continue
                 rank, size = (tp, layout.tp) if expert_rank is None else (etp_rank, layout.expert_tp)
                 plan = plans[pp, tp, ep]
-                tensor = torch.empty(_local_shape(link, rank, size), dtype=dtypes[link.megatron_key])
+                tensor = torch.empty(_local_shape(param, rank, size), dtype=dtypes[param.megatron_key])
                 plan.chunks[vp][name] = tensor
-                plan.places.append((vp, name, link.megatron_name, rank, size))
+                plan.places.append((vp, name, param.megatron_name, rank, size))
                 if state := extra_state_of(name, style):
                     plan.chunks[vp][state] = None
     result = LegacyPlan({}, {}, {}, {})
@@ -94,7 +102,7 @@ def plan_legacy(
         if pp == layout.pp - 1:  # the output layer has a state also where it shares the embedding's weight
             plan.chunks[-1].setdefault("output_layer._extra_state", None)
         rest = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": iteration}
-        _lay_out(f"{_folder(layout, pp, tp, ep)}/{FILE}", plan, rest, result)
+        _lay_out(f"{_folder(layout, pp, tp, ep)}/{RANK_FILE}", plan, rest, result)
     return result
 
 
@@ -107,34 +115,34 @@ class LegacyWriter:
         self._written: dict[tuple[str, int], tuple[bytes, int]] = {}  # (file, start) -> digest, checksum
         allocate(folder, plan.files)
 
-    def write(self, link: Link, bands: Bands) -> list[str]:
-        """Put a link's whole slice into the files of the ranks that hold it. Returns its items' digests."""
+    def write(self, param: ParamMapping, bands: Bands) -> list[str]:
+        """Put a param's whole slice into the files of the ranks that hold it. Returns its items' digests."""
         parts, sinks = [], []
         with ExitStack() as stack:
-            for target in self._plan.targets[link.megatron_name]:
+            for target in self._plan.targets[param.megatron_name]:
                 sink = Sink(self._folder / target.file, target.start, checksum=True)
                 sinks.append(stack.enter_context(sink))
-                parts.append(_part(link, target))
+                parts.append(_part(param, target))
             distribute(bands, parts, sinks)
-        for target, sink in zip(self._plan.targets[link.megatron_name], sinks, strict=True):
+        for target, sink in zip(self._plan.targets[param.megatron_name], sinks, strict=True):
             taken = sink.position - target.start
             assert taken == target.length, f"{target} took {taken} bytes"
         return [f"{sink.digest.hexdigest()}:{sink.checksum:08x}" for sink in sinks]
 
-    def has(self, link: Link, digests: Sequence[str]) -> bool:
-        """Whether the link's items lie there already, from a run before this one."""
-        targets = self._plan.targets[link.megatron_name]
+    def has(self, param: ParamMapping, digests: Sequence[str]) -> bool:
+        """Whether the param's items lie there already, from a run before this one."""
+        targets = self._plan.targets[param.megatron_name]
         return len(targets) == len(digests) and all(
             range_digest(self._folder / target.file, target.start, target.length) == text.partition(":")[0]
             for target, text in zip(targets, digests, strict=True)
         )
 
-    def note(self, link: Link, digests: Sequence[str]) -> None:
-        """The link's items are there: what `write` returned, or what `has` found."""
-        for target, text in zip(self._plan.targets[link.megatron_name], digests, strict=True):
+    def note(self, param: ParamMapping, digests: Sequence[str]) -> None:
+        """The param's items are there: what `write` returned, or what `has` found."""
+        for target, text in zip(self._plan.targets[param.megatron_name], digests, strict=True):
             digest, _, checksum = text.partition(":")
             self._written[target.file, target.start] = bytes.fromhex(digest), int(checksum, 16)
-        self._missing.remove(link.megatron_name)
+        self._missing.remove(param.megatron_name)
 
     def finish(self, iteration: int) -> dict[str, str]:
         """Write what stands around the tensors; every planned slice must be there. `iteration` is in the plan already.
@@ -142,7 +150,7 @@ class LegacyWriter:
         Returns a digest of every file, as `legacy_file_digest` finds it again.
         """
         assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
-        targets: dict[str, dict[int, Target]] = {}
+        targets: dict[str, dict[int, RankTensor]] = {}
         for target in (target for several in self._plan.targets.values() for target in several):
             targets.setdefault(target.file, {})[target.start] = target
         found = {}
@@ -208,37 +216,37 @@ def _local_layers(layout: Layout, layers: int) -> dict[int, tuple[int, int, int]
 
 
 def _names(
-    link: Link, layout: Layout, local: dict[int, tuple[int, int, int]], style: KeyStyle
+    param: ParamMapping, layout: Layout, local: dict[int, tuple[int, int, int]], style: KeyStyle
 ) -> list[tuple[int, int, str]]:
-    """(stage, chunk, name there) of every place that has a link's tensor: the embedding is on the last stage too where
+    """(stage, chunk, name there) of every place that has a param's tensor: the embedding is on the last stage too where
     the output layer shares it or multi-token prediction needs it."""
-    template, last = link.rule.megatron, (layout.pp - 1, layout.vp - 1)
-    expert = None if link.expert is None else link.expert % (link.dims.experts // layout.ep)
-    if link.layer is not None and not link.is_mtp:
-        pp, vp, layer = local[link.layer]
+    template, last = param.rule.megatron, (layout.pp - 1, layout.vp - 1)
+    expert = None if param.expert is None else param.expert % (param.dims.experts // layout.ep)
+    if param.layer is not None and not param.is_mtp:
+        pp, vp, layer = local[param.layer]
         return [(pp, vp, rank_name(template, layer, expert, style))]
-    mtp = link.layer - link.dims.layers if link.layer is not None else None
+    mtp = param.layer - param.dims.layers if param.layer is not None else None
     if template != _EMBEDDING:
         return [(*last, rank_name(template, 0, expert, style, mtp))]
-    again = [(*last, "output_layer.weight")] if link.dims.tied and last != (0, 0) else []
-    again += [(*last, template)] if link.dims.mtp and last != (0, 0) else []
+    again = [(*last, "output_layer.weight")] if param.dims.tied and last != (0, 0) else []
+    again += [(*last, template)] if param.dims.mtp and last != (0, 0) else []
     return [(0, 0, template), *again]
 
 
-def _local_shape(link: Link, rank: int, size: int) -> tuple[int, ...]:
-    axis = link.rule.tp_axis
+def _local_shape(param: ParamMapping, rank: int, size: int) -> tuple[int, ...]:
+    axis = param.rule.tp_axis
     if axis is None:
-        return link.megatron_shape
-    shape = list(link.megatron_shape)
-    shape[axis] = sum(length for _, length in link.tp_slices(rank, size))
+        return param.megatron_shape
+    shape = list(param.megatron_shape)
+    shape[axis] = sum(length for _, length in param.tp_slices(rank, size))
     return tuple(shape)
 
 
-def _part(link: Link, target: Target) -> Part:
-    """What a target has of a link's slice."""
-    ranges = link.tp_slices(target.tp_rank, target.tp)
-    itemsize = target.length // max(1, prod(_local_shape(link, target.tp_rank, target.tp)))
-    return part_of(link.megatron_shape, itemsize, link.rule.tp_axis, ranges)
+def _part(param: ParamMapping, target: RankTensor) -> SliceRange:
+    """What a target has of a param's slice."""
+    ranges = param.tp_slices(target.tp_rank, target.tp)
+    itemsize = target.length // max(1, prod(_local_shape(param, target.tp_rank, target.tp)))
+    return slice_range(param.megatron_shape, itemsize, param.rule.tp_axis, ranges)
 
 
 def _lay_out(file: str, plan: _RankPlan, rest: dict[str, Any], result: LegacyPlan) -> None:
@@ -251,17 +259,17 @@ def _lay_out(file: str, plan: _RankPlan, rest: dict[str, Any], result: LegacyPla
     # torch numbers the storages in the order in which it meets them, which is that of the dicts.
     order = [id(tensor) for chunk in plan.chunks for tensor in chunk.values() if tensor is not None]
     number = {found: place for place, found in enumerate(order)}
-    records: dict[str, Record] = {record.name: record for record in read_records(cast(BinaryIO, sparse))}
+    records: dict[str, ArchiveRecord] = {record.name: record for record in read_records(cast(BinaryIO, sparse))}
     for vp, key, name, rank, size in plan.places:
         tensor = plan.chunks[vp][key]
         record = records[f"data/{number[id(tensor)]}"]
         assert tensor is not None
         assert record.length == tensor.nbytes, f"{file}: {key} is not where torch was expected to put it"
-        result.targets.setdefault(name, []).append(Target(file, record.start, record.length, rank, size))
+        result.targets.setdefault(name, []).append(RankTensor(file, record.start, record.length, rank, size))
     result.directories[file] = _directory(sparse, records)
 
 
-def _directory(sparse: _Sparse, records: dict[str, Record]) -> dict[int, int]:
+def _directory(sparse: _Sparse, records: dict[str, ArchiveRecord]) -> dict[int, int]:
     """Start of a tensor's bytes -> offset of its entry in the archive's central directory."""
     with zipfile.ZipFile(cast(BinaryIO, sparse)) as archive:
         position, infos = archive.start_dir, archive.infolist()

@@ -1,4 +1,4 @@
-"""What a rank calls its parameters: the names of the legacy format and of Megatron FSDP, for either layer spec.
+"""Parameter names within one rank: those of the legacy format and of Megatron FSDP, for either layer spec.
 
 Transformer Engine's spec keeps a norm in the linear layer that follows it (`linear_qkv.layer_norm_weight`), the local
 spec has a module for it (`input_layernorm.weight`). Experts are grouped (`experts.linear_fc1.weight3`) or sequential

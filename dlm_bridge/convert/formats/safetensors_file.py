@@ -1,9 +1,9 @@
-"""The safetensors file format: a checked header to read by, and a header to write by before any tensor is there."""
+"""Safetensors files: checked headers, shard plans, and a writer for tensors in any order."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dlm_bridge.convert.tensors import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
+from dlm_bridge.convert.streaming import (
+    Sink,
+    allocate,
+    range_digest,
+    tensor_bands,
+)
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 
 
 @dataclass(frozen=True)
@@ -109,3 +115,122 @@ def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise DlmBridgeError(f"{path}: '{twice}' stands twice in the header")
     return result
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One safetensors file of the Hub source: its name, its metadata, its tensors in the order of their bytes."""
+
+    file: str
+    metadata: Mapping[str, str] | None
+    tensors: tuple[str, ...]
+
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+
+
+SINGLE_FILE = "model.safetensors"
+METADATA = {"format": "pt"}
+TensorSpecs = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One safetensors file that will be written: its header and the place of every tensor."""
+
+    file: str
+    metadata: Mapping[str, str] | None
+    header: bytes
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(entry.nbytes for entry in self.entries)
+
+
+class HubWriter:
+    """Writes planned safetensors files tensor by tensor, in any order and from any thread or process.
+
+    A file's size and header are there from the start, and what a run before this one wrote stays. `finish` raises
+    AssertionError unless every planned tensor was noted exactly once.
+    """
+
+    def __init__(self, folder: Path, plans: Sequence[ShardPlan]) -> None:
+        self._where = {entry.name: (folder / plan.file, entry) for plan in plans for entry in plan.entries}
+        self._missing = set(self._where)
+        allocate(folder, {plan.file: plan.nbytes for plan in plans})
+        for plan in plans:
+            with (folder / plan.file).open("r+b") as stream:
+                stream.write(plan.header)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """`put` a tensor and note it."""
+        self.put(name, tensor)
+        self.note([name])
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a contiguous tensor's bytes in their place; dtype and number must be the planned ones."""
+        _, entry = self._where[name]
+        assert (tensor.dtype, tensor.numel()) == (entry.dtype, prod(entry.shape)), f"{name} is not what was planned"
+        with self.sink(name) as sink:
+            for _, band in tensor_bands(tensor):
+                sink.put(band.reshape(-1).data)
+
+    def sink(self, name: str) -> Sink:
+        """What writes a tensor's bytes in their place, in order."""
+        path, entry = self._where[name]
+        return Sink(path, entry.offset)
+
+    def has(self, digests: Mapping[str, str]) -> bool:
+        """Whether all these tensors (name -> digest) lie in the files already, from a run before this one."""
+        for name, digest in digests.items():
+            path, entry = self._where[name]
+            if range_digest(path, entry.offset, entry.nbytes) != digest:
+                return False
+        return True
+
+    def note(self, names: Iterable[str]) -> None:
+        """These tensors are in their place."""
+        for name in names:
+            self._missing.remove(name)
+
+    def finish(self) -> None:
+        """Every tensor is there."""
+        assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
+
+
+def plan_like(shards: Iterable[ShardRecord], tensors: TensorSpecs) -> list[ShardPlan]:
+    """The files of a known shard map, with the dtypes and shapes of `tensors`."""
+    plans = []
+    for shard in shards:
+        header, entries = build_header(shard.metadata, [(name, *tensors[name]) for name in shard.tensors])
+        plans.append(ShardPlan(shard.file, shard.metadata, header, entries))
+    return plans
+
+
+def plan_by_size(tensors: TensorSpecs, shard_size: int) -> list[ShardPlan]:
+    """Files of at most `shard_size` bytes of tensors (a larger tensor has a file of its own), named as on the Hub."""
+    groups: list[list[tuple[str, torch.dtype, Sequence[int]]]] = []
+    room = 0
+    for name, (dtype, shape) in tensors.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not groups or size > room:
+            groups.append([])
+            room = shard_size
+        groups[-1].append((name, dtype, shape))
+        room -= size
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    plans = []
+    for file, group in zip([SINGLE_FILE] if len(groups) == 1 else names, groups, strict=True):
+        header, entries = build_header(METADATA, standard_order(group))
+        plans.append(ShardPlan(file, METADATA, header, entries))
+    return plans
+
+
+def index_text(plans: Sequence[ShardPlan], like: dict[str, Any] | None = None) -> str:
+    """model.safetensors.index.json for these files; `like` is an older index whose other metadata is kept."""
+    metadata = (like or {}).get("metadata")
+    metadata = dict(metadata) if isinstance(metadata, dict) else {}
+    metadata["total_size"] = sum(entry.nbytes for plan in plans for entry in plan.entries)
+    weight_map = {entry.name: plan.file for plan in plans for entry in plan.entries}
+    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"

@@ -1,30 +1,38 @@
-"""Writing Megatron's distributed checkpoint (`torch_dist`) as megatron-core 0.16 does, one layer slice at a time."""
+"""Writer of Megatron's distributed checkpoint (`torch_dist`), as megatron-core 0.16 writes it."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterable, Sequence
+import os
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
-
-from dlm_bridge.convert.formats.dcp import (
-    Chunk,
-    Contents,
-    Place,
-    StoredTensor,
-    combined_file_digests,
-    write_metadata,
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
 )
-from dlm_bridge.convert.formats.torch_dist import BACKEND
-from dlm_bridge.convert.formats.torch_items import ItemSink, object_item, tensor_item_length
-from dlm_bridge.convert.layout import Layout
-from dlm_bridge.convert.mapping import Link
-from dlm_bridge.convert.streaming import Bands, allocate, distribute, part_of
-from dlm_bridge.convert.tensors import dtype_name, range_digest
+
+from dlm_bridge.convert.checkpoints.torch_dist import BACKEND
+from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Chunk, Contents, StorageLocation, StoredTensor
+from dlm_bridge.convert.streaming import Bands, Sink, allocate, distribute, range_digest, slice_range
+from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
+from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.mapping.rules import ParamMapping
 
 # Modules whose state has a Transformer Engine `_extra_state`; a missing one fails megatron-core's load.
 _WITH_EXTRA_STATE = {
@@ -38,8 +46,8 @@ CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one rank holds of a link's slice in one run: `length` along `axis` (None: all of it), as one item."""
+class RankSlice:
+    """What one rank holds of a param's slice in one run: `length` along `axis` (None: all of it), as one item."""
 
     chunk: Chunk
     axis: int | None
@@ -52,27 +60,27 @@ class TorchDistPlan:
     """Every item of a checkpoint and where it goes, before any tensor is read."""
 
     contents: Contents
-    pieces: dict[str, list[Piece]]  # by Link.megatron_name
+    pieces: dict[str, list[RankSlice]]  # by Link.megatron_name
     files: dict[str, int]  # name -> bytes
 
 
 @dataclass
 class _Planner:
     layout: Layout
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[RankSlice]] = field(default_factory=dict)
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
-    objects: dict[str, Place] = field(default_factory=dict)
+    objects: dict[str, StorageLocation] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
 
-    def place(self, rank: int, length: int) -> Place:
+    def place(self, rank: int, length: int) -> StorageLocation:
         file = f"__{rank}_0.distcp"
         offset = self.files.get(file, 0)
         self.files[file] = offset + length
-        return Place(file, offset, length)
+        return StorageLocation(file, offset, length)
 
 
-def plan_torch_dist(links: Iterable[Link], layout: Layout, dtypes: dict[str, torch.dtype]) -> TorchDistPlan:
-    """Lay out the items of `links` over the files of the layout's ranks. `dtypes` goes by `Link.megatron_key`.
+def plan_torch_dist(params: Iterable[ParamMapping], layout: Layout, dtypes: dict[str, torch.dtype]) -> TorchDistPlan:
+    """Lay out the items of `params` over the files of the layout's ranks. `dtypes` goes by `Link.megatron_key`.
 
     A rank's file holds what that rank holds; what is replicated over tensor parallel ranks is in rank 0's.
     """
@@ -80,26 +88,26 @@ def plan_torch_dist(links: Iterable[Link], layout: Layout, dtypes: dict[str, tor
     shapes: dict[str, tuple[int, ...]] = {}
     stage_of: dict[int, int] = {}
     empty = len(object_item(_NO_STATE))
-    for link in links:
-        key, dtype = link.megatron_key, dtypes[link.megatron_key]
+    for param in params:
+        key, dtype = param.megatron_key, dtypes[param.megatron_key]
         if not stage_of:
-            stages = layout.stages(link.dims.layers)
+            stages = layout.stages(param.dims.layers)
             stage_of = {layer: p for p, chunks in enumerate(stages) for chunk in chunks for layer in chunk}
-        pp_rank = _stage(link, layout, stage_of)
-        ep_rank = None if link.expert is None else link.expert // (link.dims.experts // layout.ep)
-        shapes[key] = (*(size for _, size in link.stack), *link.megatron_shape)
+        pp_rank = _stage(param, layout, stage_of)
+        ep_rank = None if param.expert is None else param.expert // (param.dims.experts // layout.ep)
+        shapes[key] = (*(size for _, size in param.stack), *param.megatron_shape)
         module, _, last = key.rpartition(".")
         of_model = key.startswith(("decoder.", "mtp."))  # and not an optimizer's
         if of_model and last == "weight" and module.rpartition(".")[2] in _WITH_EXTRA_STATE:
             place = planner.place(layout.rank(pp_rank, 0, ep_rank), empty)
-            planner.objects[f"{module}._extra_state/shard_{_shard(link)}"] = place
-        pieces = planner.pieces.setdefault(link.megatron_name, [])
-        for tp_rank, axis, start, length in _runs(link, layout.tp if ep_rank is None else layout.expert_tp):
-            offsets, sizes = _box(link, axis, start, length)
+            planner.objects[f"{module}._extra_state/shard_{_shard(param)}"] = place
+        pieces = planner.pieces.setdefault(param.megatron_name, [])
+        for tp_rank, axis, start, length in _runs(param, layout.tp if ep_rank is None else layout.expert_tp):
+            offsets, sizes = _box(param, axis, start, length)
             place = planner.place(layout.rank(pp_rank, tp_rank, ep_rank), tensor_item_length(dtype, sizes))
             chunk = Chunk(offsets, sizes, place)
             planner.chunks.setdefault(key, []).append(chunk)
-            pieces.append(Piece(chunk, axis, start, length))
+            pieces.append(RankSlice(chunk, axis, start, length))
     tensors = {
         key: StoredTensor(dtypes[key], dtype_name(dtypes[key]), shapes[key], tuple(chunks))
         for key, chunks in planner.chunks.items()
@@ -113,37 +121,37 @@ class TorchDistWriter:
     def __init__(self, folder: Path, plan: TorchDistPlan) -> None:
         self._folder, self._plan = folder, plan
         self._missing = set(plan.pieces)
-        self._digests: dict[Place, bytes] = {}
+        self._digests: dict[StorageLocation, bytes] = {}
         folder.mkdir(exist_ok=True)
         allocate(folder, plan.files)
 
-    def write(self, link: Link, bands: Bands) -> list[str]:
-        """Put a link's whole slice into the files of the ranks that hold it. Returns its items' digests."""
-        key = link.megatron_key
+    def write(self, param: ParamMapping, bands: Bands) -> list[str]:
+        """Put a param's whole slice into the files of the ranks that hold it. Returns its items' digests."""
+        key = param.megatron_key
         dtype = self._plan.contents.tensors[key].dtype
         assert dtype is not None
         parts, sinks = [], []
         with ExitStack() as stack:
-            for piece in self._plan.pieces[link.megatron_name]:
+            for piece in self._plan.pieces[param.megatron_name]:
                 place, ranges = piece.chunk.place, [(piece.start, piece.length)]
                 sink = ItemSink(self._folder / place.file, place.offset, place.length, dtype, piece.chunk.sizes)
                 sinks.append(stack.enter_context(sink))
-                parts.append(part_of(link.megatron_shape, dtype.itemsize, piece.axis, ranges))
+                parts.append(slice_range(param.megatron_shape, dtype.itemsize, piece.axis, ranges))
             distribute(bands, parts, sinks)
             return [sink.finish().hex() for sink in sinks]
 
-    def has(self, link: Link, digests: Sequence[str]) -> bool:
-        """Whether the link's items lie there already, from a run before this one."""
-        places = self._places(link)
+    def has(self, param: ParamMapping, digests: Sequence[str]) -> bool:
+        """Whether the param's items lie there already, from a run before this one."""
+        places = self._places(param)
         return len(places) == len(digests) and all(
             range_digest(self._folder / place.file, place.offset, place.length) == digest
             for place, digest in zip(places, digests, strict=True)
         )
 
-    def note(self, link: Link, digests: Sequence[str]) -> None:
-        """The link's items are there: what `write` returned, or what `has` found."""
-        self._missing.remove(link.megatron_name)
-        self._digests.update(zip(self._places(link), map(bytes.fromhex, digests), strict=True))
+    def note(self, param: ParamMapping, digests: Sequence[str]) -> None:
+        """The param's items are there: what `write` returned, or what `has` found."""
+        self._missing.remove(param.megatron_name)
+        self._digests.update(zip(self._places(param), map(bytes.fromhex, digests), strict=True))
 
     def finish(self, iteration: int) -> dict[str, str]:
         """Write the objects, `common.pt`, `metadata.json` and `.metadata`; every planned slice must be there.
@@ -152,7 +160,7 @@ class TorchDistWriter:
         """
         assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
         data = object_item(_NO_STATE)
-        by_file: dict[str, list[Place]] = {}
+        by_file: dict[str, list[StorageLocation]] = {}
         for place in self._plan.contents.objects.values():
             by_file.setdefault(place.file, []).append(place)
         for file, places in by_file.items():
@@ -167,40 +175,169 @@ class TorchDistWriter:
         write_metadata(self._folder, self._plan.contents)
         return combined_file_digests(self._digests)
 
-    def _places(self, link: Link) -> list[Place]:
-        return [piece.chunk.place for piece in self._plan.pieces[link.megatron_name]]
+    def _places(self, param: ParamMapping) -> list[StorageLocation]:
+        return [piece.chunk.place for piece in self._plan.pieces[param.megatron_name]]
 
 
-def _stage(link: Link, layout: Layout, stage_of: dict[int, int]) -> int:
-    """The pipeline rank that holds a link's tensor: the embedding is on the first; the final norm, the output layer
+def _stage(param: ParamMapping, layout: Layout, stage_of: dict[int, int]) -> int:
+    """The pipeline rank that holds a param's tensor: the embedding is on the first; the final norm, the output layer
     and multi-token prediction are on the last."""
-    if link.layer is not None and not link.is_mtp:
-        return stage_of[link.layer]
-    return 0 if link.rule.megatron.startswith("embedding.") else layout.pp - 1
+    if param.layer is not None and not param.is_mtp:
+        return stage_of[param.layer]
+    return 0 if param.rule.megatron.startswith("embedding.") else layout.pp - 1
 
 
-def _runs(link: Link, tp: int) -> list[tuple[int, int | None, int, int]]:
+def _runs(param: ParamMapping, tp: int) -> list[tuple[int, int | None, int, int]]:
     """(tensor parallel rank, axis, start, length) of every run that a rank writes."""
-    axis = link.rule.tp_axis
+    axis = param.rule.tp_axis
     if axis is None:
         return [(0, None, 0, 0)]
     return [
         (tp_rank, axis, start, length)
         for tp_rank in range(tp)
-        for start, length in link.tp_slices(tp_rank, tp)
+        for start, length in param.tp_slices(tp_rank, tp)
         if length
     ]
 
 
-def _box(link: Link, axis: int | None, start: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _box(param: ParamMapping, axis: int | None, start: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes of a run in the global tensor."""
-    offsets, sizes = [0] * len(link.megatron_shape), list(link.megatron_shape)
+    offsets, sizes = [0] * len(param.megatron_shape), list(param.megatron_shape)
     if axis is not None:
         offsets[axis], sizes[axis] = start, length
-    return (*(index for index, _ in link.stack), *offsets), (*(1 for _ in link.stack), *sizes)
+    return (*(index for index, _ in param.stack), *offsets), (*(1 for _ in param.stack), *sizes)
 
 
-def _shard(link: Link) -> str:
+def _shard(param: ParamMapping) -> str:
     """How megatron-core numbers an object of a stacked module: "3_32", "3.17_32.256", or "0_1" where nothing is."""
-    stack = link.stack or ((0, 1),)
+    stack = param.stack or ((0, 1),)
     return ".".join(str(index) for index, _ in stack) + "_" + ".".join(str(size) for _, size in stack)
+
+
+@dataclass(frozen=True)
+class _Template:
+    """What `torch.save` writes before and after the values, and where in `tail` their checksum stands."""
+
+    head: bytes
+    tail: bytes
+    checksums: tuple[int, ...]
+
+
+def tensor_item_length(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Bytes that `torch.save` makes of a tensor of this dtype and shape. No value is touched or written."""
+    template = _template(dtype, shape)
+    return len(template.head) + prod(shape) * dtype.itemsize + len(template.tail)
+
+
+def object_item(value: object) -> bytes:
+    """`torch.save` of a small object."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+class ItemSink(Sink):
+    """Writes at `offset` of an existing file what `torch.save` makes of a tensor, of the tensor's bytes in order.
+
+    Only the archive's serialization id, which tells archives apart in logs, is that of an empty one.
+    """
+
+    def __init__(self, path: Path, offset: int, length: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        assert tensor_item_length(dtype, shape) == length, f"{path}: not what is planned at {offset}"
+        super().__init__(path, offset, checksum=True)
+        self._template, self._end = _template(dtype, shape), offset + length
+        self._unchecked(self._template.head)
+
+    def finish(self) -> bytes:
+        """All bytes of the tensor were taken: complete the item. Returns the xxh3_128 digest of the whole of it."""
+        tail = bytearray(self._template.tail)
+        for place in self._template.checksums:
+            tail[place : place + 4] = self.checksum.to_bytes(4, "little")
+        self._unchecked(tail)
+        assert self.position == self._end, f"an item ends at {self.position}, {self._end} was planned"
+        digest: bytes = self.digest.digest()
+        return digest
+
+    def _unchecked(self, data: bytes | bytearray) -> None:
+        self.digest.update(data)
+        self.put(data)
+
+
+@lru_cache(maxsize=4096)
+def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
+    stream = _Around()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), stream)  # type: ignore[arg-type]
+    head, tail = bytes(stream.head), bytes(stream.tail)
+    if not tail:  # no values: the checksum of nothing is there already
+        return _Template(head, tail, ())
+    # Once in the data descriptor, right after the values, and once in the directory, 30 bytes before the name.
+    assert tail.startswith(b"PK\x07\x08"), "torch.save writes archives without data descriptors"
+    return _Template(head, tail, (4, tail.rindex(b"/data/0") - len("archive") - 30))
+
+
+class _Around:
+    """Keeps what is written before and after the values, which `skip_data` seeks past."""
+
+    def __init__(self) -> None:
+        self.head, self.tail = bytearray(), bytearray()
+        self._past = False
+
+    def write(self, data: Any) -> int:
+        part = self.tail if self._past else self.head
+        part += memoryview(data).cast("B")
+        return len(data)
+
+    def seek(self, offset: int, whence: int) -> int:
+        assert whence == os.SEEK_CUR
+        self._past = True
+        return offset
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+
+def combined_file_digests(digests: Mapping[StorageLocation, bytes]) -> dict[str, str]:
+    """One digest for each file, from those of its items in the order of their places."""
+    states: dict[str, Any] = {}
+    for place in sorted(digests, key=lambda place: (place.file, place.offset)):
+        states.setdefault(place.file, xxhash.xxh3_128()).update(digests[place])
+    return {file: state.hexdigest() for file, state in states.items()}
+
+
+def read_file_digests(folder: Path, contents: Contents) -> dict[str, str]:
+    """`combined_file_digests` of what lies on the disk now, every byte of every item read."""
+    places = [chunk.place for tensor in contents.tensors.values() for chunk in tensor.chunks]
+    digests = {}
+    for place in (*places, *contents.objects.values()):
+        state, left = xxhash.xxh3_128(), place.length
+        with (folder / place.file).open("rb") as stream:
+            stream.seek(place.offset)
+            while left:
+                data = stream.read(min(left, 1 << 20))
+                state.update(data)
+                left -= len(data)
+        digests[place] = state.digest()
+    return combined_file_digests(digests)
+
+
+def write_metadata(folder: Path, contents: Contents) -> None:
+    """Write `folder`/.metadata with torch's own classes, as torch and megatron-core do."""
+    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for name, tensor in contents.tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
+        properties = TensorProperties(dtype=WEIGHT_DTYPES[tensor.dtype_name])
+        state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        for chunk in tensor.chunks:
+            storage[MetadataIndex(name, chunk.offsets)] = _storage_info(chunk.place)
+    for name, place in contents.objects.items():
+        state[name] = BytesStorageMetadata()
+        storage[MetadataIndex(name)] = _storage_info(place)
+    metadata = Metadata(state, planner_data=None, storage_data=storage, storage_meta=StorageMeta(), version="1.0.0")
+    with (folder / DCP_METADATA).open("wb") as stream:
+        pickle.dump(metadata, stream)
+
+
+def _storage_info(place: StorageLocation) -> _StorageInfo:
+    return _StorageInfo(place.file, place.offset, place.length)

@@ -1,20 +1,22 @@
-"""Opening an adapter of either kind, and writing one as a PEFT folder."""
+"""Opening an adapter of either kind, writing it as a PEFT folder, merging it into its base."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from dlm_bridge.convert.atomic import atomic_output
-from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.hub import read_config
-from dlm_bridge.convert.lora.adapter import Adapter
-from dlm_bridge.convert.lora.megatron_adapter import AdapterReport, MegatronAdapter, is_megatron_adapter
-from dlm_bridge.convert.lora.peft_folder import CONFIG, PeftAdapter, is_peft_folder, write_peft_folder
-from dlm_bridge.convert.tensors import dtype_name
+from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
+from dlm_bridge.convert.lora.megatron import AdapterReport, MegatronAdapter, is_megatron_adapter
+from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, LoraAdapter, PeftAdapter, is_peft_folder, write_peft_folder
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import read_config
+from dlm_bridge.mapping.dtypes import dtype_name
+from dlm_bridge.mapping.rules import ParamMapping
 
 
-def open_adapter(path: Path, base: Checkpoint) -> Adapter:
+def open_adapter(path: Path, base: Checkpoint) -> LoraAdapter:
     """A PEFT folder or a Megatron adapter checkpoint of `base`. Raises DlmBridgeError."""
     if is_peft_folder(path):
         return PeftAdapter(path, base)
@@ -27,13 +29,13 @@ def named_base(path: Path) -> str:
     """The base that a PEFT folder names. Raises DlmBridgeError where it names none, or what is there is not one."""
     if not is_peft_folder(path):
         raise DlmBridgeError(f"{path}: does not name its base: give it with --base")
-    named = read_config(path / CONFIG).get("base_model_name_or_path")
+    named = read_config(path / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
-        raise DlmBridgeError(f"{path / CONFIG}: names no base (base_model_name_or_path): give it with --base")
+        raise DlmBridgeError(f"{path / ADAPTER_CONFIG}: names no base (base_model_name_or_path): give it with --base")
     return named
 
 
-def export_adapter(adapter: Adapter, base: Checkpoint, output: Path, overwrite: bool = False) -> AdapterReport:
+def export_adapter(adapter: LoraAdapter, base: Checkpoint, output: Path, overwrite: bool = False) -> AdapterReport:
     """Write an adapter as a PEFT folder. Raises DlmBridgeError for a refused output."""
     facts = adapter.facts
     sources = [*base.folders(), *([facts.folder] if facts.folder else [])]
@@ -53,3 +55,41 @@ def export_adapter(adapter: Adapter, base: Checkpoint, output: Path, overwrite: 
         parameters=parameters,
         dtype=dtype_name(facts.dtype),
     )
+
+
+class MergedCheckpoint(Checkpoint):
+    """Reads as the base does, but for the weights that the adapter changes."""
+
+    format = "merged"
+
+    def __init__(self, base: Checkpoint, adapter: LoraAdapter) -> None:
+        super().__init__(base.where, base.hub)
+        self.dims = base.dims
+        self._base, self._adapter = base, adapter
+
+    @property
+    def derived(self) -> dict[str, str]:
+        return self._base.derived
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._base.spec(name)
+
+    def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
+        tensors = self._base.read_param(param)
+        return tuple(self._merged(name, tensor) for name, tensor in zip(param.hub_names, tensors, strict=True))
+
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        return self._base.read_passthrough(name)
+
+    def check(self) -> list[str]:
+        changed = len(self._adapter.facts.modules)
+        return [*self._base.check(), f"the adapter {self._adapter.facts.where} is merged into {changed} weights"]
+
+    def folders(self) -> list[Path]:
+        own = self._adapter.facts.folder
+        return [*self._base.folders(), *([own] if own else [])]
+
+    def _merged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in self._adapter.facts.modules:
+            return tensor
+        return (tensor.float() + self._adapter.delta(name)).to(tensor.dtype)

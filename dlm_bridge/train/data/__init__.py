@@ -1,46 +1,66 @@
 """Training data: what `--data` names becomes blocks of `seq_length` token ids, split, shuffled and blended.
 
-`sources` finds and opens what is named; `documents` reads text, which `packing` tokenises, and `indexed` Megatron's
-pairs, which `stream` cuts; `chat` reads conversations, which `answers` makes rows of; `blocks` splits and shuffles,
-`blend` mixes, `loader` makes batches ahead of time.
+`sources` resolves names; `documents` reads and packs text, `indexed` reads and writes Megatron's pairs, `conversations`
+makes rows of chats; `blocks` splits, shuffles and blends, `loader` makes batches ahead of time.
 """
 
-from dlm_bridge.train.data.answers import AnswerBlocks, Answers, check_sources, load_answers
-from dlm_bridge.train.data.blend import Blend, schedule
-from dlm_bridge.train.data.blocks import MOCK, Blocks, Epochs, MockBlocks, Samples, Section, split
-from dlm_bridge.train.data.documents import find_files
-from dlm_bridge.train.data.indexed import IndexedTokens, IndexedWriter, open_indexed, token_dtype
+from dlm_bridge.train.data.blocks import (
+    MOCK,
+    Blend,
+    BlockRange,
+    Blocks,
+    Epochs,
+    MockBlocks,
+    Samples,
+    blend_schedule,
+    split,
+)
+from dlm_bridge.train.data.conversations import (
+    ConversationBlocks,
+    ConversationSettings,
+    check_sources,
+    load_conversation_blocks,
+)
+from dlm_bridge.train.data.documents import check_tokenizer, find_files, pack
+from dlm_bridge.train.data.indexed import (
+    IndexedTokens,
+    IndexedWriter,
+    StreamBlocks,
+    TokenLimits,
+    check_token_limits,
+    open_indexed,
+    split_stream,
+    token_dtype,
+)
 from dlm_bridge.train.data.loader import Prefetcher
-from dlm_bridge.train.data.packing import check_tokenizer, pack
-from dlm_bridge.train.data.sources import Data, Reader, find_data
-from dlm_bridge.train.data.stream import Fit, StreamBlocks, check_fit, split_stream
+from dlm_bridge.train.data.sources import DataSources, ReaderSettings, find_data
 
 __all__ = [
     "MOCK",
-    "AnswerBlocks",
-    "Answers",
     "Blend",
+    "BlockRange",
     "Blocks",
-    "Data",
+    "ConversationBlocks",
+    "ConversationSettings",
+    "DataSources",
     "Epochs",
-    "Fit",
     "IndexedTokens",
     "IndexedWriter",
     "MockBlocks",
     "Prefetcher",
-    "Reader",
+    "ReaderSettings",
     "Samples",
-    "Section",
     "StreamBlocks",
-    "check_fit",
+    "TokenLimits",
+    "blend_schedule",
     "check_sources",
+    "check_token_limits",
     "check_tokenizer",
     "find_data",
     "find_files",
-    "load_answers",
+    "load_conversation_blocks",
     "open_indexed",
     "pack",
-    "schedule",
     "split",
     "split_stream",
     "token_dtype",

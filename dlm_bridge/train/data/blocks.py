@@ -1,17 +1,32 @@
-"""Blocks of `seq_length` tokens: what every source of data is, how it is split, and in which order it is read."""
+"""Blocks of `seq_length` tokens: the protocol of every source, splits, epochs, and blends by weight."""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from dlm_bridge.train.keyed import Purpose, stream
-from dlm_bridge.train.rows import Rows
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.noise import Purpose, keyed_generator
+
+
+@dataclass(frozen=True)
+class Rows:
+    """B rows of L tokens, named as `Objective.noise` takes them."""
+
+    input_ids: torch.Tensor  # [B, L] int64
+    labels: torch.Tensor | None = None  # [B, L] int64, -100 where a token is never masked nor counted; None: all count
+    attention_mask: torch.Tensor | None = None  # [B, L] bool, false at padding; None where every token is real
+    documents: torch.Tensor | None = None  # [B, L] int, a number for each document that stands alone; None: one a row
+
 
 MOCK = "mock"
 
@@ -52,13 +67,15 @@ class MockBlocks:
         return self.length
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        motifs = [stream(self.seed, Purpose.MOCK_DATA, index).integers(0, self.tokens, 8) for index in indices]
+        motifs = [
+            keyed_generator(self.seed, Purpose.MOCK_DATA, index).integers(0, self.tokens, 8) for index in indices
+        ]
         blocks = np.stack([np.resize(motif, self.seq_length) for motif in motifs])
         return Rows(torch.from_numpy(blocks.astype(np.int64)))
 
 
 @dataclass(frozen=True)
-class Section:
+class BlockRange:
     """A contiguous part of some blocks: the training, the validation or the test split."""
 
     blocks: Blocks
@@ -90,7 +107,7 @@ class Concatenated:
                 found.append(part.rows([indices[row] - first for row in chosen]))
                 order += chosen
             first += len(part)
-        return joined(found, order)
+        return join_rows(found, order)
 
 
 @dataclass(frozen=True)
@@ -121,13 +138,13 @@ class Epochs:
         if epoch not in self._orders:
             for old in [known for known in self._orders if known < epoch - 1]:  # a step can touch two epochs
                 del self._orders[old]
-            generator = stream(self.seed or 0, Purpose.SHUFFLE, epoch, self.source)
+            generator = keyed_generator(self.seed or 0, Purpose.SHUFFLE, epoch, self.source)
             size = np.int32 if len(self.blocks) < 2**31 else np.int64
             self._orders[epoch] = generator.permutation(np.arange(len(self.blocks), dtype=size))
         return self._orders[epoch]
 
 
-def joined(parts: Sequence[Rows], places: Sequence[int]) -> Rows:
+def join_rows(parts: Sequence[Rows], places: Sequence[int]) -> Rows:
     """The rows of all parts in one batch: row i of them, counted over the parts, at `places[i]`. A field that only
     some parts have is filled in with what its absence means."""
     order = torch.argsort(torch.tensor(places))
@@ -149,11 +166,11 @@ _ABSENT: dict[str, Callable[[Rows], torch.Tensor]] = {
 }
 
 
-def split(blocks: Blocks, shares: tuple[float, float, float]) -> tuple[Section, Section, Section]:
+def split(blocks: Blocks, shares: tuple[float, float, float]) -> tuple[BlockRange, BlockRange, BlockRange]:
     """Contiguous training, validation and test sections of some blocks, as `section_sizes` cuts them."""
     sizes = section_sizes(len(blocks), shares)
     starts = accumulate(sizes[:-1], initial=0)
-    train, valid, test = (Section(blocks, start, size) for start, size in zip(starts, sizes, strict=True))
+    train, valid, test = (BlockRange(blocks, start, size) for start, size in zip(starts, sizes, strict=True))
     return train, valid, test
 
 
@@ -164,3 +181,101 @@ def section_sizes(total: int, shares: tuple[float, float, float]) -> tuple[int, 
     while valid + test >= total and valid + test > 0:
         valid, test = (valid, test - 1) if test else (valid - 1, test)
     return total - valid - test, valid, test
+
+
+LONGEST_PERIOD = 1 << 20
+
+
+@dataclass(frozen=True)
+class BlendSchedule:
+    """Sample g of the run is sample `at(g)[1]` of source `at(g)[0]`: a pure function of g and the weights.
+
+    Weights as a person writes them are ratios of small whole numbers, so that the order of the sources repeats after a
+    period; others are rounded to a millionth of their sum. A source with weight w has had floor(w n) or ceil(w n) of
+    the first n samples, for every n.
+    """
+
+    shares: tuple[int, ...]  # samples of each source in a period
+
+    @property
+    def period(self) -> int:
+        """Samples after which the order of the sources repeats."""
+        return sum(self.shares)
+
+    def at(self, sample: int) -> tuple[int, int]:
+        """(source, its own sample index) of a sample of the run."""
+        periods, place = divmod(sample, self.period)
+        sources, before = _period(self.shares)
+        source = int(sources[place])
+        return source, periods * self.shares[source] + int(before[place])
+
+
+def blend_schedule(weights: Sequence[float]) -> BlendSchedule:
+    """The schedule of some positive weights. Raises DlmBridgeError where one is less than a millionth of the sum."""
+    exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.3 is three tenths
+    whole = [int(weight * math.lcm(*(weight.denominator for weight in exact))) for weight in exact]
+    shares = [share // math.gcd(*whole) for share in whole]
+    if sum(shares) > LONGEST_PERIOD:
+        shares = _rounded(shares)
+    for weight, share in zip(weights, shares, strict=True):
+        if share == 0:
+            raise DlmBridgeError(
+                f"--data: weight {weight:g} is less than a millionth of the sum: leave its source out"
+            )
+    return BlendSchedule(tuple(shares))
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Samples of several sources, mixed by their weights, without end."""
+
+    sources: tuple[Epochs, ...]
+    schedule: BlendSchedule
+
+    def __len__(self) -> int:
+        """The blocks of all sources together."""
+        return sum(len(source) for source in self.sources)
+
+    def rows(self, samples: Sequence[int]) -> Rows:
+        """The samples of these numbers, which count from 0 over the whole run."""
+        places = [self.schedule.at(sample) for sample in samples]
+        parts, order = [], []
+        for number, source in enumerate(self.sources):
+            chosen = [row for row, (own, _) in enumerate(places) if own == number]
+            if chosen:
+                parts.append(source.rows([places[row][1] for row in chosen]))
+                order += chosen
+        return join_rows(parts, order)
+
+
+def _rounded(shares: list[int]) -> list[int]:
+    """`shares` scaled to LONGEST_PERIOD in all, by largest remainder."""
+    total = sum(shares)
+    scaled = [share * LONGEST_PERIOD // total for share in shares]
+    rest = sorted(range(len(shares)), key=lambda i: (-(shares[i] * LONGEST_PERIOD % total), i))
+    for i in rest[: LONGEST_PERIOD - sum(scaled)]:
+        scaled[i] += 1
+    return scaled
+
+
+@lru_cache(maxsize=4)
+def _period(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each sample of a period, and how many that source has had before.
+
+    Sample j of a source with a of D samples may come from place floor(j D / a) on and must have come before place
+    ceil((j + 1) D / a): the earliest deadline first meets all of them (https://en.wikipedia.org/wiki/Pfair_scheduling),
+    which keeps every count within one of its share.
+    """
+    period = sum(shares)
+    sources = np.empty(period, dtype=np.int32)
+    before = np.empty(period, dtype=np.int32)
+    waiting = [(0, source, 0) for source in range(len(shares))]  # (from which place on, source, its sample)
+    ready: list[tuple[int, int, int]] = []  # (before which place, source, its sample)
+    for place in range(period):
+        while waiting and waiting[0][0] <= place:
+            _, source, own = heapq.heappop(waiting)
+            heapq.heappush(ready, (-(-(own + 1) * period // shares[source]), source, own))
+        _, source, own = heapq.heappop(ready)
+        sources[place], before[place] = source, own
+        heapq.heappush(waiting, ((own + 1) * period // shares[source], source, own + 1))
+    return sources, before

@@ -1,27 +1,33 @@
-"""Documents: text, JSONL and parquet files and Hugging Face datasets, read in chunks that can be parsed anywhere."""
+"""Text documents: reading text, JSONL, parquet and datasets in chunks, and packing their tokens into blocks."""
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pyarrow.parquet
+import torch
+from datasets.exceptions import DatasetGenerationError
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.data.blocks import Rows
 
 TEXT_FIELD = "text"
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-PIECE = 1 << 22  # characters; longer texts are tokenised in pieces that end with a line
+PART_CHARACTERS = 1 << 22  # characters; longer texts are tokenised in pieces that end with a line
 TABLE_ROWS = 1024  # rows of a table read at once
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPart:
     """A document, or a part of a long one."""
 
     text: str
@@ -31,29 +37,29 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Table:
+class NamedDataset:
     """A Hugging Face dataset with a name to show."""
 
     name: str
     rows: Any  # datasets.Dataset
 
 
-Source = Path | Table
+Source = Path | NamedDataset
 
 
 @dataclass(frozen=True)
-class Pieces:
+class DocumentChunk:
     """A chunk of documents that are read."""
 
-    pieces: list[Piece]
+    pieces: list[DocumentPart]
     nbytes: int  # of the source, for progress
 
-    def parsed(self, key: str) -> list[Piece]:
+    def parsed(self, key: str) -> list[DocumentPart]:
         return self.pieces
 
 
 @dataclass(frozen=True)
-class Lines:
+class JsonlChunk:
     """A chunk of a JSONL file that is yet to be parsed: the slow half of reading it."""
 
     path: Path
@@ -61,7 +67,7 @@ class Lines:
     lines: list[bytes]
     nbytes: int
 
-    def parsed(self, key: str) -> list[Piece]:
+    def parsed(self, key: str) -> list[DocumentPart]:
         """Raises DlmBridgeError for a line that is no JSON object with text under `key`."""
         found = []
         for number, line in enumerate(self.lines, self.first):
@@ -76,11 +82,11 @@ class Lines:
                 has = f"it has {', '.join(map(repr, row)) or 'nothing'}" if isinstance(row, dict) else "not an object"
                 raise DlmBridgeError(f"{where}: no '{key}' field with text ({has})")
             if row[key]:
-                found.append(Piece(row[key], True, True, where))
+                found.append(DocumentPart(row[key], True, True, where))
         return found
 
 
-Chunk = Pieces | Lines
+Chunk = DocumentChunk | JsonlChunk
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
@@ -107,34 +113,34 @@ def read_chunks(sources: Sequence[Source], key: str, size: int) -> Iterator[Chun
     `key`. Raises DlmBridgeError for a source that is not what its suffix says."""
     for lines, group in itertools.groupby(sources, _has_lines):
         if lines:
-            yield from (chunk for path in group if isinstance(path, Path) for chunk in _lines(path, size))
+            yield from (chunk for path in group if isinstance(path, Path) for chunk in _jsonl_chunks(path, size))
         else:
             yield from _chunked((document for source in group for document in _documents(source, key)), size)
 
 
 def source_bytes(source: Source) -> int:
     """What the chunks of a source add up to, for progress."""
-    return source.rows.data.nbytes if isinstance(source, Table) else source.stat().st_size
+    return source.rows.data.nbytes if isinstance(source, NamedDataset) else source.stat().st_size
 
 
 def _has_lines(source: Source) -> bool:
     return isinstance(source, Path) and source.suffix in JSON_SUFFIXES
 
 
-def _documents(source: Source, key: str) -> Iterator[tuple[Piece, float]]:
+def _documents(source: Source, key: str) -> Iterator[tuple[DocumentPart, float]]:
     """The pieces of a source that needs no parsing, each with its part of the source's bytes."""
-    if isinstance(source, Table):
-        return _table(source, key)
-    return _parquet(source, key) if source.suffix == ".parquet" else _text(source)
+    if isinstance(source, NamedDataset):
+        return _dataset_parts(source, key)
+    return _parquet_parts(source, key) if source.suffix == ".parquet" else _text_parts(source)
 
 
 def _hidden(file: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
-def _chunked(documents: Iterable[tuple[Piece, float]], size: int) -> Iterator[Pieces]:
+def _chunked(documents: Iterable[tuple[DocumentPart, float]], size: int) -> Iterator[DocumentChunk]:
     """Pieces, each with its part of the source's bytes, gathered."""
-    pieces: list[Piece] = []
+    pieces: list[DocumentPart] = []
     length, nbytes = 0, 0.0
     for piece, cost in documents:
         if piece.text:
@@ -142,20 +148,20 @@ def _chunked(documents: Iterable[tuple[Piece, float]], size: int) -> Iterator[Pi
         length += len(piece.text)
         nbytes += cost
         if length >= size:
-            yield Pieces(pieces, round(nbytes))
+            yield DocumentChunk(pieces, round(nbytes))
             pieces, length, nbytes = [], 0, 0.0
     if pieces:
-        yield Pieces(pieces, round(nbytes))
+        yield DocumentChunk(pieces, round(nbytes))
 
 
-def _text(path: Path) -> Iterator[tuple[Piece, float]]:
+def _text_parts(path: Path) -> Iterator[tuple[DocumentPart, float]]:
     """A text file is one document."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            text, first = "".join(file.readlines(PIECE)), True
+            text, first = "".join(file.readlines(PART_CHARACTERS)), True
             while text:
-                following = "".join(file.readlines(PIECE))
-                yield Piece(text, first, not following, str(path)), len(text.encode())
+                following = "".join(file.readlines(PART_CHARACTERS))
+                yield DocumentPart(text, first, not following, str(path)), len(text.encode())
                 text, first = following, False
     except UnicodeDecodeError as error:
         raise DlmBridgeError(
@@ -163,15 +169,15 @@ def _text(path: Path) -> Iterator[tuple[Piece, float]]:
         ) from None
 
 
-def _lines(path: Path, size: int) -> Iterator[Lines]:
+def _jsonl_chunks(path: Path, size: int) -> Iterator[JsonlChunk]:
     number = 1
     with path.open("rb") as file:
         while lines := file.readlines(size):
-            yield Lines(path, number, lines, sum(map(len, lines)))
+            yield JsonlChunk(path, number, lines, sum(map(len, lines)))
             number += len(lines)
 
 
-def _parquet(path: Path, key: str) -> Iterator[tuple[Piece, float]]:
+def _parquet_parts(path: Path, key: str) -> Iterator[tuple[DocumentPart, float]]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
@@ -185,7 +191,7 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[Piece, float]]:
         yield from _column(columns, key, str(path), cost)
 
 
-def _table(table: Table, key: str) -> Iterator[tuple[Piece, float]]:
+def _dataset_parts(table: NamedDataset, key: str) -> Iterator[tuple[DocumentPart, float]]:
     if key not in table.rows.column_names:
         raise DlmBridgeError(f"{table.name}: no '{key}' column (it has {', '.join(table.rows.column_names)})")
     cost = table.rows.data.nbytes / max(len(table.rows), 1)
@@ -193,7 +199,7 @@ def _table(table: Table, key: str) -> Iterator[tuple[Piece, float]]:
     yield from _column((batch[key] for batch in batches), key, table.name, cost)
 
 
-def _column(columns: Iterable[list[Any]], key: str, name: str, cost: float) -> Iterator[tuple[Piece, float]]:
+def _column(columns: Iterable[list[Any]], key: str, name: str, cost: float) -> Iterator[tuple[DocumentPart, float]]:
     number = 0
     for column in columns:
         for text in column:
@@ -201,4 +207,140 @@ def _column(columns: Iterable[list[Any]], key: str, name: str, cost: float) -> I
             where = f"{name}, row {number}"
             if not isinstance(text, str):
                 raise DlmBridgeError(f"{where}: '{key}' is not text")
-            yield Piece(text, True, True, where), cost
+            yield DocumentPart(text, True, True, where), cost
+
+
+TOKENIZER_BATCH = 1 << 23  # bytes of text handed to the tokenizer at once, which spreads them over threads
+PACKING_VERSION = 1  # part of the cache's key: raise it when the packing below changes
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """Blocks from an Arrow table on disk, read through the page cache."""
+
+    table: Any  # datasets.Dataset with the column input_ids
+    separator: int | None = None  # the token that ends a document, where rows shall say which are of one
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """The blocks `indices`, B = len(indices) rows."""
+        tokens = torch.from_numpy(np.stack(self.table[list(indices)]["input_ids"]).astype(np.int64))
+        if self.separator is None:
+            return Rows(tokens)
+        ends = tokens == self.separator  # the token belongs to the document that it ends
+        return Rows(tokens, documents=ends.cumsum(dim=1) - ends.long())
+
+
+def pack(
+    sources: Sequence[Source],
+    tokenizer: Any,
+    seq_length: int,
+    mask_token_id: int | None = None,
+    with_documents: bool = False,
+) -> PackedBlocks:
+    """Tokenise the documents of `sources`, put EOS after each, and cut the stream of tokens into blocks.
+
+    The last, incomplete block is dropped. The result is cached under the `datasets` cache folder, keyed by the sources
+    (path, size, time), the tokenizer and the length; processes that ask for the same key wait for one another. Rows
+    tell documents apart, by the EOS between them, where they are to be `with_documents`.
+
+    Raises:
+        DlmBridgeError: a file that is not what its suffix says, a missing `text` field (with file and line), a
+            tokenizer without EOS, text that holds the mask token, fewer tokens than one block.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DlmBridgeError(
+            f"tokenizer {tokenizer.name_or_path} has no EOS token, which separates documents: "
+            "set eos_token in its tokenizer_config.json"
+        )
+    arguments = {
+        "sources": tuple(sources),  # a list would be packed source by source
+        "tokenizer": tokenizer,
+        "seq_length": seq_length,
+        "mask_token_id": mask_token_id,
+    }
+    table = cached(
+        _packed_blocks,
+        datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=seq_length)}),
+        arguments,
+        fingerprint(sources, tokenizer, PACKING_VERSION, mask_token_id, seq_length),
+    )
+    return PackedBlocks(table, tokenizer.eos_token_id if with_documents else None)
+
+
+def cached(
+    generate: Callable[..., Iterator[dict[str, Any]]],
+    features: datasets.Features,
+    arguments: dict[str, Any],
+    fingerprint: str,
+) -> Any:
+    """The table, as numpy arrays, of the rows that `generate` gives, or the one that was made of the same
+    `fingerprint` before. Raises the DlmBridgeError of `generate`."""
+    try:
+        table = datasets.Dataset.from_generator(
+            generate, features=features, gen_kwargs=arguments, fingerprint=fingerprint
+        )
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, DlmBridgeError):
+            raise error.__cause__ from None
+        raise
+    return table.with_format("numpy")
+
+
+def fingerprint(sources: Sequence[Source], tokenizer: Any, *settings: Any) -> str:
+    """What a cached table is made of: the sources' paths, sizes and times, the vocabulary, and settings."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    states = [
+        source.rows._fingerprint
+        if isinstance(source, NamedDataset)
+        else (str(source.resolve()), source.stat().st_size, source.stat().st_mtime_ns)
+        for source in sources
+    ]
+    key = [states, vocabulary, type(tokenizer).__name__, tokenizer.eos_token_id, *settings]
+    return hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
+
+
+def check_tokenizer(tokenizer: Any, vocab_size: int, mask_token_id: int | None) -> None:
+    """Raise DlmBridgeError where a tokenizer does not fit a model with `vocab_size` embedding rows."""
+    if len(tokenizer) > vocab_size:
+        raise DlmBridgeError(
+            f"tokenizer {tokenizer.name_or_path} has {len(tokenizer)} tokens, more than the model's vocabulary of "
+            f"{vocab_size}: choose the model's own tokenizer or a larger vocab_size"
+        )
+    own = getattr(tokenizer, "mask_token_id", None)
+    if own is not None and mask_token_id is not None and own != mask_token_id:
+        raise DlmBridgeError(
+            f"tokenizer {tokenizer.name_or_path} has mask token id {own}, the model's config has {mask_token_id}: "
+            "make them agree"
+        )
+
+
+def _packed_blocks(
+    sources: Sequence[Source], tokenizer: Any, seq_length: int, mask_token_id: int | None
+) -> Iterator[dict[str, np.ndarray]]:
+    rest = np.empty(0, dtype=np.int32)
+    total = 0
+    for chunk in read_chunks(sources, TEXT_FIELD, TOKENIZER_BATCH):
+        pieces = chunk.parsed(TEXT_FIELD)
+        if not pieces:
+            continue
+        encoded = tokenizer([piece.text for piece in pieces], add_special_tokens=False, verbose=False)["input_ids"]
+        parts = [rest]
+        for piece, ids in zip(pieces, encoded, strict=True):
+            if mask_token_id is not None and mask_token_id in ids:
+                raise DlmBridgeError(f"{piece.where}: the text holds the mask token (id {mask_token_id}): remove it")
+            parts.append(np.asarray([*ids, tokenizer.eos_token_id] if piece.last else ids, dtype=np.int32))
+        tokens = np.concatenate(parts)
+        whole = len(tokens) // seq_length
+        total += len(tokens) - len(rest)
+        rest = tokens[whole * seq_length :]
+        for block in tokens[: whole * seq_length].reshape(whole, seq_length):
+            yield {"input_ids": block}
+    if total < seq_length:
+        raise DlmBridgeError(
+            f"--data holds {total} tokens, fewer than one block of --seq-length {seq_length}: "
+            "give more text or a shorter --seq-length"
+        )

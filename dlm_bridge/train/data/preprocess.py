@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data.documents import Chunk, Source, Table, read_chunks, source_bytes
+from dlm_bridge.train.data.documents import Chunk, NamedDataset, Source, read_chunks, source_bytes
 from dlm_bridge.train.data.indexed import IndexedWriter, token_dtype
 from dlm_bridge.train.data.sources import find_sources
 
@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]  # (bytes done since the last call, bytes 
 
 
 @dataclass(frozen=True)
-class Report:
+class PreprocessReport:
     """What was written."""
 
     prefix: str
@@ -55,7 +55,7 @@ def preprocess(
     workers: int = 1,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Report:
+) -> PreprocessReport:
     """Write `PREFIX.bin` and `PREFIX.idx` with the tokens of every document of `inputs`, in order; empty documents are
     left out, special tokens are not added. With `append_eod` the tokenizer's EOS closes each document. `key` is the
     field of JSON objects and the column of tables that holds the text. Each of `workers` processes tokenises on one
@@ -74,7 +74,7 @@ def preprocess(
     began = time.perf_counter()
     vocabulary = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
     dtype = token_dtype(vocabulary)
-    work = _Work(tokenizer, key, tokenizer.eos_token_id if append_eod else None, dtype)
+    work = _TokenizerWork(tokenizer, key, tokenizer.eos_token_id if append_eod else None, dtype)
     tokens = 0
     with IndexedWriter(prefix, dtype, overwrite) as writer:
         for ids, lengths, unfinished, nbytes in _tokenised(read_chunks(sources, key, CHUNK), work, workers):
@@ -86,14 +86,16 @@ def preprocess(
             raise DlmBridgeError(f"{', '.join(inputs)}: no text there, nothing was written")
         documents = writer.documents
     seconds = time.perf_counter() - began
-    return Report(str(prefix), documents, tokens, str(dtype), total, seconds, tokens / seconds)
+    return PreprocessReport(str(prefix), documents, tokens, str(dtype), total, seconds, tokens / seconds)
 
 
-Tokens = tuple[np.ndarray, list[int], bool, int]  # ids, each document's length, the last goes on, bytes of the source
+TokenizedChunk = tuple[
+    np.ndarray, list[int], bool, int
+]  # ids, each document's length, the last goes on, bytes of the source
 
 
 @dataclass(frozen=True)
-class _Work:
+class _TokenizerWork:
     """What a process needs to tokenise a chunk."""
 
     tokenizer: Any
@@ -101,7 +103,7 @@ class _Work:
     eod: int | None
     dtype: np.dtype
 
-    def __call__(self, chunk: Chunk) -> Tokens:
+    def __call__(self, chunk: Chunk) -> TokenizedChunk:
         pieces = chunk.parsed(self.key)
         texts = [piece.text for piece in pieces]
         parts: list[Any] = []
@@ -131,7 +133,7 @@ class _Work:
         return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def _tokenised(chunks: Iterator[Chunk], work: _Work, workers: int) -> Iterator[Tokens]:
+def _tokenised(chunks: Iterator[Chunk], work: _TokenizerWork, workers: int) -> Iterator[TokenizedChunk]:
     """The tokens of all chunks, in order; a bounded number is under way at a time."""
     _no_limits(work.tokenizer)
     if workers == 1:
@@ -153,10 +155,10 @@ def _tokenised(chunks: Iterator[Chunk], work: _Work, workers: int) -> Iterator[T
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_of_this_process: list[_Work] = []
+_of_this_process: list[_TokenizerWork] = []
 
 
-def _begin(work: _Work) -> None:
+def _begin(work: _TokenizerWork) -> None:
     """Runs first in each process."""
     _of_this_process.append(work)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -171,12 +173,12 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _do(chunk: Chunk) -> Tokens:
+def _do(chunk: Chunk) -> TokenizedChunk:
     return _of_this_process[0](chunk)
 
 
 def _text_source(source: Any, item: str) -> Source:
-    if isinstance(source, Path | Table):
+    if isinstance(source, Path | NamedDataset):
         return source
     raise DlmBridgeError(f"{item}: not text: it is already tokenised, or mock")
 

@@ -14,12 +14,19 @@ import datasets
 from huggingface_hub import HfApi, constants
 
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.train.data.blend import Blend, schedule
-from dlm_bridge.train.data.blocks import MOCK, Blocks, Concatenated, Epochs, MockBlocks, Samples, split
-from dlm_bridge.train.data.documents import JSON_SUFFIXES, Source, Table, find_files
-from dlm_bridge.train.data.indexed import IndexedTokens, open_indexed, pair
-from dlm_bridge.train.data.packing import check_tokenizer, pack
-from dlm_bridge.train.data.stream import Fit, check_length, split_stream
+from dlm_bridge.train.data.blocks import (
+    MOCK,
+    Blend,
+    Blocks,
+    Concatenated,
+    Epochs,
+    MockBlocks,
+    Samples,
+    blend_schedule,
+    split,
+)
+from dlm_bridge.train.data.documents import JSON_SUFFIXES, NamedDataset, Source, check_tokenizer, find_files, pack
+from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_length, open_indexed, pair, split_stream
 
 PAIR_SUFFIXES = (".bin", ".idx")
 FILE_SUFFIXES = (*JSON_SUFFIXES, *PAIR_SUFFIXES, ".parquet", ".txt", ".md", ".csv", ".gz", ".zst")
@@ -27,18 +34,18 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 @dataclass(frozen=True)
-class Reader:
+class ReaderSettings:
     """How a run reads its data: the same for every source."""
 
     seq_length: int
     seed: int
     shares: tuple[float, float, float]  # of training, validation and test
-    fit: Fit
+    fit: TokenLimits
     with_documents: bool  # rows say which of their tokens are of one document
 
 
 @dataclass(frozen=True)
-class Data:
+class DataSources:
     """The parts of `--data`, found but not yet tokenised: one, or the weighted parts of a blend."""
 
     parts: tuple[tuple[Source | IndexedTokens | str, ...], ...]
@@ -47,7 +54,7 @@ class Data:
     @property
     def has_text(self) -> bool:
         """Whether a tokenizer is needed."""
-        return any(isinstance(source, Path | Table) for part in self.parts for source in part)
+        return any(isinstance(source, Path | NamedDataset) for part in self.parts for source in part)
 
     def check(self, seq_length: int) -> None:
         """Raise DlmBridgeError where a pair holds less than one block."""
@@ -56,7 +63,7 @@ class Data:
                 if isinstance(source, IndexedTokens):
                     check_length(source, seq_length)
 
-    def sections(self, reader: Reader, tokenizer: Any) -> tuple[Samples, Samples]:
+    def sections(self, reader: ReaderSettings, tokenizer: Any) -> tuple[Samples, Samples]:
         """The training and the validation samples: the first shuffled, the second in the data's order, each source of
         a blend split on its own. `tokenizer` is not looked at without text. Raises DlmBridgeError for data that cannot
         be read, do not fit the model or are too short."""
@@ -74,15 +81,17 @@ class Data:
         kept = [number for number, blocks in enumerate(valid) if len(blocks)]
         ordered = tuple(Epochs(valid[number]) for number in kept)
         weights = [self.weights[number] for number in kept]
-        return Blend(shuffled, schedule(self.weights)), Blend(ordered, schedule(weights)) if kept else Epochs(valid[0])
+        return Blend(shuffled, blend_schedule(self.weights)), Blend(
+            ordered, blend_schedule(weights)
+        ) if kept else Epochs(valid[0])
 
 
-def find_data(items: Sequence[str], load: bool = True) -> Data:
+def find_data(items: Sequence[str], load: bool = True) -> DataSources:
     """What `--data` names: PATH... (one after the other), or W PATH W PATH ... for a blend. Raises DlmBridgeError for
     a path that names nothing, a weight without a path, a path without a weight and a weight that is not positive.
     Without `load` datasets that would be fetched and prepared are `Table`s without rows."""
     if _weight(items[0]) is None:
-        return Data((tuple(source for item in items for source in find_sources(item, load)),), ())
+        return DataSources((tuple(source for item in items for source in find_sources(item, load)),), ())
     weights, parts = [], []
     for place in range(0, len(items), 2):
         weight = _weight(items[place])
@@ -94,8 +103,8 @@ def find_data(items: Sequence[str], load: bool = True) -> Data:
             raise DlmBridgeError(f"--data {items[place]}: no path after this weight: a blend is W PATH W PATH ...")
         weights.append(weight)
         parts.append(tuple(find_sources(items[place + 1], load)))
-    schedule(weights)
-    return Data(tuple(parts), tuple(weights))
+    blend_schedule(weights)
+    return DataSources(tuple(parts), tuple(weights))
 
 
 def find_sources(item: str, load: bool = True) -> list[Source | IndexedTokens | str]:
@@ -141,9 +150,11 @@ def _weight(item: str) -> float | None:
     return None
 
 
-def _part(sources: Sequence[Source | IndexedTokens | str], reader: Reader, tokenizer: Any) -> tuple[Blocks, Blocks]:
+def _part(
+    sources: Sequence[Source | IndexedTokens | str], reader: ReaderSettings, tokenizer: Any
+) -> tuple[Blocks, Blocks]:
     """Training and validation blocks: each source split on its own, all text together."""
-    text = [source for source in sources if isinstance(source, Path | Table)]
+    text = [source for source in sources if isinstance(source, Path | NamedDataset)]
     fit, shares = reader.fit, reader.shares
     cut: list[tuple[Blocks, Blocks, Blocks]] = []
     if text:
@@ -161,13 +172,13 @@ def _part(sources: Sequence[Source | IndexedTokens | str], reader: Reader, token
     return (train[0], valid[0]) if len(cut) == 1 else (Concatenated(train), Concatenated(valid))
 
 
-def _saved(folder: str, part: str) -> Table:
+def _saved(folder: str, part: str) -> NamedDataset:
     """FOLDER[:SPLIT], which `save_to_disk` wrote."""
     name = f"{folder}:{part}".rstrip(":")
     return _one_split(name, _told(name, lambda: datasets.load_from_disk(folder)), part)
 
 
-def _loaded(name: str, config: str, part: str, wanted: bool) -> Table:
+def _loaded(name: str, config: str, part: str, wanted: bool) -> NamedDataset:
     """NAME[:CONFIG][:SPLIT]: a dataset of the Hub, or of a folder laid out like one."""
     shown = f"{name}:{config}:{part}".rstrip(":")
 
@@ -177,17 +188,17 @@ def _loaded(name: str, config: str, part: str, wanted: bool) -> Table:
         return datasets.load_dataset(name, config or None) if wanted else None
 
     found = _told(shown, load)
-    return _one_split(shown, found, part) if wanted else Table(shown, None)
+    return _one_split(shown, found, part) if wanted else NamedDataset(shown, None)
 
 
-def _one_split(name: str, found: Any, part: str) -> Table:
+def _one_split(name: str, found: Any, part: str) -> NamedDataset:
     if not isinstance(found, dict):
         if part:
             raise DlmBridgeError(f"{name}: the dataset has no splits: leave :{part} out")
-        return Table(name, found)
+        return NamedDataset(name, found)
     if (part or "train") not in found:
         raise DlmBridgeError(f"{name}: no split '{part or 'train'}' (it has {', '.join(found)}): name one")
-    return Table(name, found[part or "train"])
+    return NamedDataset(name, found[part or "train"])
 
 
 def _told(name: str, load: Callable[[], Any]) -> Any:

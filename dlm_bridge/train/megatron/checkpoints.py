@@ -1,7 +1,7 @@
 """Checkpoints of a Megatron run: DIR/checkpoints is a Megatron checkpoint root, which `dlm-bridge export` reads.
 
-Weights and optimizer state are saved by megatron-core as global tensors, so that a run goes on at another layout. Each
-iteration is written under a hidden name and renamed when it is whole; the tracker file names only whole ones.
+Weights and optimizer state are saved by megatron-core as global tensors, so that a run resumes on another layout. Each
+iteration is written under a hidden name and renamed when it is complete; the tracker file names complete ones only.
 """
 
 from __future__ import annotations
@@ -11,74 +11,59 @@ import json
 import os
 import re
 import shutil
-import signal
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dlm_bridge.convert.file_digests import digests_of, write_digests
-from dlm_bridge.convert.formats.torch_dist import TRACKER
-from dlm_bridge.convert.hub_checkpoint import CONFIG
-from dlm_bridge.convert.manifest import Manifest
-from dlm_bridge.convert.megatron_checkpoint import CARRIED_FILE, HUB_FOLDER
-from dlm_bridge.convert.outputs import write_carried, write_side_files
+from dlm_bridge.convert.checkpoints.torch_dist import TRACKER
+from dlm_bridge.convert.manifest import Manifest, digests_of, write_digests
+from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, write_passthrough, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import CONFIG_FILE
 from dlm_bridge.parallel.core import (
     AsyncCallsQueue,
     AsyncRequest,
     dist_checkpointing,
-    filesystem_async,
     parallel_state,
     unwrap_model,
 )
-from dlm_bridge.parallel.inner_masters import whole_masters
-from dlm_bridge.train.checkpoints import sync, sync_tree
+from dlm_bridge.parallel.mcore_patches import modules, optimizers
+from dlm_bridge.parallel.mcore_patches.optimizers import whole_main_params
+from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
+from dlm_bridge.train.checkpoints import save_tokenizer, sync, sync_tree
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.megatron import carried_layers, fp8_state, fsdp_checkpoints, optimizer_state
-from dlm_bridge.train.megatron.source import Source
-from dlm_bridge.train.tokenizer_files import save_tokenizer
+from dlm_bridge.train.loading import MegatronSource
+from dlm_bridge.train.megatron import fp8_state, fsdp_checkpoints, training_state
 
 NAME = re.compile(r"iter_(\d{7,})")
 WRITER = re.compile(r"__(\d+)_\d+\.distcp$")  # the rank that wrote a file
-NOTES = ".digests_"  # of one rank, while a save is under way
+RANK_DIGESTS = ".digests_"  # of one rank, while a save is under way
 STATE = "dlm_bridge_run"  # the key of our own values in `common.pt`
 
 
-def _start_results_queue() -> None:
-    """Start the process through which megatron-core's writers report, deaf to SIGTERM: who stops a job (Slurm, a
-    shell) tells all its processes, and this one is needed for the last checkpoint."""
-    resource_tracker.ensure_running()  # which would unblock the signal when it is started
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a new process begins with the same
-    try:
-        filesystem_async._get_write_results_queue()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def root_of(output: Path) -> Path:
+def checkpoint_root(output: Path) -> Path:
     """The Megatron checkpoint root of a run."""
     return output / "checkpoints"
 
 
-def newest(output: Path) -> tuple[int, Path | None]:
+def newest_checkpoint(output: Path) -> tuple[int, Path | None]:
     """(step, folder) of a run's newest whole checkpoint; (0, None) where it has none. Raises DlmBridgeError."""
-    tracker = root_of(output) / TRACKER
+    tracker = checkpoint_root(output) / TRACKER
     if not tracker.is_file():
         return 0, None
     text = tracker.read_text().strip()
-    folder = root_of(output) / f"iter_{int(text):07d}" if text.isdigit() else None
+    folder = checkpoint_root(output) / f"iter_{int(text):07d}" if text.isdigit() else None
     if folder is None or not folder.is_dir():
         raise DlmBridgeError(f"{tracker} names iteration '{text}', which is not there: remove the file to start anew")
     return int(text), folder
 
 
-def check_form(folder: Path, config: TrainConfig) -> None:
+def check_resumable(folder: Path, config: TrainConfig) -> None:
     """Raise DlmBridgeError for an iteration of a form that a resume with these options does not take."""
     fsdp = config.fsdp is not None
     if (folder / "metadata.json").is_file() == fsdp:
@@ -89,10 +74,10 @@ def check_form(folder: Path, config: TrainConfig) -> None:
             fsdp_checkpoints.check_size(folder, config.tp)
 
 
-def prepare(output: Path, source: Source, tokenizer: Any) -> None:
+def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any) -> None:
     """Write what every iteration shares, the Hub side of the model: config, tokenizer, side files, the manifest. One
     process calls it, for a run that begins."""
-    folder = root_of(output) / HUB_FOLDER
+    folder = checkpoint_root(output) / HUB_FOLDER
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its first checkpoint
     folder.mkdir(parents=True)
     checkpoint = source.bridge.checkpoint
@@ -100,19 +85,19 @@ def prepare(output: Path, source: Source, tokenizer: Any) -> None:
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
     own = [name for name, carried in checkpoint.carried.items() if not carried.copy_of]
-    write_carried(folder / CARRIED_FILE, {name: checkpoint.read_carried(name) for name in own})
+    write_passthrough(folder / CARRIED_FILE, {name: checkpoint.read_passthrough(name) for name in own})
     write_hub_config(output, source)
 
 
-def write_hub_config(output: Path, source: Source) -> None:
+def write_hub_config(output: Path, source: MegatronSource) -> None:
     """Write the model's config.json as it is now, and the manifest that repeats it."""
-    root = root_of(output)
+    root = checkpoint_root(output)
     source.model.config.save_pretrained(root / HUB_FOLDER)
     checkpoint = source.bridge.checkpoint
     Manifest(
         format="torch_dist",
         family=source.bridge.family.name,
-        config=json.loads((root / HUB_FOLDER / CONFIG).read_text()),
+        config=json.loads((root / HUB_FOLDER / CONFIG_FILE).read_text()),
         dtype="keep",
         tensors={},
         source=checkpoint.hub.source,
@@ -121,13 +106,13 @@ def write_hub_config(output: Path, source: Source) -> None:
     ).write(root)
 
 
-def clear(output: Path) -> None:
+def remove_leftovers(output: Path) -> None:
     """Remove what a killed writer left."""
-    for leftover in root_of(output).glob(".iter_*"):
+    for leftover in checkpoint_root(output).glob(".iter_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-class Saver:
+class CheckpointManager:
     """Writes and reads the iterations of one run. Every process makes one and calls it together."""
 
     def __init__(
@@ -137,16 +122,16 @@ class Saver:
         optimizer: Any,
         in_background: bool,
         keep_last: int,
-        carried: carried_layers.Share,
+        carried: training_state.MTPShard,
     ) -> None:
-        self.root = root_of(output)
+        self.root = checkpoint_root(output)
         self.chunks = chunks
         self.optimizer = optimizer
         self.keep_last = keep_last
         self.carried = carried
         self.queue = AsyncCallsQueue() if in_background else None
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
-        fp8_state.mend_experts(chunks)
+        modules.patch_grouped_linear_state(chunks)
 
     def save(self, step: int, values: dict[str, Any]) -> Path:
         """Write the iteration `step` with our own `values` (numbers and strings); in the background where asked for,
@@ -161,20 +146,20 @@ class Saver:
         if self.fsdp:
             try:
                 fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer, self.carried)
-                _note_digests(hidden, dist.get_rank())
+                _write_rank_digests(hidden, dist.get_rank())
             except (OSError, CheckpointException) as error:
                 raise DlmBridgeError(f"{folder}: cannot be written: {_reason(error)}") from error
             self._publish(hidden, folder, step)
             return folder
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **self._state(is_loading=False)}
-        state["mtp"] = carried_layers.sharded(self.carried)
-        _start_results_queue()
+        state["mtp"] = training_state.sharded_mtp(self.carried)
+        start_results_queue()
         try:
             request = dist_checkpointing.save(
-                state, str(hidden), content_metadata=_content(), async_sharded_save=self.queue is not None
+                state, str(hidden), content_metadata=_content_metadata(), async_sharded_save=self.queue is not None
             )
             if self.queue is None:
-                _note_digests(hidden, dist.get_rank())
+                _write_rank_digests(hidden, dist.get_rank())
         except OSError as error:
             raise DlmBridgeError(f"{folder}: cannot be written: {one_line(error)}") from error
         if self.queue is None:
@@ -182,7 +167,7 @@ class Saver:
         else:
             assert isinstance(request, AsyncRequest)
             if request.async_fn is not None:  # None where a rank has nothing to write
-                write = partial(_write_and_note, request.async_fn, hidden, dist.get_rank())
+                write = partial(_write_with_digests, request.async_fn, hidden, dist.get_rank())
                 request = request._replace(async_fn=write)
             request.add_finalize_fn(lambda: self._publish(hidden, folder, step))
             self.queue.schedule_async_request(request)
@@ -201,24 +186,24 @@ class Saver:
     def load(self, folder: Path) -> dict[str, Any]:
         """Set weights and optimizer to those of an iteration of any layout, and return our own values. Raises
         DlmBridgeError for a damaged checkpoint and for one of another model."""
-        with fp8_state.only_data():
+        with fp8_state.weights_only_loading():
             return self._load(folder)
 
     def _load(self, folder: Path) -> dict[str, Any]:
-        chunks = list(zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True))
+        chunks = list(zip(_chunk_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True))
         with _readable(folder):
             if self.fsdp:
                 return fsdp_checkpoints.load(folder, self.chunks[0], self.optimizer)
             asked = self._state(is_loading=True)
-            parts = optimizer_state.request(self.optimizer, asked.pop(optimizer_state.SAVED))
-            wanted = optimizer_state.outline(parts)
-            state = dist_checkpointing.load({**asked, optimizer_state.WANTED: parts}, str(folder))
+            parts = training_state.optimizer_request(self.optimizer, asked.pop(training_state.OPTIMIZER_KEY))
+            wanted = training_state.copy_tree(parts)
+            state = dist_checkpointing.load({**asked, training_state.REQUEST_KEY: parts}, str(folder))
         try:
-            weights = {key: fp8_state.rewritten(state[key], chunk.config) for key, chunk in chunks}
+            weights = {key: fp8_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in chunks}
             for key, chunk in chunks:
                 chunk.load_state_dict(weights[key], strict=True)
-            with optimizer_state.all_parameters(self.optimizer), whole_masters(self.optimizer):
-                optimizer_state.restore(self.optimizer, wanted, state)
+            with optimizers.fp32_params_included(self.optimizer), whole_main_params(self.optimizer):
+                training_state.restore_optimizer(self.optimizer, wanted, state)
         except DlmBridgeError as error:
             raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
         for key, chunk in chunks:
@@ -227,20 +212,23 @@ class Saver:
         return dict(state[STATE])
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
-        metadata = {**_content(), "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        metadata = {
+            **_content_metadata(),
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
         model = {
             key: chunk.sharded_state_dict(metadata=metadata)
-            for key, chunk in zip(_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True)
+            for key, chunk in zip(_chunk_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True)
         }
         with (
-            optimizer_state.packed_places(self.optimizer),
-            optimizer_state.all_parameters(self.optimizer),
-            whole_masters(self.optimizer),
+            optimizers.unpadded_param_index_map(self.optimizer),
+            optimizers.fp32_params_included(self.optimizer),
+            whole_main_params(self.optimizer),
         ):
             optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         if not is_loading:
-            optimizer_state.drop_settings(self.optimizer, optimizer)
-        return {**model, optimizer_state.SAVED: optimizer}
+            training_state.drop_offload_settings(self.optimizer, optimizer)
+        return {**model, training_state.OPTIMIZER_KEY: optimizer}
 
     def _publish(self, hidden: Path, folder: Path, step: int) -> None:
         """Give a whole iteration its name, and let the tracker name it; then remove what is too old."""
@@ -283,28 +271,28 @@ def _reason(error: BaseException) -> str:
     return textwrap.shorten(one_line(error), 400, placeholder=" ...")
 
 
-def _write_and_note(write: Callable[..., None], folder: Path, rank: int, *arguments: Any, **options: Any) -> None:
+def _write_with_digests(write: Callable[..., None], folder: Path, rank: int, *arguments: Any, **options: Any) -> None:
     """A background save's work, in a process of its own."""
     write(*arguments, **options)
-    _note_digests(folder, rank)
+    _write_rank_digests(folder, rank)
 
 
-def _note_digests(folder: Path, rank: int) -> None:
+def _write_rank_digests(folder: Path, rank: int) -> None:
     """Digests of what this rank has just written, for the first rank to gather."""
     own = [file for file in folder.iterdir() if (match := WRITER.search(file.name)) and int(match[1]) == rank]
-    (folder / f"{NOTES}{rank}").write_text(json.dumps(digests_of(own)))
+    (folder / f"{RANK_DIGESTS}{rank}").write_text(json.dumps(digests_of(own)))
 
 
 def _gather_digests(folder: Path) -> None:
     """All ranks' digests in one file, with those of what no rank calls its own."""
     digests: dict[str, str] = {}
-    for notes in folder.glob(f"{NOTES}*"):
+    for notes in folder.glob(f"{RANK_DIGESTS}*"):
         digests |= json.loads(notes.read_text())
         notes.unlink()
     write_digests(folder, digests | digests_of([file for file in folder.iterdir() if file.name not in digests]))
 
 
-def _content() -> dict[str, Any]:
+def _content_metadata() -> dict[str, Any]:
     """How the state is laid out, as megatron-core names it: loaded again on any layout."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -314,5 +302,5 @@ def _content() -> dict[str, Any]:
     }
 
 
-def _keys(chunks: Sequence[Any]) -> list[str]:
+def _chunk_keys(chunks: Sequence[Any]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]

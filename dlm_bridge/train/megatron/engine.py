@@ -1,14 +1,10 @@
-"""A training run on megatron-core, on any of its layouts, on GPUs or (for tests) on CPU with gloo."""
+"""The Megatron engine: process groups, configuration, model, weights, wrapping, optimizer, schedule, and the run."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import importlib.util
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,56 +14,53 @@ from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import groups, platform, refusals
-from dlm_bridge.parallel.batch import MicroBatch, micro_batch
-from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
-from dlm_bridge.parallel.gpt import arguments
-from dlm_bridge.parallel.handover import refresh_hf_model, stream_live_weights
-from dlm_bridge.parallel.masters import start_masters
-from dlm_bridge.parallel.model import build_megatron_model, build_model_to_resume
-from dlm_bridge.parallel.query_scaling import scales_queries
-from dlm_bridge.train.adaptation import block_size, with_block_size
-from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data import Samples
-from dlm_bridge.train.data.loader import Prefetcher
-from dlm_bridge.train.keyed import torch_seed
-from dlm_bridge.train.loop import EVAL_BATCHES, Engine
-from dlm_bridge.train.megatron import carried_layers
-from dlm_bridge.train.megatron.batches import Batcher, StepBatches
-from dlm_bridge.train.megatron.checkpoints import Saver, check_form, clear, newest, prepare, root_of, write_hub_config
-from dlm_bridge.train.megatron.checks import check_sequence, check_sizes, gradient_checks
-from dlm_bridge.train.megatron.clipping import ClippedStep
-from dlm_bridge.train.megatron.collection import Collection
-from dlm_bridge.train.megatron.settings import check_settings
-from dlm_bridge.train.megatron.setup import (
-    DTYPES,
-    build_optimizer,
-    check_engine,
-    takes_all,
-    transformer_overrides,
-    wrap,
+from dlm_bridge.parallel.core import (
+    DistributedDataParallel,
+    finalize_model_grads,
+    get_megatron_optimizer,
+    parallel_state,
 )
-from dlm_bridge.train.megatron.source import Source, open_source
-from dlm_bridge.train.megatron.stragglers import Stragglers, Timed
-from dlm_bridge.train.metrics import MetricsFile, Row, flops_per_token, peak_flops, plot_loss
-from dlm_bridge.train.objectives import NoisyBatch, Objective, TwoStreams, divisors
-from dlm_bridge.train.optimisation import check_finite, learning_rate
+from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
+from dlm_bridge.parallel.mcore_patches.optimizers import patch_offloading_resume, patch_param_order, patch_sgd_resume
+from dlm_bridge.parallel.parallelize import build_megatron_model, build_model_to_resume
+from dlm_bridge.parallel.weights import load_main_params
+from dlm_bridge.train.adaptation import scheduled_block_size
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.loading import open_megatron_source
+from dlm_bridge.train.megatron import training_state
+from dlm_bridge.train.megatron.checkpoints import (
+    check_resumable,
+    checkpoint_root,
+    newest_checkpoint,
+    remove_leftovers,
+    write_hub_files,
+)
+from dlm_bridge.train.megatron.mcore_config import (
+    DTYPES,
+    check_mcore_config,
+    check_sequence,
+    check_sizes,
+    data_parallel_config,
+    optimizer_config,
+    transformer_overrides,
+)
+from dlm_bridge.train.megatron.settings import check_settings
+from dlm_bridge.train.megatron.trainer import MegatronTrainer
 from dlm_bridge.train.setup import (
     check_data,
     check_same_model,
-    leaves_no_empty_folder,
     load_data,
     make_objective,
     open_output,
+    remove_empty_output_on_error,
     with_objective,
     write_config,
 )
-from dlm_bridge.train.speed.figures import Figures, Moment
-from dlm_bridge.train.text_samples import TextSamples
 
 T = TypeVar("T")
 
 
-@leaves_no_empty_folder
+@remove_empty_output_on_error
 def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
     """Train until `config.steps`, a SIGTERM or `config.exit_duration`, and return the last checkpoint's folder.
 
@@ -76,14 +69,14 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     """
     console = console or Console(stderr=True)
     check_settings(config)
-    join(config)
+    initialize_parallel(config)
     main = dist.get_rank() == 0
     output = Path(config.output)
     _first_on_main(lambda: open_output(output, resume) if main else None)
-    step, checkpoint = newest(output) if resume else (0, None)
+    step, checkpoint = newest_checkpoint(output) if resume else (0, None)
     if checkpoint is not None:
-        check_same_model(config, root_of(output))
-        check_form(checkpoint, config)
+        check_same_model(config, checkpoint_root(output))
+        check_resumable(checkpoint, config)
     if checkpoint is not None and step >= config.steps:
         if main:
             console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
@@ -91,23 +84,23 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     trainer = assemble(config, console, checkpoint, step)
     if main:
         if checkpoint is None:
-            prepare(output, trainer.source, trainer.tokenizer)
-        clear(output)
+            write_hub_files(output, trainer.source, trainer.tokenizer)
+        remove_leftovers(output)
         write_config(trainer.config, output)
         console.print(
             f"{'training' if step == 0 else f'resuming at step {step}:'} {len(trainer.train):,} blocks of "
-            f"{config.seq_length} tokens, {len(trainer.valid):,} for validation; {describe(config)}",
+            f"{config.seq_length} tokens, {len(trainer.valid):,} for validation; {describe_layout(config)}",
             highlight=False,
         )
         if layers := trainer.source.bridge.dims.mtp:
-            console.print(carried_layers.describe(layers), highlight=False)
+            console.print(training_state.describe_mtp(layers), highlight=False)
     try:
         return trainer.run(step)
     finally:
         trainer.close()
 
 
-def join(config: TrainConfig) -> None:
+def initialize_parallel(config: TrainConfig) -> None:
     """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
     check_sequence(config)
     groups.initialize(config.layout, config.seed, config.context)
@@ -118,11 +111,11 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     """Model, optimizer, objective and data of a run, as they are after `step`, which `checkpoint` holds (None: as
     `--model` has them). Nothing is written. Every process calls it. Raises DlmBridgeError."""
     check_data(config)
-    check_engine(config)
-    join(config)
-    source = open_source(config, checkpoint)
+    check_mcore_config(config)
+    initialize_parallel(config)
+    source = open_megatron_source(config, checkpoint)
     config = with_objective(config, source.model)
-    if (size := block_size(config, step + 1)) is not None:
+    if (size := scheduled_block_size(config, step + 1)) is not None:
         source.model.config.block_size = size  # which a model that begins with a schedule need not have
     objective = make_objective(config, source.model)
     check_sizes(config, objective)
@@ -131,12 +124,16 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     # The main process reads and packs, the others find it in the cache.
     blocks, valid, tokenizer = _first_on_main(lambda: load_data(config, source.model, mask_token))
     dtype = DTYPES[config.precision]
-    build = build_model_to_resume if checkpoint is not None and takes_all(config) else build_megatron_model
+    build = (
+        build_model_to_resume
+        if checkpoint is not None and checkpoint_sets_all_weights(config)
+        else build_megatron_model
+    )
     with refusals.named(AssertionError):  # of settings, and of NVTE_... variables
-        chunks = wrap(build(source.bridge, config.layout, dtype, config.context, **overrides), config)
+        chunks = wrap_chunks(build(source.bridge, config.layout, dtype, config.context, **overrides), config)
         optimizer = build_optimizer(chunks, config)
     if checkpoint is None and dtype != torch.float32:
-        start_masters(chunks, optimizer, source.bridge.checkpoint)
+        load_main_params(chunks, optimizer, source.bridge.checkpoint)
     trainer = MegatronTrainer(
         config=config,
         source=source,
@@ -168,326 +165,68 @@ def _first_on_main(action: Callable[[], T]) -> T:
     return result if dist.get_rank() == 0 else action()
 
 
-def describe(config: TrainConfig) -> str:
+def describe_layout(config: TrainConfig) -> str:
     """The layout of a run in words."""
     sizes = {name: getattr(config, name) for name in ("tp", "pp", "vp", "cp", "ep")}
     sizes["dp"] = parallel_state.get_data_parallel_world_size()
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
-@dataclass
-class MegatronTrainer(Engine):
-    """One process's parts of a run, put together."""
-
-    config: TrainConfig
-    source: Source
-    chunks: list[Any]  # this rank's virtual stages, wrapped for data parallelism
-    optimizer: Any
-    tokenizer: Any
-    objective: Objective
-    train: Samples
-    valid: Samples
-    output: Path
-    console: Console
-
-    def __post_init__(self) -> None:
-        config = self.config
-        self.platform = platform.current()
-        self.device = self.platform.device()
-        self.replica = parallel_state.get_data_parallel_rank()
-        self.replicas = parallel_state.get_data_parallel_world_size()
-        self.micro_batch_size, _ = config.accumulation(self.replicas)
-        carried = carried_layers.read_share(self.source.bridge.checkpoint)
-        self.saver = Saver(self.output, self.chunks, self.optimizer, config.async_save, config.keep_last, carried)
-        # Counts travel between CPUs: agreeing on them never waits for the device.
-        self.cpu_group = dist.group.WORLD if self.platform.backend == "gloo" else dist.new_group(backend="gloo")
-        self.collection = Collection()
-        self.update = ClippedStep(self.optimizer, config.clip_grad, config.fsdp is not None)
-        self.schedule = get_forward_backward_func()
-        self.batcher = Batcher(config, self.train, self.replica, self.replicas, self.micro_batch_size, self._cut)
-        self.topology = self.source.bridge.family.topology
-        # Transformer Engine takes documents of variable length where they alone say who looks at whom.
-        self.takes_packed = (
-            self.platform.uses_transformer_engine()
-            and config.cp == 1
-            and self.topology != "block_causal"
-            and not isinstance(self.objective, TwoStreams)
-            and config.mask_annealing_steps == 0
-            # The balance over a sequence would be one over all rows of a micro-batch.
-            and not (config.moe_aux_loss_coeff and config.moe_aux_loss == "seq_aux_loss" and self.micro_batch_size > 1)
-        )
-        self.stragglers = self._stragglers() if config.straggler_interval else None
-        self.prefetcher: Prefetcher[StepBatches] | None = None
-        self.producing = threading.Lock()
-        self.flops_per_token = flops_per_token(self.source.model, config.seq_length) * self.objective.tokens_read
-        self.peak_flops = peak_flops(self.platform.device_name(), config.precision)
-
-    @property
-    def main(self) -> bool:
-        return dist.get_rank() == 0
-
-    def run(self, step: int) -> Path:
-        if self.config.sample_interval and self.main:
-            self.hub_model  # noqa: B018 (read now: on a resume, --keep-last may remove what it is read from)
-        self.prefetcher = Prefetcher(self._produce, step + 1)
-        folder = super().run(step)
-        self.saver.finish()
-        return folder
-
-    def close(self) -> None:
-        """Stop what runs in the background."""
-        self.collection.close()
-        if self.prefetcher is not None:
-            self.prefetcher.close()
-
-    def _produce(self, step: int) -> StepBatches:
-        """The batches of one step, in the background and ahead of it: what belongs to this step stays as it is."""
-        with self.producing:
-            size = block_size(self.config, step)
-            # A TwoStreams where there is a schedule, as checked.
-            objective: Any = self.objective
-            return self.batcher.training(
-                objective if size is None else dataclasses.replace(objective, block_size=size), step
-            )
-
-    def _cut(self, noisy: Sequence[NoisyBatch]) -> list[MicroBatch]:
-        """This rank's part of each, all of one form: pipeline stages expect one shape throughout a step."""
-        packed = self.takes_packed and any(_has_documents(batch) for batch in noisy)
-        rank, size = parallel_state.get_context_parallel_rank(), self.config.cp
-        block = getattr(self.source.model.config, "block_size", None)
-        absolute = scales_queries(self.chunks[0].config)
-        parts = [micro_batch(batch, self.topology, block, rank, size, packed, absolute) for batch in noisy]
-        return [part.pin() for part in parts] if self.device.type == "cuda" else parts
-
-    def step(self, step: int, want_stop: bool) -> tuple[Row, bool]:
-        figures, stop = self.start(step, want_stop)
-        return figures(), stop
-
-    def start(self, step: int, want_stop: bool) -> tuple[Callable[[], Row], bool]:
-        """One optimizer step. What comes back waits for the device and is called by every rank; the step itself waits
-        only where its optimizer does."""
-        config = self.config
-        began = Moment(self.device)
-        self.collection.step()
-        self.saver.poll()
-        assert self.prefetcher is not None
-        batches = self.prefetcher.get()
-        self.objective = with_block_size(self.objective, self.source.model, config, step)
-        self.platform.manual_seed(torch_seed(config.seed, step, dist.get_rank()))
-        summed = self._sum_on_cpu(torch.cat([self._once(batches.normaliser), torch.tensor([float(want_stop)])]))
-        normaliser, stop = divisors(summed[:-1]), bool(summed[-1] > 0)
-        rate = learning_rate(config, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
-
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        with gradient_checks(step):
-            sums = self._forward_backward(batches.batches, normaliser, forward_only=False)
-        updated, norm = self.update()
-        figures = Figures(torch.cat([sums, norm.to(sums)[None]]), began)
-        timed = None if self.stragglers is None else self.stragglers.taken()
-        peak = self._fullest()
-        return (lambda: self._row(step, rate, updated, figures, peak, timed)), stop
-
-    def _row(
-        self,
-        step: int,
-        rate: float,
-        updated: bool,
-        figures: Figures,
-        peak: int | None,
-        timed: list[Timed] | None,
-    ) -> Row:
-        """The line of a step, once the device has taken it. Raises DlmBridgeError where the loss or the gradient is no
-        number: the next step may have begun by then, no checkpoint has been written."""
-        config = self.config
-        (*losses, norm), seconds = figures.read()
-        loss = sum(losses)
-        if not math.isfinite(loss):
-            raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
-        if updated and not math.isfinite(norm):
-            raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
-
-        if self.stragglers is not None and (line := self.stragglers.end_step(step, timed or [])) and self.main:
-            self.console.print(line, highlight=False, soft_wrap=True)
-        tokens = config.global_batch_size * config.seq_length
-        world = dist.get_world_size()
-        per_s = tokens / seconds
-        return Row(
-            step=step,
-            loss=loss,
-            grad_norm=norm if updated else None,
-            lr=rate,
-            tokens=step * tokens,
-            tokens_per_s=per_s,
-            tokens_per_s_per_device=per_s / world,
-            peak_memory=peak,
-            mfu=None if self.peak_flops is None else per_s * self.flops_per_token / (self.peak_flops * world),
-        )
-
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        config = self.config
-        count = min(len(self.valid), EVAL_BATCHES * config.global_batch_size)
-        objective = dataclasses.replace(self.objective, length_variation=0.0)
-        totals = torch.zeros(2, objective.terms, dtype=torch.float64)
-        with self._without_gather(), self._without_dropout():
-            for batches in self.batcher.evaluation(objective, self.valid, count):
-                summed = self._sum_on_cpu(self._once(batches.normaliser))
-                sums = self._forward_backward(batches.batches, torch.ones(objective.terms), forward_only=True)
-                totals += torch.stack([sums.cpu(), summed])
-        return float((totals[0] / divisors(totals[1])).sum())
-
-    def sample(self, samples: TextSamples, step: int) -> None:
-        """On the main process, which holds the whole model for it; the others hand over what they have of it."""
-        bridge = self.source.bridge
-        with self._without_gather():
-            if self.main:
-                refresh_hf_model(bridge, self.hub_model, self.chunks)
-            else:
-                for _ in stream_live_weights(bridge, self.chunks):
-                    pass
-        if self.main:
-            for name in ("mask_token_id", "block_size"):  # which the run may have changed
-                if (value := getattr(self.source.model.config, name, None)) is not None:
-                    setattr(self.hub_model.config, name, value)
-            samples.write(step, self.hub_model.to(self.device))
-            self.hub_model.to("cpu")  # the device's memory is training's
-
-    @functools.cached_property
-    def hub_model(self) -> Any:
-        """The Hub-side model that samples, on the CPU in between."""
-        return self.source.bridge.build_hf_model(dtype=DTYPES[self.config.precision])
-
-    def save(self, step: int, metrics: MetricsFile | None) -> Path:
-        self._check_finite(step)
-        if metrics is not None:
-            metrics.sync()
-            if self.config.block_sizes:
-                write_hub_config(self.output, self.source)
-        # A save in the background forks this process, which no thread should be in the middle of something for.
-        with self.producing, self._without_gather():
-            folder = self.saver.save(step, {"train_blocks": len(self.train)})
-        if metrics is not None:
-            plot_loss(metrics.rows, self.output / "loss.png")
-        return folder
-
-    def load(self, folder: Path) -> None:
-        """Set weights and optimizer state to a checkpoint's. Raises DlmBridgeError where the data are others."""
-        blocks = self.saver.load(folder)["train_blocks"]
-        if blocks != len(self.train):
-            raise DlmBridgeError(
-                f"--data gives {len(self.train)} training blocks, the run began with {blocks}: "
-                "resume with the data that it began with"
-            )
-
-    def _forward_backward(
-        self, batches: Sequence[MicroBatch], normaliser: torch.Tensor, forward_only: bool
-    ) -> torch.Tensor:
-        """[K] float64 on the device and on every rank, the weighted loss sums of the global batch over `normaliser`;
-        unless `forward_only` their gradients, summed over all ranks, are in the chunks' buffers."""
-        share = _without_waiting(1 / normaliser, self.device)
-        none = torch.zeros((), dtype=torch.int, device=self.device)
-
-        def forward(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
-            batch = next(data).to(self.device)
-            of_weights = share if batch.terms is None else share[batch.terms]
-            batch = dataclasses.replace(batch, weights=batch.weights * of_weights)
-            with contextlib.nullcontext() if self.stragglers is None or forward_only else self.stragglers.timed():
-                return model(**arguments(batch, len(share))), loss
-
-        def loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return output[0], none, output[1]
-
-        rows, length = batches[0].input_ids.shape
-        several = len(self.chunks) > 1
-        results = self.schedule(
-            forward_step_func=forward,
-            data_iterator=[iter(batches) for _ in self.chunks] if several else iter(batches),
-            model=self.chunks if several else self.chunks[0],
-            num_microbatches=len(batches),
-            seq_length=length * self.config.cp,
-            micro_batch_size=rows,
-            forward_only=forward_only,
-        )
-        sums = torch.zeros(len(normaliser), dtype=torch.float64, device=self.device)
-        if results and parallel_state.get_tensor_model_parallel_rank() == 0:
-            sums += torch.stack(results).double().sum(dim=0)
-        dist.all_reduce(sums)
-        return sums
-
-    def _stragglers(self) -> Stragglers:
-        return Stragglers(
-            self.config.straggler_interval,
-            parallel_state.get_pipeline_model_parallel_rank(),
-            self.config.pp,
-            self.device,
-            self.cpu_group,
-        )
-
-    def _once(self, normaliser: torch.Tensor) -> torch.Tensor:
-        """What a replica adds to a sum over all ranks, said by one of its ranks."""
-        ranks = (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_context_parallel_rank(),
-        )
-        return normaliser if ranks == (0, 0, 0) else torch.zeros_like(normaliser)
-
-    def _check_finite(self, step: int) -> None:
-        """Every rank stops where one of them would write what is no number."""
-        error: DlmBridgeError | None = None
-        try:
-            check_finite(step, (weight for group in self.optimizer.param_groups for weight in group["params"]))
-        except DlmBridgeError as found:
-            error = found
-        if self._sum_on_cpu(torch.tensor(float(error is not None))):
-            raise error or DlmBridgeError(f"step {step}: another rank has weights that are not finite")
-
-    def _fullest(self) -> int | None:
-        """The most memory that any device has held at once; None on CPU."""
-        if self.platform.name == "cpu":
-            return None
-        peak = torch.tensor(self.platform.peak_memory())
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.cpu_group)
-        return int(peak)
-
-    def _sum_on_cpu(self, values: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(values, group=self.cpu_group)
-        return values
-
-    @contextlib.contextmanager
-    def _without_dropout(self) -> Iterator[None]:
-        """The layers as they are outside of training."""
-        for chunk in self.chunks:
-            chunk.eval()
-        yield
-        for chunk in self.chunks:
-            chunk.train()
-
-    @contextlib.contextmanager
-    def _without_gather(self) -> Iterator[None]:
-        """Whole weights, outside of a training step: no forward pass gathers them."""
-        overlapped = [chunk for chunk in self.chunks if _gathers_late(chunk)]
-        for chunk in overlapped:
-            chunk.disable_forward_pre_hook()
-        yield
-        for chunk in overlapped:
-            chunk.enable_forward_pre_hook()
+def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
+    """The model's chunks in megatron-core's data parallelism, DDP or FSDP, in training mode."""
+    wrapper, wrapped = _wrapper(config), []
+    for number, chunk in enumerate(chunks):
+        # Only the first chunk's communication is on the critical path of an interleaved pipeline.
+        ddp_config = data_parallel_config(config)
+        wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
+        if config.fsdp is not None:
+            patch_unshared_gradients(wrapped[-1].module)
+    return wrapped
 
 
-def _has_documents(noisy: NoisyBatch) -> bool:
-    padded = noisy.attention_mask is not None and not bool(noisy.attention_mask.all())
-    return padded or noisy.visibility is not None
+def _wrapper(config: TrainConfig) -> Any:
+    if config.fsdp is None:
+        return DistributedDataParallel
+    if platform.current().name == "cpu":
+        raise DlmBridgeError(f"--fsdp {config.fsdp}: megatron-core's FSDP needs a GPU: leave it out")
+    if importlib.util.find_spec("einops") is None:
+        raise DlmBridgeError(f"--fsdp {config.fsdp}: megatron-core's FSDP needs einops: pip install einops")
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    return FullyShardedDataParallel
 
 
-def _without_waiting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same on a device that may still be at work on something else."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+def checkpoint_sets_all_weights(config: TrainConfig) -> bool:
+    """Whether a resume sets every weight, and every master of one, from the checkpoint alone: where neither FSDP's
+    buffers nor the optimizer inside megatron-core's nor weights in FP8 begin with what the model was built with."""
+    inside = optimizer_config(config).use_precision_aware_optimizer
+    return config.fsdp is None and not config.fp8_params and not inside
 
 
-def _gathers_late(chunk: Any) -> bool:
-    return chunk.ddp_config.overlap_param_gather and not chunk.ddp_config.use_megatron_fsdp
+def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
+    """megatron-core's optimizer over wrapped chunks, and what its schedules need of both. The learning rate is set
+    before every step. Raises DlmBridgeError."""
+    if config.optimizer_cpu_offload:
+        for name, parameter in itertools.chain(*(chunk.named_parameters() for chunk in chunks)):
+            if parameter.dtype == torch.float32:  # as routers may be
+                raise DlmBridgeError(
+                    f"--optimizer-cpu-offload: megatron-core offloads no weights in fp32, and {name} is kept so: "
+                    "leave it out"
+                )
+    # Its own rule is ours: biases and 1-D parameters do not decay.
+    optimizer = get_megatron_optimizer(optimizer_config(config), list(chunks))
+    patch_offloading_resume(optimizer)
+    patch_param_order(optimizer)
+    patch_sgd_resume(optimizer)
+    transformer = chunks[0].config
+    transformer.grad_scale_func = optimizer.scale_loss
+    transformer.finalize_model_grads_func = _finalize_model_grads
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return optimizer
+
+
+def _finalize_model_grads(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+    """Sum the gradients over ranks without dividing by a number of tokens: the loss's weights did that."""
+    finalize_model_grads(model, None, **kwargs)

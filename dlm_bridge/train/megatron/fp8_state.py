@@ -13,17 +13,15 @@ import os
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
-from dlm_bridge.convert.formats.pickle_guard import check_pickle
-from dlm_bridge.convert.formats.torch_file import Inert
+from dlm_bridge.convert.formats.unpickler import Inert, check_pickle
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 _KEY = re.compile(r"(.*\.)?_extra_state\d*")  # numbered: of each of a layer's experts
@@ -35,7 +33,7 @@ _LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save's
 
 
 @dataclass(frozen=True)
-class Scaling:
+class DelayedScalingState:
     """A module's delayed scaling: fp32 scales [fp8 tensors] and histories [steps, fp8 tensors], forward and backward,
     and what Transformer Engine counts beside them."""
 
@@ -44,7 +42,7 @@ class Scaling:
 
 
 @contextlib.contextmanager
-def only_data() -> Iterator[None]:
+def weights_only_loading() -> Iterator[None]:
     """While this lasts, torch.load reads tensors and plain values only, whatever its caller asks for (torch's reader
     of distributed checkpoints asks for anything), and Transformer Engine takes the pickles that `rewritten` made."""
     wanted = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
@@ -59,23 +57,7 @@ def only_data() -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-def mend_experts(chunks: Sequence[Any]) -> None:
-    """Let layers of grouped experts be saved that are in FP8 with a recipe that keeps nothing. megatron-core 0.16.1
-    (`TEGroupedLinear._split_extra_state`) would cut an empty state, which Transformer Engine 2.20 gives there."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if hasattr(module, "_split_extra_state"):
-                module._split_extra_state = partial(_split, module)
-
-
-def _split(module: Any, state: Any) -> list[Any]:
-    if state is None or (isinstance(state, torch.Tensor) and state.numel() == 0):
-        return [state] * module.num_gemms
-    parts: list[Any] = type(module)._split_extra_state(module, state)
-    return parts
-
-
-def modules(model: nn.Module, config: Any) -> dict[str, nn.Module]:
+def scaled_modules(model: nn.Module, config: Any) -> dict[str, nn.Module]:
     """The modules of a model with delayed scaling that may have a state of it, by the names of their states."""
     if _recipe(config) is None:
         return {}
@@ -86,14 +68,16 @@ def modules(model: nn.Module, config: Any) -> dict[str, nn.Module]:
     }
 
 
-def rewritten(state: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def rewrite_extra_states(state: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """A chunk's loaded `state` with extra states that were made here, for a model of megatron-core's `config`: empty
     ones where it has no delayed scaling. Raises DlmBridgeError for one that is anything but a scaling state."""
     recipe = _recipe(config)
-    return {key: _again(key, value, recipe) if _KEY.fullmatch(key) else value for key, value in state.items()}
+    return {
+        key: _rewrite_extra_state(key, value, recipe) if _KEY.fullmatch(key) else value for key, value in state.items()
+    }
 
 
-def read_scaling(data: bytes) -> Scaling | None:
+def read_delayed_scaling(data: bytes) -> DelayedScalingState | None:
     """What a module's extra state says; None where it is of a recipe that keeps nothing.
 
     Raises DlmBridgeError where the pickle asks for anything else, or is damaged.
@@ -120,7 +104,7 @@ def read_scaling(data: bytes) -> Scaling | None:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
         raise DlmBridgeError(f"is no FP8 scaling state: {type(error).__name__}: {one_line(error)[:200]}") from None
-    return Scaling(tensors, variables)
+    return DelayedScalingState(tensors, variables)
 
 
 def _recipe(config: Any) -> Any:
@@ -133,7 +117,7 @@ def _recipe(config: Any) -> Any:
     return recipe if recipe.delayed() else None
 
 
-def _again(key: str, value: Any, recipe: Any) -> Any:
+def _rewrite_extra_state(key: str, value: Any, recipe: Any) -> Any:
     if value is None:  # of a converted checkpoint
         return None
     if recipe is None or (isinstance(value, torch.Tensor) and value.numel() == 0):
@@ -142,20 +126,20 @@ def _again(key: str, value: Any, recipe: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
         raise DlmBridgeError(f"{key} is a {type(value).__name__}, not Transformer Engine 2's bytes: {leave}")
     try:
-        scaling = read_scaling(value.cpu().contiguous().numpy().tobytes())
+        scaling = read_delayed_scaling(value.cpu().contiguous().numpy().tobytes())
     except DlmBridgeError as error:
         raise DlmBridgeError(f"{key}: {error}: {leave}") from None
     if scaling is None:
         return torch.empty(0, dtype=torch.uint8)
     tensors = {
-        name: _of_length(tensor, recipe.amax_history_len) if tensor.dim() == 2 else tensor
+        name: _resize_history(tensor, recipe.amax_history_len) if tensor.dim() == 2 else tensor
         for name, tensor in scaling.tensors.items()
     }
     made = pickle.dumps({"recipe": recipe, **tensors, _VARIABLES: scaling.variables})
     return torch.frombuffer(bytearray(made), dtype=torch.uint8)
 
 
-def _of_length(history: torch.Tensor, steps: int) -> torch.Tensor:
+def _resize_history(history: torch.Tensor, steps: int) -> torch.Tensor:
     """[steps, N], the newest first, as Transformer Engine cuts and pads what a recipe of another length left."""
     return torch.nn.functional.pad(history[:steps], (0, 0, 0, max(0, steps - len(history))))
 

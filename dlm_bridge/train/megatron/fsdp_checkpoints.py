@@ -23,27 +23,27 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import parallel_state
-from dlm_bridge.parallel.fsdp import Held, buffers, held
-from dlm_bridge.train.megatron import carried_layers, fp8_state
+from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, buffers, fsdp_shards
+from dlm_bridge.train.megatron import fp8_state, training_state
 
 RUN = "dlm_bridge_run"  # the key of our own values, JSON
 MODEL, OPTIMIZER = "model.module.", "optimizer.state.module.module."
 STATES = ("exp_avg", "exp_avg_sq")
 _EXPERT = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.(?:weight|bias)|local_experts\.))(\d+)")
-_GATED = re.compile(r"\.mlp\.(experts\.(local_experts\.\d+\.)?|shared_experts\.)?linear_fc1\.(weight|bias)\d*$")
+_GATED_MLP = re.compile(r"\.mlp\.(experts\.(local_experts\.\d+\.)?|shared_experts\.)?linear_fc1\.(weight|bias)\d*$")
 
 
 def save(
-    folder: Path, step: int, values: dict[str, Any], chunk: Any, optimizer: Any, carried: carried_layers.Share
+    folder: Path, step: int, values: dict[str, Any], chunk: Any, optimizer: Any, carried: training_state.MTPShard
 ) -> None:
     """Write the iteration `step` into `folder`. Every process calls it, with its share of what is carried along."""
-    run = {**values, "tp": parallel_state.get_tensor_model_parallel_world_size(), **_numbers(optimizer)}
+    run = {**values, "tp": parallel_state.get_tensor_model_parallel_world_size(), **_optimizer_counters(optimizer)}
     kept = {
-        MODEL + link.megatron_name: Piece(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
-        for link, tensor in carried.items()
+        MODEL + param.megatron_name: TensorBox(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+        for param, tensor in carried.items()
     }
     numbers = {"iteration": step, "checkpoint_version": 3.0, RUN: json.dumps(run)}
-    state = {**_pieces(chunk, optimizer), **kept, **_scaling(chunk), **numbers}
+    state = {**_local_boxes(chunk, optimizer), **kept, **_scaling(chunk), **numbers}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(str(folder)), planner=_SavePlanner(flatten_state_dict=False))
 
 
@@ -55,9 +55,9 @@ def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
     run = _read_run(reader)
     del run["tp"]
     optimizer._init_optimizer_states_with_dummy_values()  # what is loaded has to be there
-    state = _pieces(chunk, optimizer)
+    state = _local_boxes(chunk, optimizer)
     dcp.load(state, storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False))
-    _set_numbers(optimizer, run)
+    _set_optimizer_counters(optimizer, run)
     _set_scaling(chunk, reader, folder)
     chunk.module.install_optimized_model_weights()
     chunk.start_param_sync()
@@ -85,7 +85,7 @@ def _read_run(reader: dcp.FileSystemReader) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorBox:
     """A box of a global tensor, which torch's checkpoint writer and reader know by these methods."""
 
     tensor: torch.Tensor
@@ -108,14 +108,14 @@ class Piece:
         return [self.chunk]
 
 
-def pieces(part: Held, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, Piece]]:
+def tensor_boxes(part: FSDPShard, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, TensorBox]]:
     """What a rank's rows `tensor` of a parameter are on disk: one box, or where gate and up lie one after the other a
     box of each, because tensor parallel ranks share them apart."""
     assert len(tensor) == part.rows, (name, tensor.shape, part)
     if not part.rows:
         return
-    if not _GATED.search(name):
-        yield name, Piece(tensor, *_box(part, part.part, part.start))
+    if not _GATED_MLP.search(name):
+        yield name, TensorBox(tensor, *_box(part, part.part, part.start))
         return
     half = part.part[0] // 2
     shape = (half, *part.part[1:])
@@ -123,10 +123,10 @@ def pieces(part: Held, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, P
         begin, end = max(part.start, first), min(part.start + part.rows, first + half)
         if begin < end:
             rows = tensor[begin - part.start : end - part.start]
-            yield name + suffix, Piece(rows, *_box(part, shape, begin - first))
+            yield name + suffix, TensorBox(rows, *_box(part, shape, begin - first))
 
 
-def _box(part: Held, shape: tuple[int, ...], start: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _box(part: FSDPShard, shape: tuple[int, ...], start: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offsets, global shape) of rows from `start` on of a tensor parallel rank's part of `shape`."""
     offsets, whole = [start, *(0 for _ in shape[1:])], list(shape)
     if part.axis is not None:
@@ -135,22 +135,22 @@ def _box(part: Held, shape: tuple[int, ...], start: int) -> tuple[tuple[int, ...
     return tuple(offsets), tuple(whole)
 
 
-def _pieces(chunk: Any, optimizer: Any) -> dict[str, Any]:
+def _local_boxes(chunk: Any, optimizer: Any) -> dict[str, Any]:
     """Everything that this rank holds, by key; the tensors are the live ones."""
     first = 0
     if chunk.config.num_moe_experts:
         ranks = parallel_state.get_expert_model_parallel_world_size()
         first = parallel_state.get_expert_model_parallel_rank() * chunk.config.num_moe_experts // ranks
     found: dict[str, Any] = {
-        MODEL + name: Piece(buffer, (0,) * buffer.dim(), tuple(buffer.shape)) for name, buffer in buffers(chunk)
+        MODEL + name: TensorBox(buffer, (0,) * buffer.dim(), tuple(buffer.shape)) for name, buffer in buffers(chunk)
     }
-    for part in held(chunk):
+    for part in fsdp_shards(chunk):
         name = _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", part.name)
-        for key, piece in pieces(part, name, _local(part.parameter)):
+        for key, piece in tensor_boxes(part, name, _local(part.parameter)):
             found[MODEL + key] = piece
         for kind, tensor in optimizer.optimizer.state.get(part.parameter, {}).items():
             if kind in STATES:
-                for key, piece in pieces(part, name, _local(tensor)):
+                for key, piece in tensor_boxes(part, name, _local(tensor)):
                     found[f"{OPTIMIZER}{key}.{kind}"] = piece
     return found
 
@@ -176,11 +176,11 @@ def _set_scaling(chunk: Any, reader: dcp.FileSystemReader, folder: Path) -> None
     dcp.load(state, storage_reader=reader)
     for name, module in scaled.items():
         if (key := _scaling_key(name)) in state:
-            module.set_extra_state(fp8_state.rewritten({name: state[key][0]}, chunk.config)[name])
+            module.set_extra_state(fp8_state.rewrite_extra_states({name: state[key][0]}, chunk.config)[name])
 
 
 def _scaled(chunk: Any) -> dict[str, Any]:
-    return fp8_state.modules(chunk.module.module, chunk.config)
+    return fp8_state.scaled_modules(chunk.module.module, chunk.config)
 
 
 def _scaling_key(name: str) -> str:
@@ -196,7 +196,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def _numbers(optimizer: Any) -> dict[str, Any]:
+def _optimizer_counters(optimizer: Any) -> dict[str, Any]:
     """What an optimizer counts: its steps, and the loss scale of fp16."""
     groups = optimizer.optimizer.param_groups
     step = max((float(group.get("step", 0)) for group in groups), default=0.0)
@@ -207,7 +207,7 @@ def _numbers(optimizer: Any) -> dict[str, Any]:
     return {"optimizer_step": step, "loss_scale": scale}
 
 
-def _set_numbers(optimizer: Any, run: dict[str, Any]) -> None:
+def _set_optimizer_counters(optimizer: Any, run: dict[str, Any]) -> None:
     step, scale = run.pop("optimizer_step"), run.pop("loss_scale")
     for group in optimizer.optimizer.param_groups:
         if isinstance(group.get("step"), torch.Tensor):
@@ -233,7 +233,7 @@ def _set_numbers(optimizer: Any, run: dict[str, Any]) -> None:
 class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
-        return found.tensor if isinstance(found, Piece) else super().lookup_object(index)
+        return found.tensor if isinstance(found, TensorBox) else super().lookup_object(index)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -246,4 +246,4 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         found = self.state_dict[index.fqn]
-        return found.tensor if isinstance(found, Piece) else super().lookup_tensor(index)
+        return found.tensor if isinstance(found, TensorBox) else super().lookup_tensor(index)

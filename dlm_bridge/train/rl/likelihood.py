@@ -1,6 +1,6 @@
 """What a diffusion model thinks of a completion: one-step estimates of its tokens, and the bound on its likelihood.
 
-All of them are batches of the training objectives with chosen noise, so that every family's shift, topology and two
+All of them are batches of the training objectives with chosen noise, so that every family's shift, attention_pattern and two
 streams come from there. An estimate is made in two parts: `one_step`, `blockwise` and `bounds` say what the model
 reads, on the CPU or anywhere, without the model; `token_logps` and `bound_sums` read its logits.
 """
@@ -16,20 +16,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.spec import FamilySpec
-from dlm_bridge.train.keyed import Purpose
-from dlm_bridge.train.objectives import (
-    IGNORE,
-    MaskedDiffusion,
-    NoisyBatch,
-    Objective,
-    ShiftedDiffusion,
-    Uniforms,
-    family_objective,
-    mask_token_id,
-)
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
+from dlm_bridge.objectives.noise import Purpose, Uniforms
+from dlm_bridge.objectives.registry import family_objective, mask_token_id
+from dlm_bridge.objectives.single_stream import MaskedDiffusion, ShiftedDiffusion
 
-NEVER = torch.iinfo(torch.int64).max  # of `Sequences.order`: a token that the sampler left masked
+NEVER_COMMITTED = torch.iinfo(torch.int64).max  # of `Sequences.order`: a token that the sampler left masked
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class Sequences:
 
 
 @dataclass(frozen=True)
-class Query:
+class LikelihoodQuery:
     """What the model reads, and which of the B sequences' tokens its M logits are about."""
 
     noisy: NoisyBatch
@@ -63,20 +57,22 @@ class Query:
     columns: torch.Tensor  # [M] int64
     shape: tuple[int, int]  # B, L
 
-    def to(self, device: torch.device) -> Query:
-        return Query(self.noisy.to(device), self.rows.to(device), self.columns.to(device), self.shape)
+    def to(self, device: torch.device) -> LikelihoodQuery:
+        return LikelihoodQuery(self.noisy.to(device), self.rows.to(device), self.columns.to(device), self.shape)
 
 
-def one_step(model: Any, sequences: Sequences, seed: int, draw: int, samples: Sequence[int], share: float) -> Query:
+def one_step(
+    model: Any, sequences: Sequences, seed: int, draw: int, samples: Sequence[int], share: float
+) -> LikelihoodQuery:
     """diffu-GRPO's estimate (d1, arXiv 2504.12216): every token of the completion from one pass over a canvas in which
     all of it is masked, and of the prompt a random `share` of tokens; the noise is keyed by (seed, draw, sample)."""
-    tokens, objective = sequences.tokens, _plain(model)
+    tokens, objective = sequences.tokens, _single_stream(model)
     uniforms = Uniforms.keyed(seed, draw, samples, tokens.shape[1], Purpose.PROMPT_MASK)
     hidden = sequences.completion | (sequences.prompt & (uniforms.token.to(tokens.device) < share))
     return _all_masked(objective, torch.where(hidden, objective.mask_token_id, tokens), sequences)
 
 
-def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> Query:
+def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> LikelihoodQuery:
     """The block-wise estimate: tokens are predicted together, with those that were settled before them in view, as the
     sampler had them (compare TraceRL, arXiv 2509.06949).
 
@@ -88,13 +84,13 @@ def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> Query:
         DlmBridgeError: a family whose blocks are neither.
     """
     family: FamilySpec = model.family
-    if family.topology == "block_causal":
+    if family.attention_pattern == "block_causal":
         objective = dataclasses.replace(family_objective(model), length_variation=0.0)
         behind = sequences.completion & ~sequences.scored  # what follows the end has not been there
         tokens = torch.where(behind, objective.mask_token_id, sequences.tokens)
         return _all_masked(objective, tokens, sequences)
-    objective = _plain(model)
-    if family.topology != "bidirectional" or family.objective in ("nemotron", "wedlm"):
+    objective = _single_stream(model)
+    if family.attention_pattern != "bidirectional" or family.objective in ("nemotron", "wedlm"):
         raise DlmBridgeError(f"--method block-grpo is not for {family.title}: use diffu-grpo")
     groups = (sequences.order - 1) // trace_steps
     asked_parts, hidden_parts, owners = [], [], []
@@ -107,10 +103,10 @@ def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> Query:
     owner, hidden = torch.cat(owners), torch.cat(hidden_parts)
     repeated = dataclasses.replace(sequences.rows(owner), scored=torch.cat(asked_parts))
     query = _all_masked(objective, torch.where(hidden, objective.mask_token_id, repeated.tokens), repeated)
-    return Query(query.noisy, owner[query.rows], query.columns, sequences.shape)
+    return LikelihoodQuery(query.noisy, owner[query.rows], query.columns, sequences.shape)
 
 
-def token_logps(model: Any, query: Query) -> torch.Tensor:
+def token_logps(model: Any, query: LikelihoodQuery) -> torch.Tensor:
     """[B, L] fp32: the estimated log-probability of each scored token, zero elsewhere. `model` may be wrapped."""
     noisy = query.noisy
     losses_M = F.cross_entropy(noisy.logits(model).float(), noisy.targets, reduction="none")
@@ -118,7 +114,7 @@ def token_logps(model: Any, query: Query) -> torch.Tensor:
     return found.index_put((query.rows, query.columns), -losses_M)
 
 
-def bounds(
+def bound_query(
     model: Any, tokens: torch.Tensor, answer: torch.Tensor, real: torch.Tensor, uniforms: Uniforms
 ) -> NoisyBatch:
     """What the model reads for one sample of the evidence lower bound of B answers, by its family's own objective.
@@ -138,7 +134,7 @@ def bounds(
             f"--method vrpo needs a likelihood bound, which the objective of {model.family.title} does not give"
         )
     objective = dataclasses.replace(objective, loss_normalisation="tokens", loss_weighting="level", eps=1e-3)
-    return objective.noise(tokens, uniforms, torch.where(answer, tokens, IGNORE), real)
+    return objective.noise(tokens, uniforms, torch.where(answer, tokens, IGNORE_INDEX), real)
 
 
 def bound_sums(model: Any, noisy: NoisyBatch) -> torch.Tensor:
@@ -148,23 +144,23 @@ def bound_sums(model: Any, noisy: NoisyBatch) -> torch.Tensor:
     return torch.zeros(len(noisy.mask), device=losses_M.device).index_add(0, rows, -losses_M)
 
 
-def _plain(model: Any) -> Objective:
+def _single_stream(model: Any) -> Objective:
     """Masks in one stream, read with the family's own attention."""
     kind: type[Objective] = ShiftedDiffusion if model.family.shift else MaskedDiffusion
     return kind(mask_token_id=mask_token_id(model))
 
 
-def _all_masked(objective: Objective, tokens: torch.Tensor, sequences: Sequences) -> Query:
+def _all_masked(objective: Objective, tokens: torch.Tensor, sequences: Sequences) -> LikelihoodQuery:
     """Every scored token masked and asked for."""
     batch, length = tokens.shape
     zeros_B, zeros_BL = torch.zeros(batch), torch.zeros(batch, length)
     certain = Uniforms(level=zeros_B + 1, token=zeros_BL, cut=zeros_B + 1, cut_length=zeros_B, block=zeros_BL + 1)
     real = sequences.prompt | sequences.completion
-    labels = torch.where(sequences.scored, sequences.tokens, IGNORE)
+    labels = torch.where(sequences.scored, sequences.tokens, IGNORE_INDEX)
     noisy = objective.noise(tokens, certain, labels, None if bool(real.all()) else real)
     rows, columns = sequences.scored.nonzero(as_tuple=True)  # in the order of the objective's targets
     if len(rows) != len(noisy.targets):
         raise DlmBridgeError(
             f"{type(objective).__name__} does not predict each token of a completion once: use --method diffu-grpo"
         )
-    return Query(noisy, rows, columns, (batch, length))
+    return LikelihoodQuery(noisy, rows, columns, (batch, length))

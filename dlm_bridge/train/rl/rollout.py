@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from dlm_bridge.generation.callbacks import DenoisingStep
 from dlm_bridge.generation.config import eos_token_ids
-from dlm_bridge.generation.observe import DenoisingStep
-from dlm_bridge.train.keyed import Purpose, stream
-from dlm_bridge.train.rl.judge import Judge, Judged
-from dlm_bridge.train.rl.likelihood import NEVER, Sequences
+from dlm_bridge.objectives.noise import Purpose, keyed_generator
+from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences
+from dlm_bridge.train.rl.reward_worker import RewardScores, RewardWorkers
 from dlm_bridge.train.rl.rows import Problem
 
 
@@ -28,29 +28,12 @@ class Rollout:
     sequences: Sequences  # on the CPU
     prompts: list[Any]  # as in the rows
     completions: list[str]
-    judged: Judged
+    judged: RewardScores
     rewards: torch.Tensor  # [B] fp32
     advantages: torch.Tensor  # [B] fp32
 
     def __len__(self) -> int:
         return len(self.samples)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What an update measured. Sums are over this process's part; the engine adds those of all."""
-
-    loss: float
-    grad_norm: float
-    sums: dict[str, float]
-
-
-class Updater(Protocol):
-    """What follows a rollout: all that an engine has to offer to train on one."""
-
-    def update(self, rollout: Rollout, step: int) -> Figures:
-        """Change the model. Every process calls it with its own part of the same step."""
-        ...
 
 
 @dataclass
@@ -59,7 +42,7 @@ class Rollouts:
 
     model: Any
     tokenizer: Any
-    judge: Judge
+    judge: RewardWorkers
     seed: int
     group_size: int
     gen_length: int
@@ -86,10 +69,10 @@ class Rollouts:
             advantages=group_advantages(rewards, self.group_size, self.scaled),
         )
 
-    def answer(self, problems: Sequence[Problem]) -> tuple[list[str], Judged]:
+    def answer(self, problems: Sequence[Problem]) -> tuple[list[str], RewardScores]:
         """Complete each problem once, greedily."""
         if not problems:
-            return [], Judged([], {function.name: [] for function in self.judge.functions}, 0)
+            return [], RewardScores([], {function.name: [] for function in self.judge.functions}, 0)
         _, texts = self._complete(problems, list(range(len(problems))), 0, 0.0)
         return texts, self.judge([problem.prompt for problem in problems], texts, problems)
 
@@ -151,7 +134,7 @@ class _Trace:
     def on_step(self, step: DenoisingStep) -> None:
         settled, tokens = step.settled[:, self.width :], step.tokens[:, self.width :]
         if step.forwards == 1 or not self.order.numel():
-            self.tokens, self.order = tokens.clone(), torch.full_like(tokens, NEVER)
+            self.tokens, self.order = tokens.clone(), torch.full_like(tokens, NEVER_COMMITTED)
         self.tokens = torch.where(settled, tokens, self.tokens)
         self.order = torch.where(settled, step.forwards, self.order)
 
@@ -174,7 +157,7 @@ def _sequences(rows: Sequence[_Completed], gen_length: int) -> Sequences:
     """Prompts, completions and padding on the right, all moved together."""
     width = max(len(row.prompt) for row in rows) + gen_length
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
-    order = torch.full_like(tokens, NEVER)
+    order = torch.full_like(tokens, NEVER_COMMITTED)
     prompt, completion, scored = (torch.zeros_like(tokens, dtype=torch.bool) for _ in range(3))
     for number, row in enumerate(rows):
         begin, end = len(row.prompt), len(row.prompt) + gen_length
@@ -193,5 +176,5 @@ def _ends(model: Any) -> set[int]:
 
 
 def _generator(seed: int, step: int, sample: int, device: torch.device) -> torch.Generator:
-    key = int(stream(seed, Purpose.ROLLOUT, step, sample).integers(2**63))
+    key = int(keyed_generator(seed, Purpose.ROLLOUT, step, sample).integers(2**63))
     return torch.Generator(device).manual_seed(key)

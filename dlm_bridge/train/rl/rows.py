@@ -10,10 +10,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.train.data import check_sources, find_data
-from dlm_bridge.train.data.answers import read_records
-from dlm_bridge.train.data.chat import Example, Record, encode
-from dlm_bridge.train.keyed import Purpose, stream
+from dlm_bridge.objectives.noise import Purpose, keyed_generator
+from dlm_bridge.train.data.conversations import DataRow, Example, check_sources, encode_conversations, read_data_rows
+from dlm_bridge.train.data.sources import find_data
 
 T = TypeVar("T")
 
@@ -32,7 +31,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """Two answers to a prompt."""
 
     chosen: Example
@@ -52,7 +51,7 @@ class Shuffled(Generic[T]):
     def __getitem__(self, number: int) -> T:
         epoch, position = divmod(number, len(self.items))
         if epoch != self._epoch:
-            self._order = stream(self.seed, Purpose.SHUFFLE, epoch).permutation(len(self.items))
+            self._order = keyed_generator(self.seed, Purpose.SHUFFLE, epoch).permutation(len(self.items))
             self._epoch = epoch
         return self.items[int(self._order[position])]
 
@@ -79,7 +78,7 @@ def load_problems(items: Sequence[str], tokenizer: Any, longest: int, mask_token
     return problems
 
 
-def load_pairs(items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None) -> list[Pair]:
+def load_pairs(items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None) -> list[PreferencePair]:
     """The pairs of `items`: rows {"prompt", "chosen", "rejected"}, three texts or three lists of messages. Raises
     DlmBridgeError as `load_problems` does."""
     pairs = []
@@ -90,28 +89,29 @@ def load_pairs(items: Sequence[str], tokenizer: Any, longest: int, mask_token_id
                 has = ", ".join(map(repr, record.fields)) or "nothing"
                 raise DlmBridgeError(f"{record.where}: no '{missing[0]}' (it has {has})")
         both = [
-            list(encode([_completed(record, name) for record in chunk], tokenizer)) for name in ("chosen", "rejected")
+            list(encode_conversations([_completed(record, name) for record in chunk], tokenizer))
+            for name in ("chosen", "rejected")
         ]
         for record, chosen, rejected in zip(chunk, *both, strict=True):
             for name, example in (("the chosen answer", chosen), ("the rejected answer", rejected)):
                 _check_tokens(example.input_ids, longest, f"{name} with its prompt", record.where, mask_token_id)
-            pairs.append(Pair(chosen, rejected, record.where))
+            pairs.append(PreferencePair(chosen, rejected, record.where))
     if not pairs:
         raise DlmBridgeError(f"--data {', '.join(items)}: no rows")
     return pairs
 
 
-def read_rows(items: Sequence[str]) -> Iterator[Record]:
+def read_rows(items: Sequence[str]) -> Iterator[DataRow]:
     """The rows that some paths and names mean, in order. Raises DlmBridgeError for what cannot be read as rows."""
     found = find_data(items)
     if found.weights:
         raise DlmBridgeError(f"--data {' '.join(items)}: rows are not blended: leave the weights out")
     (sources,) = found.parts
     check_sources(sources)
-    return itertools.chain.from_iterable(map(read_records, sources))  # type: ignore[arg-type]  # as checked
+    return itertools.chain.from_iterable(map(read_data_rows, sources))  # type: ignore[arg-type]  # as checked
 
 
-def _prompt(record: Record) -> Any:
+def _prompt(record: DataRow) -> Any:
     fields = record.fields
     prompt = fields.get("prompt")
     if prompt is None:
@@ -131,7 +131,7 @@ def _prompt(record: Record) -> Any:
     return prompt
 
 
-def _rendered(prompt: list[Any], record: Record, tokenizer: Any) -> str:
+def _rendered(prompt: list[Any], record: DataRow, tokenizer: Any) -> str:
     if tokenizer.chat_template is None:
         raise DlmBridgeError(
             f"tokenizer {tokenizer.name_or_path} has no chat template, which {record.where} needs: name a tokenizer "
@@ -147,9 +147,9 @@ def _rendered(prompt: list[Any], record: Record, tokenizer: Any) -> str:
         raise DlmBridgeError(f"{record.where}: the chat template refuses it: {one_line(error)}") from error
 
 
-def _completed(record: Record, name: str) -> Record:
+def _completed(record: DataRow, name: str) -> DataRow:
     fields = {"prompt": record.fields["prompt"], "completion": record.fields[name]}
-    return Record(fields | {"tools": record.fields.get("tools")}, f"{record.where}, '{name}'")
+    return DataRow(fields | {"tools": record.fields.get("tools")}, f"{record.where}, '{name}'")
 
 
 def _check_tokens(ids: Sequence[int], longest: int, what: str, where: str, mask_token_id: int | None) -> None:

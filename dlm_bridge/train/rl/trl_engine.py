@@ -16,23 +16,21 @@ import torch
 from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback
 
-from dlm_bridge.convert.formats.torch_dist import TRACKER
+from dlm_bridge.convert.checkpoints.torch_dist import TRACKER
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.accelerate_engine import set_attention
+from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.checkpoints import NAME, step_folder
-from dlm_bridge.train.data import check_tokenizer
+from dlm_bridge.train.config import SAMPLED, RLConfig
+from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.loading import load_model, load_tokenizer, model_family
-from dlm_bridge.train.loop import catch_sigterm
 from dlm_bridge.train.lora import add_adapter, with_lora
-from dlm_bridge.train.metrics import MetricsFile, plot_loss
-from dlm_bridge.train.optimisation import adamw, learning_rate
-from dlm_bridge.train.progress import TrainingProgress
-from dlm_bridge.train.rl.checks import check_length, check_method
-from dlm_bridge.train.rl.config import SAMPLED, RLConfig
-from dlm_bridge.train.rl.judge import Judge
-from dlm_bridge.train.rl.metrics import PreferenceRow, RolloutRow
+from dlm_bridge.train.metrics import MetricsFile, TrainingProgress, plot_loss
+from dlm_bridge.train.optimizer import adamw, learning_rate
+from dlm_bridge.train.rl.reward_worker import RewardWorkers
 from dlm_bridge.train.rl.rows import Problem, load_pairs, load_problems, read_rows
+from dlm_bridge.train.rl.trainer import PreferenceRow, RolloutRow, check_length, check_method
 from dlm_bridge.train.setup import open_output, write_config
+from dlm_bridge.train.trainer import catch_sigterm
 
 STATE = "trainer_state.json"  # which transformers' Trainer writes last
 UNFINISHED = re.compile(r"checkpoint-\d+")  # as it names folders
@@ -75,7 +73,7 @@ def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
         tokenizer.pad_token = tokenizer.eos_token
     if main:
         write_config(config, output)
-    judges = [Judge([name], config.reward_timeout, config.reward_failure) for name in config.reward]
+    judges = [RewardWorkers([name], config.reward_timeout, config.reward_failure) for name in config.reward]
     try:
         trainer = _trainer(config, model, tokenizer, judges)
         trainer.remove_callback(PrinterCallback)
@@ -121,7 +119,7 @@ def trainer_arguments(config: RLConfig, processes: int) -> dict[str, Any]:
     }
 
 
-def _trainer(config: RLConfig, model: Any, tokenizer: Any, judges: Sequence[Judge]) -> Any:
+def _trainer(config: RLConfig, model: Any, tokenizer: Any, judges: Sequence[RewardWorkers]) -> Any:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
@@ -168,7 +166,7 @@ def _trainer(config: RLConfig, model: Any, tokenizer: Any, judges: Sequence[Judg
     )
 
 
-def _reward(judge: Judge, problems: Sequence[Problem]) -> Callable[..., list[float]]:
+def _reward(judge: RewardWorkers, problems: Sequence[Problem]) -> Callable[..., list[float]]:
     """A reward as TRL calls it."""
     (function,) = judge.functions
 
@@ -214,7 +212,7 @@ class _Reporter(TrainerCallback):
         trainer: Any,
         console: Console,
         step: int,
-        judges: Sequence[Judge],
+        judges: Sequence[RewardWorkers],
         tokenizer: Any,
     ) -> None:
         self.config, self.trainer, self.judges, self.tokenizer = config, trainer, judges, tokenizer

@@ -1,0 +1,178 @@
+"""Attention masks by attention pattern: dense masks and the compact mask descriptor.
+
+A dense mask of S positions has S^2 entries. `MaskDescriptor` describes it with five integers per position: it can be
+split over context parallel ranks and gives the dense mask, the predicate of a block-sparse kernel, or the mask of some
+queries over all keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+
+AttentionPattern = Literal["bidirectional", "block_causal", "causal"]
+
+
+StreamPattern = Literal["block", "causal"]
+
+
+def block_causal_mask(positions_BS: torch.Tensor, block: int, real_BS: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, 1, S, S] bool: position q looks at position k where k // block <= q // block, and k is real.
+
+    Blocks are counted from position 0. A padding position looks at itself, so that no row of a softmax is empty.
+    """
+    blocks_BS = positions_BS // block
+    allowed_BSS = blocks_BS[:, None, :] <= blocks_BS[:, :, None]
+    if real_BS is not None:
+        allowed_BSS = allowed_BSS & real_BS.bool()[:, None, :]
+        allowed_BSS = allowed_BSS | torch.eye(allowed_BSS.shape[-1], dtype=torch.bool, device=allowed_BSS.device)
+    return allowed_BSS[:, None]
+
+
+def causal_mask(real_BS: torch.Tensor, draft_start: int | None = None) -> torch.Tensor:
+    """[B, 1, S, S] bool: a token looks at itself and at the real ones before it in the input; those from `draft_start`
+    on, the block that is being denoised, look at each other as well."""
+    order_S = torch.arange(real_BS.shape[1], device=real_BS.device)
+    allowed_SS = order_S[:, None] >= order_S[None, :]
+    if draft_start is not None:
+        allowed_SS = allowed_SS | ((order_S[:, None] >= draft_start) & (order_S[None, :] >= draft_start))
+    own_SS = torch.eye(len(order_S), dtype=torch.bool, device=real_BS.device)
+    return ((allowed_SS & real_BS.bool()[:, None, :]) | own_SS)[:, None]
+
+
+def position_ids_from_padding(real_BS: torch.Tensor) -> torch.Tensor:
+    """[B, S] positions that count real tokens only, so that a padded row is numbered as if it were alone."""
+    return (real_BS.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def mask_for_implementation(mask: torch.Tensor, implementation: str, dtype: torch.dtype) -> torch.Tensor:
+    """A 4-D mask, boolean (True: may look) or additive, as the attention implementation honours it.
+
+    Raises DlmBridgeError where the implementation would ignore it.
+    """
+    if implementation not in ("eager", "sdpa", "dlm_bridge_cached"):
+        raise DlmBridgeError(
+            f"{implementation} would ignore a 4-D attention_mask: load with attn_implementation='sdpa'"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise DlmBridgeError(f"a 4-D attention_mask is boolean or additive floating point, not {mask.dtype}")
+    if mask.dtype == torch.bool and implementation == "eager":
+        additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        return additive.masked_fill_(~mask, torch.finfo(dtype).min)
+    return mask
+
+
+class MaskColumn(IntEnum):
+    """The columns of `Visibility.codes`."""
+
+    DOCUMENT = 0  # positions of different documents never look at each other
+    NOISY_BLOCK = 1  # the block of a noisy position that clean ones and other blocks never look at; -1: a clean one
+    ORDER = 2  # of a key: what limits are compared with
+    NOISY_LIMIT = 3  # of a query: it looks at the noisy keys of its own block whose order is below
+    CLEAN_LIMIT = 4  # of a query: it looks at the clean keys whose order is below
+
+
+UNLIMITED = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True)
+class MaskDescriptor:
+    """Query q looks at key k where both are of one document and k's order is below q's limit for k's kind."""
+
+    codes: torch.Tensor  # [B or 1, S, 5] int32, columns as in `Code`
+
+    @classmethod
+    def bidirectional(cls, documents_BS: torch.Tensor) -> MaskDescriptor:
+        """Every position looks at all of its document; see `documents_of` for padding."""
+        return cls._of(documents_BS, order=0, clean=1)
+
+    @classmethod
+    def causal(cls, documents_BS: torch.Tensor) -> MaskDescriptor:
+        """Every position looks at itself and at what stands before it in its document."""
+        order = _order(documents_BS)
+        return cls._of(documents_BS, order=order, clean=order + 1)
+
+    @classmethod
+    def block_causal(cls, documents_BS: torch.Tensor, positions_BS: torch.Tensor, block: int) -> MaskDescriptor:
+        """Every position looks at its block and the blocks before it, counted by `positions_BS` in each document."""
+        blocks = positions_BS // block
+        return cls._of(documents_BS, order=blocks, clean=blocks + 1)
+
+    @classmethod
+    def two_streams(
+        cls,
+        documents_BL: torch.Tensor,
+        positions_BL: torch.Tensor,
+        block: int,
+        noisy: StreamPattern = "block",
+        clean: StreamPattern = "block",
+        noisy_documents_BL: torch.Tensor | None = None,
+    ) -> MaskDescriptor:
+        """Of [noisy | clean], S = 2 L, as `masks.two_stream_mask` has it: a noisy position looks at its own block of
+        the noisy stream (all of it, or what stands before it) and at the clean blocks before; a clean one at the clean
+        blocks up to its own, or at the clean positions before it. The noisy stream may be ordered differently within
+        its blocks: `noisy_documents_BL` then are its own documents."""
+        documents_BL, positions_BL = torch.broadcast_tensors(documents_BL, positions_BL)
+        blocks, order = positions_BL // block, _order(documents_BL)
+        first = order - positions_BL % block  # of the block
+        noisy_half = cls._of(
+            documents_BL if noisy_documents_BL is None else noisy_documents_BL,
+            order=order,
+            clean=first,
+            noisy_block=blocks,
+            noisy=order + 1 if noisy == "causal" else UNLIMITED,
+        )
+        clean_half = cls._of(documents_BL, order=order, clean=order + 1 if clean == "causal" else first + block)
+        return cls(torch.cat([noisy_half.codes, clean_half.codes], dim=1))
+
+    @classmethod
+    def _of(
+        cls,
+        documents: torch.Tensor,
+        order: torch.Tensor | int,
+        clean: torch.Tensor | int,
+        noisy_block: torch.Tensor | int = -1,
+        noisy: torch.Tensor | int = 0,
+    ) -> MaskDescriptor:
+        columns = [documents, noisy_block, order, noisy, clean]
+        tensors = [torch.as_tensor(column, device=documents.device, dtype=torch.int32) for column in columns]
+        return cls(torch.stack(torch.broadcast_tensors(*tensors), dim=-1))
+
+    def dense(self, queries: torch.Tensor | None = None) -> torch.Tensor:
+        """[B or 1, 1, Q, S] bool, True where a query may look; of the positions `queries` [Q], or all of them."""
+        rows = self.codes if queries is None else self.codes[:, queries]
+        return can_attend(rows[:, :, None], self.codes[:, None])[:, None]
+
+    def to(self, device: torch.device) -> MaskDescriptor:
+        return MaskDescriptor(self.codes.to(device, non_blocking=True))
+
+
+def can_attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Whether a query may look at a key, from their codes [..., 5], which broadcast."""
+    return can_attend_by_columns(query.unbind(-1), key.unbind(-1))
+
+
+def can_attend_by_columns(query: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`allowed`, of a tensor for each column in the order of `Code`, as a compiled kernel reads them: the one rule."""
+    query_document, query_block, _, noisy_limit, clean_limit = query
+    key_document, key_block, order, _, _ = key
+    noisy = (query_block == key_block) & (order < noisy_limit)
+    return (query_document == key_document) & torch.where(key_block >= 0, noisy, order < clean_limit)
+
+
+def document_ids(real_BS: torch.Tensor, documents_BS: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, S] document numbers for `Visibility`, where each padding position is a document of its own: it looks at
+    itself, so that no softmax is empty, and nobody looks at it. Documents are numbered from 0."""
+    documents = torch.zeros_like(real_BS, dtype=torch.int32) if documents_BS is None else documents_BS.int()
+    alone = -1 - torch.arange(real_BS.shape[-1], device=real_BS.device, dtype=torch.int32)
+    return torch.where(real_BS.bool(), documents, alone)
+
+
+def _order(documents_BS: torch.Tensor) -> torch.Tensor:
+    return torch.arange(documents_BS.shape[-1], device=documents_BS.device, dtype=torch.int32)[None]

@@ -1,0 +1,171 @@
+"""Plain torch.distributed.checkpoint of a Hub model, as FSDP2 (through Accelerate, or a loop of one's own) saves it.
+
+Its names are the transformers model's, under any prefix ("model." where a dict was saved), its chunks those of the
+ranks. Where the transformers body has other names than the Hub, or all experts of a layer in one tensor, they are read
+as the Hub's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, TensorSpec, open_family
+from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
+from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, read_metadata
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import CONFIG_FILE, read_config
+from dlm_bridge.models.family_spec import FamilySpec
+
+_FSDP_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's, in the folder of a training checkpoint
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_OF_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a Hub tensor lies: a stored key, the index on its first axis, and the first of its rows there."""
+
+    key: str
+    expert: int | None = None
+    row: int = 0
+
+
+def dcp_folder(path: Path) -> Path | None:
+    """The folder with the `.metadata` of a plain distributed checkpoint: itself or Accelerate's below it."""
+    return next((folder for folder in (path, path / _FSDP_FOLDER) if (folder / DCP_METADATA).is_file()), None)
+
+
+class DcpCheckpoint(ByNameCheckpoint):
+    """Opens `path` by the config.json in it or beside it, or by `hub`. Raises DlmBridgeError for what is not a whole
+    checkpoint of that model."""
+
+    format = "dcp"
+
+    def __init__(self, path: Path, hub: HubMetadata | None = None, family: str | None = None) -> None:
+        folder = dcp_folder(path)
+        if folder is None:
+            raise DlmBridgeError(f"{path} is not a distributed checkpoint: it has no {DCP_METADATA}")
+        self.folder = folder
+        contents = read_metadata(folder)
+        super().__init__(str(path), hub or _hub_side(path, folder, family))
+        self._reader = ChunkedReader(folder, contents, {})
+        self._places = _places(
+            self.family, self.config, contents, {n for param in self.params for n in param.hub_names}
+        )
+        self._stored = {name: self._spec(contents, name, place) for name, place in self._places.items()}
+        self._drop_absent_mtp(lambda param: any(name in self._stored for name in param.hub_names))
+        self.hub.carried = tuple(name for name in self.mapping.passthrough_names(self.dims) if name in self._stored)
+        used = {place.key for place in self._places.values()}
+        left = [key for key in contents.tensors if key not in used]
+        if left:
+            self.notes.append(f"weights only: {len(left)} other tensors (an optimizer's) are not read")
+
+    def check(self) -> list[str]:
+        notes = super().check()
+        for key in {place.key for place in self._places.values()}:
+            self._reader.check_tiled(key)
+        return notes
+
+    def stored_names(self) -> list[str]:
+        """The Hub tensors that are there, whether or not they are all of the model's."""
+        return list(self._stored)
+
+    def files(self) -> dict[str, int]:
+        """The files of the weights' chunks, and their bytes."""
+        keys = {place.key for place in self._places.values()}
+        names = {chunk.place.file for key in keys for chunk in self._reader.tensor(key).chunks}
+        return {name: (self.folder / name).stat().st_size for name in sorted(names)}
+
+    def folders(self) -> list[Path]:
+        return [self.folder, *([self.hub.folder] if self.hub.folder else [])]
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        place = self._places[name]
+        _, shape = self._stored[name]
+        if place.expert is None:
+            return self._reader.read(place.key, (), shape)
+        rows = self._reader.read(place.key, (place.expert,), (place.row + shape[0], *shape[1:]))
+        return rows[place.row :]
+
+    def _spec(self, contents: Contents, name: str, place: _Place) -> TensorSpec:
+        tensor = contents.tensors[place.key]
+        if tensor.dtype is None:
+            raise DlmBridgeError(f"{self.where}: tensor {place.key} has dtype {tensor.dtype_name}, no weight's dtype")
+        if place.expert is None:
+            return tensor.dtype, tensor.shape
+        rows = tensor.shape[1] // len(_OF_EXPERT[place.key.rpartition(".")[2]])
+        return tensor.dtype, (rows, *tensor.shape[2:])
+
+
+def _hub_side(path: Path, folder: Path, family: str | None) -> HubMetadata:
+    found = next((place for place in (path, folder, folder.parent) if (place / CONFIG_FILE).is_file()), None)
+    if found is None:
+        raise DlmBridgeError(
+            f"{path} is a plain distributed checkpoint without a {CONFIG_FILE}: name its model with --like HF or "
+            "--hf-config FILE"
+        )
+    config = read_config(found / CONFIG_FILE)
+    spec = open_family(config, family, str(found / CONFIG_FILE))
+    texts = {CONFIG_FILE: (found / CONFIG_FILE).read_bytes()}
+    return HubMetadata(spec, config, {"name": str(path), "revision": None}, texts=texts)
+
+
+def _places(family: FamilySpec, config: dict[str, Any], contents: Contents, hub_names: set[str]) -> dict[str, _Place]:
+    """Hub name -> where it lies, of every stored tensor that has one."""
+    found = _by_name(contents, {name: name for name in hub_names})
+    if found.keys() < hub_names:
+        renamed = _module_names(family, config)
+        found |= _by_name(contents, {module: hub for module, hub in renamed.items() if hub not in found})
+    return found
+
+
+def _by_name(contents: Contents, wanted: dict[str, str]) -> dict[str, _Place]:
+    """By the prefix that most of the wanted names (model's name -> Hub name) are stored under."""
+    prefixes: Counter[str] = Counter()
+    for key in contents.tensors:
+        if not key.startswith("optim"):
+            plain = _STACKED.sub(r"\1.0.down_proj.weight", key)
+            parts = plain.split(".")
+            prefixes.update(
+                ".".join(parts[:cut]) + "." * bool(cut)
+                for cut in range(min(4, len(parts)))
+                if ".".join(parts[cut:]) in wanted
+            )
+    if not prefixes:
+        return {}
+    prefix = prefixes.most_common(1)[0][0]
+    found: dict[str, _Place] = {}
+    for key, tensor in contents.tensors.items():
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix):
+            continue
+        if name in wanted:
+            found[wanted[name]] = _Place(key)
+        elif (match := _STACKED.fullmatch(name)) and len(tensor.shape) == 3:
+            kinds = _OF_EXPERT[match[2]]
+            for expert in range(tensor.shape[0]):
+                for number, kind in enumerate(kinds):
+                    hub = f"{match[1]}.{expert}.{kind}.weight"
+                    if hub in wanted:
+                        found[wanted[hub]] = _Place(key, expert, number * (tensor.shape[1] // len(kinds)))
+    return found
+
+
+def _module_names(family: FamilySpec, config: dict[str, Any]) -> dict[str, str]:
+    """The transformers model's name -> Hub name, of every tensor that transformers renames and does not reshape."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        model = family.load("model_class")(family.load("config_class").from_dict(config))
+    found = {}
+    for name, tensor in model.state_dict().items():
+        reverted = revert_weight_conversion(model, {name: tensor})
+        if len(reverted) == 1 and next(iter(reverted.values())).shape == tensor.shape:
+            found[name] = next(iter(reverted))
+    return found

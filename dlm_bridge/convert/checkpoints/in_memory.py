@@ -1,0 +1,113 @@
+"""Models without weight files: a live PreTrainedModel, and one initialised by its family's rule."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, open_family
+from dlm_bridge.convert.side_files import list_side_files
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import CONFIG_FILE, read_config
+from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES, dtype_name
+from dlm_bridge.models.initialisation import InitialisationRule, initialise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class LiveCheckpoint(ByNameCheckpoint):
+    """A PreTrainedModel in memory, under its Hub names. Its tensors are shared, not copied."""
+
+    format = "live"
+
+    def __init__(self, model: PreTrainedModel, family: str | None = None) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self._tensors: dict[str, torch.Tensor] = dict(revert_weight_conversion(model, _state(model)))
+        config, text = _config_of(model)
+        where = f"the live {type(model).__name__}"
+        # A model of this package knows its family, also where its config cannot tell (DiffuLLaMA's is Llama's).
+        family = family or getattr(getattr(type(model), "family", None), "name", None)
+        spec = open_family(config, family, where)
+        super().__init__(
+            where, HubMetadata(spec, config, {"name": where, "revision": None}, texts={CONFIG_FILE: text})
+        )
+        self._drop_absent_mtp(lambda param: any(name in self._tensors for name in param.hub_names))
+        for name, entry in self.mapping.passthrough_names(self.dims).items():
+            if entry.copy_of:  # a tied head: the state dict names one parameter twice
+                self._tensors.pop(name, None)
+        self.hub.carried = tuple(name for name in self.mapping.passthrough_names(self.dims) if name in self._tensors)
+        self.hub.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
+        self._stored = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
+        for name, tensor in self._tensors.items():
+            if tensor.dtype not in SAFETENSORS_NAMES:
+                raise DlmBridgeError(f"{where}: tensor {name} has dtype {dtype_name(tensor.dtype)}, no weight's dtype")
+            if tensor.device.type == "meta":
+                raise DlmBridgeError(f"{where}: tensor {name} is on the meta device: it has no values")
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name].detach().cpu()
+
+    def folders(self) -> list[Path]:
+        return []
+
+
+def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The state dict without a tied weight's second name, which transformers would not turn back into a Hub name."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    again = names - {name for name, _ in model.named_parameters()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
+
+
+def _config_of(model: PreTrainedModel) -> tuple[dict[str, Any], bytes]:
+    """config.json as save_pretrained would write it for this model, as a dict and as bytes."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        path = Path(folder) / CONFIG_FILE
+        return read_config(path), path.read_bytes()
+
+
+class InitialCheckpoint(ByNameCheckpoint):
+    """A folder with a config.json, and the fp32 values that its family's rule gives each tensor from (seed, Hub name).
+
+    Raises DlmBridgeError where there is no config.json, or one that no family can hold or initialise.
+    """
+
+    format = "initial"
+
+    def __init__(self, folder: str | os.PathLike[str], seed: int, family: str | None = None) -> None:
+        self.folder, self.seed = Path(folder), seed
+        path = self.folder / CONFIG_FILE
+        if not path.is_file():
+            raise DlmBridgeError(f"--model {self.folder}: --from-scratch needs a folder with a config.json")
+        config = read_config(path)
+        spec = open_family(config, family, str(path))
+        files = list_side_files(self.folder, ())
+        hub = HubMetadata(
+            family=spec,
+            config=config,
+            source={"name": str(self.folder.absolute()), "revision": None},
+            folder=self.folder,
+            files=files.carried,
+            left_out=files.left_out,
+        )
+        super().__init__(str(self.folder), hub)
+        self._drop_absent_mtp(lambda param: False)  # transformers' models do not have these layers
+        self._rule: InitialisationRule = spec.load("initialisation")(config)
+        self._stored = {name: (torch.float32, shape) for name, shape in self._expected()}
+        hub.dtypes = {name: dtype for name, (dtype, _) in self._stored.items()}
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return initialise(name, self._stored[name][1], self._rule(name), self.seed)
+
+    def folders(self) -> list[Path]:
+        return [self.folder]

@@ -1,0 +1,374 @@
+"""Global tensors in chunks, read box by box from any chunking, each byte once.
+
+A chunk is one tensor as `torch.save` writes it, at some offset of a larger file. Its pickle goes through the
+restricted unpickler; the values are then read straight from where they lie.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import threading
+import zipfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Chunk, Contents, StoredTensor
+from dlm_bridge.convert.formats.unpickler import check_pickle
+from dlm_bridge.convert.streaming import FileRegion, SliceRange, raw_bytes, read_into
+from dlm_bridge.convert.workers import new_tensor
+from dlm_bridge.errors import DlmBridgeError, one_line
+
+
+@dataclass(frozen=True)
+class _Box:
+    """What a chunk and a slice have in common: its first index in either, and its sizes along the slice's axes."""
+
+    chunk: Chunk
+    in_chunk: list[int]
+    in_slice: list[int]
+    sizes: list[int]
+    is_region: bool  # whether it is one run of the chunk's values, and of the slice whole rows or columns
+
+
+class ChunkedReader:
+    """Global tensors in chunks that lie anywhere in a folder's files, read box by box."""
+
+    def __init__(self, folder: Path, contents: Contents, common: dict[str, Any]) -> None:
+        self.folder = folder
+        self.contents = contents
+        self.common = common  # what is not sharded: iteration, args
+        self._by_place: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
+        self._lock = threading.Lock()
+        self._tiled: set[str] = set()  # keys that were checked
+
+    def tensor(self, key: str) -> StoredTensor:
+        """A stored tensor's dtype, shape and chunks; KeyError where there is none."""
+        return self.contents.tensors[key]
+
+    def check_tiled(self, key: str) -> None:
+        """Raise DlmBridgeError unless the tensor's chunks cover it exactly: no gap, no overlap, a weight's dtype."""
+        if key in self._tiled:
+            return
+        tensor = self.tensor(key)
+        if tensor.dtype is None:
+            raise DlmBridgeError(f"{self.folder}: tensor {key} has dtype {tensor.dtype_name}, which no weight has")
+        covered = sum(chunk.numel for chunk in tensor.chunks)
+        if covered < prod(tensor.shape):
+            missing = prod(tensor.shape) - covered
+            raise DlmBridgeError(f"{self.folder}: tensor {key}: {missing} of its elements are in no chunk")
+        if not _disjoint(tensor.chunks, 0):
+            raise DlmBridgeError(f"{self.folder}: tensor {key}: chunks overlap")
+        self._tiled.add(key)
+
+    def read(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> torch.Tensor:
+        """`read_into` a new tensor. [*shape]."""
+        dtype = self.tensor(key).dtype
+        assert dtype is not None
+        result = new_tensor(shape, dtype)
+        self.read_into(key, stack, result)
+        return result
+
+    def read_into(self, key: str, stack: tuple[int, ...], out: torch.Tensor) -> None:
+        """Fill the contiguous `out` with one slice of a tensor: the index `stack` on its first axes (layer, expert),
+        and the first elements along the others, as many as `out` has.
+
+        Raises DlmBridgeError for an item that is not the tensor's.
+        """
+        tensor = self.tensor(key)
+        view = out.view((1,) * len(stack) + tuple(out.shape))
+        for chunk in self._chunks(key, tensor, len(stack)).get(stack, []):
+            self._copy(key, tensor, chunk, (*stack, *(0,) * out.dim()), view)
+
+    def in_regions(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> bool:
+        """Whether `regions` can tell where this slice lies."""
+        return all(box.is_region for box in self._boxes(key, stack, shape))
+
+    def regions(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> list[FileRegion]:
+        """Where the slice that `read_into` reads lies, in parts of rows or columns.
+
+        Raises DlmBridgeError for an item that is not the tensor's.
+        """
+        tensor = self.tensor(key)
+        found = []
+        for box in self._boxes(key, stack, shape):
+            item = self._item(key, tensor, box.chunk)
+            offset = item.offset + item_offset(item, box.in_chunk)
+            rows = ((box.in_slice[0], box.sizes[0]),)
+            columns = None
+            if len(shape) > 1 and box.sizes[1] != shape[1]:
+                width = prod(shape[2:]) * item.dtype.itemsize
+                columns = (box.in_slice[1] * width, box.sizes[1] * width)
+            found.append(FileRegion(item.path, offset, SliceRange(rows, columns)))
+        return found
+
+    def _boxes(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> list[_Box]:
+        """What each chunk has of a slice."""
+        found = []
+        offsets, whole = (*stack, *(0,) * len(shape)), (*(1 for _ in stack), *shape)
+        for chunk in self._chunks(key, self.tensor(key), len(stack)).get(stack, []):
+            low, sizes = _common(chunk, offsets, whole)
+            if all(size > 0 for size in sizes):
+                in_chunk = [a - b for a, b in zip(low, chunk.offsets, strict=True)]
+                in_slice = [a - b for a, b in zip(low, offsets, strict=True)]
+                one_run = _is_one_run(sizes, chunk.sizes) and list(sizes[len(stack) + 2 :]) == list(shape[2:])
+                found.append(_Box(chunk, in_chunk, in_slice[len(stack) :], sizes[len(stack) :], one_run))
+        return found
+
+    def _chunks(self, key: str, tensor: StoredTensor, axes: int) -> dict[tuple[int, ...], list[Chunk]]:
+        """A tensor's chunks by their place on the stacked axes, so that reading it all is linear in its chunks."""
+        with self._lock:
+            if key not in self._by_place:
+                found: dict[tuple[int, ...], list[Chunk]] = {}
+                for chunk in tensor.chunks:
+                    spans = zip(chunk.offsets[:axes], chunk.sizes[:axes], strict=True)
+                    for place in product(*(range(start, start + size) for start, size in spans)):
+                        found.setdefault(place, []).append(chunk)
+                self._by_place[key] = found
+            return self._by_place[key]
+
+    def _copy(
+        self, key: str, tensor: StoredTensor, chunk: Chunk, offsets: tuple[int, ...], target: torch.Tensor
+    ) -> None:
+        """Copy what `chunk` and the box of `target` at `offsets` have in common."""
+        low, sizes = _common(chunk, offsets, target.shape)
+        if any(size <= 0 for size in sizes):
+            return
+        item = self._item(key, tensor, chunk)
+        in_chunk = [a - b for a, b in zip(low, chunk.offsets, strict=True)]
+        in_target = [a - b for a, b in zip(low, offsets, strict=True)]
+        window = target
+        for axis, (start, size) in enumerate(zip(in_target, sizes, strict=True)):
+            window = window.narrow(axis, start, size)
+        if not _is_one_run(sizes, chunk.sizes):
+            whole = new_tensor(chunk.sizes, item.dtype)
+            read_item_rows(item, (0,) * len(sizes), whole.numel(), raw_bytes(whole))
+            for axis, (start, size) in enumerate(zip(in_chunk, sizes, strict=True)):
+                whole = whole.narrow(axis, start, size)
+            window.copy_(whole)
+        elif window.is_contiguous():
+            read_item_rows(item, in_chunk, window.numel(), raw_bytes(window))
+        else:
+            part = new_tensor(sizes, item.dtype)
+            read_item_rows(item, in_chunk, part.numel(), raw_bytes(part))
+            window.copy_(part)
+
+    def _item(self, key: str, tensor: StoredTensor, chunk: Chunk) -> TensorItem:
+        """Where the chunk's values lie, as one row-major array."""
+        place = chunk.place
+        item = open_tensor_item(self.folder / place.file, place.offset, place.length, key)
+        if (item.dtype, item.shape) != (tensor.dtype, chunk.sizes):
+            raise DlmBridgeError(
+                f"{item.path}: tensor {key}: the item is {item.dtype} {list(item.shape)}, "
+                f"{DCP_METADATA} says {tensor.dtype} {list(chunk.sizes)}"
+            )
+        return item
+
+
+def _common(chunk: Chunk, offsets: Sequence[int], shape: Sequence[int]) -> tuple[list[int], list[int]]:
+    """First index and sizes of what a chunk and the box of `shape` at `offsets` have in common."""
+    low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+    high = [min(a + n, b + m) for a, n, b, m in zip(offsets, shape, chunk.offsets, chunk.sizes, strict=True)]
+    return low, [b - a for a, b in zip(low, high, strict=True)]
+
+
+def _is_one_run(sizes: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a box of `sizes` in a row-major array of shape `whole` is one run of elements."""
+    axis = next((axis for axis, size in enumerate(sizes) if size != 1), len(sizes))
+    return all(size == full for size, full in zip(sizes[axis + 1 :], whole[axis + 1 :], strict=True))
+
+
+def _disjoint(chunks: Sequence[Chunk], axis: int) -> bool:
+    """No two chunks share an element. Chunks that agree on all axes but one are compared along that one."""
+    if len(chunks) < 2:
+        return True
+    if axis == len(chunks[0].sizes):
+        return all(chunk.numel == 0 for chunk in chunks[1:])
+    groups: dict[tuple[int, int], list[Chunk]] = {}
+    for chunk in chunks:
+        groups.setdefault((chunk.offsets[axis], chunk.sizes[axis]), []).append(chunk)
+    spans = sorted(groups)
+    if any(a + n > b for (a, n), (b, _) in pairwise(spans)):
+        if len(chunks) > 4096:
+            return False  # no tool cuts like this; comparing every pair would take too long
+        return not any(_overlap(a, b) for place, a in enumerate(chunks) for b in chunks[:place])
+    return all(_disjoint(group, axis + 1) for group in groups.values())
+
+
+def _overlap(a: Chunk, b: Chunk) -> bool:
+    return all(p < q + m and q < p + n for p, n, q, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+
+
+_PICKLE_LIMIT = 1 << 20  # bytes; a plain tensor's pickle has a few hundred
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class TensorItem:
+    """A saved tensor: row-major values of `dtype` and `shape` from byte `offset` of the file on."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+def open_tensor_item(path: Path, offset: int, length: int, name: str) -> TensorItem:
+    """Read an item's head. `name` is the tensor's, for errors. Raises DlmBridgeError."""
+    with path.open("rb") as stream:
+        window = _Window(stream, offset, length)
+        try:
+            with zipfile.ZipFile(window) as archive:
+                return _open_archive(path, offset, length, archive, window)
+        except DlmBridgeError as error:
+            raise DlmBridgeError(f"{path}: tensor {name}: {error}") from None
+        except (zipfile.BadZipFile, pickle.UnpicklingError, OSError, ValueError, KeyError, EOFError) as error:
+            raise DlmBridgeError(f"{path}: tensor {name}: not a saved tensor: {one_line(error)}") from None
+        except (TypeError, IndexError, AttributeError, NotImplementedError, OverflowError, RuntimeError) as error:
+            raise DlmBridgeError(f"{path}: tensor {name}: not a saved tensor: {one_line(error)}") from None
+
+
+def read_item_rows(item: TensorItem, first: Sequence[int], count: int, view: memoryview) -> None:
+    """Fill `view` with `count` elements of the item, from the element at index `first` on in row-major order."""
+    assert len(view) == count * item.dtype.itemsize
+    read_into(item.path, item.offset + item_offset(item, first), view)
+
+
+def item_offset(item: TensorItem, index: Sequence[int]) -> int:
+    """Bytes of the item before the element at `index`."""
+    start = 0
+    for place, size in zip(index, item.shape, strict=True):
+        start = start * size + place
+    return start * item.dtype.itemsize
+
+
+def _open_archive(path: Path, offset: int, length: int, archive: zipfile.ZipFile, window: _Window) -> TensorItem:
+    entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    if entries["data.pkl"].file_size > _PICKLE_LIMIT:
+        raise DlmBridgeError("its pickle is larger than that of any plain tensor")
+    if "byteorder" in entries and _record(window, entries["byteorder"]) != b"little":
+        raise DlmBridgeError("it was saved big-endian, which is not supported")
+    pickled = _record(window, entries["data.pkl"])
+    check_pickle(pickled)
+    tensor = _TensorUnpickler(io.BytesIO(pickled)).load()
+    if not isinstance(tensor, _Tensor):
+        raise DlmBridgeError("the item is not a plain tensor")
+    if not _is_row_major(tensor.shape, tensor.stride):
+        raise DlmBridgeError(f"it is stored with strides {tensor.stride}, which is not supported")
+    itemsize = tensor.storage.dtype.itemsize
+    data = entries[f"data/{tensor.storage.key}"]
+    first, end = tensor.start * itemsize, (tensor.start + prod(tensor.shape)) * itemsize
+    if data.compress_type != zipfile.ZIP_STORED or data.file_size < end:
+        raise DlmBridgeError(f"its data has {data.file_size} bytes, {end} are needed")
+    start = _record_start(window, data)
+    if start + end > length:
+        raise DlmBridgeError("its data runs past its end")
+    return TensorItem(path, tensor.storage.dtype, tensor.shape, offset + start + first)
+
+
+def _record_start(window: _Window, info: zipfile.ZipInfo) -> int:
+    """Where a record's bytes start: after its local header, whose last field gives two lengths to skip."""
+    window.seek(info.header_offset + 26)
+    lengths = window.read(4) or b""
+    return info.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+
+def _record(window: _Window, info: zipfile.ZipInfo) -> bytes:
+    """A small stored record. torch can leave its checksum out, so zipfile's own reader, which insists, will not do."""
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > _PICKLE_LIMIT:
+        raise DlmBridgeError(f"its record {info.filename} is not as torch.save writes it")
+    window.seek(_record_start(window, info))
+    return window.read(info.file_size) or b""
+
+
+def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    step = 1
+    for size, found in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and found != step:
+            return 0 in shape
+        step *= size
+    return True
+
+
+@dataclass(frozen=True)
+class _Storage:
+    key: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    storage: _Storage
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _rebuild(storage: Any, start: Any, shape: Any, stride: Any, *_: Any) -> _Tensor:
+    whole = all(type(number) is int and number >= 0 for number in (start, *shape, *stride))
+    if not isinstance(storage, _Storage) or not whole or len(shape) != len(stride):
+        raise pickle.UnpicklingError("not the pickle of a tensor")
+    return _Tensor(storage, start, tuple(shape), tuple(stride))
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Knows the pickle of a plain tensor and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuild
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        raise DlmBridgeError(f"its pickle asks for {module}.{name}, which is refused")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, dtype, key, _, _ = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
+            raise pickle.UnpicklingError("not the pickle of a tensor")
+        return _Storage(key, dtype)
+
+
+class _Window(io.RawIOBase):
+    """The bytes [offset, offset + length) of an open file, as a file of their own."""
+
+    def __init__(self, stream: Any, offset: int, length: int) -> None:
+        self._stream, self._offset, self._length, self._position = stream, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError("seek before the start")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, min(len(view), self._length - self._position))]
+        self._stream.seek(self._offset + self._position)
+        count = self._stream.readinto(view)
+        self._position += count
+        return count

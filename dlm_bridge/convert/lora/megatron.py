@@ -1,0 +1,449 @@
+"""LoRA adapters as a torch_dist checkpoint, in the keys of Megatron Bridge's PEFT: written, and read.
+
+Megatron Bridge names the tensors after the linear layer: `...linear_proj.adapter.linear_in.weight` is A [rank,
+columns], `linear_out.weight` is B [rows, rank]. Query, key and value, and gate and up, are one linear layer in
+Megatron: its canonical LoRA keeps an adapter for each (`adapter.adapter_q.linear_in.weight`), its fused LoRA one for
+all, which is only the same where they share A. A fused B has the rows of the fused weight, so the mapping's own rule
+moves them. Tensor parallel ranks cut B by rows; A by its rank, but by columns behind a layer whose input is cut.
+
+Rows are in the order of the unsharded weight. Megatron Bridge splits the B of a canonical gate or up adapter in two
+halves a rank, as if it held both, so that above tensor parallel size 1 it means other rows by the same tensor: those
+two are exchanged with it at size 1, all others at any size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+
+from dlm_bridge.convert.atomic import atomic_output
+from dlm_bridge.convert.checkpoint import Checkpoint, first_of
+from dlm_bridge.convert.checkpoints.megatron import is_extra_state, is_training_state
+from dlm_bridge.convert.checkpoints.torch_dist import TRACKER, TorchDistReader, iteration_folder
+from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter, plan_torch_dist
+from dlm_bridge.convert.lora.peft import (
+    ADAPTER_CONFIG,
+    LORA_FACTORS,
+    AdapterInfo,
+    LoraAdapter,
+    LoraFactor,
+    adapted_param,
+    body_names,
+    check_all_layers,
+    check_shapes,
+    plain_config,
+)
+from dlm_bridge.convert.side_files import HUB_FOLDER, copy_files, list_side_files
+from dlm_bridge.convert.streaming import digest, tensor_bands
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
+from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.mapping.rules import QKV, Dims, Direct, FusedQKV, GatedMLP, ParamMapping, Rule
+
+ADAPTER_MANIFEST = "dlm_bridge_adapter.json"
+RUN_CONFIG = "run_config.yaml"  # Megatron Bridge's
+_ITERATION = "iter_0000000"
+_VERSION = 1
+
+
+@dataclass
+class AdapterReport:
+    """What was written."""
+
+    source: str
+    output: str
+    base: str
+    style: str
+    rank: int
+    alpha: float
+    tensors: int
+    parameters: int
+    dtype: str
+    layout: dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def write_megatron_adapter(
+    adapter: LoraAdapter,
+    base: Checkpoint,
+    output: Path,
+    layout: Layout,
+    style: str = "auto",
+    overwrite: bool = False,
+) -> AdapterReport:
+    """Write `adapter` of `base` cut by `layout`. `style` is canonical, fused, or auto: fused where every fused layer's
+    weights share A, else canonical. Raises DlmBridgeError."""
+    facts = adapter.facts
+    if base.mapping.hub_only:
+        raise DlmBridgeError(f"{base.where}: {base.mapping.hub_only}")
+    layout.check(base.dims)
+    check_all_layers(base, facts.modules, facts.where)
+    chosen = _style(adapter, base, style)
+    pieces = adapter_tensors(base, facts.modules, facts.rank, chosen, facts.where)
+    for rule, dims in {(piece.param.rule, piece.param.dims) for piece in pieces}:
+        rule.check_tp(layout.tp, dims)
+    plan = plan_torch_dist([p.param for p in pieces], layout, {p.param.megatron_key: facts.dtype for p in pieces})
+    sources = [*base.folders(), *([facts.folder] if facts.folder else [])]
+    with atomic_output(output, sources, overwrite, sum(plan.files.values())) as folder:
+        writer = TorchDistWriter(folder / _ITERATION, plan)
+        digests = {}
+        for piece in pieces:
+            tensors = _factor_tensors(adapter, piece)
+            for name, tensor in zip(piece.param.hub_names, tensors, strict=True):
+                digests[name] = digest(tensor)
+            bands = tensor_bands(piece.param.to_megatron(tensors).contiguous())
+            writer.note(piece.param, writer.write(piece.param, bands))
+        writer.finish(0)
+        (folder / HUB_FOLDER).mkdir()
+        if facts.folder is not None:
+            copy_files(facts.folder, facts.files, folder / HUB_FOLDER)
+        manifest = {
+            "format_version": _VERSION,
+            "family": base.family.name,
+            "base": base.hub.source,
+            "style": chosen,
+            "rank": facts.rank,
+            "alpha": facts.alpha,
+            # Megatron scales with alpha / dim; this is its alpha for the same product (rank-stabilised LoRA's too).
+            "megatron_alpha": facts.scale * facts.rank,
+            "dtype": dtype_name(facts.dtype),
+            "layout": layout.as_dict(),
+            "modules": facts.modules,
+            "adapter_config": facts.config,
+            "tensors": digests,
+        }
+        (folder / ADAPTER_MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        (folder / TRACKER).write_text("0")
+    return AdapterReport(
+        source=facts.where,
+        output=str(output),
+        base=base.where,
+        style=chosen,
+        rank=facts.rank,
+        alpha=facts.scale * facts.rank,
+        tensors=len({piece.param.megatron_key for piece in pieces}),
+        parameters=sum(piece.param.megatron_shape[0] * piece.param.megatron_shape[1] for piece in pieces),
+        dtype=dtype_name(facts.dtype),
+        layout=layout.as_dict(),
+    )
+
+
+def is_megatron_adapter(path: Path) -> bool:
+    """Whether a folder is an adapter of this toolkit's, or a Megatron checkpoint that may hold one of Bridge's."""
+    return (path / ADAPTER_MANIFEST).is_file() or (path / TRACKER).is_file() or (path / ".metadata").is_file()
+
+
+class MegatronAdapter(LoraAdapter):
+    """An adapter checkpoint, this toolkit's or Megatron Bridge's (its run_config.yaml says alpha), of `base`.
+
+    Raises DlmBridgeError for another model's, for one that is not whole, and for tensors that are no adapter's.
+    """
+
+    def __init__(self, path: Path, base: Checkpoint) -> None:
+        folder = iteration_folder(path)
+        where = str(path)
+        self._reader = TorchDistReader(folder)
+        manifest = _manifest(path / ADAPTER_MANIFEST)
+        known = {key: tensor for key, tensor in self._reader.contents.tensors.items() if not is_training_state(key)}
+        rank = _rank(known, where)
+        self._places: dict[tuple[str, str], tuple[AdapterTensor, int]] = {}
+        used: dict[str, Style] = {}
+        for style, factor in possible_tensors(base, rank):
+            key = factor.param.megatron_key
+            if key not in known:
+                continue
+            self._check(factor, where)
+            used[key] = style
+            for number, weight in enumerate(factor.weights):
+                self._places[weight, factor.part] = (factor, 0 if factor.shared else number)
+        extra = known.keys() - used.keys()
+        objects = [
+            key for key in self._reader.contents.objects if not is_extra_state(key) and not is_training_state(key)
+        ]
+        if extra or objects:
+            raise DlmBridgeError(
+                f"{where}: {first_of([*extra, *objects])} is no adapter weight of a {base.family.name} model"
+            )
+        weights = list(dict.fromkeys(weight for weight, _ in self._places))
+        for weight in weights:
+            if any((weight, part) not in self._places for part in LORA_FACTORS):
+                raise DlmBridgeError(f"{where}: one of the two factors of {weight} is missing")
+            (rows, columns) = base.spec(weight)[1]
+            check_shapes(base, weight, (rank, columns), (rows, rank), rank, where)
+        self.style: Style = "fused" if "fused" in used.values() else "canonical"
+        dtypes = {known[key].dtype for key in used}
+        if len(dtypes) != 1 or None in dtypes:
+            raise DlmBridgeError(f"{where}: its tensors are of several dtypes")
+        self.facts = _facts(path, folder, manifest, base, rank, weights, dtypes.pop())
+
+    def tensor(self, weight: str, part: LoraFactor) -> torch.Tensor:
+        factor, number = self._places[weight, part]
+        param = factor.param
+        stack = tuple(index for index, _ in param.stack)
+        return param.to_hub(self._reader.read(param.megatron_key, stack, param.megatron_shape))[number].contiguous()
+
+    def _check(self, factor: AdapterTensor, where: str) -> None:
+        param = factor.param
+        wanted = (*(size for _, size in param.stack), *param.megatron_shape)
+        found = self._reader.tensor(param.megatron_key).shape
+        if found != wanted:
+            raise DlmBridgeError(
+                f"{where}: tensor {param.megatron_key} has shape {list(found)}, an adapter of this base has "
+                f"{list(wanted)}: it is another model's"
+            )
+        self._reader.check_tiled(param.megatron_key)
+
+
+def _style(adapter: LoraAdapter, base: Checkpoint, asked: str) -> Style:
+    if asked not in STYLES:
+        raise DlmBridgeError(f"--style {asked}: choose one of {', '.join(STYLES)}")
+    if asked == "canonical":
+        return "canonical"
+    for param in base.params:
+        changed = [name for name in param.hub_names if name in adapter.facts.modules]
+        if len(param.hub_names) < 2 or not changed:
+            continue
+        reason = None
+        if len(changed) < len(param.hub_names):
+            missing = next(name for name in param.hub_names if name not in changed)
+            reason = f"the adapter leaves {missing} as it is"
+        else:
+            first, *others = (adapter.tensor(name, "A") for name in changed)
+            if not all(torch.equal(first, other) for other in others):
+                reason = f"{' and '.join(changed)} have different A, and one fused LoRA has one"
+        if reason and asked == "fused":
+            raise DlmBridgeError(f"{adapter.facts.where}: {reason}: use --style canonical")
+        if reason:
+            return "canonical"
+    return "fused"
+
+
+def _factor_tensors(adapter: LoraAdapter, piece: AdapterTensor) -> list[torch.Tensor]:
+    """The Hub tensors of a factor's param."""
+    weights = piece.weights[:1] if piece.shared else piece.weights
+    return [adapter.tensor(weight, piece.part) for weight in weights]
+
+
+def _rank(known: dict[str, Any], where: str) -> int:
+    inner = [tensor.shape for key, tensor in known.items() if key.endswith(".linear_in.weight")]
+    ranks = {shape[-2] for shape in inner if len(shape) >= 2}
+    if len(ranks) != 1:
+        what = "holds no adapter weight" if not inner else f"its adapters have ranks {sorted(ranks)}, one is needed"
+        raise DlmBridgeError(f"{where}: {what}")
+    return int(ranks.pop())
+
+
+def _facts(
+    path: Path,
+    folder: Path,
+    manifest: dict[str, Any] | None,
+    base: Checkpoint,
+    rank: int,
+    weights: Iterable[str],
+    dtype: torch.dtype | None,
+) -> AdapterInfo:
+    assert dtype is not None
+    if manifest is None:
+        alpha = _bridge_alpha(folder, path)
+        modules = {name: body.removesuffix(".weight") for name, body in body_names(base.family, weights).items()}
+        config = plain_config(rank, alpha, modules.values(), base.hub.source.get("name"))
+        return AdapterInfo(str(path), rank, alpha, alpha / rank, dtype, modules, config)
+    if manifest["rank"] != rank or set(manifest["modules"]) != set(weights):
+        raise DlmBridgeError(f"{path}: {ADAPTER_MANIFEST} and the weights do not agree")
+    hub = path / HUB_FOLDER
+    files = list_side_files(hub, set()).carried if hub.is_dir() else ()
+    return AdapterInfo(
+        where=str(path),
+        rank=rank,
+        alpha=manifest["alpha"],
+        scale=manifest["megatron_alpha"] / rank,
+        dtype=WEIGHT_DTYPES.get(manifest["dtype"], dtype),
+        modules=manifest["modules"],
+        config=manifest["adapter_config"],
+        folder=hub if ADAPTER_CONFIG in files else None,
+        files=files,
+    )
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)}") from None
+    wanted = {
+        "rank": int,
+        "alpha": float,
+        "megatron_alpha": float,
+        "modules": dict,
+        "adapter_config": dict,
+        "dtype": str,
+    }
+    if not isinstance(value, dict) or value.get("format_version") != _VERSION:
+        raise DlmBridgeError(f"{path}: is not an adapter's manifest of version {_VERSION}")
+    for key, kind in wanted.items():
+        if not isinstance(value.get(key), kind):
+            raise DlmBridgeError(f"{path}: '{key}' is missing or of the wrong kind")
+    return value
+
+
+def _bridge_alpha(folder: Path, path: Path) -> float:
+    """`peft.alpha` of Megatron Bridge's run_config.yaml."""
+    for file in (folder / RUN_CONFIG, path / RUN_CONFIG):
+        if not file.is_file():
+            continue
+        try:
+            settings = yaml.safe_load(file.read_text("utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise DlmBridgeError(f"{file}: cannot be read: {one_line(error)[:200]}") from None
+        peft = settings.get("peft") if isinstance(settings, dict) else None
+        alpha = peft.get("alpha") if isinstance(peft, dict) else None
+        if not isinstance(peft, dict) or not isinstance(alpha, int | float):
+            raise DlmBridgeError(f"{file}: has no peft.alpha, so the adapter's scale is not known")
+        if "DoRA" in str(peft.get("_target_", "")):
+            raise DlmBridgeError(f"{file}: {peft['_target_']} cannot be converted, only plain LoRA")
+        return float(alpha)
+    raise DlmBridgeError(
+        f"{path}: has neither a {ADAPTER_MANIFEST} nor a {RUN_CONFIG}, so the adapter's scale is not known"
+    )
+
+
+Style = Literal["canonical", "fused"]
+STYLES = ("auto", "canonical", "fused")
+
+
+@dataclass(frozen=True)
+class AdapterTensor:
+    """One tensor of a Megatron adapter. `param`'s Hub tensors are the factor `part` of `weights`, in their order; with
+    `shared` there is one tensor, the same for all of `weights`."""
+
+    param: ParamMapping
+    part: LoraFactor
+    weights: tuple[str, ...]
+    shared: bool = False
+
+
+def adapter_tensors(
+    base: Checkpoint, weights: Iterable[str], rank: int, style: Style, where: str
+) -> list[AdapterTensor]:
+    """The Megatron tensors that hold an adapter of these Hub weights. Raises DlmBridgeError where `style` cannot."""
+    params: dict[str, tuple[ParamMapping, set[str]]] = {}
+    for weight in weights:
+        param = adapted_param(base, weight, where)
+        params.setdefault(param.megatron_name, (param, set()))[1].add(weight)
+    result: list[AdapterTensor] = []
+    for param, changed in params.values():
+        joined = len(param.hub_names) > 1
+        if style == "canonical" and isinstance(param.rule, FusedQKV):
+            raise DlmBridgeError(f"{where}: {param.hub_names[0]} is one fused tensor on the Hub: use --style fused")
+        if joined and style == "fused":
+            if missing := sorted(set(param.hub_names) - changed):
+                raise DlmBridgeError(f"{where}: --style fused changes {missing[0]} too, which the adapter leaves out")
+            result += _fused(param, rank)
+        elif joined:
+            names = [name for name in param.hub_names if name in changed]
+            for name in names:
+                result += _single(param, param.hub_names.index(name), rank, _canonical_key(param.rule, name, param))
+        else:
+            result += _fused(param, rank) if isinstance(param.rule, FusedQKV) else _single(param, 0, rank, "")
+    return result
+
+
+def possible_tensors(base: Checkpoint, rank: int) -> Iterator[tuple[Style, AdapterTensor]]:
+    """Every tensor that an adapter of this base may have, in either style."""
+    for param in base.params:
+        if param.expert is not None or param.is_mtp or param.layer is None:
+            continue
+        if len(param.hub_shapes[0]) != 2 or ".router." in param.rule.megatron:
+            continue
+        if len(param.hub_names) > 1:
+            for factor in _fused(param, rank):
+                yield "fused", factor
+            for number, name in enumerate(param.hub_names):
+                for factor in _single(param, number, rank, _canonical_key(param.rule, name, param)):
+                    yield "canonical", factor
+        else:
+            both = _fused(param, rank) if isinstance(param.rule, FusedQKV) else _single(param, 0, rank, "")
+            for factor in both:
+                yield "canonical", factor
+
+
+def _single(param: ParamMapping, number: int, rank: int, key: str) -> list[AdapterTensor]:
+    """A and B of one Hub weight; `key` tells it from others of the same linear layer."""
+    name, template = param.hub_names[number], param.rule.hub[number]
+    rows, columns = param.hub_shapes[number]
+    dims = _with_sizes(param.dims, rank, rows, columns)
+    row_parallel = isinstance(param.rule, Direct) and param.rule.axis == 1
+    module = _module(param.rule)
+    a = Direct(
+        f"{module}.adapter.{key}linear_in.weight",
+        name=_factor_name(template, "A"),
+        shape=f"{rank} {columns}",
+        axis=1 if row_parallel else 0,
+    )
+    b = Direct(
+        f"{module}.adapter.{key}linear_out.weight", name=_factor_name(template, "B"), shape=f"{rows} {rank}", axis=0
+    )
+    return [
+        AdapterTensor(ParamMapping(a, dims, param.layer), "A", (name,)),
+        AdapterTensor(ParamMapping(b, dims, param.layer), "B", (name,)),
+    ]
+
+
+def _fused(param: ParamMapping, rank: int) -> list[AdapterTensor]:
+    """One A for all Hub weights of a linear layer, and their Bs in the rows of the fused weight."""
+    columns = param.dims.hidden
+    module = _module(param.rule)
+    dims = _with_sizes(param.dims, rank, columns)
+    a = Direct(
+        f"{module}.adapter.linear_in.weight",
+        name=_factor_name(param.rule.hub[0], "A"),
+        shape=f"{rank} {columns}",
+        axis=0,
+    )
+    b = _renamed(param.rule, f"{module}.adapter.linear_out.weight")
+    return [
+        AdapterTensor(ParamMapping(a, dims, param.layer), "A", param.hub_names, shared=True),
+        # The rule moves rows and takes the columns from `hidden`, of which B has `rank`.
+        AdapterTensor(ParamMapping(b, replace(param.dims, hidden=rank), param.layer), "B", param.hub_names),
+    ]
+
+
+def _renamed(rule: Rule, megatron: str) -> Rule:
+    names = {
+        field: _factor_name(getattr(rule, field), "B")
+        for field in ("name", "q", "k", "v", "gate", "up")
+        if getattr(rule, field, "")
+    }
+    return replace(rule, megatron=megatron, **names)  # type: ignore[arg-type]
+
+
+def _canonical_key(rule: Rule, name: str, param: ParamMapping) -> str:
+    if isinstance(rule, QKV):
+        return ("adapter_q.", "adapter_k.", "adapter_v.")[param.hub_names.index(name)]
+    if isinstance(rule, GatedMLP):
+        return ("adapter_gate.", "adapter_up.")[param.hub_names.index(name)]
+    raise DlmBridgeError(f"{name}: Megatron Bridge has no LoRA for one part of {rule.megatron}")
+
+
+def _module(rule: Rule) -> str:
+    return rule.megatron.removesuffix(".weight")
+
+
+def _factor_name(template: str, part: LoraFactor) -> str:
+    return f"{template.removesuffix('.weight')}.lora_{part}.weight"
+
+
+def _with_sizes(dims: Dims, *numbers: int) -> Dims:
+    """`dims` in whose words a number means itself."""
+    return replace(dims, sizes=(*dims.sizes, *((str(number), number) for number in sorted(set(numbers)))))

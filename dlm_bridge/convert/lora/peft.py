@@ -1,0 +1,278 @@
+"""LoRA adapters by Hub weight names, and PEFT's adapter folder: adapter_config.json, adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+
+from dlm_bridge.convert.checkpoint import Checkpoint, first_of
+from dlm_bridge.convert.formats.safetensors_file import TensorEntry, read_header
+from dlm_bridge.convert.side_files import copy_files, list_side_files
+from dlm_bridge.convert.streaming import read_tensor
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import HUB_ID, read_config
+from dlm_bridge.mapping.dtypes import dtype_name
+from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
+from dlm_bridge.models.family_spec import FamilySpec
+
+LoraFactor = Literal["A", "B"]  # [rank, columns] and [rows, rank]; the weight gets scale * B @ A
+LORA_FACTORS: tuple[LoraFactor, LoraFactor] = ("A", "B")
+
+
+@dataclass
+class AdapterInfo:
+    """What an adapter is besides its tensors. `modules` maps a changed Hub weight to the module's name in PEFT."""
+
+    where: str
+    rank: int
+    alpha: float
+    scale: float
+    dtype: torch.dtype
+    modules: dict[str, str]
+    config: dict[str, Any]  # adapter_config.json
+    folder: Path | None = None  # where the side files lie
+    files: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class LoraAdapter(ABC):
+    """Tensors are read when asked for."""
+
+    facts: AdapterInfo
+
+    @abstractmethod
+    def tensor(self, weight: str, part: LoraFactor) -> torch.Tensor:
+        """One factor of the change of a Hub weight. Raises DlmBridgeError."""
+
+    def delta(self, weight: str) -> torch.Tensor:
+        """scale * B @ A in fp32: what the adapter adds to a Hub weight."""
+        a, b = (self.tensor(weight, part).float() for part in LORA_FACTORS)
+        return self.facts.scale * (b @ a)
+
+
+def adapted_param(base: Checkpoint, weight: str, where: str) -> ParamMapping:
+    """The param of a weight that an adapter may change. Raises DlmBridgeError for one that it may not."""
+    param = base.param_of[weight]
+    what = None
+    if isinstance(param.rule, Vocabulary):
+        what = "the embedding and the output layer, which"
+    elif param.expert is not None:
+        what = "routed experts, whose adapters"
+    elif ".router." in param.rule.megatron:
+        what = "a router, which"
+    elif param.is_mtp:
+        what = "a multi-token prediction layer, which"
+    elif len(param.hub_shapes[0]) != 2:
+        what = "what is no linear layer, which"
+    if what:
+        raise DlmBridgeError(f"{where}: changes {weight}, of {what} cannot be converted: train the adapter without it")
+    return param
+
+
+def check_shapes(base: Checkpoint, weight: str, a: tuple[int, ...], b: tuple[int, ...], rank: int, where: str) -> None:
+    """Raise DlmBridgeError unless factors of these shapes change the base's weight."""
+    rows, columns = base.spec(weight)[1]
+    if a != (rank, columns) or b != (rows, rank):
+        raise DlmBridgeError(
+            f"{where}: its factors of {weight} have shapes {list(a)} and {list(b)}, a rank {rank} change of "
+            f"{[rows, columns]} needs {[rank, columns]} and {[rows, rank]}: it is another model's adapter"
+        )
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+# Settings under which the change of a weight is another one than scale * B @ A, or not of the weight alone.
+_REFUSED = (
+    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out", "target_parameters",
+    "trainable_token_indices", "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens",
+    "arrow_config", "kasa_config", "monteclora_config", "velora_config", "megatron_config",
+)  # fmt: skip
+# Initialisations that move a part of the base's weights into the adapter.
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mifa")
+
+
+def is_peft_folder(path: Path) -> bool:
+    return (path / ADAPTER_CONFIG).is_file()
+
+
+class PeftAdapter(LoraAdapter):
+    """A PEFT LoRA folder of the model that `base` holds. Raises DlmBridgeError for what is not plain LoRA, for another
+    model's adapter, and for a change of what Megatron's adapters cannot change."""
+
+    def __init__(self, folder: Path, base: Checkpoint) -> None:
+        where = str(folder)
+        config = read_config(folder / ADAPTER_CONFIG)
+        check_plain(config, folder / ADAPTER_CONFIG)
+        _check_base(config, base, where)
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise DlmBridgeError(f"{folder}: has no {ADAPTER_WEIGHTS}: save the adapter with safetensors")
+        entries = read_header(folder / ADAPTER_WEIGHTS).entries
+        weights = weights_of_modules(base)
+        self._path = folder / ADAPTER_WEIGHTS
+        self._entries: dict[tuple[str, str], TensorEntry] = {}
+        modules: dict[str, str] = {}
+        for entry in entries:
+            match = _NAME.fullmatch(entry.name)
+            if match is None:
+                raise DlmBridgeError(f"{where}: tensor {entry.name} is not a LoRA factor of a linear layer")
+            module, part = match.groups()
+            if module not in weights:
+                raise DlmBridgeError(
+                    f"{where}: tensor {entry.name}: {base.where} has no linear layer {module}: is it its base model?"
+                )
+            weight = weights[module]
+            adapted_param(base, weight, where)
+            if modules.setdefault(weight, module) != module or (weight, part) in self._entries:
+                raise DlmBridgeError(f"{where}: two modules change {weight}")
+            self._entries[weight, part] = entry
+        if not modules:
+            raise DlmBridgeError(f"{where}: {ADAPTER_WEIGHTS} holds no LoRA factor")
+        rank = config["r"]
+        for weight in modules:
+            missing = [part for part in LORA_FACTORS if (weight, part) not in self._entries]
+            if missing:
+                raise DlmBridgeError(f"{where}: lora_{missing[0]} of {modules[weight]} is missing")
+            a, b = (self._entries[weight, part].shape for part in LORA_FACTORS)
+            check_shapes(base, weight, a, b, rank, where)
+        dtypes = {entry.dtype for entry in entries}
+        if len(dtypes) > 1:
+            names = sorted(map(dtype_name, dtypes))
+            raise DlmBridgeError(f"{where}: its tensors are of {' and '.join(names)}: save them in one dtype")
+        side = list_side_files(folder, {ADAPTER_WEIGHTS})
+        alpha = float(config["lora_alpha"])
+        self.facts = AdapterInfo(
+            where=where,
+            rank=rank,
+            alpha=alpha,
+            scale=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+            dtype=dtypes.pop(),
+            modules=modules,
+            config=config,
+            folder=folder,
+            files=side.carried,
+        )
+
+    def tensor(self, weight: str, part: LoraFactor) -> torch.Tensor:
+        entry = self._entries[weight, part]
+        return read_tensor(self._path, entry.offset, entry.dtype, entry.shape)
+
+
+def write_peft_folder(adapter: LoraAdapter, folder: Path) -> int:
+    """Write the adapter into an existing folder, with the side files that it came with. Returns how many tensors."""
+    facts = adapter.facts
+    if facts.folder is not None:
+        copy_files(facts.folder, [name for name in facts.files if name != ADAPTER_CONFIG], folder)
+    tensors = {
+        f"base_model.model.{module}.lora_{part}.weight": adapter.tensor(weight, part).contiguous()
+        for weight, module in facts.modules.items()
+        for part in LORA_FACTORS
+    }
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    if facts.folder is not None and ADAPTER_CONFIG in facts.files:
+        copy_files(facts.folder, [ADAPTER_CONFIG], folder)
+    else:
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(facts.config, indent=2, sort_keys=True) + "\n", "utf-8")
+    return len(tensors)
+
+
+def plain_config(rank: int, alpha: float, modules: Iterable[str], base: str | None) -> dict[str, Any]:
+    """adapter_config.json of a plain LoRA adapter of these modules."""
+    return {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def weights_of_modules(base: Checkpoint) -> dict[str, str]:
+    """Module name -> Hub weight, by the Hub's own names and by those of the family's transformers class."""
+    names = [name for name in base.param_of if name.endswith(".weight")]
+    found = {name.removesuffix(".weight"): name for name in names}
+    for name, module in body_names(base.family, names).items():
+        found.setdefault(module.removesuffix(".weight"), name)
+    return found
+
+
+def body_names(family: FamilySpec, names: Iterable[str]) -> dict[str, str]:
+    """Hub name -> the parameter's name in the family's transformers class, whose modules PEFT sees."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    model_class = family.load("model_class")
+    transforms = get_checkpoint_conversion_mapping(model_class.__name__)
+    if transforms is None:
+        transforms = get_checkpoint_conversion_mapping(family.model_type)
+    renamings = [transform for transform in transforms or () if isinstance(transform, WeightRenaming)]
+    return {name: rename_source_key(name, renamings, [])[0] for name in names}
+
+
+def check_plain(config: dict[str, Any], path: Path) -> None:
+    """Raise DlmBridgeError unless adapter_config.json says plain LoRA."""
+    if config.get("peft_type") != "LORA":
+        raise DlmBridgeError(f"{path}: peft_type {config.get('peft_type')!r}: only LORA adapters are converted")
+    for key in _REFUSED:
+        if config.get(key):
+            raise DlmBridgeError(
+                f"{path}: {key} = {json.dumps(config[key])[:80]} cannot be converted, only plain LoRA"
+            )
+    if config.get("bias", "none") != "none":
+        raise DlmBridgeError(f"{path}: bias = {config['bias']!r} cannot be converted: train with bias 'none'")
+    how = config.get("init_lora_weights")
+    if isinstance(how, str) and how.lower().startswith(_CHANGES_THE_BASE):
+        raise DlmBridgeError(
+            f"{path}: init_lora_weights = {how!r} changes the base's weights too: convert it to plain LoRA with "
+            "PEFT's path_initial_model_for_weight_conversion"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise DlmBridgeError(f"{path}: r {rank!r} and lora_alpha {alpha!r} are no rank and no scale")
+
+
+def _check_base(config: dict[str, Any], base: Checkpoint, where: str) -> None:
+    """Names can be compared only where both are Hub ids."""
+    named, found = config.get("base_model_name_or_path"), base.hub.source.get("name")
+    if named == found or not all(isinstance(n, str) and HUB_ID.fullmatch(n) for n in (named, found)):
+        return
+    raise DlmBridgeError(
+        f"{where}: is an adapter of {named}, not of {found}: give its own base, or correct base_model_name_or_path in "
+        f"{ADAPTER_CONFIG}"
+    )
+
+
+def check_all_layers(base: Checkpoint, weights: Iterable[str], where: str) -> None:
+    """Raise DlmBridgeError where an adapter changes a kind of weight in some layers only: Megatron stacks the layers
+    of a model whose layers are all alike in one tensor."""
+    if not base.dims.homogeneous:
+        return
+    given = set(weights)
+    kinds = {(base.param_of[weight].rule, base.param_of[weight].hub_names.index(weight)) for weight in given}
+    missing = [
+        param.hub_names[number]
+        for param in base.params
+        for rule, number in kinds
+        if param.rule is rule and param.hub_names[number] not in given
+    ]
+    if missing:
+        raise DlmBridgeError(
+            f"{where}: changes some layers only, not {first_of(missing)}: Megatron's stacked layers have it in all"
+        )

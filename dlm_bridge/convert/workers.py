@@ -1,0 +1,150 @@
+"""Threads, forked processes and memory of a conversion's tasks.
+
+The bytes in flight are bounded whatever the number of threads. With several processes each has its share of the tasks
+and sends what they return to the first one.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from math import prod
+
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+
+Progress = Callable[[int, int], None]  # (bytes just done, bytes in all); called from any thread
+FLOOR = 512 << 20  # bytes that may be in flight even where every tensor is small
+
+
+def worker_count(workers: int | None) -> int:
+    """The number of threads: as asked, else one per core and no more than eight. Raises DlmBridgeError."""
+    if workers is None:
+        return min(8, os.cpu_count() or 1)
+    if workers < 1:
+        raise DlmBridgeError(f"--workers must be at least 1, not {workers}")
+    return workers
+
+
+def in_flight(sizes: Iterable[int]) -> int:
+    """Bytes that tasks of these sizes may hold together: as many as the largest one, or FLOOR if that is more."""
+    return max([FLOOR, *sizes])
+
+
+def run_tasks(tasks: Sequence[tuple[int, Callable[[], None]]], workers: int) -> None:
+    """Run (bytes, task) pairs; the tasks under way hold no more bytes than `in_flight` of all of them.
+
+    The first exception stops the rest and is raised; so does KeyboardInterrupt.
+    """
+    budget = _Budget(in_flight(size for size, _ in tasks))
+    stop = threading.Event()
+
+    def run(size: int, task: Callable[[], None]) -> None:
+        with budget.hold(size):
+            if not stop.is_set():
+                try:
+                    task()
+                except BaseException:
+                    stop.set()
+                    raise
+
+    executor = ThreadPoolExecutor(workers, thread_name_prefix="dlm-bridge")
+    try:
+        futures = [executor.submit(run, size, task) for size, task in tasks]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    finally:
+        stop.set()
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+class _Budget:
+    """A number of bytes that holders share; one holder alone may always go on."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used = limit, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._used == 0 or self._used + size <= self._limit)
+            self._used += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= size
+                self._changed.notify_all()
+
+
+_SMALL = 1 << 20  # bytes; below, the allocator of the process reuses its memory itself
+_HUGE_PAGE = 2 << 20
+_task = threading.local()
+
+
+class TaskMemory:
+    """Blocks for the tensors of the tasks under way: no more than `limit` bytes stay allocated beyond those in use."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._total = limit, 0
+        self._free: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def task(self) -> Iterator[None]:
+        """Within it `new_tensor` takes its memory from here, on this thread. No such tensor may be used afterwards."""
+        taken: list[mmap.mmap] = []
+        _task.memory, _task.taken = self, taken
+        try:
+            yield
+        finally:
+            _task.memory = None
+            with self._lock:
+                self._free += taken
+
+    def _take(self, nbytes: int) -> mmap.mmap:
+        with self._lock:
+            fits = [block for block in self._free if nbytes <= len(block) <= 2 * nbytes]
+            if fits:
+                block = min(fits, key=len)
+                self._free.remove(block)
+                return block
+            size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+            while self._free and self._total + size > self._limit:
+                self._total -= len(self._free.pop(0))
+            self._total += size
+        block = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            block.madvise(mmap.MADV_HUGEPAGE)
+        return block
+
+
+def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor, in the memory of the task that this thread runs where there is one."""
+    memory: TaskMemory | None = getattr(_task, "memory", None)
+    nbytes = prod(shape) * dtype.itemsize
+    if memory is None or nbytes < _SMALL:
+        return torch.empty(tuple(shape), dtype=dtype)
+    block = memory._take(nbytes)
+    _task.taken.append(block)
+    return torch.frombuffer(block, dtype=dtype, count=prod(shape)).view(tuple(shape))
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Without Python's cycle collector, which goes over all objects again and again while a plan only adds some."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,214 @@
+"""Comparison of two checkpoints' logits (`verify --logits`).
+
+Both models compute the same random tokens in fp32: a Megatron checkpoint with megatron-core on one process where it
+can hold the model, everything else with transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dlm_bridge.bridge import Bridge
+from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
+from dlm_bridge.convert.checkpoints.opening import open_any, open_megatron
+from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.models.rope import rope_parameters, window_settings
+
+if TYPE_CHECKING:
+    from dlm_bridge.bridge import Bridge
+
+
+# Absolute, and relative to the largest logit where that is more than one: fp32 keeps no more digits. (32 layers with
+# logits up to 40 differ by 4e-5 between two right implementations.)
+TOLERANCE = 1e-5
+MEGATRON, TRANSFORMERS = "megatron-core", "transformers"
+LENGTH = 32  # positions at the least
+BEYOND = 8  # positions past a window or the original context
+CHEAP_WORK = 2**40  # parameters times positions: seconds to a few minutes on one CPU
+CHEAP_SCORES = 2**28  # heads times positions squared: 1 GiB in fp32
+
+PathLike = str | os.PathLike[str]
+
+
+def check_alone(path: PathLike) -> None:
+    """Raise DlmBridgeError unless a checkpoint's logits can be computed in two ways: it is a Megatron one, and
+    megatron-core is there and can hold its model."""
+    bridge = Bridge(open_any(path))
+    if not isinstance(bridge.checkpoint, MegatronCheckpoint):
+        raise DlmBridgeError(
+            f"{path}: --logits of one checkpoint compares megatron-core with transformers, so it must be a Megatron "
+            f"one: name a second checkpoint"
+        )
+    if reason := megatron_reason(bridge):
+        raise DlmBridgeError(f"{path}: nothing to compare its logits with, name a second checkpoint: {reason}")
+
+
+def add_logits(verdict: Verdict, a: PathLike, b: PathLike | None = None) -> None:
+    """Add the comparison of both models' logits to a verdict; a difference makes it unequal. Without `b`, of
+    megatron-core's logits with transformers' of the same Megatron checkpoint (see `check_alone`)."""
+    try:
+        found = verdict.logits = compare_logits(a, b)
+    except DlmBridgeError as error:
+        problem = Difference("logits", "unreadable", str(error))
+    else:
+        if found.difference <= found.allowed:
+            return
+        problem = Difference(
+            "logits", "values", f"they differ by {found.difference:.1e}, allowed are {found.allowed:.1e}"
+        )
+    verdict.differences.append(problem)
+    verdict.equal = False
+
+
+def compare_logits(a: PathLike, b: PathLike | None = None) -> LogitsVerdict:
+    """Both models' logits on the same tokens.
+
+    Raises DlmBridgeError where either is not a whole model, their vocabularies differ or a logit is not finite.
+    """
+    notes: list[str] = []
+    first = _open(a, b, notes)
+    second = _Computed(first.bridge, TRANSFORMERS) if b is None else _open(b, a, notes)
+    if first.vocab != second.vocab:
+        raise DlmBridgeError(f"{a} has {first.vocab} tokens, {b} has {second.vocab}")
+    length = max(side.length(notes) for side in ([first] if b is None else [first, second]))
+    tokens = torch.randint(first.vocab, (1, length), generator=torch.Generator().manual_seed(0))
+    device = megatron_device() if MEGATRON in (first.engine, second.engine) else torch.device("cpu")
+    one, two = first.logits(tokens, device), second.logits(tokens, device)
+    for path, logits in ((a, one), (a if b is None else b, two)):
+        if not logits.isfinite().all():
+            raise DlmBridgeError(f"{path}: its logits are not finite")
+    largest = float(one.abs().max())
+    return LogitsVerdict(
+        a=first.engine,
+        b=second.engine,
+        difference=float((one - two).abs().max()),
+        allowed=TOLERANCE * max(1.0, largest),
+        largest=largest,
+        positions=length,
+        notes=notes,
+    )
+
+
+def _open(path: PathLike, other: PathLike | None, notes: list[str]) -> _Computed:
+    """A checkpoint and what computes it; why it is not megatron-core, where it should be, goes to `notes`."""
+    try:
+        bridge = Bridge(open_any(path))
+    except DlmBridgeError:  # a Megatron checkpoint without a manifest: the other names its model
+        if other is None:
+            raise
+        bridge = Bridge(open_megatron(path, like=other))
+    if not isinstance(bridge.checkpoint, MegatronCheckpoint):
+        return _Computed(bridge, TRANSFORMERS)
+    if reason := megatron_reason(bridge):
+        notes.append(f"{path}: its logits are {TRANSFORMERS}', not {MEGATRON}'s: {reason}")
+        return _Computed(bridge, TRANSFORMERS)
+    return _Computed(bridge, MEGATRON)
+
+
+@dataclass
+class _Computed:
+    bridge: Bridge
+    engine: str  # MEGATRON or TRANSFORMERS
+
+    @property
+    def config(self) -> Any:
+        """The Hub-side model's configuration object."""
+        return self.bridge.family.load("config_class").from_dict(self.bridge.config).get_text_config()
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding and of the logits; megatron-core has no more of them on one process."""
+        return self.bridge.dims.vocab
+
+    def length(self, notes: list[str]) -> int:
+        """Positions to compute: two blocks and a half, and more than any window and the original context of a scaled
+        RoPE where that is cheap; where it is not, `notes` say so."""
+        length = LENGTH
+        if self.bridge.family.attention_pattern == "block_causal":
+            length = max(length, 5 * int(self.config.block_size) // 2)
+        window = window_settings(self.bridge.config).get("window_size", (-1, 0))[0] + 1
+        context = int(rope_parameters(self.bridge.config).get("original_max_position_embeddings") or 0)
+        for name, size in (("sliding window", window), ("original context", context)):
+            if size + BEYOND <= length or not size:
+                continue
+            if self._is_cheap(size + BEYOND):
+                length = size + BEYOND
+            else:
+                notes.append(f"{self.bridge.checkpoint.where}: the {name} of {size} positions was too long to pass")
+        return length
+
+    def _is_cheap(self, length: int) -> bool:
+        checkpoint, dims = self.bridge.checkpoint, self.bridge.dims
+        parameters = sum(prod(checkpoint.spec(name)[1]) for name in checkpoint.param_of)
+        return parameters * length <= CHEAP_WORK and dims.heads * length**2 <= CHEAP_SCORES
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """[1, S, V] on the CPU. The model is gone on return, so that two never share the memory."""
+        if self.engine == MEGATRON:
+            return megatron_logits(self.bridge, tokens)
+        model = self.bridge.build_hf_model(dtype=torch.float32, device=device).eval()
+        return model(tokens.to(device)).logits.cpu()
+
+
+def megatron_reason(bridge: Bridge) -> str | None:
+    """Why megatron-core cannot compute this model here: it is not installed, or it has no such model. None: it can."""
+    try:
+        with _one_process():
+            from dlm_bridge.parallel.config import model_config
+            from dlm_bridge.parallel.layer_spec import block_spec
+
+            config = model_config(bridge.mapping, bridge.config, bridge.dims, Layout(), torch.float32)
+            block_spec(config.transformer, bridge.family.attention_pattern, None)
+    except DlmBridgeError as error:
+        return str(error)
+    return None
+
+
+def megatron_device() -> torch.device:
+    """Where megatron-core computes."""
+    from dlm_bridge.parallel import platform
+
+    return platform.current().device()
+
+
+@torch.no_grad()
+def megatron_logits(bridge: Bridge, tokens_BS: torch.Tensor) -> torch.Tensor:
+    """[B, S, V] in fp32, under the family's attention_pattern.
+
+    Raises DlmBridgeError where a tensor is missing, left over or mis-shaped.
+    """
+    with _one_process():
+        from dlm_bridge.parallel.attention import attention_mask, block_size
+
+        (model,) = bridge.build_megatron_model(Layout(), torch.float32)
+        tokens_BS = tokens_BS.to(megatron_device())
+        positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+        mask = attention_mask(bridge.family.attention_pattern, positions_BS, block_size(bridge))
+        return model.eval()(tokens_BS, positions_BS, mask).cpu()
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """megatron-core's groups for one process, and afterwards none, unless the caller had begun them."""
+    from dlm_bridge.parallel import groups, overrides
+
+    found = torch.distributed.is_initialized()
+    try:
+        groups.initialize(Layout())
+        yield
+    finally:
+        if not found:
+            groups.destroy()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            overrides.uninstall()

@@ -1,0 +1,1 @@
+"""Display of denoising: a trace, live in a terminal or as an animated page."""

@@ -1,0 +1,1 @@
+"""Execution of forward passes: eager, CUDA graphs, compiled layers; attention kernels; fused linear layers."""

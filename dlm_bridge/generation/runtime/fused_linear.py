@@ -1,0 +1,167 @@
+"""Fused linear layers: QKV and gate/up projections as one matrix product each.
+
+A GPU runs one wide product faster than several narrow ones. The weights are laid out contiguously in memory, and the
+layers' parameters become views of that memory: the same parameters with the same values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch
+from torch import nn
+
+# Layers that get the same input, by their names in the module that holds them.
+FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class FusedLinear:
+    """Several linear layers' outputs out of one product, made when the first of them is asked for."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        self.weight = _contiguous([layer.weight for layer in layers])
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.bias = _contiguous(biases) if biases else None
+        self.sizes = [layer.out_features for layer in layers]
+        self._input: torch.Tensor | None = None
+        self._outputs: tuple[torch.Tensor, ...] = ()
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """[..., out] of the layer in this place; the last one is asked last."""
+        if self._input is not x:
+            self._input = x
+            self._outputs = nn.functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        output = self._outputs[index]
+        if index == len(self.sizes) - 1:
+            self._input, self._outputs = None, ()
+        return output
+
+
+class FusedLinearOutput(nn.Module):
+    """Stands where one of a product's layers was."""
+
+    def __init__(self, product: FusedLinear, index: int) -> None:
+        super().__init__()
+        self.product = product
+        self.index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product.part(self.index, x)
+
+
+@dataclass(frozen=True)
+class FusedGroup:
+    """Where in the model a product's layers are."""
+
+    holder: nn.Module
+    names: tuple[str, ...]
+    parts: tuple[FusedLinearOutput, ...]
+
+
+def fuse_linear_layers(model: nn.Module) -> list[FusedGroup]:
+    """Lay the weights of every set of layers that can be one product in a row, one set after the other.
+
+    Left as they are: layers of another class (quantised, adapted, sharded), with hooks, of a weight that something
+    else uses too, or with a bias that others lack.
+    """
+    parameters = (one for _, one in model.named_parameters(remove_duplicate=False))
+    owners = Counter(_storage(one) for one in parameters if type(one) is nn.Parameter)
+    places = []
+    # Not as inference tensors, which could never be trained again.
+    with torch.inference_mode(False), torch.no_grad():
+        for holder in model.modules():
+            for names in FUSED_LAYERS:
+                layers = [getattr(holder, name, None) for name in names]
+                linears = [layer for layer in layers if _is_plain(layer)]
+                if len(linears) == len(names) and _compatible(linears) and _unshared(linears, owners):
+                    product = FusedLinear(linears)
+                    places.append(
+                        FusedGroup(holder, names, tuple(FusedLinearOutput(product, at) for at in range(len(names))))
+                    )
+    if places and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the old weights' memory comes in pieces that are too small for anything new
+    return places
+
+
+def separate_weights(places: Iterable[FusedGroup]) -> None:
+    """Give every parameter memory of its own again, as far as it is a view of a product's."""
+    with torch.inference_mode(False), torch.no_grad():
+        for place in places:
+            for parameter in (one for name in place.names for one in getattr(place.holder, name).parameters()):
+                if parameter.untyped_storage().nbytes() > parameter.nbytes:
+                    parameter.data = parameter.data.clone()
+
+
+@contextmanager
+def fused_layers_installed(places: Iterable[FusedGroup]) -> Iterator[None]:
+    """Let the model compute the products as one; afterwards its layers are in their places again."""
+    # Past nn.Module's own __setattr__, which takes as long for a deep model as a forward of it.
+    before = [
+        (place.holder._modules, name, part)
+        for place in places
+        for name, part in zip(place.names, place.parts, strict=True)
+    ]
+    layers = [modules[name] for modules, name, _ in before]
+    try:
+        for modules, name, part in before:
+            modules[name] = part
+        yield
+    finally:
+        for (modules, name, _), layer in zip(before, layers, strict=True):
+            modules[name] = layer
+
+
+def _is_plain(layer: object) -> TypeGuard[nn.Linear]:
+    """Whether a layer computes just what its class says, with a weight on a device."""
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or "forward" in vars(layer):
+        return False
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return not (any(hooks) or layer.weight.is_meta or layer.weight.is_inference())
+
+
+def _compatible(layers: list[nn.Linear]) -> bool:
+    def kind(layer: nn.Linear) -> tuple[object, ...]:
+        weight = layer.weight
+        return weight.device, weight.dtype, layer.in_features, layer.bias is None
+
+    return len({kind(layer) for layer in layers}) == 1 and all(
+        layer.weight.is_contiguous() and layer.weight.shape == (layer.out_features, layer.in_features)
+        for layer in layers
+    )
+
+
+def _unshared(layers: list[nn.Linear], owners: Counter[int]) -> bool:
+    """Whether the layers' weights share memory with nothing, or with each other alone."""
+    for kind in ("weight", "bias"):
+        storages = [_storage(one) for layer in layers if (one := getattr(layer, kind)) is not None]
+        for storage, count in Counter(storages).items():
+            if owners[storage] != count or count not in (1, len(layers)):
+                return False
+    return True
+
+
+def _contiguous(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[sum of rows, ...], of which the parameters are views."""
+    first = parameters[0].data
+    rows = [len(one) for one in parameters]
+    shape = (sum(rows), *first.shape[1:])
+    end = first.data_ptr()
+    for one in parameters:
+        adjacent = one.data_ptr() == end and _storage(one) == _storage(first)
+        end += one.nbytes
+        if not adjacent:
+            break
+    else:
+        return first.as_strided(shape, first.stride(), first.storage_offset())
+    whole = torch.cat([one.data for one in parameters])
+    for one, view in zip(parameters, whole.split(rows), strict=True):
+        one.data = view
+    return whole
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,112 @@
+"""Hub folders and Hub ids: resolution, files inside a folder, config.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from dlm_bridge.errors import DlmBridgeError, one_line
+
+if TYPE_CHECKING:
+    pass
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
+_PICKLED = ["pytorch_model*.bin"]  # for repositories that have no safetensors
+
+
+def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The folder of a local checkpoint or of a Hub id's snapshot. Raises DlmBridgeError with one line."""
+    path = Path(name).expanduser()
+    if os.path.lexists(path):
+        if revision is not None:
+            raise DlmBridgeError(f"--revision {revision} needs a Hub id, but {path} is a local folder")
+        if not path.is_dir():
+            raise DlmBridgeError(f"{path} is not a checkpoint: not a folder")
+        return path
+    text = os.fspath(name)
+    if not HUB_ID.fullmatch(text):
+        raise DlmBridgeError(f"{text}: no such folder, and not a Hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(text, revision=revision, ignore_patterns=_NOT_NEEDED))
+        if not any(folder.glob("*.safetensors")) and (folder / "config.json").exists():
+            snapshot_download(text, revision=revision, allow_patterns=_PICKLED)
+        return folder
+    except Exception as error:  # whatever the network or the Hub says: it is the user's input that cannot be had
+        cause = one_line(error)[:300]
+        raise DlmBridgeError(f"{text}: no such folder, and the Hub did not give it: {cause}") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json's dict. Raises DlmBridgeError."""
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise DlmBridgeError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DlmBridgeError(f"{path}: is not valid JSON: {one_line(error)}") from None
+    if not isinstance(config, dict):
+        raise DlmBridgeError(f"{path}: is not a JSON object")
+    return config
+
+
+def with_dtype(text: str, dtype: str) -> str:
+    """config.json's text with its top-level dtype field ("torch_dtype" or "dtype") set, every other byte kept."""
+    config = json.loads(text)
+    for key in ("torch_dtype", "dtype"):
+        if isinstance(config.get(key, 0), str | None):
+            for match in re.finditer(rf'("{key}"\s*:\s*)("(?:[^"\\]|\\.)*"|null)', text):
+                edited = text[: match.start(2)] + json.dumps(dtype) + text[match.end(2) :]
+                if json.loads(edited) == {**config, key: dtype}:  # a nested field of the same name is not it
+                    text = edited
+                    config = json.loads(text)
+                    break
+    return text
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a plain file inside `folder`, params followed.
+
+    The Hub's cache params its snapshots' files to ../../blobs; every other way out is refused. Raises DlmBridgeError.
+    """
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts or "\\" in name or "\0" in name or not relative.parts:
+        raise DlmBridgeError(f"{folder}: '{name}' points outside the folder")
+    path = folder / relative
+    try:
+        real = path.resolve(strict=True)
+    except FileNotFoundError:
+        what = "is a broken param" if path.is_symlink() else "does not exist"
+        raise DlmBridgeError(f"{path} {what}") from None
+    except (OSError, RuntimeError):
+        raise DlmBridgeError(f"{path} is a param that cannot be followed") from None
+    allowed = [folder.resolve()]
+    home = folder.resolve().parent
+    if home.name == "snapshots":
+        allowed.append(home.parent / "blobs")
+    if not any(root in real.parents for root in allowed):
+        raise DlmBridgeError(f"{path} is a param to {real}, outside the folder: copy the file in its place")
+    if not stat.S_ISREG(real.stat().st_mode):
+        raise DlmBridgeError(f"{path} is not a plain file")
+    return path
+
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Derived:
+    """One key of the derived config: its value, and the setting (or the assumption) that it follows from."""
+
+    key: str
+    value: Any
+    origin: str
+    assumed: bool = False

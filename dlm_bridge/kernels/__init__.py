@@ -1,1 +1,0 @@
-"""Kernels of other packages as operations of torch, which both training engines use."""

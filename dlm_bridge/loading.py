@@ -1,0 +1,336 @@
+"""Model loading: a Hub folder or id, a Megatron checkpoint or a PEFT folder, with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from dlm_bridge.convert.checkpoints.store import is_megatron
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import read_config, resolve
+from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
+from dlm_bridge.models.families import find_family
+from dlm_bridge.models.family_spec import FamilySpec
+
+# By the last part of a plan's rule: what it cuts, in words, and the configuration's field that counts it.
+_SPLIT_DIMENSIONS = {
+    "q_proj": ("attention heads", "num_attention_heads"),
+    "k_proj": ("key/value heads", "num_key_value_heads"),
+    "gate_up_proj": ("columns of an expert", "moe_intermediate_size"),
+}
+
+
+def check_tensor_parallel_split(config: Any, processes: int, name: str) -> None:
+    """Raise DlmBridgeError, which calls the model `name`, where transformers' plan for the configuration's class would
+    cut a head or an expert between two of so many processes, or where that class has no plan."""
+    config = config.get_text_config()
+    plan = config.base_model_tp_plan
+    if not plan:
+        raise DlmBridgeError(
+            f"{name}: transformers has no tensor parallelism for {type(config).__name__}: use --device-map auto"
+        )
+    cut = [rule.rsplit(".", 1)[-1] for rule, style in plan.items() if style in ("colwise", "packed_colwise")]
+    counts = {
+        _SPLIT_DIMENSIONS[part][0]: getattr(config, _SPLIT_DIMENSIONS[part][1], None)
+        for part in cut
+        if part in _SPLIT_DIMENSIONS
+    }
+    known = {what: count for what, count in counts.items() if count}
+    for what, count in known.items():
+        if count % processes:
+            whole = gcd(*known.values())
+            fits = ", ".join(str(number) for number in range(2, whole + 1) if whole % number == 0)
+            raise DlmBridgeError(
+                f"{name}: {count} {what} cannot be shared by {processes} processes: "
+                + (f"start {fits} of them, or use --device-map auto" if fits else "use --device-map auto")
+            )
+
+
+ADAPTER = "adapter_config.json"
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model's weights go: one device, transformers' `device_map` over several, or its tensor parallelism."""
+
+    device: str | None = None  # the accelerator where there is one, else the CPU
+    device_map: str | None = None  # one of DEVICE_MAPS, or a JSON object from modules to devices
+    offload_folder: str | None = None  # where a device map puts what it sends to the disk
+    tp_plan: str | None = None  # "auto": the family's own plan, over the launcher's processes
+
+    def arguments(self) -> dict[str, Any]:
+        """What `from_pretrained` is told. Raises DlmBridgeError for places that are not there."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if sum(choice is not None for choice in (self.device, self.device_map, self.tp_plan)) > 1:
+            raise DlmBridgeError(
+                "--device, --device-map and --tp-plan each say where the model goes: give one of them"
+            )
+        if self.offload_folder is not None and self.device_map is None:
+            raise DlmBridgeError("--offload-folder is a device map's: give --device-map as well")
+        if self.tp_plan is not None:
+            return self._tensor_parallel(processes)
+        if processes > 1:
+            raise DlmBridgeError(
+                f"{processes} processes would each hold the whole model: add --tp-plan auto, or start one process"
+            )
+        if self.device_map is not None:
+            more = {} if self.offload_folder is None else {"offload_folder": self.offload_folder}
+            return {"device_map": _device_map(self.device_map), **more}
+        device = self._device()
+        return {} if device.type == "cpu" else {"device_map": {"": str(device)}}
+
+    def _device(self) -> torch.device:
+        best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if self.device is None:
+            return best or torch.device("cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise DlmBridgeError(f"--device {self.device}: no such device: such as cpu, cuda or cuda:1") from None
+        if device.type != "cpu":
+            count = torch.accelerator.device_count() if best is not None and best.type == device.type else 0
+            if (device.index or 0) >= count:
+                raise DlmBridgeError(f"--device {self.device}: this machine has {count} of them")
+        return device
+
+    def _tensor_parallel(self, processes: int) -> dict[str, Any]:
+        from transformers.distributed import DistributedConfig
+
+        if self.tp_plan != "auto":
+            raise DlmBridgeError(f"--tp-plan {self.tp_plan}: auto is the only one")
+        if processes == 1:
+            raise DlmBridgeError(
+                "--tp-plan cuts the model over several processes: start them with "
+                "torchrun --nproc-per-node N -m dlm_bridge.cli generate ..."
+            )
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode and its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    family: str  # the family's name, or the class of an autoregressive model of none
+    diffusion: bool
+
+
+def load_model(
+    place: str | os.PathLike[str],
+    placement: Placement | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    family: str | None = None,
+    revision: str | None = None,
+    like: str | None = None,
+    tokenizer: str | None = None,
+) -> LoadedModel:
+    """The model of a Hub folder or id, diffusion or autoregressive, of a Megatron checkpoint of any format, or of a
+    PEFT folder, on the base that it names.
+
+    `dtype` is keep, bf16, fp16 or fp32 (None keeps the stored one); `like` names the Hub model of a Megatron
+    checkpoint that was not written by dlm-bridge; `tokenizer` a folder or id of another tokenizer.
+
+    Raises:
+        DlmBridgeError: a place that holds no model that can be sampled from, no tokenizer, or a placement that the
+            machine does not have.
+    """
+    where = (placement or Placement()).arguments()
+    wanted = parse_dtype(dtype)
+    path = Path(place).expanduser()
+    if path.is_dir() and is_megatron(path):
+        if revision is not None:
+            raise DlmBridgeError(f"--revision {revision} needs a Hub id, but {path} is a local folder")
+        with _exported(path, like, family) as folder:
+            return _load_folder(folder, where, wanted, family, str(path), tokenizer)
+    if like is not None:
+        raise DlmBridgeError(f"--like {like} names the Hub model of a Megatron checkpoint, which {path} is not")
+    folder = resolve(place, revision)
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        return _load_adapter(folder, placement, dtype, family, tokenizer)
+    return _load_folder(folder, where, wanted, family, os.fspath(place), tokenizer)
+
+
+def load_tokenizer(place: str | os.PathLike[str], name: str, remedy: str = "") -> Any:
+    """The tokenizer of a Hub folder or id, called `name` in errors. Raises DlmBridgeError."""
+    from transformers import AutoTokenizer
+
+    import dlm_bridge  # noqa: F401  registers the families' own
+
+    try:
+        # False, not unset: transformers would ask on the terminal whether to run the folder's code.
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise DlmBridgeError(f"{name}: no tokenizer that loads there ({one_line(error)[:300]}){remedy}") from error
+
+
+def _load_folder(
+    folder: Path,
+    where: dict[str, Any],
+    dtype: torch.dtype | None,
+    family: str | None,
+    name: str,
+    tokenizer: str | None,
+) -> LoadedModel:
+    remedy = "" if tokenizer else ": name one with --tokenizer"
+    loaded = load_tokenizer(tokenizer or folder, f"--tokenizer {tokenizer}" if tokenizer else name, remedy)
+    raw = read_config(folder / "config.json")
+    spec = _family(raw, family, folder)
+    if not any([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        raise DlmBridgeError(f"{name}: no weights there (*.safetensors)")
+    model = _load_weights(folder, where, dtype, spec, name)
+    return LoadedModel(
+        model=model.eval(),
+        tokenizer=loaded,
+        family=type(model).__name__ if spec is None else spec.name,
+        diffusion=spec is not None and spec.kind == "diffusion",
+    )
+
+
+def _load_adapter(
+    folder: Path,
+    placement: Placement | None,
+    dtype: str | torch.dtype | None,
+    family: str | None,
+    tokenizer: str | None,
+) -> LoadedModel:
+    """The base that a PEFT folder names, with the adapter on it."""
+    from peft import PeftModel
+
+    if placement is not None and placement.tp_plan is not None:
+        raise DlmBridgeError(f"--tp-plan cuts whole models: merge {folder} first (dlm-bridge adapter export --merge)")
+    base = read_config(folder / ADAPTER).get("base_model_name_or_path")
+    if not base:
+        raise DlmBridgeError(f"{folder / ADAPTER}: names no base (base_model_name_or_path)")
+    own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
+    opened = load_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
+    try:
+        model = PeftModel.from_pretrained(opened.model, str(folder))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise DlmBridgeError(f"{folder}: is no adapter of {base}: {one_line(error)[:300]}") from error
+    return replace(opened, model=model.eval())
+
+
+def _family(raw: dict[str, Any], family: str | None, folder: Path) -> FamilySpec | None:
+    """The family of a config.json; None for an autoregressive class of transformers' that is in no family."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        return find_family(raw, family, where=str(folder / "config.json"))
+    except DlmBridgeError:
+        architectures = raw.get("architectures")
+        stock = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        # A stock class name beside remote code may stand for what is not autoregressive at all.
+        named = architectures[0] if isinstance(architectures, list) and architectures else None
+        if family is None and not raw.get("auto_map") and named in stock:
+            return None
+        raise
+
+
+def _load_weights(
+    folder: Path, where: dict[str, Any], dtype: torch.dtype | None, spec: FamilySpec | None, name: str
+) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import dlm_bridge  # noqa: F401  registers the families
+
+    arguments: dict[str, Any] = {**where, "dtype": dtype or _stored_dtype(folder), "output_loading_info": True}
+    model_class: Any = AutoModelForCausalLM
+    try:
+        if spec is not None:
+            model_class = spec.load("model_class")
+            arguments["config"] = spec.load("config_class").from_pretrained(folder)
+        if (distributed := where.get("distributed_config")) is not None:
+            check_tensor_parallel_split(
+                arguments.get("config") or AutoConfig.from_pretrained(folder), distributed.tp_size, name
+            )
+        model, info = model_class.from_pretrained(folder, **arguments)
+    except DlmBridgeError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError) as error:
+        raise DlmBridgeError(f"{name}: does not load: {one_line(error)[:300]}") from error
+    if missing := sorted(info["missing_keys"]):  # which transformers' own classes would leave at random values
+        raise DlmBridgeError(f"{name}: the checkpoint lacks {missing[0]}")
+    return model
+
+
+def _stored_dtype(folder: Path) -> torch.dtype | str:
+    """The dtype that most weights are stored in, whatever the config says; "auto", transformers' own choice, where it
+    is none that a model computes in."""
+    sizes: Counter[str] = Counter()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not a dict)
+                    part = tensors.get_slice(name)
+                    sizes[part.get_dtype()] += prod(part.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise DlmBridgeError(f"{file}: not a whole safetensors file: {one_line(error)}") from error
+    return SAFETENSORS_DTYPES.get(sizes.most_common(1)[0][0], "auto") if sizes else "auto"
+
+
+def _device_map(choice: str) -> Any:
+    if choice in DEVICE_MAPS:
+        return choice
+    try:
+        parsed = json.loads(choice)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise DlmBridgeError(
+            f'--device-map {choice}: one of {", ".join(DEVICE_MAPS)}, or a JSON object such as \'{{"": "cpu"}}\''
+        )
+    return parsed
+
+
+@contextmanager
+def _exported(root: Path, like: str | None, family: str | None) -> Iterator[Path]:
+    """A Megatron checkpoint as a Hub folder that lasts as long as its weights are read; made by one process."""
+    from dlm_bridge.bridge import Bridge
+
+    def export(folder: str) -> None:
+        Bridge.from_megatron(root, like=like, family=family).to_hf(Path(folder) / "hub")
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        with tempfile.TemporaryDirectory(prefix="dlm-bridge-") as folder:
+            export(folder)
+            yield Path(folder) / "hub"
+        return
+    _init_process_group()
+    with tempfile.TemporaryDirectory(prefix="dlm-bridge-") as own:
+        said: list[Any] = [own, None]
+        if dist.get_rank() == 0:
+            try:
+                export(own)
+            except DlmBridgeError as error:
+                said[1] = str(error)
+        dist.broadcast_object_list(said)
+        if said[1] is not None:
+            raise DlmBridgeError(said[1])
+        yield Path(said[0]) / "hub"
+        dist.barrier()  # the first process removes what the others read
+
+
+def _init_process_group() -> None:
+    """Bring the launcher's processes together, as transformers does when it cuts a model."""
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")

@@ -1,1 +1,0 @@
-"""dLLM's A2D models: Qwen3, Qwen2 and Llama with the causal mask taken away."""

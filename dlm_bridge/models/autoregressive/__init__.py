@@ -1,1 +1,0 @@
-"""Autoregressive families: transformers' own classes, to which only a mapping is added."""

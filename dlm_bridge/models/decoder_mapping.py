@@ -1,0 +1,246 @@
+"""Mapping of decoders whose Hub tensors have Llama-like names: rules, sizes and megatron-core settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, Mapping, Passthrough, Rule, Vocabulary
+from dlm_bridge.models.rope import rope_settings
+
+LAYER = "decoder.layers.{layer}."
+HUB_LAYER = "layers.{layer}."
+
+
+def decoder_rules(
+    root: str = "model.", head: str = "lm_head.weight", shared: str = "shared_experts"
+) -> tuple[Rule, ...]:
+    """The whole table. Rows hold by `Dims.facts`: "qkv_bias", "qk_norm"; in layers with experts also "router_bias"
+    (a selection bias `e_score_correction_bias`) and "shared_expert"."""
+    layer = root + HUB_LAYER
+    return (
+        *outer_rules(root, head),
+        *attention_rules(layer),
+        *dense_rules(layer),
+        *expert_rules(layer + "mlp.", layer + "post_attention_layernorm.weight", shared),
+    )
+
+
+def outer_rules(root: str = "model.", head: str = "lm_head.weight") -> tuple[Rule, ...]:
+    """What stands outside the layers: embedding, final norm and, where it is not the embedding, the output layer."""
+    return (
+        Vocabulary("embedding.word_embeddings.weight", name=root + "embed_tokens.weight", shape="vocab hidden"),
+        Direct("decoder.final_layernorm.weight", name=root + "norm.weight", shape="hidden"),
+        Vocabulary("output_layer.weight", when="!tied", name=head, shape="vocab hidden"),
+    )
+
+
+def attention_rules(layer: str) -> tuple[Rule, ...]:
+    """Norm, fused QKV (with bias by "qkv_bias"), per-head QK norm (by "qk_norm") and output projection."""
+    attention = layer + "self_attn."
+    megatron = LAYER + "self_attention."
+    return (
+        Direct(megatron + "linear_qkv.layer_norm_weight", name=layer + "input_layernorm.weight", shape="hidden"),
+        QKV(
+            megatron + "linear_qkv.weight",
+            q=attention + "q_proj.weight",
+            k=attention + "k_proj.weight",
+            v=attention + "v_proj.weight",
+        ),
+        QKV(
+            megatron + "linear_qkv.bias",
+            when="qkv_bias",
+            q=attention + "q_proj.bias",
+            k=attention + "k_proj.bias",
+            v=attention + "v_proj.bias",
+            bias=True,
+        ),
+        Direct(megatron + "q_layernorm.weight", when="qk_norm", name=attention + "q_norm.weight", shape="head_dim"),
+        Direct(megatron + "k_layernorm.weight", when="qk_norm", name=attention + "k_norm.weight", shape="head_dim"),
+        Direct(megatron + "linear_proj.weight", name=attention + "o_proj.weight", shape="hidden q_rows", axis=1),
+    )
+
+
+def dense_rules(layer: str) -> tuple[Rule, ...]:
+    """Norm and SwiGLU of a layer without experts."""
+    mlp = layer + "mlp."
+    return (
+        Direct(
+            LAYER + "mlp.linear_fc1.layer_norm_weight",
+            when="dense",
+            name=layer + "post_attention_layernorm.weight",
+            shape="hidden",
+        ),
+        GatedMLP(
+            LAYER + "mlp.linear_fc1.weight", when="dense", gate=mlp + "gate_proj.weight", up=mlp + "up_proj.weight"
+        ),
+        Direct(
+            LAYER + "mlp.linear_fc2.weight", when="dense", name=mlp + "down_proj.weight", shape="hidden ffn", axis=1
+        ),
+    )
+
+
+def expert_rules(
+    mlp: str,
+    norm: str,
+    shared: str,
+    router: str = "gate",
+    router_bias: str = "gate.e_score_correction_bias",
+    own_dtype: bool = False,
+) -> tuple[Rule, ...]:
+    """Norm, router, routed and shared experts of a mixture-of-experts layer; `mlp` is the Hub prefix. `own_dtype` says
+    that the router is kept in the dtype that it is stored in."""
+    expert = mlp + "experts.{expert}."
+    megatron = LAYER + "mlp."
+    return (
+        Direct(LAYER + "pre_mlp_layernorm.weight", when="moe", name=norm, shape="hidden"),
+        Direct(
+            megatron + "router.weight",
+            when="moe",
+            own_dtype=own_dtype,
+            name=f"{mlp}{router}.weight",
+            shape="experts hidden",
+        ),
+        Direct(
+            megatron + "router.expert_bias",
+            when="moe router_bias",
+            own_dtype=own_dtype,
+            name=mlp + router_bias,
+            shape="experts",
+        ),
+        GatedMLP(
+            megatron + "experts.experts.{expert}.linear_fc1.weight",
+            when="moe",
+            gate=expert + "gate_proj.weight",
+            up=expert + "up_proj.weight",
+            width="moe_ffn",
+        ),
+        Direct(
+            megatron + "experts.experts.{expert}.linear_fc2.weight",
+            when="moe",
+            name=expert + "down_proj.weight",
+            shape="hidden moe_ffn",
+            axis=1,
+        ),
+        GatedMLP(
+            megatron + "shared_experts.linear_fc1.weight",
+            when="moe shared_expert",
+            gate=f"{mlp}{shared}.gate_proj.weight",
+            up=f"{mlp}{shared}.up_proj.weight",
+            width="shared_ffn",
+        ),
+        Direct(
+            megatron + "shared_experts.linear_fc2.weight",
+            when="moe shared_expert",
+            name=f"{mlp}{shared}.down_proj.weight",
+            shape="hidden shared_ffn",
+            axis=1,
+        ),
+    )
+
+
+def decoder_dims(config: dict[str, Any], facts: frozenset[str] = frozenset(), **more: Any) -> Dims:
+    """Sizes from transformers' key names; `config` must already hold the family's defaults. `more` are Dims fields."""
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        layers, vocab = int(config["num_hidden_layers"]), int(config["vocab_size"])
+        ffn = int(config["intermediate_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DlmBridgeError(f"config.json: a size is missing or not a number ({error})") from None
+    groups = config.get("num_key_value_heads") or heads
+    if min(hidden, heads, groups, layers, vocab) < 1 or heads % groups:
+        raise DlmBridgeError(f"config.json: num_key_value_heads {groups} does not divide num_attention_heads {heads}")
+    head_dim = config.get("head_dim")
+    if not head_dim and hidden % heads:
+        raise DlmBridgeError(f"config.json: num_attention_heads {heads} does not divide hidden_size {hidden}")
+    return Dims(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        groups=groups,
+        head_dim=head_dim or hidden // heads,
+        ffn=ffn,
+        vocab=vocab,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        facts=facts,
+        **more,
+    )
+
+
+def decoder_settings(config: dict[str, Any], facts: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """megatron-core's settings beyond the sizes, for a pre-norm RMSNorm SwiGLU decoder.
+
+    Raises DlmBridgeError for a RoPE scaling that it cannot compute.
+    """
+    return {
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": "qkv_bias" in facts,
+        "qk_layernorm": "qk_norm" in facts,
+        **rope_settings(config),
+        "max_sequence_length": config.get("max_position_embeddings", 4096),
+    }
+
+
+def dense_mapping(
+    defaults: dict[str, Any], facts: frozenset[str] = frozenset(), required: dict[str, Any] | None = None
+) -> Mapping:
+    """The mapping of a dense family under transformers' names. `defaults` are its configuration class's; `required`
+    the values of config keys that the table cannot do without."""
+
+    def dims(config: dict[str, Any]) -> Dims:
+        require_values(config, {**SUPPORTED_VALUES, **(required or {})})
+        return decoder_dims({**defaults, **config}, facts)
+
+    def transformer(config: dict[str, Any]) -> dict[str, Any]:
+        return decoder_settings({**defaults, **config}, facts)
+
+    return Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, carried=TIED_HEAD)
+
+
+def require_values(config: dict[str, Any], values: dict[str, Any]) -> None:
+    """Raise DlmBridgeError for a config key that is there and says something else."""
+    for key, value in values.items():
+        if (found := config.get(key)) not in (None, value):
+            raise DlmBridgeError(f"config.json: {key} = {found!r} is not supported for this family, only {value!r}")
+
+
+SUPPORTED_VALUES: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+}
+TIED_HEAD = (Passthrough("lm_head.weight", when="tied", copy_of="model.embed_tokens.weight"),)
+
+
+MTP = "mtp.layers.{mtp}."
+
+
+def mtp_rules(layer: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """`rules` are those of one of the model's layers, of which an MTP layer has its own; `layer` is the Hub prefix."""
+    return (
+        Direct(MTP + "enorm.weight", name=layer + "enorm.weight", shape="hidden"),
+        Direct(MTP + "hnorm.weight", name=layer + "hnorm.weight", shape="hidden"),
+        Direct(MTP + "eh_proj.weight", name=layer + "eh_proj.weight", shape="hidden mtp_input", axis=0),
+        *(replace(rule, megatron=rule.megatron.replace(LAYER, MTP + "transformer_layer.")) for rule in rules),
+        Direct(MTP + "final_layernorm.weight", name=layer + "shared_head.norm.weight", shape="hidden"),
+    )
+
+
+def mtp_carried(layer: str) -> tuple[Passthrough, ...]:
+    """The Hub's own copies of embedding and head in each MTP layer, which Megatron shares with the model."""
+    names = (layer + "embed_tokens.weight", layer + "shared_head.head.weight")
+    return tuple(Passthrough(name, in_model=False, mtp=True) for name in names)
+
+
+def mtp_layers(config: dict[str, Any]) -> int:
+    """How many there are. Raises DlmBridgeError for what is no number."""
+    found = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or 0
+    if type(found) is not int or found < 0:
+        raise DlmBridgeError(f"config.json: num_nextn_predict_layers {found!r} is not a number of layers")
+    return found

@@ -1,0 +1,174 @@
+"""DeepSeek-V3 and R1: mapping.
+
+Multi-head latent attention, sigmoid router over expert groups, multi-token prediction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import Dims, Direct, Mapping, Rule
+from dlm_bridge.models.decoder_mapping import (
+    HUB_LAYER,
+    LAYER,
+    TIED_HEAD,
+    decoder_dims,
+    decoder_settings,
+    dense_rules,
+    expert_rules,
+    mtp_carried,
+    mtp_layers,
+    mtp_rules,
+    outer_rules,
+    require_values,
+)
+from dlm_bridge.models.moe import expert_sizes, router_settings
+from dlm_bridge.models.rope import rope_parameters, yarn_numbers
+
+HUB = "model." + HUB_LAYER
+# Where config.json leaves a key out, transformers' configuration class says this.
+DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+}
+REQUIRED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+
+
+def dims(config: dict[str, Any]) -> Dims:
+    """DeepSeek-V3's sizes: every head has its own key and value, made of one latent vector."""
+    config = {**DEFAULTS, **config}
+    require_values(config, REQUIRED)
+    heads = int(config["num_attention_heads"])
+    rope, nope, value = (int(config[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    q_lora, kv_lora = int(config["q_lora_rank"] or 0), int(config["kv_lora_rank"])
+    facts = {"router_bias"}
+    facts |= {"q_lora"} if q_lora else set()
+    facts |= {"shared_expert"} if config["n_shared_experts"] else set()
+    return decoder_dims(
+        {**config, "num_key_value_heads": heads, "head_dim": rope + nope},
+        frozenset(facts),
+        mtp=mtp_layers(config),
+        sizes=(
+            ("q_lora", q_lora),
+            ("kv_lora", kv_lora),
+            ("kv_down", kv_lora + rope),  # the latent vector and the key part that all heads rotate together
+            ("kv_up", heads * (nope + value)),
+            ("values", heads * value),
+            ("mtp_input", 2 * int(config["hidden_size"])),
+        ),
+        **expert_sizes(config),
+    )
+
+
+def transformer(config: dict[str, Any]) -> dict[str, Any]:
+    """What megatron-core needs beyond the sizes: fields of its MLATransformerConfig."""
+    config = {**DEFAULTS, **config}
+    sizes = dims(config)
+    if not config["rope_interleave"]:
+        raise DlmBridgeError("config.json: megatron-core's latent attention rotates interleaved pairs only")
+    rope = rope_parameters(config)
+    # Its attention has fields of its own for the scaling.
+    settings = decoder_settings(
+        {**config, "rope_theta": rope["rope_theta"], "rope_scaling": None, "rope_parameters": None}, sizes.facts
+    )
+    return (
+        settings
+        | _rope(config, rope)
+        | router_settings(config, sizes)
+        | {
+            "multi_latent_attention": True,
+            "q_lora_rank": config["q_lora_rank"] or None,
+            "kv_lora_rank": config["kv_lora_rank"],
+            "qk_head_dim": config["qk_nope_head_dim"],
+            "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
+            "v_head_dim": config["v_head_dim"],
+            "qk_layernorm": True,  # of the latent vectors
+        }
+    )
+
+
+def _rope(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    if rope["rope_type"] == "default":
+        return {"rope_type": "rope"}
+    if rope["rope_type"] != "yarn":
+        raise DlmBridgeError(
+            f"config.json: megatron-core's latent attention has no RoPE scaling '{rope['rope_type']}', only yarn"
+        )
+    numbers = yarn_numbers(config, rope)
+    if numbers["mscale"] is None or rope.get("attention_factor") is not None:
+        raise DlmBridgeError("config.json: megatron-core's latent attention needs YaRN's mscale and mscale_all_dim")
+    return {"rope_type": "yarn", **numbers}
+
+
+def _attention() -> tuple[Rule, ...]:
+    """Down to the latent vectors (held whole by every rank), their norms, up to the heads (cut by heads)."""
+    hub, megatron = HUB + "self_attn.", LAYER + "self_attention."
+    return (
+        Direct(LAYER + "input_layernorm.weight", name=HUB + "input_layernorm.weight", shape="hidden"),
+        Direct(
+            megatron + "linear_q_proj.weight",
+            when="!q_lora",
+            name=hub + "q_proj.weight",
+            shape="q_rows hidden",
+            axis=0,
+        ),
+        Direct(
+            megatron + "linear_q_down_proj.weight",
+            when="q_lora",
+            name=hub + "q_a_proj.weight",
+            shape="q_lora hidden",
+        ),
+        Direct(
+            megatron + "linear_q_up_proj.layer_norm_weight",
+            when="q_lora",
+            name=hub + "q_a_layernorm.weight",
+            shape="q_lora",
+        ),
+        Direct(
+            megatron + "linear_q_up_proj.weight",
+            when="q_lora",
+            name=hub + "q_b_proj.weight",
+            shape="q_rows q_lora",
+            axis=0,
+        ),
+        Direct(
+            megatron + "linear_kv_down_proj.weight", name=hub + "kv_a_proj_with_mqa.weight", shape="kv_down hidden"
+        ),
+        Direct(megatron + "linear_kv_up_proj.layer_norm_weight", name=hub + "kv_a_layernorm.weight", shape="kv_lora"),
+        Direct(megatron + "linear_kv_up_proj.weight", name=hub + "kv_b_proj.weight", shape="kv_up kv_lora", axis=0),
+        Direct(megatron + "linear_proj.weight", name=hub + "o_proj.weight", shape="hidden values", axis=1),
+    )
+
+
+_EXPERTS = expert_rules(HUB + "mlp.", HUB + "post_attention_layernorm.weight", "shared_experts", own_dtype=True)
+
+MAPPING = Mapping(
+    rules=(
+        *outer_rules(),
+        *_attention(),
+        *dense_rules(HUB),
+        *_EXPERTS,
+        *mtp_rules(HUB, (*_attention(), *_EXPERTS)),
+    ),
+    dims=dims,
+    transformer=transformer,
+    carried=(*TIED_HEAD, *mtp_carried(HUB)),
+)

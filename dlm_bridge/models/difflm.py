@@ -1,0 +1,30 @@
+"""MegaDLMs' Hub exports (Quokka, Super Data Learners), class DiffLM: spec, mapping.
+
+Source: JinjieNi/MegaDLMs (tools/weights_conversion/hf_configs).
+"""
+
+from __future__ import annotations
+
+from dlm_bridge.models.decoder_mapping import dense_mapping
+from dlm_bridge.models.family_spec import FamilySpec
+
+MAPPING = dense_mapping(
+    {"num_key_value_heads": 32}, frozenset({"qk_norm"}), required={"attn_mask_type": "bidirectional"}
+)
+
+
+SPEC = FamilySpec(
+    name="difflm",
+    title="MegaDLMs exports (Quokka, Super Data Learners)",
+    hub_ids=(),  # the public weights are Megatron checkpoints in dataset repositories
+    architectures=("DiffLM",),
+    model_type="",  # its config.json has none, so AutoConfig cannot read it
+    config_class="dlm_bridge.models.modeling_difflm:DLMConfig",
+    model_class="dlm_bridge.models.modeling_difflm:DiffLM",
+    mapping="dlm_bridge.models.difflm:MAPPING",
+    initialisation="dlm_bridge.models.initialisation:normal_rule",
+    auto_classes=(),
+    objective="masked_fraction",
+    sampler={"algorithm": "difflm"},
+    checked_against="the public modeling_dlm.py of MegaDLMs",
+)

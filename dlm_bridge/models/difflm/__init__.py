@@ -1,1 +1,0 @@
-"""MegaDLMs' Hub exports (Quokka, Super Data Learners): a Qwen3-like body under the class name DiffLM."""

@@ -1,9 +1,0 @@
-"""DiffLM's tensors are Qwen3's."""
-
-from __future__ import annotations
-
-from dlm_bridge.models.standard import dense_mapping
-
-MAPPING = dense_mapping(
-    {"num_key_value_heads": 32}, frozenset({"qk_norm"}), required={"attn_mask_type": "bidirectional"}
-)

@@ -1,0 +1,30 @@
+"""DiffuLLaMA, Llama-2 adapted to diffusion: spec, mapping. On the Hub it looks like any Llama.
+
+Source: HKUNLP/DiffuLLaMA (model.py, inf_diffullama.py, the training code), arXiv 2410.17891.
+"""
+
+from __future__ import annotations
+
+from dlm_bridge.models.decoder_mapping import dense_mapping
+from dlm_bridge.models.family_spec import FamilySpec
+
+MAPPING = dense_mapping({})
+
+
+SPEC = FamilySpec(
+    name="diffullama",
+    title="DiffuLLaMA",
+    hub_ids=("diffusionfamily/diffullama",),
+    architectures=(),  # its config.json is Llama's: it is chosen by family="diffullama" alone
+    model_type="llama",
+    config_class="dlm_bridge.models.modeling_diffullama:DiffuLLaMAConfig",
+    model_class="dlm_bridge.models.modeling_diffullama:LlamaForCausalLM",
+    mapping="dlm_bridge.models.diffullama:MAPPING",
+    initialisation="dlm_bridge.models.initialisation:normal_rule",
+    auto_classes=(),  # Llama's own entries stay as they are
+    shift=True,
+    mask_token_id=811,
+    objective="shifted_floor",
+    sampler={"algorithm": "diffullama"},
+    checked_against="the public DiscreteDiffusionModel of DiffuLLaMA",
+)

@@ -1,0 +1,299 @@
+"""DiffusionLM: what every diffusion language model class shares.
+
+Strict loading, the family's attention mask, the diffusion loss, `generate` and exact saving.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
+from transformers.dynamic_module_utils import get_relative_imports
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import can_return_tuple, logging
+from transformers.utils.hub import cached_file
+
+from dlm_bridge.attention_mask import block_causal_mask, mask_for_implementation, position_ids_from_padding
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.generation import DiffusionGenerationConfig, generate
+from dlm_bridge.models.family_spec import FamilySpec
+
+logger = logging.get_logger(__name__)
+
+
+def register_hub_names(
+    model_class: type[PreTrainedModel],
+    renames: tuple[tuple[str, str], ...],
+    converters: Sequence[WeightConverter] = (),
+) -> None:
+    """Tell transformers how a class's tensors are named on the Hub, for loading and, reversed, for saving.
+
+    Registered by class name, since families share model types. `renames` are (Hub pattern, name in the body);
+    `converters` (`expert_stacks()`) follow them, so that their Hub names are those after renaming.
+    """
+    transforms: list[Any] = [
+        WeightRenaming(source_patterns=source, target_patterns=target) for source, target in renames
+    ]
+    register_checkpoint_conversion_mapping(model_class.__name__, [*transforms, *converters], overwrite=True)
+
+
+class DiffusionLM:
+    """Mixin placed before a transformers `...ForCausalLM` body."""
+
+    family: ClassVar[FamilySpec]
+    generation_config_class: ClassVar[type[DiffusionGenerationConfig]] = DiffusionGenerationConfig
+    generation_config: Any
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, but no parameter is ever left at its random initialisation: a missing, unexpected or
+        mis-shaped tensor raises DlmBridgeError with its name."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["output_loading_info"] = True
+        # transformers renders mismatches as a long report; loading past them lets one line name the tensor.
+        kwargs["ignore_mismatched_sizes"] = True
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        _assert_all_loaded(info, pretrained_model_name_or_path)
+        return (model, info) if wants_info else model
+
+    def post_init(self) -> None:
+        """As in transformers; attention layers learn here that they are not causal, and the embedding that its padding
+        row trains too: that token is the end of text in most families."""
+        self.get_input_embeddings().padding_idx = None  # type: ignore[attr-defined]
+        if self.family.attention_pattern != "causal":
+            for module in self.modules():  # type: ignore[attr-defined]
+                if getattr(module, "is_causal", False):
+                    module.is_causal = False
+        body = getattr(self, self.base_model_prefix, None)  # type: ignore[attr-defined]
+        if body is not None and not body._forward_pre_hooks:
+            body.register_forward_pre_hook(_refuse_loss_weights, with_kwargs=True)
+        super().post_init()  # type: ignore[misc]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        generator: torch.Generator | None = None,
+        loss_weights: torch.Tensor | None = None,
+        targets: torch.LongTensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        attention_bias: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """One denoiser pass.
+
+        Args:
+            input_ids: [B, S] token ids, some of them the mask token.
+            attention_mask: [B, S], zero at padding; or [B, 1, S, S], boolean (True: may look) or additive.
+            position_ids: [B, S], counted from 0 by default.
+            labels: with `generator`, [B, S] clean tokens, -100 where a position is never masked: the family's own
+                diffusion loss of clean `input_ids` is returned. With `loss_weights`, [B, S] the token that each
+                position's logits predict, -100 where a position does not count: `input_ids` hold their masks already
+                (`dlm_bridge.train.collator.DiffusionCollator` makes all of it), and the loss is the weighted
+                cross-entropy over the number of labels.
+            generator: where the noise of clean `input_ids` comes from.
+            loss_weights: [B, S] weights of an already noised batch, zero where a label only counts.
+            targets: what `labels` would be beside `loss_weights`, for trainers that keep the labels to themselves.
+            num_items_in_batch: the divisor in place of the number of labels: transformers' Trainer gives that of all
+                micro-batches of a step.
+            logits_to_keep: 0 for all positions, n for the last n, a boolean [B, S] mask for logits [n_kept, V] in
+                row-major order, or index tensors, as in transformers.
+            attention_bias: the original code's name for a 4-D `attention_mask`.
+
+        Raises:
+            DlmBridgeError: `labels` without `generator` or `loss_weights`; a cache, which a bidirectional model cannot
+                use.
+        """
+        if past_key_values is not None or use_cache:
+            raise DlmBridgeError(f"{type(self).__name__} keeps no key/value cache: drop past_key_values and use_cache")
+        if attention_bias is not None:
+            if attention_mask is not None:
+                raise DlmBridgeError("pass attention_mask or attention_bias, not both")
+            attention_mask = attention_bias
+        labels = targets if labels is None else labels
+        if labels is not None and loss_weights is None:
+            return self._diffusion_loss(input_ids, labels, generator, attention_mask, position_ids, **kwargs)
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if tokens is None:
+            raise DlmBridgeError("pass input_ids or inputs_embeds")
+        mask, positions = self._topology(tokens, attention_mask, position_ids)
+        outputs = self.model(  # type: ignore[attr-defined]
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            **kwargs,
+        )
+        hidden, kept = outputs.last_hidden_state, logits_to_keep
+        if isinstance(kept, torch.Tensor):  # a device map may have put the last layer elsewhere
+            kept = kept.to(hidden.device)
+        logits = self.lm_head(slice_logits_to_keep(hidden, kept))  # type: ignore[attr-defined]
+        loss = None
+        if labels is not None and loss_weights is not None:
+            from dlm_bridge.objectives.loss import weighted_loss
+
+            loss = weighted_loss(logits, labels, loss_weights, logits_to_keep, num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _topology(
+        self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The family's attention mask and position ids. A 4-D mask is the caller's own attention_pattern and is kept.
+
+        For a bidirectional or causal body transformers makes the mask itself, out of `config.is_causal`.
+        """
+        if attention_mask is not None and attention_mask.dim() not in (2, 4):
+            raise DlmBridgeError(f"attention_mask must have 2 or 4 dimensions, not {attention_mask.dim()}")
+        own = attention_mask is not None and attention_mask.dim() == 4
+        if not own and self.family.attention_pattern == "block_causal":
+            if position_ids is None and attention_mask is not None:
+                position_ids = position_ids_from_padding(
+                    attention_mask
+                )  # blocks are counted from a row's first real token
+            elif position_ids is None:
+                position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            attention_mask = block_causal_mask(position_ids, self.config.block_size, attention_mask)  # type: ignore[attr-defined]
+            own = True
+        if self.family.attention_pattern == "causal" and attention_mask is None and position_ids is not None:
+            # Without one transformers takes positions that do not count up for several packed sequences.
+            attention_mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        if own and attention_mask is not None:
+            implementation = self.config._attn_implementation  # type: ignore[attr-defined]
+            attention_mask = mask_for_implementation(attention_mask, implementation, self.dtype)  # type: ignore[attr-defined]
+        return attention_mask, position_ids
+
+    def _diffusion_loss(
+        self,
+        input_ids: torch.Tensor | None,
+        labels: torch.Tensor,
+        generator: torch.Generator | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """The family's own training loss over clean `input_ids`."""
+        from dlm_bridge.objectives.loss import diffusion_loss
+        from dlm_bridge.objectives.registry import family_objective
+
+        if generator is None:
+            raise DlmBridgeError(
+                f"{type(self).__name__} is a diffusion model: its loss needs noise. Pass "
+                "generator=torch.Generator(device).manual_seed(seed) with labels, or let "
+                "dlm_bridge.train.collator.DiffusionCollator make the batches"
+            )
+        if input_ids is None:
+            raise DlmBridgeError("the diffusion loss masks tokens: pass input_ids, not inputs_embeds")
+
+        def logits(**arguments: Any) -> torch.Tensor:
+            return self.forward(**arguments).logits
+
+        loss = diffusion_loss(
+            logits, family_objective(self), input_ids, labels, generator, attention_mask, position_ids, **kwargs
+        )
+        return CausalLMOutputWithPast(loss=loss)
+
+    def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """Sample with the family's own algorithm; see `dlm_bridge.generation.generate` for every parameter."""
+        return generate(self, inputs, generation_config=generation_config, **kwargs)
+
+    def adjust_generation_fn(
+        self, generation_config: Any, from_auto_class: Any, from_pipeline: Any, source: Any, **kwargs: Any
+    ) -> None:
+        """Called by `from_pretrained`: generation_config.json as our class.
+
+        transformers, reading it as its own, drops a sampler's parameters where the file says `_from_model_config`, and
+        would run a custom_generate/generate.py for `trust_remote_code=True`.
+        """
+        kwargs.pop("trust_remote_code", None)
+        if generation_config is not None:
+            self.generation_config = DiffusionGenerationConfig.from_config(generation_config)
+        elif source is not None:
+            try:
+                self.generation_config = DiffusionGenerationConfig.from_pretrained(source, **kwargs)
+            except OSError as error:
+                if isinstance(error.__context__, ValueError):  # a file, but not of JSON
+                    raise DlmBridgeError(
+                        f"{source}: generation_config.json is not readable: {one_line(error)}"
+                    ) from error
+                # no such file: what old versions of transformers kept in config.json
+                self.generation_config = DiffusionGenerationConfig.from_config(self.generation_config)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, under the Hub's tensor names and keys; the files that `auto_map` names come along, as
+        data, so that tools that run the original remote code load the result too."""
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", True):
+            copy_remote_code(self.config, Path(save_directory))  # type: ignore[attr-defined]
+
+
+def _refuse_loss_weights(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """TRL's SFTTrainer trains on the body with a next-token loss of its own, unless it is given another."""
+    if "loss_weights" in kwargs and torch.is_grad_enabled():
+        raise DlmBridgeError(
+            "this trainer computes a next-token loss itself, which is wrong for a diffusion model: give it "
+            "compute_loss_func=dlm_bridge.train.collator.trl_loss and DiffusionCollator(..., for_trl=True)"
+        )
+
+
+def _assert_all_loaded(info: Any, where: Any) -> None:
+    def first(names: Any) -> str:
+        names = sorted(str(name[0]) if isinstance(name, tuple) else str(name) for name in names)
+        return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+    if mismatched := info["mismatched_keys"]:
+        _, found, wanted = sorted(mismatched)[0]
+        raise DlmBridgeError(
+            f"{where}: {first(mismatched)} has shape {tuple(found)} in the checkpoint, {tuple(wanted)} by the config"
+        )
+    if info["missing_keys"]:
+        raise DlmBridgeError(f"{where}: the checkpoint lacks {first(info['missing_keys'])}")
+    if info["unexpected_keys"]:
+        raise DlmBridgeError(
+            f"{where}: the checkpoint has {first(info['unexpected_keys'])}, which the model does not use"
+        )
+    if info.get("error_msgs"):
+        raise DlmBridgeError(f"{where}: {str(info['error_msgs'][0]).splitlines()[0]}")
+
+
+def copy_remote_code(config: Any, folder: Path) -> None:
+    """Copy the .py files that the config's auto_map names, and those that they import from beside them, from where the
+    model was loaded; they are never run."""
+    files = sorted(
+        {
+            reference.split("--")[-1].split(".")[0] + ".py"
+            for reference in (getattr(config, "auto_map", None) or {}).values()
+        }
+    )
+    for file in files:  # which grows
+        if (folder / file).exists():
+            continue
+        try:
+            source = cached_file(config.name_or_path, file, local_files_only=True) if config.name_or_path else None
+        except OSError:
+            source = None
+        if source is None:
+            logger.warning(f"auto_map names {file}, which is not at {config.name_or_path or 'the source'}: not saved")
+        else:
+            shutil.copyfile(source, folder / file)
+            imported = sorted(f"{name.split('.')[0]}.py" for name in get_relative_imports(folder / file))
+            files += [name for name in imported if name not in files]

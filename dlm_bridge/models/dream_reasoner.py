@@ -1,0 +1,31 @@
+"""DreamReasoner, block diffusion on Qwen3 under Dream's model type: spec, mapping.
+
+Source: arXiv 2606.19257 and what public ports say of the Hub's config and sampler; the Hub's own code was not
+available.
+"""
+
+from __future__ import annotations
+
+from dlm_bridge.models.decoder_mapping import dense_mapping
+from dlm_bridge.models.family_spec import FamilySpec
+
+MAPPING = dense_mapping({"num_key_value_heads": 32}, frozenset({"qk_norm"}))
+
+
+SPEC = FamilySpec(
+    name="dream_reasoner",
+    title="DreamReasoner",
+    hub_ids=("Dream-org/DreamReasoner-8B",),
+    architectures=("DreamForCausalLM",),
+    model_type="Dream",
+    config_class="dlm_bridge.models.modeling_dream_reasoner:DreamReasonerConfig",
+    model_class="dlm_bridge.models.modeling_dream_reasoner:DreamForCausalLM",
+    mapping="dlm_bridge.models.dream_reasoner:MAPPING",
+    initialisation="dlm_bridge.models.initialisation:normal_rule",
+    auto_classes=("AutoModelForCausalLM",),
+    attention_pattern="block_causal",
+    mask_token_id=151669,
+    objective="block",
+    sampler={"algorithm": "sdar", "temperature": 0.0, "confidence_threshold": 0.9},
+    checked_against="own maths, and SDAR's public modeling_sdar.py, which has the same layers",
+)

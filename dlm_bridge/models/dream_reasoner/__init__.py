@@ -1,1 +1,0 @@
-"""DreamReasoner: a block diffusion model on Qwen3 that shares Dream's model type."""

@@ -1,0 +1,136 @@
+"""The table of model families, and finding the family of a Hub config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping as MappingABC
+from functools import cache
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.a2d import LLAMA as A2D_LLAMA
+from dlm_bridge.models.a2d import QWEN2 as A2D_QWEN2
+from dlm_bridge.models.a2d import QWEN3 as A2D_QWEN3
+from dlm_bridge.models.autoregressive import SPECS as AUTOREGRESSIVE
+from dlm_bridge.models.difflm import SPEC as DIFFLM
+from dlm_bridge.models.diffullama import SPEC as DIFFULLAMA
+from dlm_bridge.models.dream import SPEC as DREAM
+from dlm_bridge.models.dream_reasoner import SPEC as DREAM_REASONER
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.fast_dllm_v2 import SPEC as FAST_DLLM_V2
+from dlm_bridge.models.illada import SPEC as ILLADA
+from dlm_bridge.models.llada import SPEC as LLADA
+from dlm_bridge.models.llada2_moe import SPEC as LLADA2_MOE
+from dlm_bridge.models.llada_moe import SPEC as LLADA_MOE
+from dlm_bridge.models.nemotron_labs_diffusion import SPEC as NEMOTRON_LABS_DIFFUSION
+from dlm_bridge.models.rnd1 import SPEC as RND1
+from dlm_bridge.models.sdar import SPEC as SDAR
+from dlm_bridge.models.sdar_moe import SPEC as SDAR_MOE
+from dlm_bridge.models.wedlm import SPEC as WEDLM
+
+FAMILIES: tuple[FamilySpec, ...] = (
+    LLADA,
+    A2D_LLAMA,
+    A2D_QWEN2,
+    A2D_QWEN3,
+    DIFFLM,
+    DIFFULLAMA,
+    DREAM,
+    DREAM_REASONER,
+    FAST_DLLM_V2,
+    ILLADA,
+    LLADA2_MOE,
+    LLADA_MOE,
+    NEMOTRON_LABS_DIFFUSION,
+    RND1,
+    SDAR,
+    SDAR_MOE,
+    WEDLM,
+    *AUTOREGRESSIVE,
+)
+
+# Checkpoints that people will try, and why they do not load or what of them is left out. Keyed by Hub architecture;
+# "A in B" is a checkpoint B that names the architecture A of a family above.
+UNSUPPORTED: dict[str, str] = {
+    "BD3LM": "BD3LM (OpenWebText) is a diffusion transformer with time modulation and LayerNorm, a body of its own",
+    "CausalLM": "MegaDLMs' autoregressive baselines have no model type: load them with their own code",
+    "DFlashDraftModel": "DFlash models draft for another model's speculative decoding and cannot run alone",
+    "DiffEncoderModel": "Efficient-DLM's facts (mask token 151662, blocks of 32) were not checked against its code",
+    "DiffusionGemmaForBlockDiffusion": (
+        "DiffusionGemma is native in transformers, which loads and samples it; it has an encoder, a canvas of uniform "
+        "noise and no mask token, which nothing here can convert or train"
+    ),
+    "DiscreteDiffusionModel": "DiffuGPT is GPT-2 (learned positions, LayerNorm, biases): no body for it here",
+    "DreamModel in DreamOn-v0-7B": (
+        "DreamOn cannot be told from Dream by its config: it loads, converts and trains as Dream, but its <|expand|> "
+        "and <|delete|> tokens do not change the length of what is sampled"
+    ),
+    "GPT2LMHeadModel": "GPT-2 (also DiffuGPT's base) has learned positions, LayerNorm and biases: no body for it here",
+    "GptOssForCausalLM": (
+        "gpt-oss keeps its experts of a layer in one tensor of MXFP4 blocks (uint8), which Megatron cannot hold"
+    ),
+    "LLaDA2MoeModelLM in LLaDA2.2-flash": (
+        "LLaDA2.2 is refused by its sizes (RoPE base 3000000, 131072 positions): its routing by blocks (48 experts "
+        "for 32 tokens) and the ids of its DELETE and SPLIT tokens are not published in enough detail"
+    ),
+    "LLaDAModelLM in MMaDA": (
+        "MMaDA's text model loads as LLaDA with a longer vocabulary (the image tokens at its end); its image "
+        "tokenizer and image sampler are not written here"
+    ),
+    "Lfm2BidirectionalForMaskedLM": "LFM2.5-Encoder-Diffusion has short convolutions: no body for it here",
+    "MDLM": "MDLM (OpenWebText) is a diffusion transformer with time modulation and LayerNorm, a body of its own",
+    "MMadaModelLM": "MMaDA is multimodal (its own image tokenizer, a mixed vocabulary): only text models load here",
+    "ModernBertForMaskedLM": (
+        "ModernBERT-Chat is native in transformers; its encoder (LayerNorm, alternating windows, GeGLU) has no mapping"
+    ),
+    "NemotronLabsDiffusionVLMModel": "Nemotron-Labs-Diffusion-VLM has a vision tower: only text models load here",
+    "StableDiffcoderForCausalLM": (
+        "Stable-DiffCoder calls itself a plain Llama (model_type 'llama'), which AutoModel would run causally; it "
+        "attends in blocks of 4 with mask token 5, which no family here does"
+    ),
+}
+
+
+@cache
+def _by_architecture() -> dict[str, FamilySpec]:
+    return {architecture: spec for spec in FAMILIES for architecture in spec.architectures}
+
+
+def family_by_name(name: str) -> FamilySpec:
+    """The family that `--family NAME` means. Raises DlmBridgeError with the known names."""
+    for spec in FAMILIES:
+        if spec.name == name:
+            return spec
+    raise DlmBridgeError(f"unknown family '{name}': known are {', '.join(spec.name for spec in FAMILIES)}")
+
+
+def find_family(config: MappingABC[str, Any], family: str | None = None, where: str = "config.json") -> FamilySpec:
+    """The family of a Hub config, by `architectures` first (`model_type` is shared between families).
+
+    `family` overrides the config. `where` names the config in errors. Raises DlmBridgeError.
+    """
+    if family is not None:
+        return family_by_name(family)
+    known = _by_architecture()
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise DlmBridgeError(f"{where}: 'architectures' must be a list of class names, not {architectures!r}")
+    # A stock class name may stand before remote code that runs another attention_pattern: what auto_map names counts, too.
+    for architecture in [*architectures, *_remote_classes(config)]:
+        if architecture in UNSUPPORTED:
+            raise DlmBridgeError(f"{where}: architecture {architecture}: {UNSUPPORTED[architecture]}")
+    for architecture in architectures:
+        if architecture in known:
+            return known[architecture]
+    if not architectures:
+        named = f"no 'architectures' (model_type {config.get('model_type')!r})"
+        near = list(known)
+    else:
+        named = f"unknown architecture {architectures[0]}"
+        near = difflib.get_close_matches(architectures[0], known, n=3, cutoff=0.3) or list(known)
+    raise DlmBridgeError(f"{where}: {named}; known are {', '.join(near)}, or name the family with --family")
+
+
+def _remote_classes(config: MappingABC[str, Any]) -> list[str]:
+    references = (config.get("auto_map") or {}).values()
+    return [reference.rpartition(".")[2] for reference in references if isinstance(reference, str)]

@@ -1,0 +1,49 @@
+"""FamilySpec: what is known of a model family without loading a model."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping as MappingABC
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from dlm_bridge.attention_mask import AttentionPattern
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """One family of checkpoints. Classes are named as "module:attribute", so that a spec costs no heavy import."""
+
+    name: str  # the --family value
+    title: str
+    hub_ids: tuple[str, ...]  # public checkpoints
+    architectures: tuple[str, ...]  # what `architectures[0]` of config.json says: the dispatch key
+    model_type: str
+    config_class: str
+    model_class: str
+    mapping: str  # the dlm_bridge.mapping.rules.Mapping of the family
+    initialisation: str  # config.json's dict -> dlm_bridge.models.initialisation.InitialisationRule
+    tokenizer_class: str = ""  # only where the Hub's tokenizer_class is one that transformers does not have
+    auto_classes: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM")
+    kind: Literal["diffusion", "autoregressive"] = "diffusion"
+    attention_pattern: AttentionPattern = "bidirectional"
+    shift: bool = False  # True: logits[i - 1] predicts token i
+    mask_token_id: int | None = None  # used where the config has none
+    objective: str = "masked"  # the family's own training objective
+    sft: MappingABC[str, Any] = field(default_factory=dict)  # options of `dlm-bridge sft` that differ, as published
+    sampler: MappingABC[str, Any] = field(default_factory=dict)  # its `algorithm`, and defaults that differ from that
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    training: tuple[str, ...] = ("accelerate", "megatron")  # the engines that train it as published
+    checked_against: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("sft", "sampler"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def load(
+        self, attribute: Literal["config_class", "model_class", "mapping", "initialisation", "tokenizer_class"]
+    ) -> Any:
+        """Import and return the object that `attribute` names."""
+        module, _, name = getattr(self, attribute).partition(":")
+        return getattr(importlib.import_module(module), name)

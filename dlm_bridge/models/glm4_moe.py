@@ -1,0 +1,81 @@
+"""GLM-4.5 and GLM-4.6 (Glm4-MoE): mapping.
+
+Leading dense layers, a shared expert, partial rotary embedding, multi-token prediction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlm_bridge.mapping.rules import Dims, Mapping
+from dlm_bridge.models.autoregressive import autoregressive_settings
+from dlm_bridge.models.decoder_mapping import (
+    HUB_LAYER,
+    TIED_HEAD,
+    attention_rules,
+    decoder_dims,
+    dense_rules,
+    expert_rules,
+    mtp_carried,
+    mtp_layers,
+    mtp_rules,
+    outer_rules,
+    require_values,
+)
+from dlm_bridge.models.moe import expert_sizes, router_settings
+
+LAYER = "model." + HUB_LAYER
+# Where config.json leaves a key out, transformers' configuration class says this.
+DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "partial_rotary_factor": 0.5,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+
+
+def dims(config: dict[str, Any]) -> Dims:
+    """Glm4-MoE's sizes. Its `attention_bias` is of query, key and value only."""
+    config = {**DEFAULTS, **config}
+    require_values(config, {"hidden_act": "silu"})
+    facts = {"router_bias"}
+    facts |= {"qkv_bias"} if config["attention_bias"] else set()
+    facts |= {"qk_norm"} if config["use_qk_norm"] else set()
+    facts |= {"shared_expert"} if config["n_shared_experts"] else set()
+    return decoder_dims(
+        config,
+        frozenset(facts),
+        mtp=mtp_layers(config),
+        sizes=(("mtp_input", 2 * int(config["hidden_size"])),),
+        **expert_sizes(config),
+    )
+
+
+def transformer(config: dict[str, Any]) -> dict[str, Any]:
+    """What megatron-core needs beyond the sizes."""
+    config = {**DEFAULTS, **config}
+    sizes = dims(config)
+    return autoregressive_settings(config, sizes) | router_settings(config, sizes)
+
+
+_EXPERTS = expert_rules(LAYER + "mlp.", LAYER + "post_attention_layernorm.weight", "shared_experts", own_dtype=True)
+
+MAPPING = Mapping(
+    rules=(
+        *outer_rules(),
+        *attention_rules(LAYER),
+        *dense_rules(LAYER),
+        *_EXPERTS,
+        *mtp_rules(LAYER, (*attention_rules(LAYER), *_EXPERTS)),
+    ),
+    dims=dims,
+    transformer=transformer,
+    carried=(*TIED_HEAD, *mtp_carried(LAYER)),
+)

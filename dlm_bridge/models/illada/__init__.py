@@ -1,1 +1,0 @@
-"""iLLaDA: a masked diffusion language model from scratch on the Llama body, with tied embeddings."""

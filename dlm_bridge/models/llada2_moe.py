@@ -1,0 +1,145 @@
+"""LLaDA2.0 and LLaDA2.1, Bailing-MoE weights turned into a block diffusion model: spec, mapping.
+
+Source: the public configs and modeling_llada2_moe.py, arXiv 2512.15745.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import Dims, Direct, FusedQKV, Mapping, Passthrough, Vocabulary
+from dlm_bridge.models.decoder_mapping import (
+    LAYER,
+    decoder_dims,
+    decoder_settings,
+    dense_rules,
+    expert_rules,
+    require_values,
+)
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.moe import expert_sizes, router_settings
+
+HUB = "model.layers.{layer}."
+ATTENTION, MEGATRON = HUB + "attention.", LAYER + "self_attention."
+
+# What the public checkpoints say and the body can do. Anything else would be silently wrong.
+REQUIRED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_qk_norm": True,
+    "use_sliding_window": False,
+    "rope_scaling": None,
+    "norm_head": False,
+    "norm_softmax": False,
+    "norm_topk_prob": True,
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+# Where a config leaves a key out.
+DEFAULTS: dict[str, Any] = {
+    "rope_theta": 600000.0,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "first_k_dense_replace": 1,
+    "num_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+
+
+def check(config: dict[str, Any]) -> None:
+    """Raise DlmBridgeError for a LLaDA2 config that the body cannot hold."""
+    require_values(config, REQUIRED)
+    if config.get("model_type") == "llada2_moe_veomni":
+        raise DlmBridgeError(
+            "config.json: model_type llada2_moe_veomni is dFactory's training layout (experts merged): "
+            "split them with dFactory's scripts/moe_convertor.py first"
+        )
+    # 2.2 has the architecture of 2.0 and 2.1; only these two sizes tell.
+    if config.get("rope_theta") == 3e6 and config.get("max_position_embeddings") == 131072:
+        raise DlmBridgeError(
+            "config.json: RoPE base 3000000 over 131072 positions is LLaDA2.2's, whose routing by blocks "
+            "(48 experts for 32 tokens) is not supported: it is not published in enough detail"
+        )
+    if not config.get("num_shared_experts", 1):
+        raise DlmBridgeError("config.json: num_shared_experts 0 is not supported for LLaDA2 (no public model)")
+
+
+def dims(config: dict[str, Any]) -> Dims:
+    """LLaDA2's sizes."""
+    config = _complete(config)
+    return decoder_dims(config, frozenset({"qk_norm", "router_bias", "shared_expert"}), **expert_sizes(config))
+
+
+def transformer(config: dict[str, Any]) -> dict[str, Any]:
+    """What megatron-core needs beyond the sizes."""
+    config = _complete(config)
+    sizes = dims(config)
+    plain = decoder_settings(config, sizes.facts) | {"rotary_percent": float(config["partial_rotary_factor"])}
+    return plain | router_settings(config, sizes)
+
+
+def _complete(config: dict[str, Any]) -> dict[str, Any]:
+    """With the defaults, and Glm4-MoE's name of the shared experts."""
+    check(config)
+    config = {**DEFAULTS, **config}
+    return config | {"n_shared_experts": config["num_shared_experts"]}
+
+
+MAPPING = Mapping(
+    rules=(
+        Vocabulary("embedding.word_embeddings.weight", name="model.word_embeddings.weight", shape="vocab hidden"),
+        Direct("decoder.final_layernorm.weight", name="model.norm.weight", shape="hidden"),
+        Vocabulary("output_layer.weight", when="!tied", name="lm_head.weight", shape="vocab hidden"),
+        Direct(MEGATRON + "linear_qkv.layer_norm_weight", name=HUB + "input_layernorm.weight", shape="hidden"),
+        FusedQKV(MEGATRON + "linear_qkv.weight", name=ATTENTION + "query_key_value.weight"),
+        Direct(MEGATRON + "q_layernorm.weight", name=ATTENTION + "query_layernorm.weight", shape="head_dim"),
+        Direct(MEGATRON + "k_layernorm.weight", name=ATTENTION + "key_layernorm.weight", shape="head_dim"),
+        Direct(MEGATRON + "linear_proj.weight", name=ATTENTION + "dense.weight", shape="hidden q_rows", axis=1),
+        *dense_rules(HUB),
+        *expert_rules(
+            HUB + "mlp.",
+            HUB + "post_attention_layernorm.weight",
+            "shared_experts",
+            router_bias="gate.expert_bias",
+            own_dtype=True,
+        ),
+    ),
+    dims=dims,
+    transformer=transformer,
+    carried=(Passthrough("lm_head.weight", when="tied", copy_of="model.word_embeddings.weight"),),
+)
+
+
+SPEC = FamilySpec(
+    name="llada2_moe",
+    title="LLaDA2.0, LLaDA2.1 (mini, flash)",
+    hub_ids=(
+        "inclusionAI/LLaDA2.0-mini",
+        "inclusionAI/LLaDA2.0-mini-CAP",
+        "inclusionAI/LLaDA2.0-mini-preview",
+        "inclusionAI/LLaDA2.0-flash",
+        "inclusionAI/LLaDA2.0-flash-CAP",
+        "inclusionAI/LLaDA2.0-flash-preview",
+        "inclusionAI/LLaDA2.1-mini",
+        "inclusionAI/LLaDA2.1-flash",
+    ),
+    architectures=("LLaDA2MoeModelLM",),
+    model_type="llada2_moe",
+    config_class="dlm_bridge.models.modeling_llada2_moe:LLaDA2MoeConfig",
+    model_class="dlm_bridge.models.modeling_llada2_moe:LLaDA2MoeModelLM",
+    mapping="dlm_bridge.models.llada2_moe:MAPPING",
+    initialisation="dlm_bridge.models.initialisation:normal_rule",
+    attention_pattern="block_causal",
+    mask_token_id=156895,
+    objective="block",
+    sft={"eos_padding": "row"},  # dFactory
+    sampler={"algorithm": "llada2"},  # 2.1 has the same architecture and config: algorithm="llada2.1" samples it
+    lora_targets=("query_key_value", "o_proj"),
+    checked_against="the public modeling of LLaDA2.0 and LLaDA2.1",
+)

@@ -1,0 +1,44 @@
+"""DiffLM on transformers' Qwen3 body with bidirectional attention: config and model."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dlm_bridge.mapping.rules import Mapping
+from dlm_bridge.models.decoder_mapping import require_values
+from dlm_bridge.models.difflm import MAPPING, SPEC
+from dlm_bridge.models.diffusion_lm import DiffusionLM
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.hub_config import HubConfig
+
+
+@strict  # head_dim may be null here
+class DLMConfig(HubConfig, Qwen3Config):
+    """Field names and defaults are those of the public configuration_dlm.py; `head_dim` None is hidden / heads."""
+
+    model_type = ""
+    family: ClassVar[FamilySpec] = SPEC
+    is_causal: ClassVar[bool] = False
+
+    use_cache: bool = False
+    head_dim: int | None = None  # type: ignore[assignment]
+    attn_mask_type: str = "bidirectional"
+    mask_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        require_values(vars(self), {"attn_mask_type": "bidirectional", "use_sliding_window": False})
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+
+class DiffLM(DiffusionLM, Qwen3ForCausalLM):
+    """Load it with `DiffLM.from_pretrained(path)`: without a model type no Auto class can. `logits[i]` predicts
+    token i."""
+
+    config_class = DLMConfig
+    config: DLMConfig
+    family: ClassVar[FamilySpec] = SPEC
+    megatron_mapping: ClassVar[Mapping] = MAPPING

@@ -1,0 +1,32 @@
+"""DiffuLLaMA on transformers' Llama body with bidirectional attention: config and model."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from transformers import LlamaConfig
+from transformers import LlamaForCausalLM as Llama
+
+from dlm_bridge.mapping.rules import Mapping
+from dlm_bridge.models.diffullama import MAPPING, SPEC
+from dlm_bridge.models.diffusion_lm import DiffusionLM
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.hub_config import HubConfig
+
+
+class DiffuLLaMAConfig(HubConfig, LlamaConfig):
+    """Written back as the Llama configuration that it was."""
+
+    family: ClassVar[FamilySpec] = SPEC
+    is_causal: ClassVar[bool] = False
+
+    mask_token_id: int | None = 811
+
+
+class LlamaForCausalLM(DiffusionLM, Llama):
+    """Named as on the Hub, since a saved checkpoint names its class. `logits[i]` predicts token i + 1."""
+
+    config_class = DiffuLLaMAConfig
+    config: DiffuLLaMAConfig
+    family: ClassVar[FamilySpec] = SPEC
+    megatron_mapping: ClassVar[Mapping] = MAPPING

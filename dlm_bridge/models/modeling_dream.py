@@ -1,0 +1,45 @@
+"""Dream on transformers' Qwen2 body with bidirectional attention: config, model and tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+
+from dlm_bridge.mapping.rules import Mapping
+from dlm_bridge.models.decoder_mapping import require_values
+from dlm_bridge.models.diffusion_lm import DiffusionLM
+from dlm_bridge.models.dream import MAPPING, SPEC
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.hub_config import HubConfig
+
+
+class DreamConfig(HubConfig, Qwen2Config):
+    """Field names and defaults are those of the public configuration_dream.py."""
+
+    model_type = "Dream"
+    family: ClassVar[FamilySpec] = SPEC
+    is_causal: ClassVar[bool] = False  # makes transformers build bidirectional masks
+
+    use_cache: bool = False
+    mask_token_id: int | None = 151666
+    pad_token_id: int | None = 151643
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        require_values({"use_sliding_window": self.use_sliding_window}, {"use_sliding_window": False})
+        super().__post_init__(**kwargs)
+
+
+class DreamTokenizer(Qwen2Tokenizer):
+    """Named as on the Hub, so that `save_pretrained` writes the name that the original code looks for."""
+
+
+class DreamModel(DiffusionLM, Qwen2ForCausalLM):
+    """Logits are the body's own, as in the original: `logits[i]` is about token i + 1 (`family.shift`)."""
+
+    config_class = DreamConfig
+    config: DreamConfig
+    family: ClassVar[FamilySpec] = SPEC
+    megatron_mapping: ClassVar[Mapping] = MAPPING

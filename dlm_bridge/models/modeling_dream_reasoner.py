@@ -1,0 +1,41 @@
+"""DreamReasoner on transformers' Qwen3 body with block-causal attention: config and model."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dlm_bridge.mapping.rules import Mapping
+from dlm_bridge.models.diffusion_lm import DiffusionLM
+from dlm_bridge.models.dream_reasoner import MAPPING, SPEC
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.hub_config import HubConfig
+
+
+@strict  # head_dim may be null here
+class DreamReasonerConfig(HubConfig, Qwen3Config):
+    """On the Hub its class is named DreamConfig, as Dream's is; `head_dim` None is hidden / heads."""
+
+    model_type = "Dream"
+    family: ClassVar[FamilySpec] = SPEC
+    is_causal: ClassVar[bool] = False
+
+    use_cache: bool = False
+    head_dim: int | None = None  # type: ignore[assignment]
+    block_size: int = 32
+    mask_token_id: int | None = 151669
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+
+class DreamForCausalLM(DiffusionLM, Qwen3ForCausalLM):
+    """A position sees its own block and those before it. `logits[i]` predicts token i (Dream's token i + 1)."""
+
+    config_class = DreamReasonerConfig
+    config: DreamReasonerConfig
+    family: ClassVar[FamilySpec] = SPEC
+    megatron_mapping: ClassVar[Mapping] = MAPPING

@@ -1,0 +1,39 @@
+"""Fast-dLLM v2 on transformers' Qwen2 body with block-causal attention: config and model."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from dlm_bridge.mapping.rules import Mapping
+from dlm_bridge.models.decoder_mapping import require_values
+from dlm_bridge.models.diffusion_lm import DiffusionLM
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.fast_dllm_v2 import MAPPING, SPEC
+from dlm_bridge.models.hub_config import HubConfig
+
+
+class Fast_dLLM_QwenConfig(HubConfig, Qwen2Config):  # noqa: N801 (the Hub's name)
+    """`bd_size` reads and writes as `block_size` too, the name that it has in the other families."""
+
+    model_type = "Fast_dLLM_Qwen"
+    family: ClassVar[FamilySpec] = SPEC
+    is_causal: ClassVar[bool] = False
+    attribute_map: ClassVar[dict[str, str]] = {"block_size": "bd_size"}
+
+    bd_size: int = 32
+    mask_token_id: int | None = 151665
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        require_values({"use_sliding_window": self.use_sliding_window}, {"use_sliding_window": False})
+        super().__post_init__(**kwargs)
+
+
+class Fast_dLLM_QwenForCausalLM(DiffusionLM, Qwen2ForCausalLM):  # noqa: N801 (the Hub's name)
+    """Logits are the body's own, as in the original: `logits[i]` is about token i + 1 (`family.shift`)."""
+
+    config_class = Fast_dLLM_QwenConfig
+    config: Fast_dLLM_QwenConfig
+    family: ClassVar[FamilySpec] = SPEC
+    megatron_mapping: ClassVar[Mapping] = MAPPING

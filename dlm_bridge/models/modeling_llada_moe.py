@@ -1,0 +1,64 @@
+"""LLaDA-MoE on transformers' Qwen3-MoE body with bidirectional attention: config and model."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from dlm_bridge.mapping.rules import Mapping
+from dlm_bridge.models import llada_moe
+from dlm_bridge.models.diffusion_lm import register_hub_names
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.hub_config import HubConfig
+from dlm_bridge.models.llada_moe import MAPPING, SPEC
+from dlm_bridge.models.modeling_moe import DiffusionMoE, expert_converters
+
+
+@strict  # anew, because null is a value of fields that are not nullable in Qwen3-MoE's
+class LLaDAMoEConfig(HubConfig, Qwen3MoeConfig):
+    """Field names are those of the public configuration_lladamoe.py, defaults those of the 7B-A1B checkpoints."""
+
+    model_type = "llada"
+    family: ClassVar[FamilySpec] = SPEC
+    is_causal: ClassVar[bool] = False
+    attribute_map: ClassVar[dict[str, str]] = {
+        "num_local_experts": "num_experts",
+        "intermediate_size": "dense_intermediate_size",
+        "moe_intermediate_size": "expert_intermediate_size",
+    }
+    default_theta = 50000.0
+
+    vocab_size: int = 157184
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None  # type: ignore[assignment]
+    num_experts: int = 64
+    expert_intermediate_size: int = 1024
+    dense_intermediate_size: int = 8192
+    max_position_embeddings: int = 8192
+    rms_norm_eps: float = 1e-5
+    norm_topk_prob: bool | None = None  # type: ignore[assignment]
+    qk_layernorm: bool = True
+    use_cache: bool = False
+    mask_token_id: int | None = 156895
+    eos_token_id: int | list[int] | None = 156892
+    pad_token_id: int | None = 156892
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        llada_moe.check({**kwargs, "qk_layernorm": self.qk_layernorm, "norm_topk_prob": self.norm_topk_prob})
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+
+class LLaDAMoEModelLM(DiffusionMoE, Qwen3MoeForCausalLM):
+    """What `AutoModel` and `AutoModelForCausalLM` both give, as in the Hub's auto_map."""
+
+    config_class = LLaDAMoEConfig
+    config: LLaDAMoEConfig
+    family: ClassVar[FamilySpec] = SPEC
+    megatron_mapping: ClassVar[Mapping] = MAPPING
+
+
+register_hub_names(LLaDAMoEModelLM, (), expert_converters())

@@ -1,0 +1,86 @@
+"""Nemotron-Labs-Diffusion on transformers' Ministral-3 body: config and model, with YaRN and queries scaled by position.
+
+One model with three attention patterns, by `config.dlm_paradigm`, which may be changed on a live model:
+
+- "bidirectional": every token attends to every token, and `logits[i]` predicts token i. This is the denoiser.
+- "autoregressive": causal attention, and `logits[i]` predicts token i + 1.
+- "block_diff": the training pass over noisy and clean tokens, with the caller's mask.
+
+The published sampler denoises a block with attention inside the block and to a prefix that was computed causally: a
+"bidirectional" pass with `attention_mask=causal_mask(real, draft_start)` of
+dlm_bridge.attention_mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from transformers import Ministral3Config, Ministral3ForCausalLM
+
+from dlm_bridge.attention_mask import causal_mask
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import Mapping
+from dlm_bridge.models.decoder_mapping import require_values
+from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.hub_config import HubConfig
+from dlm_bridge.models.nemotron_labs_diffusion import MAPPING, REQUIRED, SPEC
+
+PARADIGMS = ("bidirectional", "autoregressive", "block_diff")
+
+
+class NemotronLabsDiffusionConfig(HubConfig, Ministral3Config):
+    """Field names and defaults are those of the public configuration_nemotron_labs_diffusion.py, with the published
+    mask token in place of its -1."""
+
+    model_type = "nemotron_labs_diffusion"
+    family: ClassVar[FamilySpec] = SPEC
+    is_causal: ClassVar[bool] = False  # masks of the autoregressive mode are made by the model
+
+    pad_token_id: int | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    mask_token_id: int | None = 100
+    dlm_paradigm: str = "bidirectional"
+    block_size: int = 32
+    dlm_loss_weight: float | None = None
+    ar_loss_weight: float = 1.0
+    dp_varying_mask_ratio: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        require_values({key: getattr(self, key) for key in REQUIRED}, REQUIRED)
+        if self.dlm_paradigm not in PARADIGMS:
+            raise DlmBridgeError(f"config.json: dlm_paradigm {self.dlm_paradigm!r} is none of {', '.join(PARADIGMS)}")
+        super().__post_init__(**kwargs)
+
+
+RENAMES = ((r"^encoder\.", "model."), (r"^diffusion_head\.", "lm_head."))
+
+
+class NemotronLabsDiffusionModel(DiffusionLM, Ministral3ForCausalLM):
+    """With its output layer, as `AutoModel` gives it on the Hub."""
+
+    config_class = NemotronLabsDiffusionConfig
+    config: NemotronLabsDiffusionConfig
+    family: ClassVar[FamilySpec] = SPEC
+    megatron_mapping: ClassVar[Mapping] = MAPPING
+    # PEFT reads this: adapters that were published for the original class name its modules.
+    _checkpoint_conversion_mapping: ClassVar[dict[str, str]] = dict(RENAMES)
+
+    def _topology(
+        self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        own = attention_mask is not None and attention_mask.dim() == 4
+        if not own and self.config.dlm_paradigm == "block_diff":
+            raise DlmBridgeError(
+                "dlm_paradigm 'block_diff' looks through a mask over [noisy | clean] tokens: pass a 4-D "
+                "attention_mask, or set model.config.dlm_paradigm = 'bidirectional'"
+            )
+        if not own and self.config.dlm_paradigm == "autoregressive":
+            whole = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+            attention_mask = causal_mask(whole if attention_mask is None else attention_mask)
+        return super()._topology(tokens, attention_mask, position_ids)
+
+
+register_hub_names(NemotronLabsDiffusionModel, RENAMES)

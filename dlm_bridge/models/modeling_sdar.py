@@ -1,0 +1,35 @@
+"""SDAR on transformers' Qwen3 body with block-causal attention: config and model."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dlm_bridge.mapping.rules import Mapping
+from dlm_bridge.models.diffusion_lm import DiffusionLM
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.hub_config import HubConfig
+from dlm_bridge.models.sdar import MAPPING, SPEC
+
+
+class SDARConfig(HubConfig, Qwen3Config):
+    """The chat checkpoints leave `block_size` and `mask_token_id` out or not; the -b8 to -b64 variants must say theirs
+    (`from_pretrained(..., block_size=32)`)."""
+
+    model_type = "sdar"
+    family: ClassVar[FamilySpec] = SPEC
+    is_causal: ClassVar[bool] = False
+
+    use_cache: bool = False
+    block_size: int = 4
+    mask_token_id: int | None = 151669
+
+
+class SDARForCausalLM(DiffusionLM, Qwen3ForCausalLM):
+    """A position sees its own block and those before it. `logits[i]` predicts token i."""
+
+    config_class = SDARConfig
+    config: SDARConfig
+    family: ClassVar[FamilySpec] = SPEC
+    megatron_mapping: ClassVar[Mapping] = MAPPING

@@ -1,0 +1,42 @@
+"""RND1, Qwen3-MoE with bidirectional attention and shifted logits: spec, mapping.
+
+Source: the public configuration_rnd.py, modeling_rnd.py and sampling.py of RadicalNumerics/RND1.
+"""
+
+from __future__ import annotations
+
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.moe import qwen3_moe_mapping
+
+MAPPING = qwen3_moe_mapping(
+    {
+        "head_dim": 128,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+    }
+)
+
+
+SPEC = FamilySpec(
+    name="rnd1",
+    title="RND1",
+    hub_ids=("radicalnumerics/RND1-Base-0910",),
+    architectures=("RND1LM", "RND1"),
+    model_type="rnd1",
+    config_class="dlm_bridge.models.modeling_rnd1:RND1Config",
+    model_class="dlm_bridge.models.modeling_rnd1:RND1LM",
+    mapping="dlm_bridge.models.rnd1:MAPPING",
+    initialisation="dlm_bridge.models.initialisation:normal_rule",
+    auto_classes=("AutoModel", "AutoModelForCausalLM", "AutoModelForMaskedLM"),
+    shift=True,
+    mask_token_id=151669,
+    objective="shifted",
+    sampler={"algorithm": "rnd1"},
+    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    checked_against="the public modeling_rnd.py",
+)

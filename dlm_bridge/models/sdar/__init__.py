@@ -1,1 +1,0 @@
-"""SDAR and TraDo: Qwen3 turned into a block diffusion model."""

@@ -1,0 +1,43 @@
+"""SDAR-30B-A3B, Qwen3-MoE turned into a block diffusion model: spec, mapping.
+
+Source: the public configs and the serving code of JetAstra/SDAR and Gen-Verse/dLLM-RL.
+"""
+
+from __future__ import annotations
+
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.moe import qwen3_moe_mapping
+from dlm_bridge.models.sdar import SPEC as SDAR
+
+MAPPING = qwen3_moe_mapping(
+    {
+        "head_dim": 128,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 32768,
+    }
+)
+
+
+SPEC = FamilySpec(
+    name="sdar_moe",
+    title="SDAR-30B-A3B",
+    hub_ids=("JetLM/SDAR-30B-A3B-Chat", "JetLM/SDAR-30B-A3B-Sci"),
+    architectures=("SDARMoeForCausalLM",),
+    model_type="sdar_moe",
+    config_class="dlm_bridge.models.modeling_sdar_moe:SDARMoeConfig",
+    model_class="dlm_bridge.models.modeling_sdar_moe:SDARMoeForCausalLM",
+    mapping="dlm_bridge.models.sdar_moe:MAPPING",
+    initialisation="dlm_bridge.models.initialisation:normal_rule",
+    attention_pattern="block_causal",
+    mask_token_id=SDAR.mask_token_id,
+    objective=SDAR.objective,
+    sft=SDAR.sft,
+    sampler=SDAR.sampler,
+    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    checked_against="the public modeling_rnd.py (the same body) under a block-causal mask",
+)

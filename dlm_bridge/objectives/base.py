@@ -1,0 +1,159 @@
+"""Base class of the objectives: which positions count, length variation, loss weights and normalisers."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from dlm_bridge.attention_mask import AttentionPattern, MaskDescriptor
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.batches import IGNORE_INDEX, CleanBatch, NoisyBatch
+from dlm_bridge.objectives.noise import Uniforms
+
+Weighting = Literal["level", "fraction", "uniform", "cart"]
+Normalisation = Literal["tokens", "sequences", "predicted"]
+
+
+@dataclass(frozen=True)
+class Objective(abc.ABC):
+    """A training objective: clean tokens and random numbers in, a noisy batch out, and the loss of its logits.
+
+    A share `length_variation` of the sequences is cut to a length uniform on 1..L.
+
+    `loss_weighting` says what a masked position weighs: "level", one over the probability p that masked it;
+    "fraction", one over the masked share of its document, which then has at least one mask (MegaDLMs); "uniform", one.
+
+    `loss_normalisation` says what the weighted sum is divided by, always over the whole global batch: "tokens", the
+    positions that count; "predicted", those that have a loss; "sequences", the documents, where each position's weight
+    is over the number of those that count in its own (LLaDA's fine-tuning: the mean over answers, however long).
+    """
+
+    # The models that it fits: another attention_pattern or shift would train them for what they are not sampled with.
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    shift: ClassVar[bool] = False  # logits[i - 1] predicts token i
+    families: ClassVar[tuple[str, ...]] = ()  # where only these have it
+    also: ClassVar[tuple[str, ...]] = ()  # families that are sampled this way too, where they are asked to
+    masks: ClassVar[bool] = True  # False: it has no use for a mask token
+    terms: ClassVar[int] = 1  # K, sums with a divisor of their own
+    tokens_read: ClassVar[int] = 1  # tokens that the model reads for each token of a sequence
+    weightings: ClassVar[tuple[Weighting, ...]] = ("level", "fraction", "uniform")
+    normalisations: ClassVar[tuple[Normalisation, ...]] = ("tokens", "sequences", "predicted")
+
+    mask_token_id: int
+    eps: float = 1e-3
+    length_variation: float = 0.0
+    loss_weighting: Weighting = "level"
+    loss_normalisation: Normalisation = "tokens"
+
+    def __post_init__(self) -> None:
+        for name, known in (("loss_weighting", self.weightings), ("loss_normalisation", self.normalisations)):
+            if getattr(self, name) not in known:
+                raise DlmBridgeError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: {type(self).__name__} takes {', '.join(known)}"
+                )
+
+    @classmethod
+    def settings(cls, config: Any) -> dict[str, Any]:
+        """What a model's configuration says about the objective, as constructor arguments."""
+        return {}
+
+    def noise(
+        self,
+        input_ids: torch.Tensor,
+        uniforms: Uniforms,
+        labels: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+    ) -> NoisyBatch:
+        """Mask a clean batch.
+
+        Args:
+            input_ids: [B, L] clean tokens.
+            uniforms: of the same B and L.
+            labels: [B, L], -100 (`IGNORE`) where a position is never masked and not counted, else the target.
+            attention_mask: [B, L], zero at padding, which is never masked and not counted.
+            documents: [B, L] int, of packed rows: a number for each document, equal at its tokens and other than its
+                neighbours'. Each is noised, positioned and attended as if it stood alone, at its own `document_level`.
+        """
+        uniforms = uniforms.to(input_ids.device)
+        real = None if attention_mask is None else attention_mask.to(input_ids.device).bool()
+        if self.length_variation > 0:
+            real = self._cut(uniforms, input_ids.shape[1], real)
+        counted = torch.ones_like(input_ids, dtype=torch.bool) if real is None else real
+        if labels is not None:
+            counted = counted & (labels != IGNORE_INDEX)
+        numbers = None if documents is None else documents.to(input_ids.device)
+        targets = input_ids if labels is None else labels
+        return self.corrupt(CleanBatch(input_ids, targets, counted, real, numbers), uniforms)
+
+    @abc.abstractmethod
+    def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
+        """The noisy batch of a clean one."""
+
+    def loss_sum(self, logits_MV: torch.Tensor, noisy: NoisyBatch) -> torch.Tensor:
+        """[K] the weighted cross-entropy summed over the positions, in fp32. Zero, with a graph, where M is 0."""
+        losses_M = F.cross_entropy(logits_MV.float(), noisy.targets, reduction="none") * noisy.weights
+        if noisy.terms is None:
+            return losses_M.sum()[None]
+        return torch.stack([losses_M[noisy.terms == term].sum() for term in range(len(noisy.normaliser))])
+
+    def _cut(self, uniforms: Uniforms, length: int, real: torch.Tensor | None) -> torch.Tensor | None:
+        """Positions that are left after the length variation; None where no row is cut and none was padded."""
+        cut_B = uniforms.cut < self.length_variation
+        if not bool(cut_B.any()):
+            return real
+        lengths_B = torch.where(cut_B, 1 + (uniforms.cut_length * length).long().clamp(max=length - 1), length)
+        kept = torch.arange(length, device=lengths_B.device) < lengths_B[:, None]
+        return kept if real is None else kept & real
+
+    def probability(self, clean: CleanBatch, uniforms: Uniforms) -> torch.Tensor:
+        """[B, L] the masking probability of each sequence, p = (1 - eps) t + eps."""
+        return ((1 - self.eps) * clean.levels(uniforms.level) + self.eps).expand_as(clean.input_ids)
+
+    def masked(self, clean: CleanBatch, p_BL: torch.Tensor, uniforms: Uniforms, among: torch.Tensor) -> torch.Tensor:
+        """[B, L] bool: each position of `among` with its probability."""
+        mask = (uniforms.token < p_BL) & among
+        if self.loss_weighting == "fraction":
+            mask = mask | ((clean.sizes(mask) == 0) & clean.lowest(uniforms.token, among))
+        return mask
+
+    def weighed(
+        self, clean: CleanBatch, p_BL: torch.Tensor, mask: torch.Tensor, among: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, L] fp32 weights of the positions in `mask`, which are some of `among`, and the normaliser [1]."""
+        if self.loss_weighting == "fraction":
+            p_BL = clean.sizes(mask) / clean.sizes(among)
+        weights_BL = torch.ones_like(p_BL) if self.loss_weighting == "uniform" else 1 / p_BL
+        return self.normalised(clean, weights_BL, mask, among)
+
+    def normalised(
+        self, clean: CleanBatch, weights_BL: torch.Tensor, mask: torch.Tensor, among: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights under `loss_normalisation`, and the normaliser [1]."""
+        if self.loss_normalisation == "sequences":
+            return weights_BL / clean.sizes(among), total(clean.number(among))
+        return weights_BL, total(among if self.loss_normalisation == "tokens" else mask)
+
+    def counts(self, mask: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+        """`NoisyBatch.counted` of one stream."""
+        return mask if self.loss_normalisation == "predicted" else among
+
+    def placed(self, clean: CleanBatch) -> dict[str, Any]:
+        """Who looks at whom and the position ids, as fields of a batch of the noisy tokens alone."""
+        if not clean.packed:
+            return {"attention_mask": clean.real, "mask_descriptor": None, "position_ids": None}
+        rule = MaskDescriptor.causal if "causal" in self.attention_patterns else MaskDescriptor.bidirectional
+        return {
+            "attention_mask": clean.real,
+            "mask_descriptor": rule(clean.apart),
+            "position_ids": clean.positions,
+        }
+
+
+def total(value: torch.Tensor) -> torch.Tensor:
+    """A sum as one element of a normaliser."""
+    return value.sum().double()[None]

@@ -1,0 +1,84 @@
+"""Random numbers keyed by (seed, purpose, step, sample), and the uniforms that an objective's noise is made of.
+
+Philox is a counter-based generator: its stream is a pure function of a key and a counter. The key is (seed, purpose),
+the counter's high words are the caller's indices; drawing advances only the low words, so two streams never meet. No
+layout, order of reading or restart changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+
+class Purpose(IntEnum):
+    """What a stream is for. The numbers are part of every run's reproducibility: never reuse or change one."""
+
+    TRAIN_NOISE = 0
+    EVAL_NOISE = 1
+    SHUFFLE = 2
+    MOCK_DATA = 3
+    TORCH = 4
+    COLLATOR = 5
+    MASK_ANNEALING = 6
+    DOCUMENT_ORDER = 7
+    ROLLOUT = 8
+    PROMPT_MASK = 9
+    LIKELIHOOD = 10
+
+
+def keyed_generator(seed: int, purpose: Purpose, major: int = 0, minor: int = 0, lane: int = 0) -> np.random.Generator:
+    """The generator of (seed, purpose, major, minor), for example (seed, TRAIN_NOISE, step, global sample index).
+    Its `lane`s are 2^64 numbers apart: what is drawn in one does not depend on how many another gave."""
+    key = np.array([seed % 2**64, int(purpose)], dtype=np.uint64)
+    counter = np.array([0, lane, major, minor], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def torch_seed(seed: int, step: int, process: int) -> int:
+    """A seed for torch's global generators (dropout) at one step of one process."""
+    return int(keyed_generator(seed, Purpose.TORCH, step, process).integers(2**63))
+
+
+@dataclass(frozen=True)
+class Uniforms:
+    """The random numbers behind a batch's noise, all uniform on [0, 1), fp32: everything else is deterministic."""
+
+    level: torch.Tensor  # [B], the noise level t
+    token: torch.Tensor  # [B, L], compared with the masking probability
+    cut: torch.Tensor  # [B], whether the sequence is cut short
+    cut_length: torch.Tensor  # [B], to what length
+    block: torch.Tensor  # [B, L], the noise level of block b in column b, where blocks have their own
+
+    @classmethod
+    def keyed(
+        cls, seed: int, step: int, samples: Sequence[int], length: int, purpose: Purpose = Purpose.TRAIN_NOISE
+    ) -> Uniforms:
+        """Numbers keyed by (seed, step, global sample index): `samples` are the indices of the B rows. A longer
+        `length` only adds columns: padding changes no noise."""
+        rows = np.empty((len(samples), 3 + length), dtype=np.float32)
+        blocks = np.empty((len(samples), length), dtype=np.float32)
+        for row, block, sample in zip(rows, blocks, samples, strict=True):
+            keyed_generator(seed, purpose, step, sample).random(out=row, dtype=np.float32)
+            keyed_generator(seed, purpose, step, sample, lane=1).random(out=block, dtype=np.float32)
+        return cls._of(torch.from_numpy(rows), torch.from_numpy(blocks))
+
+    @classmethod
+    def drawn(cls, generator: torch.Generator, batch: int, length: int) -> Uniforms:
+        """Numbers from an explicit generator, on that generator's device."""
+        rows, blocks = (
+            torch.rand(batch, columns, generator=generator, device=generator.device)
+            for columns in (3 + length, length)
+        )
+        return cls._of(rows, blocks)
+
+    @classmethod
+    def _of(cls, rows: torch.Tensor, blocks: torch.Tensor) -> Uniforms:
+        return cls(level=rows[:, 0], cut=rows[:, 1], cut_length=rows[:, 2], token=rows[:, 3:], block=blocks)
+
+    def to(self, device: torch.device) -> Uniforms:
+        return Uniforms(**{name: value.to(device) for name, value in vars(self).items()})

@@ -1,0 +1,245 @@
+"""Objectives over [noisy | clean] streams: block diffusion, and its hybrids with next-token prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from dlm_bridge.attention_mask import AttentionPattern, MaskDescriptor, StreamPattern
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.base import Normalisation, Objective, Weighting, total
+from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left
+from dlm_bridge.objectives.noise import Uniforms
+
+
+@dataclass(frozen=True)
+class TwoStreamObjective(Objective):
+    """An objective over [noisy | clean]: 2L tokens, position ids 0..L-1 twice, each stream in blocks of `block_size`
+    that are counted from a document's first token. The loss of masks is on the noisy half."""
+
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
+    tokens_read: ClassVar[int] = 2
+    noisy_stream: ClassVar[StreamPattern] = "block"  # how a noisy block looks at itself
+    clean_stream: ClassVar[StreamPattern] = "block"  # how the clean tokens look at each other
+
+    block_size: int = 32
+
+    @classmethod
+    def settings(cls, config: Any) -> dict[str, Any]:
+        size = getattr(config, "block_size", None)
+        if size is None:
+            raise DlmBridgeError("the model's config has no block_size: set it in config.json")
+        return {"block_size": size}
+
+    def placed(self, clean: CleanBatch, order: torch.Tensor | None = None) -> dict[str, Any]:
+        """Who looks at whom and the position ids of both streams, as fields of a batch. `order` [B, L] says which
+        clean position stands where in the noisy stream, each within its block."""
+        documents, positions = clean.apart, clean.positions
+        noisy_documents, noisy_positions = documents, positions
+        if order is not None:
+            documents = documents.expand_as(order)
+            noisy_documents = documents.gather(1, order)
+            noisy_positions = positions.expand_as(order).gather(1, order)
+        mask_descriptor = MaskDescriptor.two_streams(
+            documents, positions, self.block_size, self.noisy_stream, self.clean_stream, noisy_documents
+        )
+        return {
+            "attention_mask": clean.real,
+            "mask_descriptor": mask_descriptor,
+            "position_ids": torch.cat([noisy_positions, positions.expand_as(noisy_positions)], dim=1),
+        }
+
+    def block_levels(self, uniforms: Uniforms, clean: CleanBatch) -> torch.Tensor:
+        """[B, L] the noise level of each position's block."""
+        return uniforms.block.gather(1, clean.blocks(self.block_size))
+
+
+@dataclass(frozen=True)
+class BlockDiffusion(TwoStreamObjective):
+    """SDAR's objective (its public training code; the two streams are BD3-LM's, arXiv 2503.09573), which LLaDA2 and
+    DreamReasoner share as far as their reports say.
+
+    t per sequence (or per block), p = (1 - eps) t + eps; each position is masked with probability p; the loss is the
+    cross-entropy at the masked positions over p, summed and divided by the number of counted positions.
+
+    dLLM's bd3lm checkpoints are A2D models trained so, by a `block_size` in their config.json.
+    """
+
+    also: ClassVar[tuple[str, ...]] = ("a2d_qwen3", "a2d_qwen2", "a2d_llama")
+
+    level: Literal["sequence", "block"] = "sequence"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.level == "block" and self.loss_weighting == "fraction":
+            raise DlmBridgeError("--loss-weighting fraction needs one noise level a sequence: objective block has it")
+
+    def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
+        p_BL = self.probability(clean, uniforms)
+        if self.level == "block":
+            p_BL = (1 - self.eps) * self.block_levels(uniforms, clean) + self.eps
+        mask = self.masked(clean, p_BL, uniforms, clean.counted)
+        weights_BL, normaliser = self.weighed(clean, p_BL, mask, clean.counted)
+        none = torch.zeros_like(mask)
+        return NoisyBatch(
+            input_ids=torch.cat([torch.where(mask, self.mask_token_id, clean.input_ids), clean.input_ids], dim=1),
+            **self.placed(clean),
+            mask=torch.cat([mask, none], dim=1),
+            counted=torch.cat([self.counts(mask, clean.counted), none], dim=1),
+            targets=clean.targets[mask],
+            weights=weights_BL[mask],
+            terms=None,
+            normaliser=normaliser,
+        )
+
+
+@dataclass(frozen=True)
+class ComplementaryBlockDiffusion(TwoStreamObjective):
+    """Fast-dLLM v2's objective (arXiv 2509.26328 and its public modeling.py).
+
+    t per block, p = (1 - eps) t + eps; each sequence becomes two rows, masked where the other is not; the mean
+    cross-entropy of all masked positions, without weights, each from the noisy logits one position earlier. The first
+    token of a block is predicted by the noisy block before, as there; the first of a document is never masked.
+    """
+
+    shift: ClassVar[bool] = True
+    tokens_read: ClassVar[int] = 4
+    weightings: ClassVar[tuple[Weighting, ...]] = ("uniform",)
+    normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted", "sequences")
+
+    loss_weighting: Weighting = "uniform"
+    loss_normalisation: Normalisation = "predicted"
+
+    def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
+        p_BL = (1 - self.eps) * self.block_levels(uniforms, clean) + self.eps
+        predicted = clean.counted & clean.preceded
+        below = uniforms.token < p_BL
+        mask = torch.cat([below & predicted, ~below & predicted])
+        # Each of the two rows of a sequence has some of its masks, both have them all.
+        weights_BL, normaliser = self.weighed(clean, p_BL, predicted, predicted)
+        keep = torch.cat([shift_left(mask), torch.zeros_like(mask)], dim=1)
+        twice = clean.repeated(2)
+        return NoisyBatch(
+            input_ids=torch.cat([torch.where(mask, self.mask_token_id, twice.input_ids), twice.input_ids], dim=1),
+            **self.placed(twice),
+            mask=keep,
+            counted=keep,
+            targets=twice.targets[mask],
+            weights=weights_BL.repeat(2, 1)[mask],
+            terms=None,
+            normaliser=normaliser,
+        )
+
+
+@dataclass(frozen=True)
+class NemotronDiffusion(TwoStreamObjective):
+    """Nemotron-Labs-Diffusion's objective (forward step of the public Megatron-Bridge).
+
+    As block diffusion with one t a sequence, but the clean stream is causal token by token, and its logits[i] predict
+    token i + 1 as well. The loss is (alpha x CE/p of the masks + CE of the next tokens) / (masks + next tokens); alpha
+    is 0.3 in the report, and the published configs leave it open.
+    """
+
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
+    clean_stream: ClassVar[StreamPattern] = "causal"
+    weightings: ClassVar[tuple[Weighting, ...]] = ("level", "uniform")
+    normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted",)
+
+    loss_normalisation: Normalisation = "predicted"
+    diffusion_weight: float = 0.3
+    ar_weight: float = 1.0
+
+    @classmethod
+    def settings(cls, config: Any) -> dict[str, Any]:
+        weights = {"diffusion_weight": config.dlm_loss_weight, "ar_weight": config.ar_loss_weight}
+        return super().settings(config) | {key: value for key, value in weights.items() if value is not None}
+
+    def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
+        p_BL = self.probability(clean, uniforms)
+        mask = (uniforms.token < p_BL) & clean.counted
+        following = next_tokens(clean)
+        keep = torch.cat([mask, following], dim=1)
+        weights_BL = self.diffusion_weight * self.weighed(clean, p_BL, mask, clean.counted)[0]
+        weights_BS = torch.cat([weights_BL, torch.full_like(p_BL, self.ar_weight)], dim=1)
+        return NoisyBatch(
+            input_ids=torch.cat([torch.where(mask, self.mask_token_id, clean.input_ids), clean.input_ids], dim=1),
+            **self.placed(clean),
+            mask=keep,
+            counted=keep,
+            targets=torch.cat([clean.targets, shift_left(clean.targets)], dim=1)[keep],
+            weights=weights_BS[keep],
+            terms=None,
+            normaliser=total(keep),
+        )
+
+
+@dataclass(frozen=True)
+class WeDLMDiffusion(TwoStreamObjective):
+    """WeDLM's objective (the public fine-tuning code, arXiv 2512.22737).
+
+    p ~ U(0, 1) per block, of whose n counted positions round(n p) are masked; the noisy tokens of a block are ordered
+    visible first, masks last, each with its own position id, and look at each other causally, and at the clean blocks
+    before; the clean stream is causal. A mask's logits predict its own token. The loss is
+    (weighted mean of CE of the masks, weights 1/p + ar_weight x mean CE of the next tokens) / (1 + ar_weight).
+    """
+
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
+    families: ClassVar[tuple[str, ...]] = ("wedlm",)
+    terms: ClassVar[int] = 2
+    noisy_stream: ClassVar[StreamPattern] = "causal"
+    clean_stream: ClassVar[StreamPattern] = "causal"
+    weightings: ClassVar[tuple[Weighting, ...]] = ("level", "uniform")
+    normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted",)
+
+    eps: float = 1e-8
+    loss_normalisation: Normalisation = "predicted"
+    ar_weight: float = 1.0
+
+    @classmethod
+    def settings(cls, config: Any) -> dict[str, Any]:
+        size = getattr(config, "block_size", None)  # the published configs have none; 32 is the trainer's
+        return {} if size is None else {"block_size": size}
+
+    def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
+        blocks = clean.blocks(self.block_size)
+        p_BL = self.block_levels(uniforms, clean).clamp(min=self.eps)
+        mask = self._exact(clean.counted, blocks, p_BL, uniforms.token)
+        # Within a block: what is visible, then masks, then padding.
+        kind = torch.where(clean.everywhere, mask.long(), 2)
+        order = (3 * blocks + kind).argsort(dim=1, stable=True)
+        noisy = torch.where(mask, self.mask_token_id, clean.input_ids).gather(1, order)
+        masks, following = mask.gather(1, order), next_tokens(clean)
+        keep = torch.cat([masks, following], dim=1)
+        weights_BL = self.weighed(clean, p_BL, mask, clean.counted)[0].gather(1, order)
+        weights_BS = torch.cat([weights_BL, torch.full_like(p_BL, self.ar_weight)], dim=1) / (1 + self.ar_weight)
+        terms_BS = torch.cat([torch.zeros_like(order), torch.ones_like(order)], dim=1)
+        return NoisyBatch(
+            input_ids=torch.cat([noisy, clean.input_ids], dim=1),
+            **self.placed(clean, order),
+            mask=keep,
+            counted=keep,
+            targets=torch.cat([clean.targets.gather(1, order), shift_left(clean.targets)], dim=1)[keep],
+            weights=weights_BS[keep],
+            terms=terms_BS[keep],
+            normaliser=torch.cat([total(weights_BL[masks]), total(following)]),
+        )
+
+    @staticmethod
+    def _exact(
+        counted: torch.Tensor, blocks: torch.Tensor, p_BL: torch.Tensor, token_BL: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, L] bool: in each block the round(n p) of its n counted positions that drew the lowest numbers."""
+        sizes = torch.zeros_like(blocks).scatter_add(1, blocks, counted.long()).gather(1, blocks)
+        wanted = (sizes * p_BL).round().long()
+        # Sorted by block, counted before not counted, then by the number drawn; blocks are in order already.
+        by_block = (2 * blocks + (~counted).long() + token_BL.double()).argsort(dim=1)
+        rank = by_block.argsort(dim=1) - torch.searchsorted(blocks.contiguous(), blocks.contiguous())
+        return counted & (rank < wanted)
+
+
+def next_tokens(clean: CleanBatch) -> torch.Tensor:
+    """[B, L] bool: positions of the clean stream that predict a counted token, the one after them."""
+    return shift_left(clean.counted & clean.preceded)

@@ -1,0 +1,332 @@
+"""Core attention of the engine's layers: FlashAttention 4, Transformer Engine, FlexAttention or SDPA. Each takes every mask
+that a call may have, or refuses it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import platform
+from dlm_bridge.parallel.attention import MaskCache, block_mask, dense_mask, plain_mask
+from dlm_bridge.parallel.core import (
+    AttnBackend,
+    AttnMaskType,
+    MegatronModule,
+    TransformerConfig,
+    gather_from_sequence_parallel_region,
+    is_layer_window_attention,
+)
+from dlm_bridge.parallel.fused import flash_attention
+
+MASKS = MaskCache()
+WIDE_HEAD = 128  # up to which FlexAttention's own tiles of fp32 fit
+
+
+class LocalAttention(MegatronModule):
+    """Attention without Transformer Engine: FlashAttention 4 or torch's own kernels, on CPU the exact reference.
+
+    Context parallel ranks gather keys and values; without a mask, causal attention takes the positions to be dealt to
+    the ranks as Transformer Engine does (`batch.rank_positions`).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if reason := unsupported(config):
+            raise DlmBridgeError(f"{reason} needs Transformer Engine: leave it out, or install it on a GPU")
+        self.attn_mask_type = attn_mask_type
+        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+        self.window = _window(config, layer_number)
+        self.cp_group = pg_collection.cp
+        self.flash = uses_flash(config, attn_mask_type, self.window, None, self.cp_group.size())
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """[S, B, H * Dv] of `query` [S, B, H, D], `key` [S, B, G, D] and `value` [S, B, G, Dv], each this rank's part
+        of the row."""
+        if packed_seq_params is not None:
+            raise DlmBridgeError("packed_seq_params need Transformer Engine: give an attention_mask of documents")
+        if attention_bias is not None:
+            raise DlmBridgeError("the engine's attention would ignore an attention_bias: leave it out")
+        check_mask(attention_mask, self.attn_mask_type, query, self.cp_group.size())
+        if attention_mask is not None:
+            check_settings(self.config, self.window)
+            return masked_attention(query, key, value, attention_mask, self.scale, self.cp_group)
+        causal = self.attn_mask_type == AttnMaskType.causal
+        if self.flash:
+            return flash_attention_SBHD(query, key, value, self.scale, causal)
+        key, value = gather_keys_values(key, value, self.cp_group)
+        mask = None
+        if causal and (self.cp_group.size() > 1 or self.window is not None):
+            mask = plain_mask(len(query), self.cp_group.rank(), self.cp_group.size(), self.window, query.device)
+        return _torch_attention(query, key, value, mask, causal and mask is None, self.scale)
+
+
+@cache
+def transformer_engine_attention() -> type:
+    """Without a mask FlashAttention 4 where `takes_flash`, else Transformer Engine's attention, both of which go by
+    the layers' mask type and packed documents, the latter by its own context parallelism; with a mask, FlexAttention
+    over gathered keys and values."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class MaskedTEDotProductAttention(TEDotProductAttention):  # type: ignore[misc, unused-ignore]
+        def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
+            super().__init__(config, layer_number, **kwargs)
+            self._window = _window(config, layer_number)
+            self._mask_type = kwargs["attn_mask_type"]
+            self._scale = kwargs.get("softmax_scale") or 1 / math.sqrt(config.kv_channels)
+            self._gather_group = kwargs["pg_collection"].cp
+            ranks = self._gather_group.size()
+            self._flash = uses_flash(config, self._mask_type, self._window, unsupported(config), ranks)
+
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            *args: Any,
+            packed_seq_params: Any = None,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            if attention_mask is None or packed_seq_params is not None:
+                if attention_mask is not None:
+                    raise DlmBridgeError("packed_seq_params would ignore an attention_mask: give one of them")
+                check_mask(None, self._mask_type, query, self._gather_group.size())
+                if self._flash and is_flash_call(packed_seq_params, kwargs.get("attention_bias")):
+                    causal = self._mask_type == AttnMaskType.causal
+                    return flash_attention_SBHD(query, key, value, self._scale, causal, packed_seq_params)
+                return super().forward(query, key, value, None, *args, packed_seq_params=packed_seq_params, **kwargs)
+            check_mask(attention_mask, self._mask_type, query, self._gather_group.size())
+            check_settings(self.config, self._window)
+            return masked_attention(query, key, value, attention_mask, self._scale, self._gather_group)
+
+    return MaskedTEDotProductAttention
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    cp_group: torch.distributed.ProcessGroup,
+) -> torch.Tensor:
+    """[S, B, H * Dv] of this context parallel rank's queries over all ranks' keys and values, under a mask in rank
+    order: FlexAttention where it is codes on a GPU, else a dense mask."""
+    key, value = gather_keys_values(key, value, cp_group)
+    rank, queries = cp_group.rank(), len(query)
+    if mask.is_cuda and mask.dim() == 3:
+        blocks = MASKS.get(mask, ("blocks", rank, queries), lambda codes: block_mask(codes, rank, queries))
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        grouped, options = q.shape[1] != k.shape[1], tile_options(q, v)
+        flex = _compiled_flex_attention()
+        return _heads_last(flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped, kernel_options=options))
+    if mask.dim() == 4:
+        dense = dense_mask(mask, rank, queries)
+    else:
+        dense = MASKS.get(mask, ("dense", rank, queries), lambda codes: dense_mask(codes, rank, queries))
+    return _torch_attention(query, key, value, dense, False, scale)
+
+
+def tile_options(query: torch.Tensor, value: torch.Tensor) -> dict[str, Any] | None:
+    """FlexAttention's `kernel_options` for heads [..., D] and [..., Dv]; None where torch's own choice fits.
+
+    Of fp32 heads wider than 128, which Triton rounds up to a power of two, torch 2.11 keeps three tiles of 64 keys and
+    values at once in a shared memory that has no room for two. A tile of 32 queries, keys and values needs 96 KiB at a
+    width of 256. Short rows go the same way: the kernel that torch has for them takes no such options.
+    """
+    if query.dtype != torch.float32 or max(query.shape[-1], value.shape[-1]) <= WIDE_HEAD:
+        return None
+    forward = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
+    backward = {f"bwd_BLOCK_{axis}": 16 for axis in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
+    return {**forward, **backward, "FORCE_USE_FLEX_ATTENTION": True}
+
+
+def gather_keys_values(
+    key: torch.Tensor, value: torch.Tensor, cp_group: torch.distributed.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [S_total, B, G, D] and values [S_total, B, G, Dv] of all context parallel ranks, one after the other; in
+    the backward each rank gets the sum of what all ranks have of its gradients."""
+    if cp_group.size() == 1:
+        return key, value
+    both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=cp_group)
+    key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+    return key, value
+
+
+def check_mask(mask: torch.Tensor | None, mask_type: AttnMaskType, query: torch.Tensor, ranks: int) -> None:
+    """Raise DlmBridgeError for a mask that is missing or of another form or size than the call needs."""
+    if mask is None:
+        if mask_type == AttnMaskType.arbitrary:
+            raise DlmBridgeError(
+                "block-causal attention needs an attention_mask in every call: make it with "
+                "dlm_bridge.parallel.attention.attention_mask"
+            )
+        return
+    keys, batch = query.shape[0] * ranks, query.shape[1]
+    codes = mask.dtype == torch.int32 and tuple(mask.shape[1:]) == (keys, 5)
+    pairs = mask.dtype == torch.bool and tuple(mask.shape[1:]) == (1, keys, keys)
+    if not (codes or pairs) or mask.shape[0] not in (1, batch):
+        raise DlmBridgeError(
+            f"attention_mask must be int32 codes [{batch} or 1, {keys}, 5] or bool [{batch} or 1, 1, {keys}, {keys}], "
+            f"True where a query may look, not {mask.dtype} {list(mask.shape)}"
+        )
+
+
+def check_settings(config: TransformerConfig, window: tuple[int, int] | None) -> None:
+    """Raise DlmBridgeError where a layer's attention under a mask would ignore a setting."""
+    if window is not None:
+        raise DlmBridgeError("attention under an attention_mask would ignore the sliding window: pass None")
+    if reason := unsupported(config):
+        raise DlmBridgeError(f"attention under an attention_mask would ignore {reason}: leave it out")
+
+
+def unsupported(config: TransformerConfig) -> str | None:
+    """The first setting that torch's kernels have not and Transformer Engine has; None where there is none."""
+    settings = {
+        "attention_dropout": config.attention_dropout > 0,
+        f"softmax_type {config.softmax_type}": config.softmax_type != "vanilla",
+        "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
+        "qk_clip": config.qk_clip,
+        "log_max_attention_logit": config.log_max_attention_logit,
+    }
+    return next((name for name, there in settings.items() if there), None)
+
+
+def _window(config: TransformerConfig, layer_number: int) -> tuple[int, int] | None:
+    """How far back and ahead the layer looks; None for all the way."""
+    slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+    return tuple(config.window_size) if slides else None
+
+
+def _torch_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    if q.is_cuda:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        # cuDNN's kernel is the fastest; the next ones are for what it does not take.
+        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+        order += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(order, set_priority=True):
+            return _heads_last(_scaled_dot_product(q, k, v, mask, causal, scale))
+    return _heads_last(_scaled_dot_product(q, k, v, mask, causal, scale))
+
+
+def _scaled_dot_product(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
+    if q.shape[1] != k.shape[1]:
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+
+
+def _heads_last(output_BHSD: torch.Tensor) -> torch.Tensor:
+    """[S, B, H * D]."""
+    return output_BHSD.permute(2, 0, 1, 3).flatten(2)
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def uses_flash(
+    config: TransformerConfig, mask_type: AttnMaskType, window: tuple[int, int] | None, setting: str | None, ranks: int
+) -> bool:
+    """Whether a layer's calls without a mask are FlashAttention 4's: with `attention_backend` auto wherever it can,
+    with flash always. `setting` names one that only Transformer Engine has, `ranks` are the context parallel ones.
+    Raises DlmBridgeError for flash where it cannot."""
+    if config.attention_backend not in (AttnBackend.auto, AttnBackend.flash):
+        return False
+    reason = (
+        _unfit(config, mask_type, window, setting, ranks)
+        or _missing()
+        or flash_attention.unsupported_heads(config.kv_channels, config.params_dtype)
+    )
+    if reason is not None and config.attention_backend == AttnBackend.flash:
+        raise DlmBridgeError(f"--attention-backend flash: {reason}; or leave the option out")
+    return reason is None
+
+
+def is_flash_call(packed: Any, bias: torch.Tensor | None) -> bool:
+    """Whether a call is of whole sequences, or of documents without padding between them."""
+    if bias is not None:
+        return False
+    odd = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "cp_group", "local_cp_size")
+    return packed is None or (
+        packed.qkv_format == "thd"
+        and packed.cu_seqlens_q is packed.cu_seqlens_kv
+        and all(getattr(packed, name, None) is None for name in odd)
+    )
+
+
+def flash_attention_SBHD(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, packed: Any = None
+) -> torch.Tensor:
+    """[S, B, H * D] of `query` [S, B, H, D], `key` and `value` [S, B, G, D]; of `packed` documents [T, H * D] of
+    [T, H, D] and [T, G, D]. Nothing is copied."""
+    if packed is not None:
+        starts, longest = packed.cu_seqlens_q, int(packed.max_seqlen_q)
+        return flash_attention.flash_attention(query, key, value, scale, causal, starts, longest).flatten(1)
+    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    return flash_attention.flash_attention(q, k, v, scale, causal).transpose(0, 1).flatten(2)
+
+
+def _missing() -> str | None:
+    """A GPU that is there is of no use to a platform that computes elsewhere."""
+    name = platform.current().name
+    return (
+        flash_attention.missing()
+        if name == "cuda"
+        else f"FlashAttention 4 needs the CUDA platform, this one is {name}"
+    )
+
+
+def _unfit(
+    config: TransformerConfig, mask_type: AttnMaskType, window: tuple[int, int] | None, setting: str | None, ranks: int
+) -> str | None:
+    reasons = {
+        "block-causal attention is FlexAttention's": mask_type == AttnMaskType.arbitrary,
+        "FlashAttention 4 is not used under context parallelism (--cp)": ranks > 1,
+        "FlashAttention 4 is not used with a sliding window, which this model has": window is not None,
+        "FlashAttention 4 is not used for multi-head latent attention": config.multi_latent_attention,
+        f"FlashAttention 4 would ignore {setting}": setting is not None,
+        "FlashAttention 4's gradients are not deterministic": config.deterministic_mode,
+        "FlashAttention 4 has no FP8": config.fp8_dot_product_attention or config.fp8_multi_head_attention,
+    }
+    return next((reason for reason, there in reasons.items() if there), None)

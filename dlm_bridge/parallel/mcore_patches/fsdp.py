@@ -1,0 +1,119 @@
+"""Megatron FSDP: what is inside its wrappers, the rows of each parameter that a rank holds, and a patch of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from dlm_bridge.parallel.core import parallel_state, unwrap_model
+
+
+def unwrapped(chunks: Sequence[Any]) -> list[Any]:
+    """The GPTModels inside any wrappers: megatron-core's own function leaves the inner one of FSDP on."""
+    return [_inner(chunk) for chunk in unwrap_model(list(chunks))]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a parameter is one of FSDP's, of which each data parallel rank holds some rows."""
+    return isinstance(tensor, DTensor)
+
+
+def original(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter as the model was built with it, whose shape and dtype are a tensor parallel rank's."""
+    return getattr(parameter, "orig_param", parameter)
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor parallel rank's part of an FSDP parameter, in the optimizer's precision. Its data parallel ranks call
+    it together."""
+    assert isinstance(parameter, DTensor)
+    local = parameter.to_local().detach()
+    if not isinstance(parameter.placements[0], Shard):
+        return local
+    group = parameter.device_mesh.get_group(0)
+    rows = local.new_zeros(group.size(), dtype=torch.int64)
+    dist.all_gather_into_tensor(rows, rows.new_tensor([len(local)]), group=group)
+    most = int(rows.max())
+    mine = local.new_zeros(most, *local.shape[1:])
+    mine[: len(local)] = local
+    found = local.new_empty(group.size() * most, *local.shape[1:])
+    dist.all_gather_into_tensor(found, mine, group=group)
+    parts = [part[:count] for part, count in zip(found.split(most), rows.tolist(), strict=True)]
+    return torch.cat(parts).view(original(parameter).shape)
+
+
+@dataclass(frozen=True)
+class FSDPShard:
+    """The rows of a parameter that this rank holds: a box of the whole tensor of all tensor parallel ranks."""
+
+    name: str  # in the GPTModel of this rank
+    parameter: Any  # what the optimizer updates
+    start: int  # the first row of the tensor parallel rank's part
+    rows: int
+    part: tuple[int, ...]  # the shape of the tensor parallel rank's part
+    axis: int | None  # along which tensor parallel ranks share the tensor
+    rank: int
+    ranks: int
+
+
+def fsdp_shards(chunk: Any) -> Iterator[FSDPShard]:
+    """What this rank holds of every parameter of a model in FullyShardedDataParallel; rows may be 0."""
+    for name, parameter in chunk.param_and_grad_buffer.optimizer_named_parameters:
+        part = tuple(original(parameter).shape)
+        row = prod(part[1:])
+        where = getattr(parameter, "megatron_fsdp_slice", slice(0, prod(part)))
+        axis, rank, ranks = _tensor_parallel(name, original(parameter))
+        start, rows = where.start // row, (where.stop - where.start) // row
+        yield FSDPShard(name, parameter, start, rows, part, axis, rank, ranks)
+
+
+def buffers(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a model in FullyShardedDataParallel keeps beside its parameters, as an expert bias: whole on each rank."""
+    for path, module in chunk.module.module.named_modules():
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def patch_unshared_gradients(wrapped: Any) -> None:
+    """Mend megatron-core 0.16.1, in a MegatronFSDP: gradients that one data parallel rank alone has stay as they are.
+
+    Such are those of experts where expert parallelism takes all data parallel ranks, and all where there is one rank.
+    They are summed where they lie, and each "reduction" would add them to themselves, doubling what the micro-batches
+    before have left (`GradReducePipeline._bucket_group_gradient_reduce`).
+    """
+    pipeline = wrapped.grad_reduce_pipeline
+    reduce = pipeline._bucket_group_gradient_reduce
+
+    def reduce_shared(bucket_group: list[int], *arguments: Any, **options: Any) -> bool:
+        if pipeline.get_fsdp_buffer(bucket_group[0]).data_parallel_group.size() > 1:
+            return bool(reduce(bucket_group, *arguments, **options))
+        for bucket in bucket_group:
+            pipeline.bucket_grad_ready_params[bucket] = set()
+        return True
+
+    pipeline._bucket_group_gradient_reduce = reduce_shared
+
+
+def _tensor_parallel(name: str, parameter: torch.Tensor) -> tuple[int | None, int, int]:
+    """The axis that tensor parallel ranks share (None where each has the whole), this rank and their number."""
+    if ".experts." in name:
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        ranks = parallel_state.get_expert_tensor_parallel_world_size()
+    else:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+    shared = getattr(parameter, "_mcore_tp", False) or getattr(parameter, "tensor_model_parallel", False)
+    if ranks == 1 or not shared or getattr(parameter, "_tp_duplicated", False):
+        return None, rank, ranks
+    return int(getattr(parameter, "_tp_partition_dim", getattr(parameter, "partition_dim", 0))), rank, ranks
+
+
+def _inner(chunk: Any) -> Any:
+    return chunk.module if type(chunk).__name__ == "MegatronFSDP" else chunk

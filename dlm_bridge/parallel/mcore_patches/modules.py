@@ -1,0 +1,364 @@
+"""Modules that replace megatron-core's in its layers, and patches of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import platform
+from dlm_bridge.parallel.core import (
+    ColumnParallelLinear,
+    MoEAllGatherTokenDispatcher,
+    TopKRouter,
+    TransformerConfig,
+    TransformerLayer,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    multi_latent_attention,
+    permute,
+    reduce_scatter_to_sequence_parallel_region,
+    tensor_parallel_layers,
+)
+from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
+
+
+class LocalRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, which megatron-core wraps too, but also for sequence parallelism: each rank then normalises its
+    own tokens, and `weight.sequence_parallel` tells megatron-core to sum the gradient over tensor parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, device=platform.current().device(), dtype=config.params_dtype)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (unknown to torch)
+
+
+class LocalHeadNorm(LocalRMSNorm):
+    """Of each query and key head. A rank has whole sequences of its own heads, so nothing here is sequence parallel;
+    megatron-core sums the gradients over tensor parallel ranks by the modules' names."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(config, hidden_size, eps, **kwargs)
+        setattr(self.weight, "sequence_parallel", False)  # noqa: B010
+
+
+class LocalRouter(TopKRouter):
+    """megatron-core's router with plain torch, since megatron-core 0.16.1 takes Transformer Engine for granted here:
+    without it the name of its matrix product is undefined."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Logits [S, B, E] of hidden states [S, B, H], in `moe_router_dtype` where that is set."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64, None: input.dtype}[self.config.moe_router_dtype]
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Count tokens per expert; megatron-core compiles these two lines, which takes seconds."""
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            with torch.no_grad():
+                real = routing_map if padding_mask is None else routing_map & ~padding_mask
+                self.local_tokens_per_expert += real.sum(dim=0)
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A linear layer that every tensor parallel rank holds whole, as Transformer Engine's with `parallel_mode`
+    "duplicated". Under sequence parallelism each rank has its own tokens: `weight.sequence_parallel` tells
+    megatron-core to sum the gradient over the ranks."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], Any],
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        device = platform.current().device()
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, device=device, dtype=config.params_dtype)
+        )
+        init_method(self.weight)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (unknown to torch)
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The product, and no bias."""
+        return torch.nn.functional.linear(input_, self.weight), None
+
+    def get_extra_state(self) -> None:
+        """Nothing, under the name that Transformer Engine's layer has in a checkpoint."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Of Transformer Engine's layer: nothing here."""
+
+
+@contextmanager
+def patched_latent_linear() -> Iterator[None]:
+    """Build a layer of our linear layers where Transformer Engine is not used: megatron-core asks for its class by
+    name, which without it is no class at all."""
+    theirs = multi_latent_attention.TELinear
+    if not platform.current().uses_transformer_engine():
+        multi_latent_attention.TELinear = ReplicatedLinear
+    try:
+        yield
+    finally:
+        multi_latent_attention.TELinear = theirs
+
+
+class TransformerEngineActivation:
+    """What megatron-core builds for `use_te_activation_func`, without a state of its own.
+
+    A class, because megatron-core takes a function in a layer's description for the activation itself.
+    """
+
+    def __new__(cls, config: Any) -> Any:
+        return stateless(_te_activation(config))
+
+
+def _te_activation(config: Any) -> nn.Module:
+    from megatron.core.extensions.transformer_engine import TEActivationOp
+
+    operation: nn.Module = TEActivationOp(config)
+    return operation
+
+
+def stateless(module: nn.Module) -> nn.Module:
+    """Let a module without parameters have nothing to save.
+
+    megatron-core 0.16.1 asks every module of a feed-forward for its `sharded_state_dict`, which Transformer Engine's
+    operations do not have; what they call their extra state is that of a quantisation that is never asked of them, and
+    a checkpoint would have to have it in order to be loaded.
+    """
+    module.__class__ = _stateless(type(module))  # type: ignore[arg-type]  # mypy's own view of types as keys
+    return module
+
+
+@cache
+def _stateless(kind: type[nn.Module]) -> type[nn.Module]:
+    def sharded_state_dict(self: nn.Module, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}
+
+    body = {
+        "sharded_state_dict": sharded_state_dict,
+        # torch compares these with its own to see whether there is a state.
+        "get_extra_state": nn.Module.get_extra_state,
+        "set_extra_state": nn.Module.set_extra_state,
+    }
+    return type(kind.__name__, (kind,), body)
+
+
+class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
+    """megatron-core's, but the counts are on their way to the CPU while the tokens are gathered."""
+
+    routing_map: Any  # [T, E] bool of this rank's tokens, then [T * ranks, E] of all
+
+    @classmethod
+    def take_over(cls, model: torch.nn.Module) -> None:
+        """Make these of all that a model has."""
+        for module in model.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            if type(dispatcher) is MoEAllGatherTokenDispatcher:
+                dispatcher.__class__ = cls
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all ranks, [T * ranks, H] hidden states and [T * ranks, E] weights of experts."""
+        together = self.tp_size > 1 or self.ep_size > 1
+        if together:
+            with torch.no_grad():
+                self.routing_map = gather_from_sequence_parallel_region(self.routing_map, group=self.tp_ep_group)
+        mine = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        self.local_map = self.routing_map[:, mine].contiguous()
+        self._counts = _AsyncCounts(self.local_map.sum(dim=0))
+        if together:
+            probs = gather_from_sequence_parallel_region(probs, group=self.tp_ep_group)
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=self.tp_ep_group)
+        return hidden_states, probs[:, mine].contiguous()
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Those of this rank's experts, expert after expert: hidden states, how many each expert has, weights."""
+        self.hidden_shape_before_permute = hidden_states.shape
+        counts = self._counts.read()
+        permuted, weights, self.reversed_local_input_permutation_mapping = permute(
+            hidden_states,
+            self.local_map,
+            probs=probs,
+            num_out_tokens=int(counts.sum()),
+            fused=self.config.moe_permute_fusion,
+        )
+        self.routing_map = None
+        return permuted, counts, weights
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[T, H] this rank's tokens, what all ranks' experts made of them added up."""
+        if self.tp_size > 1 or self.ep_size > 1:
+            hidden_states = reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.tp_ep_group)
+        return hidden_states
+
+
+class _AsyncCounts:
+    """Numbers that are copied to the CPU behind nothing that is launched later."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        self._event: Any = None
+        if counts.is_cuda:
+            self._values = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._values.copy_(counts, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = counts
+
+    def read(self) -> torch.Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values
+
+
+class LossPositionsLayer(TransformerLayer):
+    """megatron-core's layer, whose output has the rows of `positions` only where those are set."""
+
+    positions: torch.Tensor | None = None  # [M] int64, b * S + s, during a forward pass
+
+    @classmethod
+    def take_over(cls, layer: Any, config: TransformerConfig) -> None:
+        """Make one of a layer that GPTModel has built, where that can be done.
+
+        It cannot where ranks hold rows of their own (sequence parallelism), which would be left with uneven shares,
+        where the loss depends on how tokens are dealt out to experts, or where a layer is computed again when another
+        micro-batch's positions are set.
+        """
+        fits = (
+            type(layer) is TransformerLayer
+            and not layer.is_moe_layer
+            and not config.sequence_parallel
+            and config.recompute_granularity != "full"
+        )
+        if fits:
+            layer.__class__ = cls
+
+    @contextmanager
+    def at(self, positions: torch.Tensor) -> Iterator[None]:
+        """Forward passes inside are of `positions`."""
+        self.positions = positions
+        try:
+            yield
+        finally:
+            self.positions = None
+
+    def _forward_mlp(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """[S, B, H], or with `positions` [M, 1, H]."""
+        if self.positions is not None:
+            hidden_states = rows_at(hidden_states, self.positions)[:, None]
+        return super()._forward_mlp(hidden_states, *args, **kwargs)
+
+
+def rows_at(hidden_SBH: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
+    """[M, H] at the positions b * S + s."""
+    length, batch, size = hidden_SBH.shape
+    if batch > 1:
+        positions_M = positions_M % length * batch + positions_M // length
+    return hidden_SBH.reshape(-1, size).index_select(0, positions_M)
+
+
+class OutputLayer(ColumnParallelLinear):
+    """megatron-core's output layer, which besides logits of every position gives the loss of chosen ones.
+
+    The loss is a call of this module too, because data parallelism and FSDP wait for a module's weights in its hooks.
+    """
+
+    shard: VocabShard
+    accumulates: bool  # into `weight.main_grad`
+
+    @classmethod
+    def take_over(cls, layer: ColumnParallelLinear, vocab: int) -> None:
+        """Make an OutputLayer of the layer that GPTModel has built, for a true vocabulary of `vocab` tokens.
+
+        Raises DlmBridgeError where this rank would hold padding only.
+        """
+        rows, group = layer.output_size_per_partition, layer.tp_group
+        first = group.rank() * rows
+        if first >= vocab:
+            raise DlmBridgeError(
+                f"a vocabulary of {vocab} leaves tensor parallel rank {group.rank()} of {group.size()} without a "
+                "token: choose a smaller --tp"
+            )
+        layer.__class__ = cls
+        layer.shard = VocabShard(first, min(rows, vocab - first), group)
+        layer.accumulates = layer.gradient_accumulation_fusion
+        layer.gradient_accumulation_fusion = False  # of logits: that kernel is another library's
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        chosen: LossPositions | None = None,
+        whole: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As megatron-core's, with -inf at padded columns; with `chosen` the loss and its sums, as `chosen_loss`.
+
+        `input_` is [S, B, H], under sequence parallelism of this rank's positions only; if not `whole`, [M, 1, H] of
+        the chosen ones.
+        """
+        if chosen is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        weight = self.weight if weight is None else weight
+        hidden_MH = self._rows(input_, chosen.positions if whole else None)
+        return linear_cross_entropy(hidden_MH, weight, chosen, self.shard, self.accumulates)
+
+    def _forward_impl(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """megatron-core's logits of this rank's columns, before they are gathered."""
+        logits = super()._forward_impl(*args, **kwargs)
+        if padding := self.output_size_per_partition - self.shard.tokens:
+            logits = torch.nn.functional.pad(logits[..., :-padding], (0, padding), value=-torch.inf)
+        return logits
+
+    def _rows(self, hidden_SBH: torch.Tensor, positions_M: torch.Tensor | None) -> torch.Tensor:
+        """[M, H] of the positions b * S + s (None: these they are); the gradients of the tensor parallel ranks are
+        summed."""
+        if self.sequence_parallel:  # the gather's backward sums
+            assert positions_M is not None
+            return rows_at(gather_from_sequence_parallel_region(hidden_SBH, group=self.tp_group), positions_M)
+        hidden_MH = hidden_SBH.flatten(0, 1) if positions_M is None else rows_at(hidden_SBH, positions_M)
+        return copy_to_tensor_model_parallel_region(hidden_MH, group=self.tp_group)
+
+
+@contextmanager
+def patched_gradient_accumulation() -> Iterator[None]:
+    """Build layers where gradient_accumulation_fusion is on. megatron-core asks apex for it in its own linear layers;
+    under Transformer Engine only the output layer is one of those, and ours does without."""
+    available = tensor_parallel_layers._grad_accum_fusion_available
+    tensor_parallel_layers._grad_accum_fusion_available = available or platform.current().uses_transformer_engine()
+    try:
+        yield
+    except RuntimeError as error:
+        if "gradient_accumulation_fusion" not in str(error):
+            raise
+        raise DlmBridgeError(
+            "gradient_accumulation_fusion needs Transformer Engine: leave it off, or install it on a GPU"
+        ) from error
+    finally:
+        tensor_parallel_layers._grad_accum_fusion_available = available
+
+
+def patch_grouped_linear_state(chunks: Sequence[Any]) -> None:
+    """Let layers of grouped experts be saved that are in FP8 with a recipe that keeps nothing. megatron-core 0.16.1
+    (`TEGroupedLinear._split_extra_state`) would cut an empty state, which Transformer Engine 2.20 gives there."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "_split_extra_state"):
+                module._split_extra_state = partial(_split_extra_state, module)
+
+
+def _split_extra_state(module: Any, state: Any) -> list[Any]:
+    if state is None or (isinstance(state, torch.Tensor) and state.numel() == 0):
+        return [state] * module.num_gemms
+    parts: list[Any] = type(module)._split_extra_state(module, state)
+    return parts

@@ -1,0 +1,260 @@
+"""Dry run of training: resolved settings, layout, data and memory, with every check that needs no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.plan import MemoryPlan, PlannedModel, memory_plan, open_model
+from dlm_bridge.plan.run import run_of
+from dlm_bridge.train.adaptation import scheduled_block_size
+from dlm_bridge.train.checkpoints import find_checkpoints
+from dlm_bridge.train.config import AccelerateOptions, TrainConfig
+from dlm_bridge.train.data.documents import check_tokenizer
+from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_token_limits
+from dlm_bridge.train.data.sources import DataSources
+from dlm_bridge.train.loading import check_exists, check_quantization, empty_model, load_tokenizer
+from dlm_bridge.train.lora import with_lora
+from dlm_bridge.train.setup import check_data, check_output, check_same_model, make_objective, with_objective
+
+MASTERS = "the accelerate engine's fp32 weights are counted in optim, their 16-bit copies in weights"
+ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own keep more"
+ADAPTER = "no memory plan of an adapter: its base takes what its weights do, and nothing for gradients or optimizer"
+OFFLOADED = "with --cpu-offload weights, gradients and optimizer state are in the CPU's memory, not on the devices"
+HUB = "of a Hub id only the config was read: its weights and tokenizer are checked when the run starts"
+DEVICE = "what needs a GPU or Transformer Engine is checked when the run starts"
+
+
+@dataclass(frozen=True)
+class ParallelGroup:
+    """One dimension of the layout."""
+
+    name: str
+    size: int
+    ranks: tuple[int, ...]  # of rank 0's group
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One thing that `--data` names. Without tokens it is text of so many bytes, or unknown before it is read."""
+
+    name: str
+    weight: float | None
+    tokens: int | None
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Everything that can be said of a run before it starts; `config` has what was left to the model resolved."""
+
+    config: TrainConfig
+    gpus: int
+    groups: tuple[ParallelGroup, ...]
+    micro_batch_size: int
+    micro_batches: int
+    tokens_per_step: int
+    step: int  # that a resume goes on from, 0 for a new run
+    data: tuple[DataSource, ...]
+    memory: MemoryPlan | None
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {
+            "config": dataclasses.asdict(self.config),
+            "gpus": self.gpus,
+            "layout": [dataclasses.asdict(group) for group in self.groups],
+            "micro_batch_size": self.micro_batch_size,
+            "micro_batches": self.micro_batches,
+            "tokens_per_step": self.tokens_per_step,
+            "resumes_from_step": self.step,
+            "data": [dataclasses.asdict(piece) for piece in self.data],
+            "memory": None if self.memory is None else self.memory.as_dict(),
+            "notes": list(self.notes),
+        }
+
+
+def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) -> DryRun:
+    """What `config` would train on `gpus` devices; where None, on the launcher's WORLD_SIZE.
+
+    Reads metadata only, writes nothing and touches no device. Raises DlmBridgeError for whatever a run would refuse
+    that can be told so: a layout that does not divide the model or the devices, missing or damaged data, a tokenizer
+    that does not fit, an output folder that holds a run, a setting that megatron-core does not know.
+    """
+    gpus = world_size(gpus)
+    output = Path(config.output)
+    check_output(output, resume)
+    if config.engine == "megatron":
+        from dlm_bridge.train.megatron.settings import check_settings
+
+        check_settings(config)
+    step, checkpoint = _newest(config, output) if resume else (0, None)
+    if checkpoint is not None:
+        check_same_model(config, checkpoint.parent if config.engine == "megatron" else checkpoint)
+        if config.engine == "megatron":
+            from dlm_bridge.train.megatron.checkpoints import check_resumable
+
+            check_resumable(checkpoint, config)
+    found = check_data(config, load=False)
+    on_hub = not Path(config.model).is_dir()
+    model = _model(config, None if config.adapts else checkpoint, on_hub)
+    config = with_lora(with_objective(config, model), model)
+    if (size := scheduled_block_size(config, step + 1)) is not None:
+        model.config.block_size = size
+    objective = make_objective(config, model)
+    _check_tokens(config, found, model, objective.mask_token_id if objective.masks else None)
+    memory, notes = _memory(config, gpus, checkpoint)
+    groups = _parallel_groups(config, gpus)
+    replicas = next(group.size for group in groups if group.name == "dp")
+    micro_batch_size, micro_batches = config.accumulation(replicas)
+    return DryRun(
+        config=config,
+        gpus=gpus,
+        groups=groups,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        tokens_per_step=config.global_batch_size * config.seq_length,
+        step=step,
+        data=tuple(_data_sources(found)),
+        memory=memory,
+        notes=(*notes, *([HUB] if on_hub else []), DEVICE),
+    )
+
+
+def world_size(gpus: int | None) -> int:
+    """The number of processes: the launcher's, else `gpus`, else 1. Raises DlmBridgeError where both say different."""
+    launched = os.environ.get("WORLD_SIZE")
+    if launched is None:
+        if gpus is not None and gpus < 1:
+            raise DlmBridgeError(f"--gpus must be at least 1, not {gpus}")
+        return gpus or 1
+    if not launched.isdigit():
+        raise DlmBridgeError(f"WORLD_SIZE={launched} is not a number of processes")
+    if gpus not in (None, int(launched)):
+        raise DlmBridgeError(f"--gpus {gpus}: the launcher started {launched} processes: leave it out")
+    return int(launched)
+
+
+def _newest(config: TrainConfig, output: Path) -> tuple[int, Path | None]:
+    if config.engine == "megatron":
+        from dlm_bridge.train.megatron.checkpoints import newest_checkpoint
+
+        return newest_checkpoint(output)
+    found = find_checkpoints(output)
+    return found[-1] if found else (0, None)
+
+
+def _model(config: TrainConfig, checkpoint: Path | None, on_hub: bool) -> Any:
+    """The Hub model without weights; of what lies here, every tensor's name and shape has been looked at."""
+    if config.engine == "megatron" and not on_hub:
+        from dlm_bridge.train.loading import open_megatron_source
+
+        return open_megatron_source(config, checkpoint).model
+    return empty_model(config if checkpoint is None else dataclasses.replace(config, model=str(checkpoint)))
+
+
+def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_token: int | None) -> None:
+    """Refuse tokens of the data, or a tokenizer, that the model does not have."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    for part in found.parts:
+        for source in part:
+            if isinstance(source, IndexedTokens):
+                check_token_limits(source, TokenLimits(vocabulary, mask_token))
+    if config.tokenizer:
+        check_exists("--tokenizer", config.tokenizer)
+    needs_one = config.task == "sft" or found.has_text or config.sample_prompt
+    if needs_one and Path(config.tokenizer or config.model).is_dir():
+        check_tokenizer(load_tokenizer(config), vocabulary, mask_token)
+
+
+def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[MemoryPlan | None, list[str]]:
+    """The plan of every rank, and what is to be said of it."""
+    source = config.model if checkpoint is None or config.engine == "accelerate" else str(checkpoint.parent)
+    if config.engine == "megatron":
+        model = open_model(source, family=config.family)
+        _check_megatron(config, model, gpus)
+        return memory_plan(model, run_of(config, str(config.objective), gpus)), []
+    config.accumulation(gpus)
+    if config.adapts:
+        check_quantization(config)
+        return None, [ADAPTER]
+    try:
+        model = open_model(source, family=config.family)
+    except DlmBridgeError as error:  # a model that megatron-core cannot hold trains here all the same
+        return None, [f"no memory plan: {error}"]
+    recompute = "full" if config.gradient_checkpointing else "none"
+    own: dict[str, Any] = {option.name: option.default for option in dataclasses.fields(AccelerateOptions)}
+    as_planned = dataclasses.replace(
+        config,
+        engine="megatron",
+        optimizer="adamw",
+        distributed_optimizer=config.shards,
+        recompute=recompute,
+        gradient_checkpointing=False,
+        fsdp="optim_grads_params" if config.shards else None,
+        **own,
+    )
+    run = run_of(as_planned, str(config.objective), gpus)
+    # Data parallel gradients stand in buckets beside the parameters' own, those that are cut do not.
+    run = dataclasses.replace(run, gradient_bytes=8 if gpus > 1 and not config.shards else 4)
+    masters = [] if config.precision == "fp32" else [MASTERS]
+    return memory_plan(model, run), [*masters, *([OFFLOADED] if config.cpu_offload else []), ESTIMATED]
+
+
+def _check_megatron(config: TrainConfig, model: PlannedModel, gpus: int) -> None:
+    """What megatron-core, and the engine on it, refuse of this model in this layout."""
+    from dlm_bridge.parallel.config import model_config
+    from dlm_bridge.parallel.refusals import NotInstalledError
+    from dlm_bridge.train.megatron.mcore_config import DTYPES, check_experts, check_mcore_config, check_sequence
+    from dlm_bridge.train.megatron.settings import passed_on
+    from dlm_bridge.train.megatron.stragglers import check_stragglers
+
+    with contextlib.suppress(NotInstalledError):  # it may be where the run is
+        check_mcore_config(config)
+    check_experts(config, model.dims, model.mapping.transformer(model.config))
+    check_sequence(config)
+    if config.straggler_interval:
+        check_stragglers(config.straggler_interval, config.pp, gpus)
+    dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
+    own = {"sequence_parallel": config.sharded_sequence} | passed_on(config, "transformer")
+    with contextlib.suppress(NotInstalledError):
+        model_config(model.mapping, model.config, dims, config.layout, DTYPES[config.precision], config.context, **own)
+
+
+def _parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...]:
+    """Each dimension and rank 0's neighbours in it: megatron-core counts tensor parallel ranks first, then context,
+    then data, then pipeline parallel ones; experts' groups go the same way over the same ranks."""
+    dense = (("tp", config.tp), ("cp", config.cp), ("dp", gpus // (config.tp * config.cp * config.pp)))
+    etp = config.tp if config.etp is None else config.etp
+    expert = (("etp", etp), ("ep", config.ep), ("expert dp", gpus // (etp * config.ep * config.pp)))
+    has_experts = config.ep > 1 or config.etp is not None
+    groups, stride = [], 1
+    for name, size in dense:
+        groups.append(ParallelGroup(name, size, tuple(range(0, size * stride, stride))))
+        stride *= size
+    groups.append(ParallelGroup("pp", config.pp, tuple(range(0, gpus, stride))))
+    stride = 1
+    for name, size in expert if has_experts else ():
+        groups.append(ParallelGroup(name, size, tuple(range(0, size * stride, stride))))
+        stride *= size
+    return tuple(groups)
+
+
+def _data_sources(found: DataSources) -> list[DataSource]:
+    pieces = []
+    for number, part in enumerate(found.parts):
+        weight = found.weights[number] if found.weights else None
+        for source in part:
+            if isinstance(source, IndexedTokens):
+                pieces.append(DataSource(source.prefix, weight, len(source.tokens), source.tokens.nbytes))
+            elif isinstance(source, Path):
+                pieces.append(DataSource(str(source), weight, None, source.stat().st_size))
+            else:
+                pieces.append(DataSource(source if isinstance(source, str) else source.name, weight, None, None))
+    return pieces

@@ -1,0 +1,1 @@
+"""Training on one machine: Hub models under Accelerate, with DDP or FSDP2."""

@@ -1,0 +1,144 @@
+"""Attention kernels of the Accelerate engine: FlashAttention 4 where it is installed, otherwise SDPA with cuDNN first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.parallel.fused import flash_attention
+
+FLASH = "flash"  # what `--attention-backend` calls FlashAttention 4, next to transformers' names
+# In order; each is asked whether it can take the heads' size and dtype.
+KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def uses_flash_attention(model: Any, backend: str | None, device: torch.device, precision: str) -> bool:
+    """Whether FlashAttention 4 computes the attention of whole sequences: where `backend` is None if it can, where it
+    is FLASH always. Raises DlmBridgeError for FLASH where it cannot."""
+    if backend not in (None, FLASH):
+        return False
+    reason = (
+        (None if device.type == "cuda" else "FlashAttention 4 needs a GPU")
+        or flash_attention.missing()
+        or _flash_unsupported(model, torch.float32 if precision == "fp32" else torch.bfloat16)
+    )
+    if reason is not None and backend == FLASH:
+        raise DlmBridgeError(f"--attention-backend {FLASH}: {reason}; or leave the option out")
+    return reason is None
+
+
+def _flash_unsupported(model: Any, dtype: torch.dtype) -> str | None:
+    """Why this model's layers get other kernels."""
+    if (usual := model.config._attn_implementation) != "sdpa":
+        return f"FlashAttention 4 takes the place of sdpa, and this model has {usual}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "FlashAttention 4's gradients are not deterministic"
+    layers = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "head_dim")]
+    if not layers:
+        return "FlashAttention 4 is not used for this model's attention"
+    if any(getattr(layer, "attention_dropout", 0.0) for layer in layers):
+        return "FlashAttention 4 has no dropout, and this model's attention has"
+    return next(
+        (why for layer in layers if (why := flash_attention.unsupported_heads(layer.head_dim, dtype)) is not None),
+        None,
+    )
+
+
+@contextlib.contextmanager
+def attention_kernels(device: torch.device, masked: bool, compiled: bool, flashes: bool = False) -> Iterator[None]:
+    """Around a forward pass and its backward pass, which may recompute it. With a mask, and on other devices than CUDA
+    ones, torch's own order stands. In `compiled` layers the heads of a group get their keys and values by a copy,
+    which costs less there than torch's kernels that know of groups; `flashes`: FlashAttention 4 takes their place."""
+    if device.type != "cuda" or masked:
+        yield
+        return
+    heads = flash_attention_kernels() if flashes else sdpa_with_repeated_kv() if compiled else contextlib.nullcontext()
+    with sdpa_kernel(KERNELS, set_priority=True), heads:
+        yield
+
+
+def flash_attention_kernels() -> contextlib.AbstractContextManager[None]:
+    """transformers' models with "sdpa" attention call `flash_of_whole_sequences`."""
+    return _replace_sdpa(flash_attention_forward)
+
+
+def sdpa_with_repeated_kv() -> contextlib.AbstractContextManager[None]:
+    """transformers' models with "sdpa" attention call `sdpa_of_repeated_heads`."""
+    return _replace_sdpa(sdpa_repeated_kv_forward)
+
+
+@contextlib.contextmanager
+def _replace_sdpa(function: Callable[..., Any]) -> Iterator[None]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sdpa", function)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("sdpa", usual)
+
+
+def flash_attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention by FlashAttention 4: [B, H, S, D] queries, keys and values of as many heads or fewer;
+    returns [B, S, H, D]. A call that it cannot take, such as one under a mask, is SDPA's."""
+    whole = attention_mask is None and query.shape[2:] == key.shape[2:] and key.shape == value.shape
+    if not whole or dropout or value.dtype not in flash_attention.HALF:
+        return sdpa_repeated_kv_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal)
+    causal = bool(module.is_causal if is_causal is None else is_causal)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    # Under autocast values come from a product in half precision, and what was rotated is in fp32.
+    q, k, v = (tensor.to(value.dtype).transpose(1, 2) for tensor in (query, key, value))
+    return flash_attention.flash_attention(q, k, v, scale, causal), None
+
+
+def sdpa_repeated_kv_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention by SDPA of whole sequences: [B, H, S, D] queries, keys and values of as many heads or
+    fewer; returns [B, S, H, D]."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    causal = (module.is_causal if is_causal is None else is_causal) and attention_mask is None
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal, scale=scaling
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def set_attention(model: Any, backend: str) -> None:
+    """Use one of transformers' attention implementations. Raises DlmBridgeError for one that is not there."""
+    try:
+        model.set_attn_implementation(backend)
+    except (ValueError, ImportError) as error:
+        raise DlmBridgeError(f"--attention-backend {backend}: {one_line(error)}") from error

@@ -1,0 +1,337 @@
+"""FSDP2: sharding a Hub model, gradient clipping, and checkpoints of sharded weights and optimizer state."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dlm_bridge.convert.formats.safetensors_file import (
+    SAFETENSORS_INDEX,
+    HubWriter,
+    ShardPlan,
+    index_text,
+    plan_by_size,
+)
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.models.diffusion_lm import copy_remote_code
+from dlm_bridge.train.checkpoints import atomic_checkpoint, temporary_folder, write_state
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.loading import decoder_layers
+from dlm_bridge.train.lora import Adapter
+
+WRAPPING = "TRANSFORMER_BASED_WRAP"  # accelerate's word for a unit for each decoder layer
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """How a model is cut."""
+
+    device: torch.device
+    dtype: torch.dtype | None  # that it computes in; None: its own
+    offload: bool = False  # weights, gradients and optimizer state stay in the CPU's memory
+    reshard: bool = True  # a layer's whole weights are let go after its forward pass, and gathered again
+
+
+def with_launcher_settings(config: TrainConfig) -> TrainConfig:
+    """The configuration with what `accelerate launch` was told about FSDP and precision. Raises DlmBridgeError for
+    what this engine does not do, or does otherwise."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", config.precision):
+        raise DlmBridgeError(
+            f"accelerate is configured for {precision}, the run for --precision {config.precision}: give --precision "
+            f"{precision}, or launch with --mixed_precision no"
+        )
+    if not _env_flag("ACCELERATE_USE_FSDP"):
+        return config
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise DlmBridgeError("accelerate is configured for FSDP's first version: launch with --fsdp_version 2")
+    wrapping = os.environ.get("FSDP_AUTO_WRAP_POLICY", WRAPPING)
+    if wrapping != WRAPPING:
+        raise DlmBridgeError(
+            f"accelerate is configured for {wrapping}: decoder layers are FSDP's units here, launch with "
+            f"--fsdp_auto_wrap_policy {WRAPPING}"
+        )
+    return dataclasses.replace(
+        config,
+        sharding="fsdp",
+        cpu_offload=config.cpu_offload or _env_flag("FSDP_OFFLOAD_PARAMS"),
+        gradient_checkpointing=config.gradient_checkpointing or _env_flag("FSDP_ACTIVATION_CHECKPOINTING"),
+    )
+
+
+@contextlib.contextmanager
+def process_group(config: TrainConfig) -> Iterator[None]:
+    """A group of one process, which can be cut too (its weights onto the CPU), unless a launcher has made a larger."""
+    own = config.shards and not dist.is_initialized()
+    if own:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+def fsdp_config(config: TrainConfig, device: torch.device) -> FSDPConfig | None:
+    """How a configuration that `as_launched` gave cuts the model; None where every process has all of it."""
+    if not config.shards:
+        return None
+    return FSDPConfig(
+        device=device,
+        dtype=None if config.precision == "fp32" else torch.bfloat16,
+        offload=config.cpu_offload,
+        reshard=_env_flag("FSDP_RESHARD_AFTER_FORWARD", "true"),
+    )
+
+
+def shard_model(model: nn.Module, sharding: FSDPConfig) -> DeviceMesh:
+    """Cut `model` in place over all processes, which call this together.
+
+    Rank 0 has the weights; on other ranks the model may be on the meta device. Weights keep their dtype (fp32 masters)
+    and are gathered in `sharding.dtype`; gradients are averaged in fp32. What transformers keeps in fp32 (routers)
+    computes in it: such modules are units of their own. Tied weights stay tied, in the unit of the whole model.
+    """
+    mesh = init_device_mesh(sharding.device.type, (dist.get_world_size(),))
+    source = dict(model.named_parameters()) | dict(model.named_buffers(remove_duplicate=False))
+    _to_meta(model, _dtypes(source, sharding.device))
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": sharding.reshard,
+        "offload_policy": CPUOffloadPolicy(sharding.device.type == "cuda") if sharding.offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=sharding.dtype, reduce_dtype=torch.float32),
+    }
+    exact = {**settings, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+    for layer in decoder_layers(model):
+        if sharding.dtype is not None:
+            for router in _kept_in_fp32(model, layer):
+                fully_shard(router, **exact)
+        fully_shard(layer, **settings)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    if head is not None and head.weight is not embedding.weight:
+        fully_shard(embedding, **settings)
+        fully_shard(head, **{**settings, "reshard_after_forward": False})  # its backward pass comes next
+    fully_shard(model, **{**settings, "reshard_after_forward": False})
+    model.to_empty(device="cpu" if sharding.offload else sharding.device)
+    _distribute_weights(model, source, mesh, sharding.device)
+    return mesh
+
+
+def reshard_model(model: nn.Module) -> None:
+    """Let go of whole weights that a forward pass without a backward pass has left: `parameters()` are parts again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def clip_grad_norm(parameters: list[nn.Parameter], bound: float, device: torch.device) -> torch.Tensor:
+    """The norm of the gradients of all processes, in float64 on `device`, and the gradients scaled down where it is
+    above `bound`, without waiting for the device."""
+    gradients = [weight.grad.to_local() for weight in parameters if isinstance(weight.grad, DTensor)]
+    norms = torch._foreach_norm(gradients) if gradients else []
+    squares = torch.stack([norm.double().square() for norm in norms]).sum() if norms else torch.zeros(())
+    squares = squares.to(device, torch.float64)
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    if gradients:
+        scale = (bound / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+        torch._foreach_mul_(gradients, scale.to(gradients[0]))
+    return norm
+
+
+def full_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The whole of a weight that is cut; every process calls this together."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local().to(device)  # from where an offloaded weight lies, the network may not take it
+    whole = DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return whole.full_tensor()
+
+
+def _env_flag(name: str, otherwise: str = "false") -> bool:
+    return os.environ.get(name, otherwise).lower() in ("1", "true")
+
+
+def _kept_in_fp32(model: Any, layer: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a decoder layer whose own weights transformers would not load in half precision."""
+    kept = tuple(model._get_dtype_plan(torch.bfloat16))
+    for name, module in layer.named_modules():
+        own = [f"layer.{name}.{weight}" for weight, _ in module.named_parameters(recurse=False)]
+        if own and all(any(re.search(part, weight) for part in kept) for weight in own):
+            yield module
+
+
+def _dtypes(source: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.dtype]:
+    """Those of rank 0's tensors, which a model made of a configuration alone need not have."""
+    told: list[Any] = [{name: tensor.dtype for name, tensor in source.items()}]
+    dist.broadcast_object_list(told, src=0, device=device)
+    assert told[0].keys() == source.keys(), "the processes have different models"
+    return told[0]
+
+
+def _to_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Take the weights out of a model, which has them on the meta device then, tied as before."""
+    moved = {
+        id(weight): nn.Parameter(
+            torch.empty_like(weight, device="meta", dtype=dtypes[name]), requires_grad=weight.requires_grad
+        )
+        for name, weight in model.named_parameters()
+    }
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = moved[id(weight)]
+
+
+@torch.no_grad()
+def _distribute_weights(
+    model: nn.Module, source: Mapping[str, torch.Tensor], mesh: DeviceMesh, device: torch.device
+) -> None:
+    """Give each process its part of rank 0's weights, one weight at a time, and all of the buffers."""
+    main = dist.get_rank() == 0
+    for name, weight in model.named_parameters():
+        assert isinstance(weight, DTensor)
+        whole = (
+            source[name].detach().to(device) if main else torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        )
+        weight.to_local().copy_(distribute_tensor(whole, mesh, weight.placements).to_local())
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        whole = source[name].detach().to(device) if main else torch.empty_like(buffer, device=device)
+        dist.broadcast(whole, src=0)
+        owner, _, own_name = name.rpartition(".")
+        model.get_submodule(owner)._buffers[own_name] = whole
+
+
+OPTIMIZER = "optimizer"  # folder of a checkpoint: torch's distributed checkpoint
+SHARD_SIZE = 5 * 10**9  # bytes of a safetensors file
+
+
+def save_sharded(
+    output: Path,
+    step: int,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    adapter: Adapter | None,
+    tokenizer: Any,
+    state: dict[str, Any],
+    device: torch.device,
+) -> None:
+    """Write the checkpoint of `step`; every process calls this together, rank 0 writes the weights and `state`.
+
+    Whole weights are gathered one after the other on `device`, and written before the next one. Raises DlmBridgeError
+    where the disk refuses.
+    """
+    main = dist.get_rank() == 0
+    with atomic_checkpoint(output, step) if main else contextlib.nullcontext(temporary_folder(output, step)) as folder:
+        dist.barrier()
+        dcp.save({OPTIMIZER: get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder / OPTIMIZER)
+        if adapter is None:
+            save_weights(folder, model, device)
+        else:
+            tensors = {name: full_tensor(weight, device).cpu() for name, weight in adapter.parameters().items()}
+            if main:
+                adapter.save_pretrained(folder, tensors)
+        dist.barrier()
+        if main:
+            write_state(folder, step, tokenizer, state)
+
+
+def save_weights(folder: Path, model: Any, device: torch.device, shard_size: int = SHARD_SIZE) -> None:
+    """Write the Hub's files of a model as its `save_pretrained` does: config.json, generation_config.json, weights
+    under the Hub's names. Every process calls this together, rank 0 writes."""
+    writer, plans = None, []
+    if dist.get_rank() == 0:
+        _write_configs(folder, model)
+        plans = _shard_plans(model, shard_size)
+        writer = HubWriter(folder, plans)
+    for name, tensor in _stored_tensors(model):
+        whole = full_tensor(tensor, device)
+        if writer is not None:
+            for hub_name, part in _hub_tensors(model, name, whole).items():
+                writer.write(hub_name, part.contiguous().cpu())
+    if writer is not None:
+        writer.finish()
+        if len(plans) > 1:
+            (folder / SAFETENSORS_INDEX).write_text(index_text(plans))
+
+
+def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Set the optimizer's state to what a checkpoint has, however many processes wrote it, cut or not; `state` is what
+    else it has. Every process calls this together. Raises DlmBridgeError where it is damaged."""
+    if not (folder / OPTIMIZER).is_dir():
+        whole = _by_name(state[OPTIMIZER], model, optimizer)
+        set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
+        return
+    found: Any = {OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
+    try:
+        dcp.load(found, checkpoint_id=folder / OPTIMIZER)
+    except Exception as error:  # whatever a damaged file raises
+        raise DlmBridgeError(
+            f"{folder / OPTIMIZER}: damaged ({one_line(error)[:200]}): remove {folder} to resume from before it"
+        ) from error
+    set_optimizer_state_dict(model, optimizer, found[OPTIMIZER])
+
+
+def _by_name(state: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state dict by the names of parameters in place of their numbers."""
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    order = [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
+    groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {order[number]: value for number, value in state["state"].items()}, "param_groups": groups}
+
+
+def _stored_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """The weights and buffers that a checkpoint holds, a tied weight once."""
+    stored = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+    return [*model.named_parameters(), *buffers]
+
+
+def _hub_tensors(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a parameter is on the Hub: transformers merges some of its tensors into one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, {name: tensor}))
+
+
+def _shard_plans(model: Any, shard_size: int) -> list[ShardPlan]:
+    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, tensor in _stored_tensors(model):
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        specs |= {
+            hub_name: (part.dtype, tuple(part.shape)) for hub_name, part in _hub_tensors(model, name, empty).items()
+        }
+    return plan_by_size(specs, shard_size)
+
+
+def _write_configs(folder: Path, model: Any) -> None:
+    config = model.config
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    # FSDP gives a module a class of its own, named after the one that it had.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    copy_remote_code(config, folder)

@@ -1,0 +1,363 @@
+"""Conversations for fine-tuning: chat template, prompt and answer tokens, and rows of one or several of them."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import numpy as np
+import pyarrow.parquet
+import torch
+
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.objectives.batches import IGNORE_INDEX
+from dlm_bridge.train.data.blocks import Rows
+from dlm_bridge.train.data.documents import JSON_SUFFIXES, NamedDataset, Source, cached, fingerprint
+
+FIELDS = "'messages', or 'prompt' and 'completion'"
+# A template that marks what the assistant says.
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class DataRow:
+    """A row of a data set."""
+
+    fields: Mapping[str, Any]
+    where: str  # file and line, for errors
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation as tokens."""
+
+    input_ids: list[int]
+    answer: list[bool]  # what is trained on
+    where: str
+
+
+@dataclass(frozen=True)
+class _RenderedConversation:
+    """A conversation as text, and from where to where its answers reach."""
+
+    text: str
+    answers: list[tuple[int, int]]
+    where: str
+    ends: bool  # an EOS token follows: no template says how an answer ends
+
+
+def encode_conversations(records: Sequence[DataRow], tokenizer: Any) -> Iterator[Example]:
+    """The conversations of some rows, in order: {"messages": [...]}, where everything the assistant says is an answer;
+    or {"prompt", "completion"}, two texts, with an EOS token after them, or two lists of messages, of which the second
+    is answer. `tools` in a row are the template's.
+
+    Raises:
+        DlmBridgeError: a row without these fields, one that the template refuses, or one without an answer, each with
+            its file and line; a tokenizer that has no chat template, or is not one of the `tokenizers` library.
+    """
+    if not tokenizer.is_fast:
+        raise DlmBridgeError(f"tokenizer {tokenizer.name_or_path} does not say where its tokens stand: use a fast one")
+    found = [_read(record, tokenizer) for record in records]
+    texts = [item for item in found if isinstance(item, _RenderedConversation)]
+    encoded: Any = {"input_ids": [], "offset_mapping": []}
+    if texts:
+        encoded = tokenizer(
+            [item.text for item in texts], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+    tokens = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    for item in found:
+        example = item if isinstance(item, Example) else _labelled(item, *next(tokens), tokenizer)
+        if not any(example.answer):
+            raise DlmBridgeError(f"{example.where}: nothing in this row is an answer")
+        yield example
+
+
+def _read(record: DataRow, tokenizer: Any) -> _RenderedConversation | Example:
+    fields = {name: value for name, value in record.fields.items() if value is not None}
+    if "messages" in fields:
+        messages = _messages(fields["messages"], "messages", record.where)
+        if (last := messages[-1]["role"]) != "assistant":
+            raise DlmBridgeError(f"{record.where}: the last message is of '{last}': an answer is needed")
+        return _conversation(messages, 0, fields.get("tools"), record.where, tokenizer)
+    if not {"prompt", "completion"} <= fields.keys():
+        has = ", ".join(map(repr, fields)) or "nothing"
+        raise DlmBridgeError(f"{record.where}: no {FIELDS} (it has {has})")
+    prompt, completion = fields["prompt"], fields["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if tokenizer.eos_token_id is None:
+            raise DlmBridgeError(f"tokenizer {tokenizer.name_or_path} has no EOS token, which ends a completion")
+        text = prompt + completion
+        return _RenderedConversation(text, [(len(prompt), len(text))], record.where, ends=True)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise DlmBridgeError(f"{record.where}: 'prompt' and 'completion' must both be texts or both lists of messages")
+    before = _messages(prompt, "prompt", record.where)
+    messages = before + _messages(completion, "completion", record.where)
+    return _conversation(messages, len(before), fields.get("tools"), record.where, tokenizer)
+
+
+def _messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
+    if not isinstance(found, Sequence) or isinstance(found, str) or not found:
+        raise DlmBridgeError(f"{where}: '{name}' is not a list of messages")
+    for number, message in enumerate(found, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DlmBridgeError(f"{where}: message {number} of '{name}' has no 'role'")
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise DlmBridgeError(f"{where}: message {number} of '{name}' has no 'content' with text")
+    return [dict(message) for message in found]
+
+
+def _conversation(
+    messages: list[dict[str, Any]], first: int, tools: Any, where: str, tokenizer: Any
+) -> _RenderedConversation | Example:
+    """What the assistant says from message `first` on is answer."""
+
+    def render(count: int, **options: Any) -> Any:
+        try:
+            return tokenizer.apply_chat_template(messages[:count], tools=tools, **options)
+        except Exception as error:  # whatever a template raises
+            raise DlmBridgeError(f"{where}: the chat template refuses it: {one_line(error)}") from error
+
+    if tokenizer.chat_template is None:
+        raise DlmBridgeError(
+            f"tokenizer {tokenizer.name_or_path} has no chat template, which {where} needs: name a tokenizer that has "
+            "one with --tokenizer, or give 'prompt' and 'completion' as texts"
+        )
+    if first == 0 and GENERATION.search(tokenizer.get_chat_template(tools=tools)):
+        marked = render(len(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return Example(list(marked["input_ids"]), [bool(mask) for mask in marked["assistant_masks"]], where)
+    text = render(len(messages), tokenize=False)
+    answers = []
+    for number in range(first, len(messages)):
+        if messages[number]["role"] != "assistant":
+            continue
+        before = render(number, tokenize=False, add_generation_prompt=True)
+        until = text if number + 1 == len(messages) else render(number + 1, tokenize=False)
+        end = _end(text, before, until, messages[number].get("content"))
+        if not text.startswith(before) or end is None:
+            raise DlmBridgeError(
+                f"{where}: the chat template writes message {number + 1} differently once others follow: use one that "
+                "marks answers with {% generation %}, or rows of one turn"
+            )
+        answers.append((len(before), end))
+    return _RenderedConversation(text, answers, where, ends=False)
+
+
+def _end(text: str, before: str, until: str, content: Any) -> int | None:
+    """Where in `text` an answer ends that begins after `before`, and with which `until` ends; None if it cannot be
+    told."""
+    if text.startswith(until):
+        return len(until)
+    # Some templates (Qwen3's) write a last turn differently from the turns before: its end must be looked for.
+    said = content.strip() if isinstance(content, str) else ""
+    closing = said + until.rpartition(said)[2]
+    place = text.find(closing, len(before)) if said else -1
+    return None if place < 0 else place + len(closing)
+
+
+def _labelled(item: _RenderedConversation, ids: list[int], offsets: list[tuple[int, int]], tokenizer: Any) -> Example:
+    """A token belongs to an answer if any of its characters does: a prompt shows nothing of what follows it."""
+    starts, stops = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    answer = np.zeros(len(ids), dtype=bool)
+    for begin, end in item.answers:
+        answer |= (starts < end) & (stops > begin)
+    if item.ends:
+        return Example([*ids, tokenizer.eos_token_id], [*answer.tolist(), True], item.where)
+    return Example(ids, answer.tolist(), item.where)
+
+
+EosPadding = Literal["none", "block", "row"]
+CONVERSATIONS_AT_ONCE = 1024  # conversations tokenised at once
+OPEN_ROWS = 256  # rows that packing keeps open
+ROWS_VERSION = 1  # part of the cache's key: raise it when rows below are made differently
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ConversationSettings:
+    """How conversations become rows of `seq_length` tokens."""
+
+    seq_length: int
+    mask_token_id: int | None  # which no row may hold
+    packing: bool = False  # several in a row, which stand alone
+    truncate: bool = False  # cut what is too long
+    eos_padding: EosPadding = "none"  # EOS tokens after a conversation that are answer, up to a block's or row's end
+    block_size: int = 1  # of eos_padding "block"
+    train_on_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class ConversationBlocks:
+    """Rows from an Arrow table on disk. Right of a row's tokens is EOS: answer, or padding."""
+
+    table: Any  # datasets.Dataset with the columns input_ids, answer, lengths (of the conversations)
+    settings: ConversationSettings
+    eos_token_id: int
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """The rows `indices`, B = len(indices): labels are -100 outside answers."""
+        shape = (len(indices), self.settings.seq_length)
+        tokens = np.full(shape, self.eos_token_id, dtype=np.int64)
+        counts_end = self.settings.eos_padding == "row"
+        answer, real = (np.full(shape, counts_end) for _ in range(2))
+        documents = np.zeros(shape, dtype=np.int32)
+        found = self.table[list(indices)]
+        for row, (ids, said, lengths) in enumerate(
+            zip(found["input_ids"], found["answer"], found["lengths"], strict=True)
+        ):
+            tokens[row, : len(ids)] = ids
+            answer[row, : len(ids)] = said
+            real[row, : len(ids)] = True
+            documents[row, : len(ids)] = np.repeat(np.arange(len(lengths)), lengths)
+        return Rows(
+            torch.from_numpy(tokens),
+            labels=torch.from_numpy(np.where(answer, tokens, IGNORE_INDEX)),
+            attention_mask=None if real.all() else torch.from_numpy(real),
+            documents=torch.from_numpy(documents) if self.settings.packing else None,
+        )
+
+
+def load_conversation_blocks(
+    sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings
+) -> ConversationBlocks:
+    """The conversations of `sources` as rows, in order, or packed where each fits best. Cached under the `datasets`
+    cache folder, keyed by the sources, the tokenizer and its template, and the settings.
+
+    Raises:
+        DlmBridgeError: what `chat.encode` refuses; a row that is too long, or that holds the mask token, with its file
+            and line; no rows at all; a tokenizer without EOS.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DlmBridgeError(
+            f"tokenizer {tokenizer.name_or_path} has no EOS token, which fills rows: "
+            "set eos_token in its tokenizer_config.json"
+        )
+    columns = {"input_ids": "int32", "answer": "bool", "lengths": "int32"}
+    table = cached(
+        _conversation_rows,
+        datasets.Features({name: datasets.List(datasets.Value(kind)) for name, kind in columns.items()}),
+        {"sources": tuple(sources), "tokenizer": tokenizer, "settings": settings},
+        fingerprint(sources, tokenizer, "answers", ROWS_VERSION, tokenizer.chat_template, *vars(settings).values()),
+    )
+    return ConversationBlocks(table, settings, tokenizer.eos_token_id)
+
+
+def check_sources(sources: Sequence[Any]) -> None:
+    """Raise DlmBridgeError for a source that cannot hold conversations."""
+    for source in sources:
+        known = isinstance(source, Path) and source.suffix in (*JSON_SUFFIXES, ".parquet")
+        if not (known or isinstance(source, NamedDataset)):
+            name = source if isinstance(source, Path | str) else f"{source.prefix}.bin"
+            raise DlmBridgeError(f"--data {name}: conversations are rows of JSONL, parquet or a dataset")
+
+
+def read_data_rows(source: Source) -> Iterator[DataRow]:
+    """The rows of a JSONL or parquet file or a dataset. Raises DlmBridgeError for a line that is no JSON object."""
+    if isinstance(source, NamedDataset):
+        yield from (DataRow(row, f"{source.name}, row {number}") for number, row in enumerate(source.rows, 1))
+    elif source.suffix == ".parquet":
+        yield from _parquet_rows(source)
+    else:
+        with source.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield DataRow(_object(line, f"{source}, line {number}"), f"{source}, line {number}")
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DlmBridgeError(f"{where}: not JSON, one object a line is needed ({error})") from None
+    if not isinstance(row, dict):
+        raise DlmBridgeError(f"{where}: not JSON, one object a line is needed (it is {type(row).__name__})")
+    return row
+
+
+def _parquet_rows(path: Path) -> Iterator[DataRow]:
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DlmBridgeError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
+    number = 0
+    with file:
+        for batch in file.iter_batches(batch_size=CONVERSATIONS_AT_ONCE):
+            for row in batch.to_pylist():
+                number += 1
+                yield DataRow(row, f"{path}, row {number}")
+
+
+def _conversation_rows(
+    sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings
+) -> Iterator[dict[str, Any]]:
+    examples = _fitting(sources, tokenizer, settings)
+    rows = _pack_best_fit(examples, settings.seq_length) if settings.packing else ([example] for example in examples)
+    empty = True
+    for row in rows:
+        empty = False
+        yield {
+            "input_ids": list(itertools.chain.from_iterable(example.input_ids for example in row)),
+            "answer": list(itertools.chain.from_iterable(example.answer for example in row)),
+            "lengths": [len(example.input_ids) for example in row],
+        }
+    if empty:
+        raise DlmBridgeError(f"--data {', '.join(map(str, sources))}: no rows to train on")
+
+
+def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings) -> Iterator[Example]:
+    """The conversations, each short enough for a row, with the EOS tokens that fill its last block."""
+    limit, dropped = settings.seq_length, 0
+    records = itertools.chain.from_iterable(map(read_data_rows, sources))
+    while chunk := list(itertools.islice(records, CONVERSATIONS_AT_ONCE)):
+        for example in encode_conversations(chunk, tokenizer):
+            ids, answer = example.input_ids, example.answer
+            if settings.mask_token_id in ids:
+                raise DlmBridgeError(
+                    f"{example.where}: the text holds the mask token (id {settings.mask_token_id}): remove it"
+                )
+            if len(ids) > limit and not settings.truncate:
+                raise DlmBridgeError(
+                    f"{example.where}: {len(ids)} tokens are more than --seq-length {limit}: raise it, shorten the "
+                    "row, or cut all such rows with --truncate"
+                )
+            if not (settings.train_on_prompt or any(answer[:limit])):
+                dropped += 1
+                continue
+            filled = 0
+            if settings.eos_padding == "block" and len(ids) < limit:
+                filled = min(-len(ids) % settings.block_size, limit - len(ids))
+            ids = ids[:limit] + [tokenizer.eos_token_id] * filled
+            answer = [True] * len(ids) if settings.train_on_prompt else answer[:limit] + [True] * filled
+            yield Example(ids, answer, example.where)
+    if dropped:
+        logger.warning("%d rows are left out: their prompts alone are longer than --seq-length %d", dropped, limit)
+
+
+def _pack_best_fit(examples: Iterator[Example], length: int) -> Iterator[list[Example]]:
+    """Each conversation goes into the fullest open row that has room for it. When too many are open, the fullest is
+    done."""
+    rooms: list[int] = []  # left in the open rows, ascending
+    rows: list[list[Example]] = []
+    for example in examples:
+        size = len(example.input_ids)
+        place = bisect.bisect_left(rooms, size)
+        room, row = (rooms.pop(place), rows.pop(place)) if place < len(rooms) else (length, [])
+        row.append(example)
+        place = bisect.bisect_left(rooms, room - size)
+        rooms.insert(place, room - size)
+        rows.insert(place, row)
+        if len(rows) > OPEN_ROWS:
+            rooms.pop(0)
+            yield rows.pop(0)
+    yield from rows

@@ -1,0 +1,131 @@
+"""Monitoring of a run beside its metrics: sampled texts in DIR/samples.jsonl, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.texts import WrittenPrompt, as_message, random_state_kept, write_texts
+from dlm_bridge.train.config import TrainConfig, names
+from dlm_bridge.train.loading import model_family
+from dlm_bridge.train.metrics import StepMetrics, read_rows
+
+SAMPLES_FILE = "samples.jsonl"
+
+
+class TextSamples:
+    """The prompts of `--sample-prompt`, and the file that what follows on them goes to.
+
+    Every sampling has the same seed, so that only the weights differ from one to the next, and leaves training's
+    random numbers, and the model's mode, as they were.
+    """
+
+    def __init__(self, config: TrainConfig, tokenizer: Any, output: Path, step: int, main: bool) -> None:
+        """In the `main` process, which alone writes, opening the file drops the rows past `step` and a torn last line.
+        Raises DlmBridgeError for prompts that cannot be read or encoded."""
+        self._config = config
+        self._tokenizer = tokenizer
+        self._prompts = read_prompts(config.sample_prompt)
+        chat = config.task == "sft" and tokenizer.chat_template is not None
+        name = config.tokenizer or config.model
+        self._tokens = [
+            (as_message(text, None) if chat else WrittenPrompt(text=text)).encode(tokenizer, name)
+            for text in self._prompts
+        ]
+        self._path = output / SAMPLES_FILE if main else None
+        if self._path is None:
+            return
+        kept = [row for row in read_rows(self._path) if row["step"] <= step]
+        temporary = self._path.with_name(f".{SAMPLES_FILE}.tmp")
+        temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+        os.replace(temporary, self._path)
+
+    def write(self, step: int, model: Any) -> None:
+        """Sample after `step` and append a row for each prompt; every process that has a share of the model's weights
+        calls it. Raises DlmBridgeError where the model cannot be sampled from."""
+        family = model_family(model)
+        diffusion = family is not None and family.kind == "diffusion"
+        settings: dict[str, Any] = {"gen_length": self._config.sample_length, "seed": self._config.seed}
+        if diffusion:
+            settings["execution"] = "eager"  # nothing of it stays behind in the device's memory
+        training = model.training
+        model.eval()
+        try:
+            # A layer that training compiled would be compiled anew for each length.
+            with random_state_kept(), torch.compiler.set_stance("force_eager"):
+                result = write_texts(model, self._tokenizer, self._tokens, settings, diffusion=diffusion)
+        except DlmBridgeError as error:
+            raise DlmBridgeError(f"--sample-prompt after step {step}: {error}") from error
+        finally:
+            model.train(training)
+        if self._path is not None:
+            rows = [
+                {"step": step, "prompt": prompt, "text": text}
+                for prompt, text in zip(self._prompts, result.texts, strict=True)
+            ]
+            with self._path.open("a") as file:
+                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read_prompts(given: Sequence[str]) -> list[str]:
+    """The texts themselves, and in the place of each @FILE its lines. Raises DlmBridgeError."""
+    texts: list[str] = []
+    for text in given:
+        if not text.startswith("@"):
+            texts.append(text)
+            continue
+        try:
+            lines = [line for line in Path(text[1:]).read_text("utf-8").splitlines() if line.strip()]
+        except OSError as error:
+            raise DlmBridgeError(f"--sample-prompt {text}: {error.strerror}") from error
+        except UnicodeDecodeError:
+            raise DlmBridgeError(f"--sample-prompt {text}: not a text in UTF-8") from None
+        if not lines:
+            raise DlmBridgeError(f"--sample-prompt {text}: no prompts there")
+        texts += lines
+    return texts
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Raise DlmBridgeError where a tracker's package is missing."""
+    for name in names(config.trackers):
+        if importlib.util.find_spec(name) is None:
+            raise DlmBridgeError(f"--trackers {name}: the package is not installed: pip install {name}")
+
+
+class Trackers:
+    """The trackers of one run, on its main process: DIR/tensorboard, and a wandb run with the folder's name."""
+
+    def __init__(self, config: TrainConfig, output: Path) -> None:
+        from accelerate import PartialState
+        from accelerate.tracking import TensorBoardTracker, WandBTracker
+
+        PartialState()  # which Accelerate's trackers and their logger look at; a Megatron run has no Accelerator
+        self.trackers: list[Any] = []
+        for name in names(config.trackers):
+            if name == "tensorboard":
+                tracker: Any = TensorBoardTracker("tensorboard", str(output))
+            else:
+                tracker = WandBTracker(output.name, dir=str(output))
+            tracker.start()
+            if name == "wandb":  # TensorBoard's form of this is a folder a call; config.yaml lies beside it already
+                tracker.store_init_configuration(dataclasses.asdict(config))
+            self.trackers.append(tracker)
+
+    def log(self, row: StepMetrics) -> None:
+        """One step's figures, without what is not a number."""
+        values = {key: value for key, value in dataclasses.asdict(row).items() if value is not None and key != "step"}
+        for tracker in self.trackers:
+            tracker.log(values, step=row.step)
+
+    def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.finish()

@@ -1,0 +1,251 @@
+"""Reward workers: each reward function runs in a process of its own, with a time limit per call.
+
+    python -m dlm_bridge.train.rl.reward_worker FUNCTION
+
+is the worker: it reads one JSON object a line ({"prompts", "completions", "rows"}) and answers each with
+{"rewards": [...]} or {"error": "..."}. What the function prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.rl.rewards import REWARDS
+
+START_TIMEOUT = 120.0  # seconds for a reward's own imports
+
+
+class RewardRow(Protocol):
+    """A row of data as a reward gets it, and where it is from."""
+
+    @property
+    def fields(self) -> Mapping[str, Any]: ...
+
+    @property
+    def where(self) -> str:
+        """File and line, for errors."""
+        ...
+
+
+@dataclass(frozen=True)
+class RewardScores:
+    """The rewards of B completions."""
+
+    rewards: list[float]  # the weighted sums
+    parts: dict[str, list[float]]  # by function, unweighted
+    failed: int  # how many calls for single rows raised or hung and counted as 0
+
+
+class RewardWorkers:
+    """Several reward functions, each in its own process, summed with their weights."""
+
+    def __init__(self, names: Sequence[str], timeout: float = 10.0, failure: str = "stop") -> None:
+        """
+        Args:
+            names: of functions: a short name, a dotted path or file.py:name, with a weight in front where it is not
+                one, such as "0.1*countdown_form".
+            timeout: seconds that a function may take for a batch, and for a single row where the batch's call fails.
+            failure: "stop" raises for a row whose reward raises or hangs; "zero" counts it as 0.
+
+        Raises:
+            DlmBridgeError: a function that cannot be loaded.
+        """
+        self.failure = failure
+        self.functions = [_RewardProcess(*_weighted(name), timeout) for name in names]
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[RewardRow]) -> RewardScores:
+        """Judge B completions. Raises DlmBridgeError, with file and line of the row, for a reward that raises, hangs
+        or is no finite number, unless those count as 0."""
+        parts: dict[str, list[float]] = {}
+        failed = 0
+        for function in self.functions:
+            rewards = function.call(prompts, completions, rows)
+            if isinstance(rewards, str):  # which of them was it?
+                alone = [
+                    function.call([prompt], [completion], [row])
+                    for prompt, completion, row in zip(prompts, completions, rows, strict=True)
+                ]
+                broken = [number for number, reward in enumerate(alone) if isinstance(reward, str)]
+                if self.failure == "stop":
+                    place = f"{rows[broken[0]].where}: " if broken else ""
+                    what = alone[broken[0]] if broken else rewards
+                    raise DlmBridgeError(
+                        f"{place}--reward {function.name}: {what}: mend the function, or count such rows as 0 with "
+                        "--reward-failure zero"
+                    )
+                failed += len(broken)
+                rewards = [0.0 if isinstance(reward, str) else reward[0] for reward in alone]
+            parts[function.name] = rewards
+        sums = [0.0] * len(completions)
+        for function in self.functions:
+            sums = [total + function.weight * reward for total, reward in zip(sums, parts[function.name], strict=True)]
+        return RewardScores(sums, parts, failed)
+
+    def close(self) -> None:
+        """End the processes."""
+        for function in self.functions:
+            function.stop()
+
+
+class _RewardProcess:
+    """One reward function in its process, which is started again after a call that did not come back."""
+
+    def __init__(self, name: str, weight: float, timeout: float) -> None:
+        self.name, self.weight, self.timeout = name, weight, timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def call(self, prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[RewardRow]) -> list[float] | str:
+        """The rewards, or in words why there are none."""
+        if self._process is None:
+            self._start()
+        request = {
+            "prompts": list(prompts),
+            "completions": list(completions),
+            "rows": [dict(row.fields) for row in rows],
+        }
+        answer = self._exchange(json.dumps(request, default=str).encode() + b"\n", self.timeout)
+        return answer["rewards"] if "rewards" in answer else str(answer["error"])
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "dlm_bridge.train.rl.reward_worker", REWARDS.get(self.name, self.name)]
+        # The package may be used from a folder that is on the path of this process alone.
+        root = str(Path(__file__).resolve().parents[3])
+        path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH"), root])])
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        os.set_blocking(self._process.stdout.fileno(), False)
+        answer = self._exchange(b"", START_TIMEOUT)
+        if "ready" not in answer:
+            self.stop()
+            raise DlmBridgeError(
+                f"--reward {self.name}: cannot be loaded ({answer.get('error', 'no answer')}): give "
+                f"package.module.name, file.py:name, or one of {', '.join(REWARDS)}"
+            )
+
+    def _exchange(self, request: bytes, timeout: float) -> dict[str, Any]:
+        """Send a line and read one, in so many seconds for both; the process is ended where it does not answer."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        deadline, received = time.monotonic() + timeout, b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            if request:
+                selector.register(process.stdin, selectors.EVENT_WRITE)
+            while not received.endswith(b"\n"):
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    self.stop()
+                    return {"error": f"no answer in {timeout:g} s"}
+                for key, _ in events:
+                    if key.fileobj is process.stdin:
+                        try:
+                            request = request[os.write(process.stdin.fileno(), request) :]
+                        except BrokenPipeError:
+                            request = b""
+                        if not request:
+                            selector.unregister(process.stdin)
+                    elif chunk := os.read(process.stdout.fileno(), 1 << 20):
+                        received += chunk
+                    else:
+                        self.stop()
+                        return {"error": "its process ended"}
+        answer: dict[str, Any] = json.loads(received)
+        return answer
+
+
+def _weighted(name: str) -> tuple[str, float]:
+    weight, star, rest = name.partition("*")
+    if not star:
+        return name, 1.0
+    try:
+        return rest, float(weight)
+    except ValueError:
+        raise DlmBridgeError(f"--reward {name}: '{weight}' is no number: a weight is WEIGHT*NAME") from None
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The function that `package.module.name` or `file.py:name` means. Raises ImportError, AttributeError, and
+    whatever its module raises."""
+    if ".py:" in path:
+        file, _, name = path.rpartition(":")
+        spec = importlib.util.spec_from_file_location("reward_functions", file)
+        if spec is None or spec.loader is None or not os.path.isfile(file):
+            raise ImportError(f"no file {file}")
+        module: Any = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        place, _, name = path.rpartition(".")
+        if not place:
+            raise ImportError("neither a dotted path nor file.py:name")
+        module = importlib.import_module(place)
+    found: Callable[..., Any] = getattr(module, name)
+    if not callable(found):
+        raise AttributeError(f"{name} is no function")
+    return found
+
+
+def answer_request(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
+    """The function's rewards for a request, or what is wrong with them."""
+    try:
+        rewards = [float(reward) for reward in function(request["prompts"], request["completions"], request["rows"])]
+    except Exception as error:  # whatever a reward raises
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")}
+    if len(rewards) != len(request["completions"]):
+        return {"error": f"it gave {len(rewards)} rewards for {len(request['completions'])} completions"}
+    if any(reward != reward or reward in (float("inf"), float("-inf")) for reward in rewards):
+        return {"error": "it gave a reward that is not a finite number"}
+    return {"rewards": rewards}
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a reward prints must not stand between the answers
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    try:
+        function = load_function(sys.argv[1])
+    except Exception as error:
+        reply({"error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+        return
+    reply({"ready": True})
+    for line in sys.stdin:
+        reply(answer_request(function, json.loads(line)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The trainer that policy and preference runs share, the rows of their metrics, and checks of the model."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.config import resolve_settings
+from dlm_bridge.generation.samplers.base import SpecialTokens
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.objectives.noise import torch_seed
+from dlm_bridge.train.accelerate.attention import set_attention
+from dlm_bridge.train.checkpoints import find_checkpoints, remove_old_checkpoints, save_checkpoint
+from dlm_bridge.train.config import AUTOREGRESSIVE, METHODS, RLConfig
+from dlm_bridge.train.loading import load_model
+from dlm_bridge.train.lora import Adapter, add_adapter
+from dlm_bridge.train.metrics import MetricsFile, StepMetrics, plot_loss
+from dlm_bridge.train.optimizer import adamw, check_finite, learning_rate
+from dlm_bridge.train.rl.rows import Shuffled
+from dlm_bridge.train.rl.updates import UpdateMetrics
+from dlm_bridge.train.trainer import TrainingLoop
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRow(StepMetrics):
+    """A step of sampled and judged completions."""
+
+    reward: float  # mean
+    reward_std: float  # over all of the step's completions
+    rewards: dict[str, float]  # the mean of each function
+    failed_rewards: int  # completions whose reward raised or hung and counted as 0
+    idle_groups: float  # share of prompts whose completions all have the same reward: nothing is learned from them
+    kl: float | None  # from the reference, in nats a token; null without one
+    clip_fraction: float  # share of tokens that the clip kept from gaining
+    completion_length: float  # tokens, the end included
+    eval_reward: float | None = None  # of greedy answers to held-out prompts
+    eval_rewards: dict[str, float] | None = None
+
+    @property
+    def was_evaluated(self) -> bool:
+        return self.eval_reward is not None
+
+    def shown(self) -> str:
+        """The figures as a person reads them."""
+        held_out = "" if self.eval_reward is None else f"  held-out {self.eval_reward:.3f}"
+        return f"reward {self.reward:.3f}  length {self.completion_length:.1f}  {super().shown()}{held_out}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceRow(StepMetrics):
+    """A step of preferred rows."""
+
+    preferred: float  # share of pairs whose chosen answer gained on the rejected one
+    margin: float  # mean of beta x (gain of the chosen answer - gain of the rejected one)
+    eval_preferred: float | None = None
+
+    def shown(self) -> str:
+        """The figures as a person reads them."""
+        return f"preferred {self.preferred:.3f}  margin {self.margin:.3f}  {super().shown()}"
+
+
+def check_method(config: RLConfig, family: FamilySpec | None) -> None:
+    """Raise DlmBridgeError for a model of no known family, and a method of the other kind of model."""
+    if family is None:
+        raise DlmBridgeError(f"--model {config.model}: of no known family: see dlm-bridge families for what rl takes")
+    autoregressive = family.kind == "autoregressive"
+    if autoregressive != (config.method in AUTOREGRESSIVE):
+        fits = [name for name in METHODS if (name in AUTOREGRESSIVE) == autoregressive]
+        raise DlmBridgeError(
+            f"--method {config.method} is not for {family.title}, which is {family.kind}: use {', '.join(fits)}"
+        )
+
+
+def check_length(config: RLConfig, model: Any) -> None:
+    """Raise DlmBridgeError for rows that may be longer than the model."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and config.seq_length > limit:
+        raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
+
+
+def check_sampler(config: RLConfig, model: Any) -> None:
+    """Raise DlmBridgeError for settings of `--generation` that the model's sampler cannot run."""
+    keywords = {"gen_length": config.gen_length, "temperature": config.temperature, **config.sampler}
+    settings = resolve_settings(model, None, keywords, prompt_width=1)
+    settings.algorithm.recipe(SpecialTokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
+
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class RLTrainer(TrainingLoop, Generic[Item]):
+    """What both kinds of run share: model, reference, optimizer, checkpoints."""
+
+    config: RLConfig
+    accelerator: Accelerator
+    model: Any
+    adapter: Adapter | None  # of the model, in its place
+    tokenizer: Any
+    rows: list[Item]
+    valid: list[Item]
+    output: Path
+    console: Console
+    tokens: int = field(default=0, init=False)  # trained on so far, over all processes
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if config.attention_backend is not None:
+            set_attention(self.model, config.attention_backend)
+        self.model.train()
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.reference_model = self._reference()
+        optimizer = adamw(config, self.model)
+        self.order = Shuffled(self.rows, config.seed)
+        self.plain_model = self.model
+        self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        self.set_up()
+
+    @staticmethod
+    @abc.abstractmethod
+    def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int) -> list[Any]:
+        """The rows that some paths name. Raises DlmBridgeError."""
+
+    @abc.abstractmethod
+    def set_up(self) -> None:
+        """Make what follows the model."""
+
+    @abc.abstractmethod
+    def train_step(self, step: int) -> tuple[UpdateMetrics, dict[str, float]]:
+        """Update the model: what it measured, and sums over this process's rows, `tokens` among them."""
+
+    @abc.abstractmethod
+    def row(self, common: dict[str, Any], sums: dict[str, float]) -> StepMetrics:
+        """The figures of a step from those that all training has and sums over all processes."""
+
+    def close(self) -> None:
+        """End what the run started."""
+
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def share(self) -> int:
+        """Completions, or pairs, of this process in a step."""
+        return self.config.global_batch_size // self.accelerator.num_processes
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Set the optimizer's state, and the gradient scaler's, to what a checkpoint has."""
+        if state["rows"] != len(self.rows):
+            raise DlmBridgeError(
+                f"--data has {len(self.rows)} rows, the run began with {state['rows']}: resume with the data that it "
+                "began with"
+            )
+        self.tokens = state["tokens"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.accelerator.scaler is not None and state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+
+    def step(self, step: int, want_stop: bool) -> tuple[StepMetrics, bool]:
+        config, began = self.config, time.perf_counter()
+        torch.manual_seed(torch_seed(config.seed, step, self.accelerator.process_index))
+        rate = learning_rate(config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        figures, own = self.train_step(step)
+        if not math.isfinite(figures.loss):
+            raise DlmBridgeError(f"step {step}: the loss is {figures.loss}: lower --lr")
+        sums = self.summed({**figures.sums, **own, "stop": float(want_stop)})
+        self.tokens += int(sums["tokens"])
+        rate_of_tokens = sums["tokens"] / (time.perf_counter() - began)
+        common = {
+            "step": step,
+            "loss": figures.loss,
+            "grad_norm": figures.grad_norm,
+            "lr": rate,
+            "tokens": self.tokens,
+            "tokens_per_s": rate_of_tokens,
+            "tokens_per_s_per_device": rate_of_tokens / self.accelerator.num_processes,
+            "mfu": None,
+            "peak_memory": torch.cuda.max_memory_allocated() if self.accelerator.device.type == "cuda" else None,
+        }
+        return self.row(common, sums), sums["stop"] > 0
+
+    def save(self, step: int, metrics: MetricsFile | None) -> Path:
+        """Write the checkpoint of `step` on the main process, while the others wait."""
+        check_finite(step, self.plain_model.parameters())
+        if metrics is not None:
+            metrics.sync()
+            scaler = self.accelerator.scaler
+            state = {
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": None if scaler is None else scaler.state_dict(),
+                "rows": len(self.rows),
+                "tokens": self.tokens,
+            }
+            save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
+            remove_old_checkpoints(self.output, self.config.keep_last)
+            plot_loss(metrics.rows, self.output / "loss.png")
+        self.accelerator.wait_for_everyone()
+        return find_checkpoints(self.output)[-1][1]
+
+    def summed(self, values: dict[str, float]) -> dict[str, float]:
+        """Each value summed over the processes."""
+        device = self.accelerator.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        row: Any = self.accelerator.reduce(torch.tensor(list(values.values()), dtype=dtype, device=device), "sum")
+        return dict(zip(values, row.tolist(), strict=True))
+
+    def _reference(self) -> Any:
+        """The model as it began, on this process's device; None where nothing asks for it, and where it is the model
+        without the adapter that this run began."""
+        if self.config.kl_weight == 0 or self.config.lora_rank:
+            return None
+        reference = load_model(self.config)
+        if self.config.adapter is not None:
+            add_adapter(self.config, reference)
+        if self.config.attention_backend is not None:
+            set_attention(reference, self.config.attention_backend)
+        return reference.requires_grad_(False).eval().to(self.accelerator.device)
+
+    @contextlib.contextmanager
+    def as_it_began(self) -> Iterator[Any]:
+        """The model as it began, without gradients."""
+        without: Any = contextlib.nullcontext()
+        if self.reference_model is None:
+            assert self.adapter is not None
+            without = self.adapter.peft.disable_adapter()
+        with torch.no_grad(), self.accelerator.autocast(), without:
+            yield self.plain_model if self.reference_model is None else self.reference_model

@@ -1,1 +1,0 @@
-"""What makes a step of the Accelerate engine fast: compiled layers, attention kernels, losses without logits."""
