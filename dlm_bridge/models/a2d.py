@@ -15,8 +15,6 @@ QWEN2_MAPPING = dense_mapping({"num_key_value_heads": 32}, frozenset({"qkv_bias"
 LLAMA_MAPPING = dense_mapping({})
 
 
-FOLDER = "dlm_bridge.models.a2d"
-
 COMMON: dict[str, Any] = {
     "initialisation": "dlm_bridge.models.initialisation:normal_rule",
     "auto_classes": ("AutoModel", "AutoModelForMaskedLM", "AutoModelForCausalLM"),
@@ -31,9 +29,9 @@ QWEN3 = FamilySpec(
     hub_ids=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1"),
     architectures=("A2DQwen3LMHeadModel",),
     model_type="a2d-qwen3",
-    config_class=f"{FOLDER}.configuration:A2DQwen3Config",
-    model_class=f"{FOLDER}.modeling:A2DQwen3LMHeadModel",
-    mapping=f"{FOLDER}.mapping:QWEN3",
+    config_class="dlm_bridge.models.modeling_a2d:A2DQwen3Config",
+    model_class="dlm_bridge.models.modeling_a2d:A2DQwen3LMHeadModel",
+    mapping="dlm_bridge.models.a2d:QWEN3_MAPPING",
     mask_token_id=151669,  # <|mask|>, added to Qwen3's tokenizer
     **COMMON,
 )
@@ -47,9 +45,9 @@ QWEN2 = FamilySpec(
     ),
     architectures=("A2DQwen2LMHeadModel",),
     model_type="a2d-qwen2",
-    config_class=f"{FOLDER}.configuration:A2DQwen2Config",
-    model_class=f"{FOLDER}.modeling:A2DQwen2LMHeadModel",
-    mapping=f"{FOLDER}.mapping:QWEN2",
+    config_class="dlm_bridge.models.modeling_a2d:A2DQwen2Config",
+    model_class="dlm_bridge.models.modeling_a2d:A2DQwen2LMHeadModel",
+    mapping="dlm_bridge.models.a2d:QWEN2_MAPPING",
     mask_token_id=151665,  # <|mask|>, the first id that Qwen2.5's tokenizer leaves free
     **COMMON,
 )
@@ -60,9 +58,9 @@ LLAMA = FamilySpec(
     hub_ids=(),
     architectures=("A2DLlamaLMHeadModel",),
     model_type="a2d-llama",
-    config_class=f"{FOLDER}.configuration:A2DLlamaConfig",
-    model_class=f"{FOLDER}.modeling:A2DLlamaLMHeadModel",
-    mapping=f"{FOLDER}.mapping:LLAMA",
+    config_class="dlm_bridge.models.modeling_a2d:A2DLlamaConfig",
+    model_class="dlm_bridge.models.modeling_a2d:A2DLlamaLMHeadModel",
+    mapping="dlm_bridge.models.a2d:LLAMA_MAPPING",
     mask_token_id=None,  # whatever was added to the tokenizer: no checkpoint is published
     **COMMON,
 )

@@ -190,7 +190,7 @@ def _spec(
         model_type=model_type,
         config_class=f"transformers:{prefix}Config",
         model_class=f"transformers:{prefix}ForCausalLM",
-        mapping=f"dlm_bridge.models.autoregressive.{mapping}",
+        mapping=f"dlm_bridge.models.{mapping}",
         initialisation="dlm_bridge.models.initialisation:normal_rule",
         auto_classes=(),  # transformers' own entries stay as they are
         kind="autoregressive",
@@ -209,7 +209,7 @@ SPECS: tuple[FamilySpec, ...] = (
         ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B"),
         "Llama",
         "llama",
-        "dense:LLAMA",
+        "autoregressive:LLAMA_MAPPING",
     ),
     _spec(
         "qwen2",
@@ -217,16 +217,23 @@ SPECS: tuple[FamilySpec, ...] = (
         ("Qwen/Qwen2-7B", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-Coder-7B"),
         "Qwen2",
         "qwen2",
-        "dense:QWEN2",
+        "autoregressive:QWEN2_MAPPING",
     ),
-    _spec("qwen3", "Qwen3", ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"), "Qwen3", "qwen3", "dense:QWEN3"),
+    _spec(
+        "qwen3",
+        "Qwen3",
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"),
+        "Qwen3",
+        "qwen3",
+        "autoregressive:QWEN3_MAPPING",
+    ),
     _spec(
         "mistral",
         "Mistral 7B, Mistral Nemo",
         ("mistralai/Mistral-7B-v0.1", "mistralai/Mistral-7B-v0.3", "mistralai/Mistral-Nemo-Base-2407"),
         "Mistral",
         "mistral",
-        "dense:MISTRAL",
+        "autoregressive:MISTRAL_MAPPING",
     ),
     _spec(
         "qwen3_moe",
@@ -234,7 +241,7 @@ SPECS: tuple[FamilySpec, ...] = (
         ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
         "Qwen3Moe",
         "qwen3_moe",
-        "experts:QWEN3_MOE",
+        "autoregressive:QWEN3_MOE_MAPPING",
     ),
     _spec(
         "mixtral",
@@ -242,7 +249,7 @@ SPECS: tuple[FamilySpec, ...] = (
         ("mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x22B-v0.1"),
         "Mixtral",
         "mixtral",
-        "experts:MIXTRAL",
+        "autoregressive:MIXTRAL_MAPPING",
         lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
     ),
     _spec(
@@ -259,7 +266,7 @@ SPECS: tuple[FamilySpec, ...] = (
         ("allenai/OLMoE-1B-7B-0924", "allenai/OLMoE-1B-7B-0125"),
         "Olmoe",
         "olmoe",
-        "experts:OLMOE",
+        "autoregressive:OLMOE_MAPPING",
         training=("accelerate",),  # whole rows are normalised
     ),
     _spec(
