@@ -26,7 +26,7 @@ from dlm_bridge.models.family_spec import FamilySpec
 # Names that some published samplers have for what transformers calls otherwise.
 ALIASES = {"gen_length": "max_new_tokens", "logits_temp": "temperature", "topp_temp": "top_p"}
 SHARED = ("gen_length", "temperature", "top_k", "top_p")  # what every sampler has
-# Both lists grow with `register_algorithm`.
+# Both lists grow with `register_sampler`.
 PARAMETERS = list(
     dict.fromkeys(name for algorithm in SAMPLERS.values() for name in algorithm.parameters() if name not in SHARED)
 )
@@ -183,7 +183,7 @@ class DiffusionGenerationConfig(GenerationConfig):
     def to_dict(self) -> dict[str, Any]:
         """Every field but our own unset ones, which plain transformers would not know."""
         fields = super().to_dict()
-        # A config that is older than a `register_algorithm` has none of that sampler's names.
+        # A config that is older than a `register_sampler` has none of that sampler's names.
         unset = [name for name in OWN_FIELDS if fields.get(name) is None]
         for name in unset:
             fields.pop(name, None)
@@ -255,7 +255,7 @@ def check_values(values: Mapping[str, Any], where: str = "") -> None:
     check(_FLAGS, lambda value: isinstance(value, bool), "True or False")
     for name, known in {"algorithm": tuple(SAMPLERS), **_CHOICES}.items():
         if name in given and given[name] not in known:
-            own = "; register_algorithm makes another known, before the model is loaded" if name == "algorithm" else ""
+            own = "; register_sampler makes another known, before the model is loaded" if name == "algorithm" else ""
             raise DlmBridgeError(f"unknown {name} {given[name]!r}: known are {', '.join(known)}{own}{where}")
     eos_token_ids(given.get("eos_token_id"))
 
@@ -291,7 +291,7 @@ def register_sampler(kind: Kind) -> Kind:
 
     A rule alone needs no name: `generate(..., commit_rule=rule)` puts it in place of the sampler's own.
 
-        @register_algorithm
+        @register_sampler
         @dataclass(frozen=True, kw_only=True)
         class LeftToRight(Algorithm):
             name: ClassVar[str] = "left_to_right"
@@ -309,7 +309,7 @@ def register_sampler(kind: Kind) -> Kind:
             of another setting.
     """
     if not (isinstance(kind, type) and issubclass(kind, Sampler) and is_dataclass(kind)):
-        raise DlmBridgeError(f"{kind!r} is no sampler: register a frozen, kw_only dataclass below Algorithm")
+        raise DlmBridgeError(f"{kind!r} is no sampler: register a frozen, kw_only dataclass below Sampler")
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name:
         raise DlmBridgeError(f"{kind.__name__} has no name: give it `name: ClassVar[str]`")

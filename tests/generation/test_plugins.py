@@ -109,9 +109,7 @@ def test_a_registered_sampler_is_known_by_its_name(left_to_right: type[Sampler],
 
 def test_a_checkpoint_names_a_sampler_that_is_not_registered(tmp_path: Any) -> None:
     (tmp_path / "generation_config.json").write_text('{"algorithm": "left_to_right", "per_step": 6}')
-    with pytest.raises(
-        DlmBridgeError, match=r"unknown algorithm 'left_to_right': .*; register_algorithm makes another"
-    ):
+    with pytest.raises(DlmBridgeError, match=r"unknown algorithm 'left_to_right': .*; register_sampler makes another"):
         DiffusionGenerationConfig.from_pretrained(tmp_path)
 
 
@@ -132,7 +130,7 @@ def test_what_cannot_be_registered(left_to_right: type[Sampler]) -> None:
     )
     refused("'seed' is another setting's name", name="mine", __annotations__={"seed": int}, seed=1, **everywhere)
     refused("'num_beams' is another", name="mine", __annotations__={"num_beams": int}, num_beams=1, **everywhere)
-    with pytest.raises(DlmBridgeError, match="is no sampler: register a frozen, kw_only dataclass below Algorithm"):
+    with pytest.raises(DlmBridgeError, match="is no sampler: register a frozen, kw_only dataclass below Sampler"):
         register_sampler(LeastSureFirst)  # type: ignore[type-var]
 
 

@@ -26,4 +26,4 @@ _ALL: tuple[type[Sampler], ...] = (
 )  # fmt: skip
 SAMPLERS: dict[str, type[Sampler]] = {algorithm.name: algorithm for algorithm in _ALL}
 
-__all__ = ["ALGORITHMS", "Sampler"]
+__all__ = ["SAMPLERS", "Sampler"]
