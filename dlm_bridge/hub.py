@@ -73,9 +73,9 @@ def with_dtype(text: str, dtype: str) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a plain file inside `folder`, params followed.
+    """The path of a plain file inside `folder`, links followed.
 
-    The Hub's cache params its snapshots' files to ../../blobs; every other way out is refused. Raises DlmBridgeError.
+    The Hub's cache links its snapshots' files to ../../blobs; every other way out is refused. Raises DlmBridgeError.
     """
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or "\\" in name or "\0" in name or not relative.parts:
@@ -84,16 +84,16 @@ def inside(folder: Path, name: str) -> Path:
     try:
         real = path.resolve(strict=True)
     except FileNotFoundError:
-        what = "is a broken param" if path.is_symlink() else "does not exist"
+        what = "is a broken link" if path.is_symlink() else "does not exist"
         raise DlmBridgeError(f"{path} {what}") from None
     except (OSError, RuntimeError):
-        raise DlmBridgeError(f"{path} is a param that cannot be followed") from None
+        raise DlmBridgeError(f"{path} is a link that cannot be followed") from None
     allowed = [folder.resolve()]
     home = folder.resolve().parent
     if home.name == "snapshots":
         allowed.append(home.parent / "blobs")
     if not any(root in real.parents for root in allowed):
-        raise DlmBridgeError(f"{path} is a param to {real}, outside the folder: copy the file in its place")
+        raise DlmBridgeError(f"{path} is a link to {real}, outside the folder: copy the file in its place")
     if not stat.S_ISREG(real.stat().st_mode):
         raise DlmBridgeError(f"{path} is not a plain file")
     return path

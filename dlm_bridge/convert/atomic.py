@@ -28,8 +28,8 @@ from typing import Any, TextIO
 import torch
 import xxhash
 
-from dlm_bridge.convert.forked import WorkerKilledError
 from dlm_bridge.convert.manifest import TensorRecord, tool_version
+from dlm_bridge.convert.workers import WorkerKilledError
 from dlm_bridge.errors import DlmBridgeError
 
 _NEW, _OLD = "new", "old"
@@ -246,7 +246,7 @@ class JournalEntry:
 class Journal:
     """Flushes what is written as it comes, in a thread of its own, and notes what is flushed.
 
-    `done` is what the run before this one has noted, by the param's name.
+    `done` is what the run before this one has noted, by the parameter's name.
     """
 
     def __init__(self, folder: Path, fingerprint: str, files: Iterable[str]) -> None:

@@ -77,12 +77,12 @@ class Checkpoint(ABC):
 
     @cached_property
     def params(self) -> list[ParamMapping]:
-        """Every param of the model."""
+        """Every parameter of the model."""
         return list(self.mapping.params(self.dims))
 
     @cached_property
     def param_of(self) -> dict[str, ParamMapping]:
-        """Hub name -> the param that it belongs to."""
+        """Hub name -> the parameter that it belongs to."""
         return {name: param for param in self.params for name in param.hub_names}
 
     @cached_property
@@ -113,18 +113,18 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
-        """The Hub tensors of a param. Raises DlmBridgeError."""
+        """The Hub tensors of a parameter. Raises DlmBridgeError."""
 
     def read_each(self, param: ParamMapping) -> Iterator[torch.Tensor]:
         """The same one by one, so that not all need to be held where they lie apart."""
         yield from self.read_param(param)
 
     def streams(self, param: ParamMapping) -> bool:
-        """Whether `regions` can tell where the bytes of a param's Megatron slice lie. Nothing is read."""
+        """Whether `regions` can tell where the bytes of a parameter's Megatron slice lie. Nothing is read."""
         return False
 
     def regions(self, param: ParamMapping) -> list[FileRegion]:
-        """Where they lie, in the one dtype that all of the param's tensors then have. Raises DlmBridgeError."""
+        """Where they lie, in the one dtype that all of the parameter's tensors then have. Raises DlmBridgeError."""
         raise NotImplementedError(f"{self.format} has no files to read rows from")
 
     @abstractmethod
@@ -229,7 +229,7 @@ class CheckpointWriter(Protocol):
     """Writes slices in any order and from any thread or process."""
 
     def write(self, param: ParamMapping, bands: Bands) -> list[str]:
-        """Put a param's whole slice in its places; returns digests for `has` and `note`."""
+        """Put a parameter's whole slice in its places; returns digests for `has` and `note`."""
 
     def has(self, param: ParamMapping, digests: Sequence[str]) -> bool:
         """Whether an earlier run put it there."""

@@ -1,7 +1,8 @@
 """Manifests of written checkpoints.
 
 `dlm_bridge.json` of a conversion: what the checkpoint is, where it came from, and a digest of every tensor and side
-file, taken as the tensors pass through. `dlm_bridge_files.json` of a training checkpoint: a digest of each file, taken by the rank that wrote it.
+file, taken as the tensors pass through. `dlm_bridge_files.json` of a training checkpoint: a digest of each file, taken
+by the rank that wrote it.
 """
 
 from __future__ import annotations

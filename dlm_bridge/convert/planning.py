@@ -15,7 +15,6 @@ import torch
 from dlm_bridge.convert.atomic import check_output
 from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
-from dlm_bridge.convert.forked import check_processes
 from dlm_bridge.convert.formats.legacy_writer import LegacyWriter, plan_legacy
 from dlm_bridge.convert.formats.rank_names import KeyStyle
 from dlm_bridge.convert.formats.safetensors_file import ShardPlan
@@ -26,7 +25,7 @@ from dlm_bridge.convert.side_files import check_shard_map, shard_plans
 from dlm_bridge.convert.streaming import (
     BAND,
 )
-from dlm_bridge.convert.workers import Progress, gc_paused, in_flight, worker_count
+from dlm_bridge.convert.workers import Progress, check_processes, gc_paused, in_flight, worker_count
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.dtypes import dtype_name, promote
 from dlm_bridge.mapping.layout import Layout
@@ -323,8 +322,8 @@ def _report(
 
 
 def task_bytes(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorSpec], dtype: torch.dtype) -> int:
-    """Bytes that a param's task holds at the most: a few bands; or its slice, and one Hub tensor or one rank's part
-    beside it."""
+    """Upper bound of the bytes that a parameter's task holds: a few bands; or its slice, and one Hub tensor or one
+    rank's part beside it."""
     widest = max(dtype.itemsize, *(source.spec(name)[0].itemsize for name in param.hub_names))
     whole = prod(param.megatron_shape) * widest * 3 // 2
     if not can_stream(param, source, specs, dtype):
@@ -334,8 +333,8 @@ def task_bytes(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorS
 
 
 def can_stream(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorSpec], dtype: torch.dtype) -> bool:
-    """Whether a param's rows go straight from file to file: all its tensors are read and written in this dtype, and
-    its slice lies in whole rows or columns."""
+    """Whether a parameter's rows go straight from file to file: all its tensors are read and written in this dtype,
+    and its slice lies in whole rows or columns."""
     same = all(source.spec(name)[0] == specs[name][0] == dtype for name in param.hub_names)
     return same and source.streams(param)
 

@@ -50,7 +50,7 @@ class SideFiles:
 def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
     """The side files of a Hub folder whose weights are the files `weights`.
 
-    Raises DlmBridgeError for a param that leads out of the folder and for what is not a plain file.
+    Raises DlmBridgeError for a link that leads out of the folder and for what is not a plain file.
     """
     carried: list[str] = []
     left_out: list[str] = []
@@ -62,7 +62,7 @@ def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
                 subfolders.remove(name)
                 left_out.append(f"{path}/")
             elif (folder / path).is_symlink():
-                raise DlmBridgeError(f"{folder / path}: a param to a folder cannot be carried over: remove it")
+                raise DlmBridgeError(f"{folder / path}: a link to a folder cannot be carried over: remove it")
         subfolders.sort()
         for name in sorted(files):
             path = below / name
@@ -77,7 +77,7 @@ def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
 
 
 def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
-    """Copy files byte for byte (params become files), with their folders."""
+    """Copy files byte for byte (links become files), with their folders."""
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)

@@ -48,8 +48,8 @@ def convert_to_dlm(
 ) -> ConversionReport:
     """Write the diffusion checkpoint that `source` (a Hub folder or id) becomes, ready for `pretrain`.
 
-    `mask` is the mask token's text (see `mask_token`), `to` one of the family's `TARGETS`, which says the attention_pattern and
-    the shift. The mask token's rows of the embedding and of the output layer, and rows that the vocabulary lacks, are
+    `mask` is the mask token's text (see `mask_token`), `to` one of the family's `TARGETS`, which says the attention
+    pattern and the shift. The mask token's rows of the embedding and of the output layer, and rows that the vocabulary lacks, are
     noise drawn from (seed, tensor name). Raises DlmBridgeError for a family without a target, a tokenizer that cannot
     take the token, a source that is not whole and a refused output.
     """

@@ -21,7 +21,6 @@ from dlm_bridge.convert.atomic import Journal, JournalEntry, atomic_output, fing
 from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
 from dlm_bridge.convert.checkpoints.torch_dist import TRACKER
-from dlm_bridge.convert.forked import run_forked
 from dlm_bridge.convert.formats.safetensors_file import HubWriter, ShardRecord, plan_like
 from dlm_bridge.convert.manifest import MANIFEST as MANIFEST
 from dlm_bridge.convert.optimizer_state import transfer_state, write_common
@@ -56,7 +55,7 @@ from dlm_bridge.convert.streaming import (
     tensor_bands,
     with_zero_rows,
 )
-from dlm_bridge.convert.workers import Progress, TaskMemory, in_flight, new_tensor, run_tasks, worker_count
+from dlm_bridge.convert.workers import Progress, TaskMemory, in_flight, new_tensor, run_forked, run_tasks, worker_count
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
@@ -197,7 +196,7 @@ class TransferJob:
 
 @dataclass(frozen=True)
 class _ParamTask:
-    """`work` reads and writes one param's bytes, in any thread or process; `note` is told of it, in this process.
+    """`work` reads and writes one parameter's bytes, in any thread or process; `note` is told of it, in this process.
 
     Both know whether an earlier run had done it: then nothing was written.
     """
@@ -352,7 +351,7 @@ def _slice(job: TransferJob, param: ParamMapping, dtype: torch.dtype) -> torch.T
 
 
 def _slice_ranges(param: ParamMapping) -> list[SliceRange]:
-    """What the Hub tensors are of a param's slice."""
+    """What the Hub tensors are of a parameter's slice."""
     assert param.hub_rows is not None
     return [SliceRange(rows) for rows in param.hub_rows]
 

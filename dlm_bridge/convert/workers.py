@@ -9,11 +9,15 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from math import prod
+from multiprocessing import connection, get_all_start_methods, get_context
+from typing import Any
 
 import torch
 
@@ -21,6 +25,11 @@ from dlm_bridge.errors import DlmBridgeError
 
 Progress = Callable[[int, int], None]  # (bytes just done, bytes in all); called from any thread
 FLOOR = 512 << 20  # bytes that may be in flight even where every tensor is small
+_SMALL = 1 << 20  # bytes; below, the allocator of the process reuses its memory itself
+_HUGE_PAGE = 2 << 20
+_task = threading.local()
+_DONE = -1  # sent in a task's place: the process has done its share
+_FAILED = -2
 
 
 def worker_count(workers: int | None) -> int:
@@ -65,29 +74,54 @@ def run_tasks(tasks: Sequence[tuple[int, Callable[[], None]]], workers: int) -> 
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-class _Budget:
-    """A number of bytes that holders share; one holder alone may always go on."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._used = limit, 0
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def hold(self, size: int) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._used == 0 or self._used + size <= self._limit)
-            self._used += size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._used -= size
-                self._changed.notify_all()
+class WorkerKilledError(DlmBridgeError):
+    """A process was ended from outside; what the others have done is not lost."""
 
 
-_SMALL = 1 << 20  # bytes; below, the allocator of the process reuses its memory itself
-_HUGE_PAGE = 2 << 20
-_task = threading.local()
+def check_processes(processes: int) -> None:
+    """Raise DlmBridgeError for a number of processes that cannot be."""
+    if processes < 1:
+        raise DlmBridgeError(f"--processes must be at least 1, not {processes}")
+    if processes > 1 and "fork" not in get_all_start_methods():
+        raise DlmBridgeError(f"--processes {processes} needs a system that can fork: use --workers")
+    if processes > 1 and torch.cuda.is_initialized():
+        raise DlmBridgeError(f"--processes {processes}: this process uses CUDA, which does not survive a fork")
+
+
+def run_forked(
+    tasks: Sequence[tuple[int, Callable[[], Any]]], processes: int, workers: int, done: Callable[[int, Any], None]
+) -> None:
+    """Run (bytes, task) pairs in `processes` processes of `workers` threads; `done` gets the number of each task and
+    what it returned, here. The first exception ends all processes and is raised; a process that was killed is a
+    WorkerKilledError."""
+    context = get_context("fork")
+    running = {}
+    try:
+        for share in _shares([size for size, _ in tasks], processes):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(there, [(n, *tasks[n]) for n in share], workers))
+            process.start()
+            there.close()
+            running[here] = process
+        while running:
+            for end in connection.wait(list(running)):
+                assert isinstance(end, connection.Connection)
+                try:
+                    number, result = end.recv()
+                except (EOFError, OSError):
+                    process = running[end]
+                    process.join()
+                    raise WorkerKilledError(f"a worker process was killed ({_why(process.exitcode)})") from None
+                if number == _FAILED:
+                    raise result
+                if number == _DONE:
+                    running.pop(end).join()
+                else:
+                    done(number, result)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.join()
 
 
 class TaskMemory:
@@ -148,3 +182,65 @@ def gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+class _Budget:
+    """A number of bytes that holders share; one holder alone may always go on."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used = limit, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._used == 0 or self._used + size <= self._limit)
+            self._used += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= size
+                self._changed.notify_all()
+
+
+def _shares(sizes: Sequence[int], processes: int) -> list[list[int]]:
+    """The tasks' numbers for each process, so that all have about as many bytes, each in order."""
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    filled = [0] * processes
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        least = filled.index(min(filled))
+        shares[least].append(number)
+        filled[least] += sizes[number]
+    return [sorted(share) for share in shares if share]
+
+
+def _work(end: connection.Connection, share: Sequence[tuple[int, int, Callable[[], Any]]], workers: int) -> None:
+    """In a forked process, which ends here: no handler or buffer that it has inherited may run or be flushed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears of Ctrl-C and ends this one
+    torch.set_num_threads(1)  # the threads that torch had are not here
+    lock = threading.Lock()
+
+    def one(number: int, task: Callable[[], Any]) -> None:
+        result = task()
+        with lock:
+            end.send((number, result))
+
+    status = 0
+    try:
+        run_tasks([(size, partial(one, number, task)) for number, size, task in share], workers)
+        end.send((_DONE, None))
+    except BrokenPipeError:  # the first process is gone
+        status = 1
+    except (DlmBridgeError, OSError) as error:
+        end.send((_FAILED, error))
+    except BaseException as error:
+        end.send((_FAILED, RuntimeError(f"{type(error).__name__}: {error}")))
+    finally:
+        os._exit(status)
+
+
+def _why(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return signal.Signals(-exitcode).name
+    return f"exit code {exitcode}"

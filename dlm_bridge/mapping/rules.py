@@ -16,11 +16,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlm_bridge.errors import DlmBridgeError
+
+if TYPE_CHECKING:
+    import torch  # imported where tensors are moved: a family's table alone must not cost that
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,8 @@ class QKV(Rule):
         return (dims.qkv_rows, *self._columns(dims))
 
     def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        import torch
+
         columns = self._columns(dims)
         grouped = [tensor.view(dims.groups, -1, *columns) for tensor in tensors]
         return torch.cat(grouped, dim=1).view(dims.qkv_rows, *columns)
@@ -255,6 +258,8 @@ class FusedQKV(QKV):
         return super().to_megatron(fused.split([dims.q_rows, dims.kv_rows, dims.kv_rows]), dims)
 
     def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        import torch
+
         return (torch.cat(super().to_hub(tensor, dims)),)
 
     def hub_views(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
@@ -287,6 +292,8 @@ class GatedMLP(Rule):
         return dims.shape(self.width)[0]
 
     def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        import torch
+
         return torch.cat(list(tensors), dim=0)
 
     def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
@@ -384,6 +391,8 @@ class ParamMapping:
 
     def shard(self, tensor: torch.Tensor, tp_rank: int, tp: int) -> torch.Tensor:
         """What a tensor parallel rank holds of this layer's unsharded slice (a view where one range serves)."""
+        import torch
+
         axis = self.rule.tp_axis
         if axis is None or tp == 1:
             return tensor
@@ -424,7 +433,7 @@ class Mapping:
     hub_only: str = ""  # why Megatron cannot hold such a model, where it cannot
 
     def params(self, dims: Dims) -> Iterator[ParamMapping]:
-        """Every param of a model, layer by layer after the tensors that belong to none."""
+        """Every parameter of a model, layer by layer after the tensors that belong to none."""
         in_layers = [rule for rule in self.rules if "{layer}" in rule.megatron]
         in_mtp = [rule for rule in self.rules if "{mtp}" in rule.megatron]
         alone = [rule for rule in self.rules if rule not in in_layers and rule not in in_mtp]
@@ -443,6 +452,8 @@ class Mapping:
 @lru_cache(maxsize=1024)
 def _hub_rows(rule: Rule, dims: Dims) -> tuple[tuple[tuple[int, int], ...], ...] | None:
     """`Link.hub_rows`: the same for all layers and experts."""
+    import torch
+
     shape = rule.megatron_shape(dims)
     numbers = torch.arange(shape[0]).view(-1, *(1 for _ in shape[1:])).expand(shape)
     windows = rule.hub_views(numbers, dims)

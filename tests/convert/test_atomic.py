@@ -187,10 +187,10 @@ def test_existing_output(tmp_path: Path, llada: Path, capsys: pytest.CaptureFixt
     assert code == 2
     assert "is not a folder" in err
     assert file.read_text() == "x"
-    param = tmp_path / "param"
-    param.symlink_to(output)
+    link = tmp_path / "link"
+    link.symlink_to(output)
     with pytest.raises(DlmBridgeError, match="the output is the source"):
-        Bridge.from_megatron(output).to_hf(param, overwrite=True)
+        Bridge.from_megatron(output).to_hf(link, overwrite=True)
 
 
 def test_output_may_not_touch_a_source(tmp_path: Path, llada: Path) -> None:

@@ -166,9 +166,9 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
     (unknown_shard, r"model-00009-of-00002\.safetensors does not exist"),
     (outside_relative, r"'\.\./stolen\.safetensors' points outside the folder"),
     (outside_absolute, r"stolen\.safetensors' points outside the folder"),
-    (outside_link, rf"{SHARD} is a param to .*stolen\.safetensors, outside the folder"),
-    (outside_side_file, r"tokenizer\.json is a param to .*secret, outside"),
-    (linked_folder, r"more: a param to a folder"),
+    (outside_link, rf"{SHARD} is a link to .*stolen\.safetensors, outside the folder"),
+    (outside_side_file, r"tokenizer\.json is a link to .*secret, outside"),
+    (linked_folder, r"more: a link to a folder"),
     (missing_tensor, r"tensor model\.transformer\.blocks\.\d\.ff_out\.weight is missing"),
     (extra_tensor, r"tensor surplus is not part of a llada model"),
     (misshapen, r"blocks\.\d\.ff_out\.weight has shape \[64, 95\], the config asks for \[64, 96\]"),
@@ -215,16 +215,16 @@ def test_bad_folder(
 
 
 def test_the_hub_cache_is_no_trick(tmp_path: Path) -> None:
-    """The Hub's cache keeps files in blobs/ and params to them from snapshots/REVISION/."""
+    """The Hub's cache keeps files in blobs/ and links to them from snapshots/REVISION/."""
     plain = write_llada(tmp_path / "plain")
     repository = tmp_path / "models--org--name"
     snapshot = repository / "snapshots" / ("a" * 40)
     (repository / "blobs").mkdir(parents=True)
     for number, path in enumerate(sorted(path for path in plain.rglob("*") if path.is_file())):
         shutil.copy(path, repository / "blobs" / str(number))
-        param = snapshot / path.relative_to(plain)
-        param.parent.mkdir(parents=True, exist_ok=True)
-        param.symlink_to(os.path.relpath(repository / "blobs" / str(number), param.parent))
+        link = snapshot / path.relative_to(plain)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(repository / "blobs" / str(number), link.parent))
     bridge = Bridge.from_hf(snapshot)
     bridge.to_megatron(tmp_path / "m")
     assert bridge.checkpoint.hub.source["revision"] == "a" * 40

@@ -322,7 +322,7 @@ def test_shard_map_of_another_model(tmp_path: Path, checkpoint: Path) -> None:
 def test_hostile_hf_folder(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (checkpoint / "hf" / "stolen").symlink_to(tmp_path / "secret")
-    with pytest.raises(DlmBridgeError, match=r"stolen is a param to .*secret, outside the folder"):
+    with pytest.raises(DlmBridgeError, match=r"stolen is a link to .*secret, outside the folder"):
         Bridge.from_megatron(checkpoint).to_hf(tmp_path / "out")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert import atomic, streaming
-from dlm_bridge.convert.forked import WorkerKilledError
+from dlm_bridge.convert.workers import WorkerKilledError
 from tests.convert.helpers import no_leftovers, run_cli, tree
 
 LAYOUT = Layout(tp=2, pp=2)

@@ -112,7 +112,7 @@ def test_index_outside_the_folder(llada: Path, tmp_path: Path) -> None:
 
 
 def cached(source: Path, cache: Path, commit: str, branch: str) -> None:
-    """Put a checkpoint into the Hub's cache: blobs, params to them, and what the branch points to."""
+    """Put a checkpoint into the Hub's cache: blobs, links to them, and what the branch points to."""
     repository = cache / "models--owner--name"
     snapshot = repository / "snapshots" / commit
     for path in sorted(source.rglob("*")):
@@ -120,10 +120,10 @@ def cached(source: Path, cache: Path, commit: str, branch: str) -> None:
             blob = repository / "blobs" / f"{commit[:4]}-{path.name}"
             blob.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, blob)
-            param = snapshot / path.relative_to(source)
-            param.parent.mkdir(parents=True, exist_ok=True)
-            up = "/".join([".."] * (len(param.relative_to(repository).parts) - 1))
-            param.symlink_to(f"{up}/blobs/{blob.name}")
+            link = snapshot / path.relative_to(source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            up = "/".join([".."] * (len(link.relative_to(repository).parts) - 1))
+            link.symlink_to(f"{up}/blobs/{blob.name}")
     (repository / "refs").mkdir(exist_ok=True)
     (repository / "refs" / branch).write_text(commit)
 

@@ -53,7 +53,7 @@ class PerLayerReader(ChunkedReader):
         super().__init__(folder, Contents({**rest, **tensors}, contents.objects), common)
 
     def _store(self, param: ParamMapping, by_name: dict[str, str]) -> tuple[tuple[str, ...], StoredTensor | None]:
-        """The keys that hold a param's tensor, and the tensor."""
+        """The keys that hold a parameter's tensor, and the tensor."""
         for name in self._candidates(param):
             if name in by_name:
                 key = by_name[name]

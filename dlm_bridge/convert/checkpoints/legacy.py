@@ -130,7 +130,7 @@ def open_legacy(folder: Path) -> LegacyFiles:
 def _read_rank(folder: Path, name: str, numbers: list[int]) -> tuple[RankFile, int]:
     path = folder / name / RANK_FILE
     if not path.is_file() or path.is_symlink() or (folder / name).is_symlink():
-        raise DlmBridgeError(f"{path} does not exist or is a param: every rank folder has one")
+        raise DlmBridgeError(f"{path} does not exist or is a parameter: every rank folder has one")
     content = read_torch_file(path)
     if not isinstance(content, dict):
         raise DlmBridgeError(f"{path}: is not a dict")
@@ -210,7 +210,7 @@ _COMPARED = 1 << 20  # bytes; copies up to this size are compared whenever they 
 class LegacyReader(ChunkedReader):
     """The tensors of `params`, global and unsharded, under their `Link.megatron_name`.
 
-    Raises DlmBridgeError for a tensor whose ranks do not agree in shape or dtype, and for parameters of no param.
+    Raises DlmBridgeError for a tensor whose ranks do not agree in shape or dtype, and for parameters of no parameter.
     """
 
     def __init__(self, files: LegacyFiles, params: Iterable[ParamMapping], tied: bool) -> None:
@@ -301,7 +301,7 @@ class LegacyReader(ChunkedReader):
         return _put_together(param, pieces)
 
     def _find(self, param: ParamMapping) -> tuple[int, int, str, int | None] | None:
-        """(stage, chunk, name in the rank, expert parallel rank) of a param."""
+        """(stage, chunk, name in the rank, expert parallel rank) of a parameter."""
         ep, expert = None, param.expert
         if expert is not None:
             share = max(1, param.dims.experts // self._files.ep)
@@ -358,7 +358,7 @@ class LegacyReader(ChunkedReader):
 
 
 def _put_together(param: ParamMapping, pieces: list[tuple[int, int, FileTensor, str]]) -> StoredTensor:
-    """The chunks of a param's tensor, one or (gate and up) two for each piece."""
+    """The chunks of a parameter's tensor, one or (gate and up) two for each piece."""
     whole = list(param.megatron_shape)
     axis = param.rule.tp_axis
     padded = isinstance(param.rule, Vocabulary)

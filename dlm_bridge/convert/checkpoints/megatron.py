@@ -112,14 +112,14 @@ class MegatronCheckpoint(Checkpoint):
         return self._notes()
 
     def check_param(self, param: ParamMapping) -> str:
-        """The stored key of a param's tensor. Raises DlmBridgeError unless it has its shape and its chunks cover it."""
+        """The stored key of a parameter. Raises DlmBridgeError unless it has its shape and its chunks cover it."""
         key, stack = self._place(param)
         self._check_shape(param, key, tuple(size for _, size in stack))
         self.reader.check_tiled(key)
         return key
 
     def stored_key(self, param: ParamMapping) -> str | None:
-        """The key that the param's slice is stored under, None where it is missing."""
+        """The key that the parameter's slice is stored under, None where it is missing."""
         tensors = self.reader.contents.tensors
         return next((key for key, _ in stored_keys(param) if key in tensors), None)
 
@@ -133,7 +133,7 @@ class MegatronCheckpoint(Checkpoint):
         return notes
 
     def _place(self, param: ParamMapping) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The stored key of a param's slice, and (index, size) on the axes that are stacked before it."""
+        """The stored key of a parameter's slice, and (index, size) on the axes that are stacked before it."""
         key = self.stored_key(param)
         if key is None:
             name = param.megatron_key if self.format == "torch_dist" else param.megatron_name
@@ -172,7 +172,7 @@ class MegatronCheckpoint(Checkpoint):
 
 
 def stored_keys(param: ParamMapping) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
-    """The keys that a param's slice may be stored under, each with what is then stacked before it: all layers in one
+    """The keys that a parameter may be stored under, each with what is then stacked before it: all layers in one
     tensor, each layer by itself, or each layer and expert by itself."""
     of_layer = param.rule.megatron.replace("{expert}.", "").replace("{layer}", str(param.layer))
     found = {param.megatron_name: (), of_layer: param.stack[1:], param.megatron_key: param.stack}

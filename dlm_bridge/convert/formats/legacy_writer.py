@@ -44,7 +44,7 @@ _CRC_IN_DESCRIPTOR, _CRC_IN_DIRECTORY = 4, 16  # bytes from the start of either
 
 @dataclass(frozen=True)
 class RankTensor:
-    """Where one rank's share of a param's slice goes: `length` bytes from `start` of `file`."""
+    """Where one rank's share of a parameter's slice goes: `length` bytes from `start` of `file`."""
 
     file: str
     start: int
@@ -116,7 +116,7 @@ class LegacyWriter:
         allocate(folder, plan.files)
 
     def write(self, param: ParamMapping, bands: Bands) -> list[str]:
-        """Put a param's whole slice into the files of the ranks that hold it. Returns its items' digests."""
+        """Put a parameter's whole slice into the files of the ranks that hold it. Returns its items' digests."""
         parts, sinks = [], []
         with ExitStack() as stack:
             for target in self._plan.targets[param.megatron_name]:
@@ -130,7 +130,7 @@ class LegacyWriter:
         return [f"{sink.digest.hexdigest()}:{sink.checksum:08x}" for sink in sinks]
 
     def has(self, param: ParamMapping, digests: Sequence[str]) -> bool:
-        """Whether the param's items lie there already, from a run before this one."""
+        """Whether the parameter's items lie there already, from a run before this one."""
         targets = self._plan.targets[param.megatron_name]
         return len(targets) == len(digests) and all(
             range_digest(self._folder / target.file, target.start, target.length) == text.partition(":")[0]
@@ -138,7 +138,7 @@ class LegacyWriter:
         )
 
     def note(self, param: ParamMapping, digests: Sequence[str]) -> None:
-        """The param's items are there: what `write` returned, or what `has` found."""
+        """The parameter's items are there: what `write` returned, or what `has` found."""
         for target, text in zip(self._plan.targets[param.megatron_name], digests, strict=True):
             digest, _, checksum = text.partition(":")
             self._written[target.file, target.start] = bytes.fromhex(digest), int(checksum, 16)
@@ -218,8 +218,8 @@ def _local_layers(layout: Layout, layers: int) -> dict[int, tuple[int, int, int]
 def _names(
     param: ParamMapping, layout: Layout, local: dict[int, tuple[int, int, int]], style: KeyStyle
 ) -> list[tuple[int, int, str]]:
-    """(stage, chunk, name there) of every place that has a param's tensor: the embedding is on the last stage too where
-    the output layer shares it or multi-token prediction needs it."""
+    """(stage, chunk, name there) of every place that has a parameter: the embedding is on the last stage too where the
+    output layer shares it or multi-token prediction needs it."""
     template, last = param.rule.megatron, (layout.pp - 1, layout.vp - 1)
     expert = None if param.expert is None else param.expert % (param.dims.experts // layout.ep)
     if param.layer is not None and not param.is_mtp:
@@ -243,7 +243,7 @@ def _local_shape(param: ParamMapping, rank: int, size: int) -> tuple[int, ...]:
 
 
 def _part(param: ParamMapping, target: RankTensor) -> SliceRange:
-    """What a target has of a param's slice."""
+    """What a target has of a parameter's slice."""
     ranges = param.tp_slices(target.tp_rank, target.tp)
     itemsize = target.length // max(1, prod(_local_shape(param, target.tp_rank, target.tp)))
     return slice_range(param.megatron_shape, itemsize, param.rule.tp_axis, ranges)

@@ -47,7 +47,7 @@ CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix
 
 @dataclass(frozen=True)
 class RankSlice:
-    """What one rank holds of a param's slice in one run: `length` along `axis` (None: all of it), as one item."""
+    """What one rank holds of a parameter's slice in one run: `length` along `axis` (None: all of it), as one item."""
 
     chunk: Chunk
     axis: int | None
@@ -126,7 +126,7 @@ class TorchDistWriter:
         allocate(folder, plan.files)
 
     def write(self, param: ParamMapping, bands: Bands) -> list[str]:
-        """Put a param's whole slice into the files of the ranks that hold it. Returns its items' digests."""
+        """Put a parameter's whole slice into the files of the ranks that hold it. Returns its items' digests."""
         key = param.megatron_key
         dtype = self._plan.contents.tensors[key].dtype
         assert dtype is not None
@@ -141,7 +141,7 @@ class TorchDistWriter:
             return [sink.finish().hex() for sink in sinks]
 
     def has(self, param: ParamMapping, digests: Sequence[str]) -> bool:
-        """Whether the param's items lie there already, from a run before this one."""
+        """Whether the parameter's items lie there already, from a run before this one."""
         places = self._places(param)
         return len(places) == len(digests) and all(
             range_digest(self._folder / place.file, place.offset, place.length) == digest
@@ -149,7 +149,7 @@ class TorchDistWriter:
         )
 
     def note(self, param: ParamMapping, digests: Sequence[str]) -> None:
-        """The param's items are there: what `write` returned, or what `has` found."""
+        """The parameter's items are there: what `write` returned, or what `has` found."""
         self._missing.remove(param.megatron_name)
         self._digests.update(zip(self._places(param), map(bytes.fromhex, digests), strict=True))
 
@@ -180,8 +180,8 @@ class TorchDistWriter:
 
 
 def _stage(param: ParamMapping, layout: Layout, stage_of: dict[int, int]) -> int:
-    """The pipeline rank that holds a param's tensor: the embedding is on the first; the final norm, the output layer
-    and multi-token prediction are on the last."""
+    """The pipeline rank that holds a parameter: the embedding is on the first; the final norm, the output layer and
+    multi-token prediction are on the last."""
     if param.layer is not None and not param.is_mtp:
         return stage_of[param.layer]
     return 0 if param.rule.megatron.startswith("embedding.") else layout.pp - 1

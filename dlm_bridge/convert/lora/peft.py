@@ -60,7 +60,7 @@ class LoraAdapter(ABC):
 
 
 def adapted_param(base: Checkpoint, weight: str, where: str) -> ParamMapping:
-    """The param of a weight that an adapter may change. Raises DlmBridgeError for one that it may not."""
+    """The parameter of a weight that an adapter may change. Raises DlmBridgeError for one that it may not."""
     param = base.param_of[weight]
     what = None
     if isinstance(param.rule, Vocabulary):
