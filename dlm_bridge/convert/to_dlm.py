@@ -49,9 +49,9 @@ def convert_to_dlm(
     """Write the diffusion checkpoint that `source` (a Hub folder or id) becomes, ready for `pretrain`.
 
     `mask` is the mask token's text (see `mask_token`), `to` one of the family's `TARGETS`, which says the attention
-    pattern and the shift. The mask token's rows of the embedding and of the output layer, and rows that the vocabulary lacks, are
-    noise drawn from (seed, tensor name). Raises DlmBridgeError for a family without a target, a tokenizer that cannot
-    take the token, a source that is not whole and a refused output.
+    pattern and the shift. The mask token's rows of the embedding and of the output layer, and rows that the vocabulary
+    lacks, are noise drawn from (seed, tensor name). Raises DlmBridgeError for a family without a target, a tokenizer
+    that cannot take the token, a source that is not whole and a refused output.
     """
     opened = open_hub(os.fspath(source), revision)
     target = _target(opened, to)
