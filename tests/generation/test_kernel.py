@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -23,8 +24,14 @@ SHAPES = [
     (5, 2, 4, 4, 16, 60, 64, 192),
     (3, 2, 8, 4, 64, 33, 37, 40),
     (1, 2, 1, 32, 128, 70, 301, 320),
-    (2, 1, 7, 33, 64, 130, 170, 192),
+    (1, 1, 7, 33, 64, 130, 170, 192),
     (1, 1, 1, 64, 32, 0, 64, 64),
+]
+
+CASES = [
+    (shape, dtype, masked, splits)
+    for shape, dtype, masked, splits in itertools.product(SHAPES, ERRORS, (False, True), (None, 1, 3))
+    if not INTERPRETED or dtype == torch.float32 or (masked and splits == 3)  # the interpreter is slow
 ]
 
 
@@ -59,10 +66,7 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, masked: bool) -> tuple[dict
     return arguments | {"scaling": None}, expected
 
 
-@pytest.mark.parametrize("splits", [None, 1, 3])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", ERRORS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "masked", "splits"), CASES, ids=str)
 def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, splits: int | None) -> None:
     arguments, expected = case(shape, dtype, masked)
     key, value, keys, values = (arguments[name].clone() for name in ("key", "value", "kept_keys", "kept_values"))

@@ -13,6 +13,7 @@ from tests.processes import assert_ok, launch
 
 pytest.importorskip("triton")
 pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
