@@ -132,7 +132,7 @@ def plan_shards(folder: Path, config: dict[str, Any]) -> tuple[list[ShardPlan], 
     """Write config.json and the index of a checkpoint in four shards; what the shards will hold."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    mapping = find_family(config, None, str(folder)).load("mapping")
+    mapping = find_family(config, None, str(folder)).mapping
     params = mapping.params(mapping.dims(config))
     shapes = {name: shape for param in params for name, shape in zip(param.hub_names, param.hub_shapes, strict=True)}
     names = list(shapes)

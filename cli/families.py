@@ -1,4 +1,4 @@
-"""`dlm-bridge families`: what is supported, by Hub architecture, and what is known not to be, with the reason."""
+"""`dlm-bridge families`: supported model families by Hub architecture, and known unsupported ones with the reason."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def register(app: typer.Typer) -> None:
 
 def _row(spec: FamilySpec) -> dict[str, Any]:
     own = spec.kind == "diffusion"
-    hub_only = spec.load("mapping").hub_only
+    hub_only = spec.mapping.hub_only
     return {
         "family": spec.name,
         "title": spec.title,
         "architectures": list(spec.architectures),
         "hub_ids": list(spec.hub_ids),
         "kind": spec.kind,
-        "attention_pattern": spec.attention_pattern,
+        "topology": spec.attention_pattern,
         "shift": spec.shift,
         "mask_token_id": spec.mask_token_id,
         "load": list(spec.auto_classes) if own else ["transformers"],
@@ -42,11 +42,11 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
 
     Example: dlm-bridge families --json
     """
-    from dlm_bridge.models.families import FAMILIES, UNSUPPORTED
+    from dlm_bridge.models import families as registry
 
-    rows = [_row(spec) for spec in FAMILIES]
+    rows = [_row(spec) for spec in registry.families()]
     if as_json:
-        typer.echo(json.dumps({"families": rows, "unsupported": UNSUPPORTED}, indent=2))
+        typer.echo(json.dumps({"families": rows, "unsupported": registry.UNSUPPORTED}, indent=2))
         return
     from rich.console import Console
     from rich.table import Table
@@ -62,7 +62,7 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
         abilities += ["Megatron formats"] if "torch_dist" in row["convert"] else []
         table.add_row(
             "\n".join([f"[bold]{row['family']}[/]", *row["architectures"]]),
-            row["attention_pattern"].replace("_", "-") + ("\nshifted" if row["shift"] else ""),
+            row["topology"].replace("_", "-") + ("\nshifted" if row["shift"] else ""),
             ", ".join([*abilities, *row["train"], f"sampler {row['sample']}"]),
             row["checked_against"],
         )
@@ -73,6 +73,6 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
     table = Table(title="Known, not supported")
     table.add_column("architecture", overflow="fold")
     table.add_column("reason", overflow="fold")
-    for architecture, reason in UNSUPPORTED.items():
+    for architecture, reason in registry.UNSUPPORTED.items():
         table.add_row(architecture, reason)
     console.print(table)

@@ -17,15 +17,13 @@ import torch
 from dlm_bridge.errors import DlmBridgeError
 
 AttentionPattern = Literal["bidirectional", "block_causal", "causal"]
-
-
-StreamPattern = Literal["block", "causal"]
+StreamPattern = Literal["block", "causal"]  # of one stream in two-stream training
 
 
 def block_causal_mask(positions_BS: torch.Tensor, block: int, real_BS: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, 1, S, S] bool: position q looks at position k where k // block <= q // block, and k is real.
+    """Block-causal mask [B, 1, S, S], bool: query q attends to key k where k // block <= q // block and k is real.
 
-    Blocks are counted from position 0. A padding position looks at itself, so that no row of a softmax is empty.
+    Blocks are counted from position 0. A padding position attends to itself, so that no softmax row is empty.
     """
     blocks_BS = positions_BS // block
     allowed_BSS = blocks_BS[:, None, :] <= blocks_BS[:, :, None]
@@ -36,8 +34,10 @@ def block_causal_mask(positions_BS: torch.Tensor, block: int, real_BS: torch.Ten
 
 
 def causal_mask(real_BS: torch.Tensor, draft_start: int | None = None) -> torch.Tensor:
-    """[B, 1, S, S] bool: a token looks at itself and at the real ones before it in the input; those from `draft_start`
-    on, the block that is being denoised, look at each other as well."""
+    """Causal mask [B, 1, S, S], bool, by the order of the input, without padding keys.
+
+    Positions from `draft_start` on, the block that is being denoised, attend to each other in both directions.
+    """
     order_S = torch.arange(real_BS.shape[1], device=real_BS.device)
     allowed_SS = order_S[:, None] >= order_S[None, :]
     if draft_start is not None:
@@ -47,14 +47,14 @@ def causal_mask(real_BS: torch.Tensor, draft_start: int | None = None) -> torch.
 
 
 def position_ids_from_padding(real_BS: torch.Tensor) -> torch.Tensor:
-    """[B, S] positions that count real tokens only, so that a padded row is numbered as if it were alone."""
+    """[B, S] position ids that count real tokens only: a padded row is numbered as it is without padding."""
     return (real_BS.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def mask_for_implementation(mask: torch.Tensor, implementation: str, dtype: torch.dtype) -> torch.Tensor:
-    """A 4-D mask, boolean (True: may look) or additive, as the attention implementation honours it.
+    """A 4-D mask, boolean (True: may attend) or additive, in the form that the attention implementation takes.
 
-    Raises DlmBridgeError where the implementation would ignore it.
+    Raises DlmBridgeError for an implementation that would ignore it.
     """
     if implementation not in ("eager", "sdpa", "dlm_bridge_cached"):
         raise DlmBridgeError(
@@ -69,13 +69,13 @@ def mask_for_implementation(mask: torch.Tensor, implementation: str, dtype: torc
 
 
 class MaskColumn(IntEnum):
-    """The columns of `Visibility.codes`."""
+    """Columns of `MaskDescriptor.codes`."""
 
-    DOCUMENT = 0  # positions of different documents never look at each other
-    NOISY_BLOCK = 1  # the block of a noisy position that clean ones and other blocks never look at; -1: a clean one
-    ORDER = 2  # of a key: what limits are compared with
-    NOISY_LIMIT = 3  # of a query: it looks at the noisy keys of its own block whose order is below
-    CLEAN_LIMIT = 4  # of a query: it looks at the clean keys whose order is below
+    DOCUMENT = 0  # there is no attention between documents
+    NOISY_BLOCK = 1  # of a noisy position: only noisy queries of its block attend to it; -1: a clean one
+    ORDER = 2  # of a key: compared with the limits of queries
+    NOISY_LIMIT = 3  # of a query: it attends to noisy keys of its own block with an order below this
+    CLEAN_LIMIT = 4  # of a query: it attends to clean keys with an order below this
 
 
 UNLIMITED = torch.iinfo(torch.int32).max
@@ -83,24 +83,24 @@ UNLIMITED = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class MaskDescriptor:
-    """Query q looks at key k where both are of one document and k's order is below q's limit for k's kind."""
+    """Query q attends to key k where both are in one document and k's order is below q's limit for k's stream."""
 
-    codes: torch.Tensor  # [B or 1, S, 5] int32, columns as in `Code`
+    codes: torch.Tensor  # [B or 1, S, 5] int32, columns as in `MaskColumn`
 
     @classmethod
     def bidirectional(cls, documents_BS: torch.Tensor) -> MaskDescriptor:
-        """Every position looks at all of its document; see `documents_of` for padding."""
+        """Full attention within each document; see `document_ids` for padding."""
         return cls._of(documents_BS, order=0, clean=1)
 
     @classmethod
     def causal(cls, documents_BS: torch.Tensor) -> MaskDescriptor:
-        """Every position looks at itself and at what stands before it in its document."""
+        """Causal attention within each document."""
         order = _order(documents_BS)
         return cls._of(documents_BS, order=order, clean=order + 1)
 
     @classmethod
     def block_causal(cls, documents_BS: torch.Tensor, positions_BS: torch.Tensor, block: int) -> MaskDescriptor:
-        """Every position looks at its block and the blocks before it, counted by `positions_BS` in each document."""
+        """Attention to the own block and the blocks before it, counted by `positions_BS` in each document."""
         blocks = positions_BS // block
         return cls._of(documents_BS, order=blocks, clean=blocks + 1)
 
@@ -114,10 +114,13 @@ class MaskDescriptor:
         clean: StreamPattern = "block",
         noisy_documents_BL: torch.Tensor | None = None,
     ) -> MaskDescriptor:
-        """Of [noisy | clean], S = 2 L, as `masks.two_stream_mask` has it: a noisy position looks at its own block of
-        the noisy stream (all of it, or what stands before it) and at the clean blocks before; a clean one at the clean
-        blocks up to its own, or at the clean positions before it. The noisy stream may be ordered differently within
-        its blocks: `noisy_documents_BL` then are its own documents."""
+        """Training on [noisy | clean], S = 2 L (BD3-LM, arXiv 2503.09573).
+
+        A noisy position attends to its own block of the noisy stream (all of it, or with "causal" the positions up to
+        itself) and to the clean blocks before; a clean one to the clean blocks up to its own, or with "causal" to the
+        clean positions up to itself. The noisy stream may be ordered differently within its blocks:
+        `noisy_documents_BL` then are its own documents.
+        """
         documents_BL, positions_BL = torch.broadcast_tensors(documents_BL, positions_BL)
         blocks, order = positions_BL // block, _order(documents_BL)
         first = order - positions_BL % block  # of the block
@@ -145,7 +148,7 @@ class MaskDescriptor:
         return cls(torch.stack(torch.broadcast_tensors(*tensors), dim=-1))
 
     def dense(self, queries: torch.Tensor | None = None) -> torch.Tensor:
-        """[B or 1, 1, Q, S] bool, True where a query may look; of the positions `queries` [Q], or all of them."""
+        """Dense mask [B or 1, 1, Q, S], bool, of the positions `queries` [Q] or of all positions."""
         rows = self.codes if queries is None else self.codes[:, queries]
         return can_attend(rows[:, :, None], self.codes[:, None])[:, None]
 
@@ -154,12 +157,12 @@ class MaskDescriptor:
 
 
 def can_attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Whether a query may look at a key, from their codes [..., 5], which broadcast."""
+    """Whether a query attends to a key, from their codes [..., 5], which broadcast."""
     return can_attend_by_columns(query.unbind(-1), key.unbind(-1))
 
 
 def can_attend_by_columns(query: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`allowed`, of a tensor for each column in the order of `Code`, as a compiled kernel reads them: the one rule."""
+    """`can_attend` with one tensor per column in the order of `MaskColumn`, as a compiled kernel reads them."""
     query_document, query_block, _, noisy_limit, clean_limit = query
     key_document, key_block, order, _, _ = key
     noisy = (query_block == key_block) & (order < noisy_limit)
@@ -167,11 +170,14 @@ def can_attend_by_columns(query: Sequence[torch.Tensor], key: Sequence[torch.Ten
 
 
 def document_ids(real_BS: torch.Tensor, documents_BS: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, S] document numbers for `Visibility`, where each padding position is a document of its own: it looks at
-    itself, so that no softmax is empty, and nobody looks at it. Documents are numbered from 0."""
+    """[B, S] document ids for `MaskDescriptor`, counted from 0.
+
+    Each padding position is a document of its own: it attends to itself, so that no softmax row is empty, and no other
+    position attends to it.
+    """
     documents = torch.zeros_like(real_BS, dtype=torch.int32) if documents_BS is None else documents_BS.int()
-    alone = -1 - torch.arange(real_BS.shape[-1], device=real_BS.device, dtype=torch.int32)
-    return torch.where(real_BS.bool(), documents, alone)
+    padding = -1 - torch.arange(real_BS.shape[-1], device=real_BS.device, dtype=torch.int32)
+    return torch.where(real_BS.bool(), documents, padding)
 
 
 def _order(documents_BS: torch.Tensor) -> torch.Tensor:

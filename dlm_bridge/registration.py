@@ -1,13 +1,13 @@
-"""Makes transformers' Auto classes know the families, without importing transformers before somebody else does.
+"""Registration of the families with transformers' Auto classes, without importing transformers.
 
-If transformers' Auto modules are already imported, registration happens at once. Else one import hook waits for them:
-a `sys.meta_path` finder that finds nothing itself, lets the normal import machinery load
+If transformers' Auto modules are already imported, registration happens at once. Otherwise an import hook waits for
+them: a `sys.meta_path` finder that finds nothing itself, lets the normal import machinery load
 `transformers.models.auto.configuration_auto` and `.tokenization_auto`, and registers right after each has run. It
 touches no other module and removes nothing.
 
-transformers' bodies import the Auto modules while they are being imported, so a family's classes cannot be there yet:
-AutoConfig gets a stand-in for each model type that hands over to the family's configuration class when it is used, and
-model classes are registered when the first configuration object of their family is made, which is before any Auto
+transformers' model modules import the Auto modules while they are being imported, so a family's classes cannot exist
+yet: AutoConfig and AutoTokenizer get stand-ins that delegate to the family's classes when they are used. Model classes
+are registered when the first config object of their family is made (`models.hub_config`), which is before any Auto
 class can look for them.
 """
 
@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from dlm_bridge.models.families import FAMILIES
+from dlm_bridge.models.families import families
 from dlm_bridge.models.family_spec import FamilySpec
 
 CONFIGURATION_AUTO = "transformers.models.auto.configuration_auto"
@@ -38,26 +38,23 @@ def install() -> None:
 
 def _register_configs() -> None:
     auto = sys.modules[CONFIGURATION_AUTO]
-    for model_type, family in _first_of_model_type().items():
-        auto.AutoConfig.register(model_type, _stand_in(family), exist_ok=True)
+    # Where families share a model type the first one's config dispatches on `architectures`.
+    for family in reversed(families()):
+        if family.auto_classes and family.model_type:
+            auto.AutoConfig.register(family.model_type, _config_stand_in(family), exist_ok=True)
 
 
 def _register_tokenizers() -> None:
     auto = sys.modules[TOKENIZATION_AUTO]
-    for family in FAMILIES:
+    for family in families():
         if family.tokenizer_class:
-            # Found by its name, so also where a folder holds a tokenizer and no config.json.
-            tokenizer_class = family.load("tokenizer_class")
-            auto.AutoTokenizer.register(_stand_in(family), tokenizer_class=tokenizer_class, exist_ok=True)
+            # Found by its name, so also where a folder has a tokenizer and no config.json.
+            tokenizer_class = _tokenizer_stand_in(family)
+            auto.AutoTokenizer.register(_config_stand_in(family), tokenizer_class=tokenizer_class, exist_ok=True)
 
 
-def _first_of_model_type() -> dict[str, FamilySpec]:
-    """Where families share a model type the first one's configuration dispatches on `architectures`."""
-    return {family.model_type: family for family in reversed(FAMILIES) if family.auto_classes and family.model_type}
-
-
-def _stand_in(family: FamilySpec) -> type:
-    """A configuration class that makes objects of the family's own."""
+def _config_stand_in(family: FamilySpec) -> type:
+    """A config class that makes objects of the family's own."""
     from transformers.configuration_utils import PreTrainedConfig
 
     class StandIn(PreTrainedConfig):
@@ -71,6 +68,21 @@ def _stand_in(family: FamilySpec) -> type:
             return family.load("config_class").from_dict(config_dict, **kwargs)
 
     StandIn.__name__ = family.config_class.partition(":")[2]  # transformers finds model types by class name
+    return StandIn
+
+
+def _tokenizer_stand_in(family: FamilySpec) -> type:
+    """A tokenizer class that makes objects of the family's own."""
+
+    class StandIn:
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return family.load("tokenizer_class")(*args, **kwargs)
+
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            return family.load("tokenizer_class").from_pretrained(*args, **kwargs)
+
+    StandIn.__name__ = family.tokenizer_class.partition(":")[2]  # transformers finds tokenizers by class name
     return StandIn
 
 

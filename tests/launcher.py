@@ -93,13 +93,13 @@ def main() -> None:
 def _import() -> None:
     import torch
 
-    from dlm_bridge.models.families import FAMILIES
+    from dlm_bridge.models.families import families
 
     torch.set_num_threads(1)
     for module in IMPORTED:
         with contextlib.suppress(Exception):  # megatron-core is optional; else the process that needs it says what
             importlib.import_module(module)
-    for family in FAMILIES:
+    for family in families():
         family.load("model_class")
     gc.collect()
     gc.freeze()  # a collection in a forked process would touch, and so copy, every page of what is imported here

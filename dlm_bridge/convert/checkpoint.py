@@ -62,7 +62,7 @@ class Checkpoint(ABC):
         self.hub = hub
         self.family: FamilySpec = hub.family
         self.config: dict[str, Any] = hub.config
-        self.mapping: Mapping = hub.family.load("mapping")
+        self.mapping: Mapping = hub.family.mapping
         self.dims: Dims = checked_dims(self.mapping, hub.config, where)
         self.notes: list[str] = []  # for the report
 

@@ -1,1 +1,1 @@
-"""models."""
+"""Model families: specs, mappings to Megatron, configs and model classes."""

@@ -16,7 +16,6 @@ LLAMA_MAPPING = dense_mapping({})
 
 
 COMMON: dict[str, Any] = {
-    "initialisation": "dlm_bridge.models.initialisation:normal_rule",
     "auto_classes": ("AutoModel", "AutoModelForMaskedLM", "AutoModelForCausalLM"),
     "sft": {"eos_padding": "row"},
     "sampler": {"algorithm": "mdlm"},  # the bd3lm checkpoints: algorithm="bd3lm"
@@ -31,7 +30,7 @@ QWEN3 = FamilySpec(
     model_type="a2d-qwen3",
     config_class="dlm_bridge.models.modeling_a2d:A2DQwen3Config",
     model_class="dlm_bridge.models.modeling_a2d:A2DQwen3LMHeadModel",
-    mapping="dlm_bridge.models.a2d:QWEN3_MAPPING",
+    mapping=QWEN3_MAPPING,
     mask_token_id=151669,  # <|mask|>, added to Qwen3's tokenizer
     **COMMON,
 )
@@ -47,7 +46,7 @@ QWEN2 = FamilySpec(
     model_type="a2d-qwen2",
     config_class="dlm_bridge.models.modeling_a2d:A2DQwen2Config",
     model_class="dlm_bridge.models.modeling_a2d:A2DQwen2LMHeadModel",
-    mapping="dlm_bridge.models.a2d:QWEN2_MAPPING",
+    mapping=QWEN2_MAPPING,
     mask_token_id=151665,  # <|mask|>, the first id that Qwen2.5's tokenizer leaves free
     **COMMON,
 )
@@ -60,7 +59,7 @@ LLAMA = FamilySpec(
     model_type="a2d-llama",
     config_class="dlm_bridge.models.modeling_a2d:A2DLlamaConfig",
     model_class="dlm_bridge.models.modeling_a2d:A2DLlamaLMHeadModel",
-    mapping="dlm_bridge.models.a2d:LLAMA_MAPPING",
+    mapping=LLAMA_MAPPING,
     mask_token_id=None,  # whatever was added to the tokenizer: no checkpoint is published
     **COMMON,
 )

@@ -8,17 +8,26 @@ from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, Mapping, Passthrough, Rule, Vocabulary
-from dlm_bridge.models.rope import rope_settings
+from dlm_bridge.models.rope import rope_settings, window_settings
 
 LAYER = "decoder.layers.{layer}."
 HUB_LAYER = "layers.{layer}."
+MTP = "mtp.layers.{mtp}."
+# Config values that the rules and settings here assume; a config with another one is refused.
+SUPPORTED_VALUES: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+}
+TIED_HEAD = (Passthrough("lm_head.weight", when="tied", copy_of="model.embed_tokens.weight"),)
 
 
 def decoder_rules(
     root: str = "model.", head: str = "lm_head.weight", shared: str = "shared_experts"
 ) -> tuple[Rule, ...]:
-    """The whole table. Rows hold by `Dims.facts`: "qkv_bias", "qk_norm"; in layers with experts also "router_bias"
-    (a selection bias `e_score_correction_bias`) and "shared_expert"."""
+    """All rules of a decoder. Some apply by `Dims.facts`: "qkv_bias", "qk_norm"; in layers with experts also
+    "router_bias" (a selection bias `e_score_correction_bias`) and "shared_expert"."""
     layer = root + HUB_LAYER
     return (
         *outer_rules(root, head),
@@ -29,7 +38,7 @@ def decoder_rules(
 
 
 def outer_rules(root: str = "model.", head: str = "lm_head.weight") -> tuple[Rule, ...]:
-    """What stands outside the layers: embedding, final norm and, where it is not the embedding, the output layer."""
+    """Tensors outside the layers: embedding, final norm and, where it is not tied, the output layer."""
     return (
         Vocabulary("embedding.word_embeddings.weight", name=root + "embed_tokens.weight", shape="vocab hidden"),
         Direct("decoder.final_layernorm.weight", name=root + "norm.weight", shape="hidden"),
@@ -169,10 +178,13 @@ def decoder_dims(config: dict[str, Any], facts: frozenset[str] = frozenset(), **
     )
 
 
-def decoder_settings(config: dict[str, Any], facts: frozenset[str] = frozenset()) -> dict[str, Any]:
+def decoder_settings(
+    config: dict[str, Any], facts: frozenset[str] = frozenset(), sliding_window: bool = False
+) -> dict[str, Any]:
     """megatron-core's settings beyond the sizes, for a pre-norm RMSNorm SwiGLU decoder.
 
-    Raises DlmBridgeError for a RoPE scaling that it cannot compute.
+    `sliding_window`: whether the model applies the config's window. Raises DlmBridgeError for a RoPE scaling that
+    megatron-core cannot compute.
     """
     return {
         "normalization": "RMSNorm",
@@ -183,23 +195,8 @@ def decoder_settings(config: dict[str, Any], facts: frozenset[str] = frozenset()
         "qk_layernorm": "qk_norm" in facts,
         **rope_settings(config),
         "max_sequence_length": config.get("max_position_embeddings", 4096),
+        **(window_settings(config) if sliding_window else {}),
     }
-
-
-def dense_mapping(
-    defaults: dict[str, Any], facts: frozenset[str] = frozenset(), required: dict[str, Any] | None = None
-) -> Mapping:
-    """The mapping of a dense family under transformers' names. `defaults` are its configuration class's; `required`
-    the values of config keys that the table cannot do without."""
-
-    def dims(config: dict[str, Any]) -> Dims:
-        require_values(config, {**SUPPORTED_VALUES, **(required or {})})
-        return decoder_dims({**defaults, **config}, facts)
-
-    def transformer(config: dict[str, Any]) -> dict[str, Any]:
-        return decoder_settings({**defaults, **config}, facts)
-
-    return Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, carried=TIED_HEAD)
 
 
 def require_values(config: dict[str, Any], values: dict[str, Any]) -> None:
@@ -209,20 +206,38 @@ def require_values(config: dict[str, Any], values: dict[str, Any]) -> None:
             raise DlmBridgeError(f"config.json: {key} = {found!r} is not supported for this family, only {value!r}")
 
 
-SUPPORTED_VALUES: dict[str, Any] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-}
-TIED_HEAD = (Passthrough("lm_head.weight", when="tied", copy_of="model.embed_tokens.weight"),)
+def dense_mapping(
+    defaults: dict[str, Any],
+    facts: frozenset[str] = frozenset(),
+    required: dict[str, Any] = SUPPORTED_VALUES,
+    sliding_window: bool = False,
+    carried: tuple[Passthrough, ...] = TIED_HEAD,
+) -> Mapping:
+    """The mapping of a model without experts.
+
+    `defaults` are those of its config class, for keys that config.json leaves out; `required` the config values that
+    the rules depend on; `sliding_window` as in `decoder_settings`.
+    """
+
+    def dims(config: dict[str, Any]) -> Dims:
+        require_values(config, required)
+        return decoder_dims({**defaults, **config}, facts)
+
+    def transformer(config: dict[str, Any]) -> dict[str, Any]:
+        return decoder_settings({**defaults, **config}, facts, sliding_window)
+
+    return Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, carried=carried)
 
 
-MTP = "mtp.layers.{mtp}."
+# ------------------------------------------------------------------------------------ multi-token prediction
 
 
 def mtp_rules(layer: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """`rules` are those of one of the model's layers, of which an MTP layer has its own; `layer` is the Hub prefix."""
+    """Rules of multi-token prediction layers, which on the Hub follow the model's layers.
+
+    Each is one more transformer layer, fed with the joined norms of the next token's embedding and of the hidden state.
+    `rules` are those of a transformer layer of the model; `layer` is the Hub prefix.
+    """
     return (
         Direct(MTP + "enorm.weight", name=layer + "enorm.weight", shape="hidden"),
         Direct(MTP + "hnorm.weight", name=layer + "hnorm.weight", shape="hidden"),
@@ -239,7 +254,7 @@ def mtp_carried(layer: str) -> tuple[Passthrough, ...]:
 
 
 def mtp_layers(config: dict[str, Any]) -> int:
-    """How many there are. Raises DlmBridgeError for what is no number."""
+    """Number of multi-token prediction layers. Raises DlmBridgeError for anything but a number."""
     found = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or 0
     if type(found) is not int or found < 0:
         raise DlmBridgeError(f"config.json: num_nextn_predict_layers {found!r} is not a number of layers")

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: mapping.
+"""DeepSeek-V3 and R1: spec, mapping.
 
 Multi-head latent attention, sigmoid router over expert groups, multi-token prediction.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import Dims, Direct, Mapping, Rule
+from dlm_bridge.models.autoregressive import autoregressive_spec
 from dlm_bridge.models.decoder_mapping import (
     HUB_LAYER,
     LAYER,
@@ -27,7 +28,7 @@ from dlm_bridge.models.moe import expert_sizes, router_settings
 from dlm_bridge.models.rope import rope_parameters, yarn_numbers
 
 HUB = "model." + HUB_LAYER
-# Where config.json leaves a key out, transformers' configuration class says this.
+# Defaults of transformers' config class, for keys that config.json leaves out.
 DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "q_lora_rank": 1536,
@@ -79,7 +80,7 @@ def dims(config: dict[str, Any]) -> Dims:
 
 
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """What megatron-core needs beyond the sizes: fields of its MLATransformerConfig."""
+    """megatron-core's settings beyond the sizes: fields of its MLATransformerConfig."""
     config = {**DEFAULTS, **config}
     sizes = dims(config)
     if not config["rope_interleave"]:
@@ -171,4 +172,13 @@ MAPPING = Mapping(
     dims=dims,
     transformer=transformer,
     carried=(*TIED_HEAD, *mtp_carried(HUB)),
+)
+
+SPEC = autoregressive_spec(
+    "deepseek_v3",
+    "DeepSeek-V3, DeepSeek-R1",
+    ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1"),
+    "DeepseekV3",
+    MAPPING,
+    lora_targets=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 )

@@ -5,11 +5,13 @@ Source: JinjieNi/MegaDLMs (tools/weights_conversion/hf_configs).
 
 from __future__ import annotations
 
-from dlm_bridge.models.decoder_mapping import dense_mapping
+from dlm_bridge.models.decoder_mapping import SUPPORTED_VALUES, dense_mapping
 from dlm_bridge.models.family_spec import FamilySpec
 
 MAPPING = dense_mapping(
-    {"num_key_value_heads": 32}, frozenset({"qk_norm"}), required={"attn_mask_type": "bidirectional"}
+    {"num_key_value_heads": 32},
+    frozenset({"qk_norm"}),
+    required={**SUPPORTED_VALUES, "attn_mask_type": "bidirectional"},
 )
 
 
@@ -21,8 +23,7 @@ SPEC = FamilySpec(
     model_type="",  # its config.json has none, so AutoConfig cannot read it
     config_class="dlm_bridge.models.modeling_difflm:DLMConfig",
     model_class="dlm_bridge.models.modeling_difflm:DiffLM",
-    mapping="dlm_bridge.models.difflm:MAPPING",
-    initialisation="dlm_bridge.models.initialisation:normal_rule",
+    mapping=MAPPING,
     auto_classes=(),
     objective="masked_fraction",
     sampler={"algorithm": "difflm"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -22,8 +22,10 @@ from transformers.utils.hub import cached_file
 
 from dlm_bridge.attention_mask import block_causal_mask, mask_for_implementation, position_ids_from_padding
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.generation import DiffusionGenerationConfig, generate
 from dlm_bridge.models.family_spec import FamilySpec
+
+if TYPE_CHECKING:
+    from dlm_bridge.generation.config import DiffusionGenerationConfig
 
 logger = logging.get_logger(__name__)
 
@@ -36,7 +38,7 @@ def register_hub_names(
     """Tell transformers how a class's tensors are named on the Hub, for loading and, reversed, for saving.
 
     Registered by class name, since families share model types. `renames` are (Hub pattern, name in the body);
-    `converters` (`expert_stacks()`) follow them, so that their Hub names are those after renaming.
+    `converters` (such as `expert_converters()`) follow them, so that their Hub names are those after renaming.
     """
     transforms: list[Any] = [
         WeightRenaming(source_patterns=source, target_patterns=target) for source, target in renames
@@ -45,11 +47,20 @@ def register_hub_names(
 
 
 class DiffusionLM:
-    """Mixin placed before a transformers `...ForCausalLM` body."""
+    """Mixin placed before a transformers `...ForCausalLM` body.
+
+    Its `generate` and its loss are the only imports of higher layers here (generation, objectives); both are lazy.
+    """
 
     family: ClassVar[FamilySpec]
-    generation_config_class: ClassVar[type[DiffusionGenerationConfig]] = DiffusionGenerationConfig
     generation_config: Any
+
+    @property
+    def generation_config_class(self) -> type[DiffusionGenerationConfig]:
+        """The class that transformers makes `generation_config` of."""
+        from dlm_bridge.generation.config import DiffusionGenerationConfig
+
+        return DiffusionGenerationConfig
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,8 +75,8 @@ class DiffusionLM:
         return (model, info) if wants_info else model
 
     def post_init(self) -> None:
-        """As in transformers; attention layers learn here that they are not causal, and the embedding that its padding
-        row trains too: that token is the end of text in most families."""
+        """As in transformers. Also makes attention layers non-causal, and lets the embedding's padding row train: in
+        most families that token is the end of text."""
         self.get_input_embeddings().padding_idx = None  # type: ignore[attr-defined]
         if self.family.attention_pattern != "causal":
             for module in self.modules():  # type: ignore[attr-defined]
@@ -73,7 +84,7 @@ class DiffusionLM:
                     module.is_causal = False
         body = getattr(self, self.base_model_prefix, None)  # type: ignore[attr-defined]
         if body is not None and not body._forward_pre_hooks:
-            body.register_forward_pre_hook(_refuse_loss_weights, with_kwargs=True)
+            body.register_forward_pre_hook(_reject_loss_weights, with_kwargs=True)
         super().post_init()  # type: ignore[misc]
 
     @can_return_tuple
@@ -98,7 +109,7 @@ class DiffusionLM:
 
         Args:
             input_ids: [B, S] token ids, some of them the mask token.
-            attention_mask: [B, S], zero at padding; or [B, 1, S, S], boolean (True: may look) or additive.
+            attention_mask: [B, S], zero at padding; or [B, 1, S, S], boolean (True: may attend) or additive.
             position_ids: [B, S], counted from 0 by default.
             labels: with `generator`, [B, S] clean tokens, -100 where a position is never masked: the family's own
                 diffusion loss of clean `input_ids` is returned. With `loss_weights`, [B, S] the token that each
@@ -119,7 +130,7 @@ class DiffusionLM:
                 use.
         """
         if past_key_values is not None or use_cache:
-            raise DlmBridgeError(f"{type(self).__name__} keeps no key/value cache: drop past_key_values and use_cache")
+            raise DlmBridgeError(f"{type(self).__name__} has no key/value cache: drop past_key_values and use_cache")
         if attention_bias is not None:
             if attention_mask is not None:
                 raise DlmBridgeError("pass attention_mask or attention_bias, not both")
@@ -130,7 +141,7 @@ class DiffusionLM:
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
             raise DlmBridgeError("pass input_ids or inputs_embeds")
-        mask, positions = self._topology(tokens, attention_mask, position_ids)
+        mask, positions = self._mask_and_positions(tokens, attention_mask, position_ids)
         outputs = self.model(  # type: ignore[attr-defined]
             input_ids=input_ids,
             attention_mask=mask,
@@ -155,10 +166,10 @@ class DiffusionLM:
             attentions=outputs.attentions,
         )
 
-    def _topology(
+    def _mask_and_positions(
         self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The family's attention mask and position ids. A 4-D mask is the caller's own attention_pattern and is kept.
+        """The family's attention mask and position ids. A 4-D mask overrides the family's attention pattern.
 
         For a bidirectional or causal body transformers makes the mask itself, out of `config.is_causal`.
         """
@@ -214,6 +225,8 @@ class DiffusionLM:
 
     def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """Sample with the family's own algorithm; see `dlm_bridge.generation.generate` for every parameter."""
+        from dlm_bridge.generation import generate
+
         return generate(self, inputs, generation_config=generation_config, **kwargs)
 
     def adjust_generation_fn(
@@ -224,19 +237,20 @@ class DiffusionLM:
         transformers, reading it as its own, drops a sampler's parameters where the file says `_from_model_config`, and
         would run a custom_generate/generate.py for `trust_remote_code=True`.
         """
+        config_class = self.generation_config_class
         kwargs.pop("trust_remote_code", None)
         if generation_config is not None:
-            self.generation_config = DiffusionGenerationConfig.from_config(generation_config)
+            self.generation_config = config_class.from_config(generation_config)
         elif source is not None:
             try:
-                self.generation_config = DiffusionGenerationConfig.from_pretrained(source, **kwargs)
+                self.generation_config = config_class.from_pretrained(source, **kwargs)
             except OSError as error:
                 if isinstance(error.__context__, ValueError):  # a file, but not of JSON
                     raise DlmBridgeError(
                         f"{source}: generation_config.json is not readable: {one_line(error)}"
                     ) from error
                 # no such file: what old versions of transformers kept in config.json
-                self.generation_config = DiffusionGenerationConfig.from_config(self.generation_config)
+                self.generation_config = config_class.from_config(self.generation_config)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers, under the Hub's tensor names and keys; the files that `auto_map` names come along, as
@@ -246,7 +260,7 @@ class DiffusionLM:
             copy_remote_code(self.config, Path(save_directory))  # type: ignore[attr-defined]
 
 
-def _refuse_loss_weights(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _reject_loss_weights(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """TRL's SFTTrainer trains on the body with a next-token loss of its own, unless it is given another."""
     if "loss_weights" in kwargs and torch.is_grad_enabled():
         raise DlmBridgeError(

@@ -3,50 +3,47 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import logging
 from collections.abc import Mapping as MappingABC
 from functools import cache
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.a2d import LLAMA as A2D_LLAMA
-from dlm_bridge.models.a2d import QWEN2 as A2D_QWEN2
-from dlm_bridge.models.a2d import QWEN3 as A2D_QWEN3
-from dlm_bridge.models.autoregressive import SPECS as AUTOREGRESSIVE
-from dlm_bridge.models.difflm import SPEC as DIFFLM
-from dlm_bridge.models.diffullama import SPEC as DIFFULLAMA
-from dlm_bridge.models.dream import SPEC as DREAM
-from dlm_bridge.models.dream_reasoner import SPEC as DREAM_REASONER
 from dlm_bridge.models.family_spec import FamilySpec
-from dlm_bridge.models.fast_dllm_v2 import SPEC as FAST_DLLM_V2
-from dlm_bridge.models.illada import SPEC as ILLADA
-from dlm_bridge.models.llada import SPEC as LLADA
-from dlm_bridge.models.llada2_moe import SPEC as LLADA2_MOE
-from dlm_bridge.models.llada_moe import SPEC as LLADA_MOE
-from dlm_bridge.models.nemotron_labs_diffusion import SPEC as NEMOTRON_LABS_DIFFUSION
-from dlm_bridge.models.rnd1 import SPEC as RND1
-from dlm_bridge.models.sdar import SPEC as SDAR
-from dlm_bridge.models.sdar_moe import SPEC as SDAR_MOE
-from dlm_bridge.models.wedlm import SPEC as WEDLM
+from dlm_bridge.plugins import load_entry_points
 
-FAMILIES: tuple[FamilySpec, ...] = (
-    LLADA,
-    A2D_LLAMA,
-    A2D_QWEN2,
-    A2D_QWEN3,
-    DIFFLM,
-    DIFFULLAMA,
-    DREAM,
-    DREAM_REASONER,
-    FAST_DLLM_V2,
-    ILLADA,
-    LLADA2_MOE,
-    LLADA_MOE,
-    NEMOTRON_LABS_DIFFUSION,
-    RND1,
-    SDAR,
-    SDAR_MOE,
-    WEDLM,
-    *AUTOREGRESSIVE,
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "dlm_bridge.families"  # each names a FamilySpec of another package
+
+FAMILY_SPECS = (
+    "dlm_bridge.models.llada:SPEC",
+    "dlm_bridge.models.a2d:LLAMA",
+    "dlm_bridge.models.a2d:QWEN2",
+    "dlm_bridge.models.a2d:QWEN3",
+    "dlm_bridge.models.difflm:SPEC",
+    "dlm_bridge.models.diffullama:SPEC",
+    "dlm_bridge.models.dream:SPEC",
+    "dlm_bridge.models.dream_reasoner:SPEC",
+    "dlm_bridge.models.fast_dllm_v2:SPEC",
+    "dlm_bridge.models.illada:SPEC",
+    "dlm_bridge.models.llada2_moe:SPEC",
+    "dlm_bridge.models.llada_moe:SPEC",
+    "dlm_bridge.models.nemotron_labs_diffusion:SPEC",
+    "dlm_bridge.models.rnd1:SPEC",
+    "dlm_bridge.models.sdar:SPEC",
+    "dlm_bridge.models.sdar_moe:SPEC",
+    "dlm_bridge.models.wedlm:SPEC",
+    "dlm_bridge.models.autoregressive:LLAMA",
+    "dlm_bridge.models.autoregressive:QWEN2",
+    "dlm_bridge.models.autoregressive:QWEN3",
+    "dlm_bridge.models.autoregressive:MISTRAL",
+    "dlm_bridge.models.autoregressive:QWEN3_MOE",
+    "dlm_bridge.models.autoregressive:MIXTRAL",
+    "dlm_bridge.models.glm4_moe:SPEC",
+    "dlm_bridge.models.autoregressive:OLMOE",
+    "dlm_bridge.models.deepseek_v3:SPEC",
 )
 
 # Checkpoints that people will try, and why they do not load or what of them is left out. Keyed by Hub architecture;
@@ -92,16 +89,41 @@ UNSUPPORTED: dict[str, str] = {
 
 
 @cache
+def families() -> tuple[FamilySpec, ...]:
+    """All families: those of `FAMILY_SPECS`, then those that other packages register as entry points."""
+    found: list[FamilySpec] = []
+    for reference in FAMILY_SPECS:
+        module, _, name = reference.partition(":")
+        found.append(getattr(importlib.import_module(module), name))
+    for name, spec in load_entry_points(ENTRY_POINTS).items():
+        if reason := _why_not(spec, found):
+            logger.warning(f"entry point '{name}' of {ENTRY_POINTS} is left out: {reason}")
+        else:
+            found.append(spec)
+    return tuple(found)
+
+
+def _why_not(spec: Any, known: list[FamilySpec]) -> str | None:
+    """Why the object of an entry point cannot join the `known` families, or None where it can."""
+    if not isinstance(spec, FamilySpec):
+        return f"{spec!r} is no FamilySpec"
+    for other in known:
+        if spec.name == other.name or set(spec.architectures) & set(other.architectures):
+            return f"family '{other.name}' has that name or architecture already"
+    return None
+
+
+@cache
 def _by_architecture() -> dict[str, FamilySpec]:
-    return {architecture: spec for spec in FAMILIES for architecture in spec.architectures}
+    return {architecture: spec for spec in families() for architecture in spec.architectures}
 
 
 def family_by_name(name: str) -> FamilySpec:
     """The family that `--family NAME` means. Raises DlmBridgeError with the known names."""
-    for spec in FAMILIES:
+    for spec in families():
         if spec.name == name:
             return spec
-    raise DlmBridgeError(f"unknown family '{name}': known are {', '.join(spec.name for spec in FAMILIES)}")
+    raise DlmBridgeError(f"unknown family '{name}': known are {', '.join(spec.name for spec in families())}")
 
 
 def find_family(config: MappingABC[str, Any], family: str | None = None, where: str = "config.json") -> FamilySpec:
@@ -115,7 +137,7 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise DlmBridgeError(f"{where}: 'architectures' must be a list of class names, not {architectures!r}")
-    # A stock class name may stand before remote code that runs another attention_pattern: what auto_map names counts, too.
+    # A stock class name may hide remote code with another attention pattern: the names in auto_map count, too.
     for architecture in [*architectures, *_remote_classes(config)]:
         if architecture in UNSUPPORTED:
             raise DlmBridgeError(f"{where}: architecture {architecture}: {UNSUPPORTED[architecture]}")

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterator
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.mapping.rules import Mapping
+from dlm_bridge.models.initialisation import InitialisationRule, initialise, normal_rule
+
+if TYPE_CHECKING:
+    import torch
+
+    from dlm_bridge.attention_mask import AttentionPattern
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FamilySpec:
-    """One family of checkpoints. Classes are named as "module:attribute", so that a spec costs no heavy import."""
+    """One family of checkpoints.
+
+    A spec and its module import neither torch nor transformers: classes are named as "module:attribute".
+    """
 
     name: str  # the --family value
     title: str
@@ -22,8 +32,8 @@ class FamilySpec:
     model_type: str
     config_class: str
     model_class: str
-    mapping: str  # the dlm_bridge.mapping.rules.Mapping of the family
-    initialisation: str  # config.json's dict -> dlm_bridge.models.initialisation.InitialisationRule
+    mapping: Mapping  # Hub tensors to Megatron's
+    initialisation: Callable[[dict[str, Any]], InitialisationRule] = normal_rule  # of config.json's dict
     tokenizer_class: str = ""  # only where the Hub's tokenizer_class is one that transformers does not have
     auto_classes: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM")
     kind: Literal["diffusion", "autoregressive"] = "diffusion"
@@ -41,9 +51,19 @@ class FamilySpec:
         for name in ("sft", "sampler"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
-    def load(
-        self, attribute: Literal["config_class", "model_class", "mapping", "initialisation", "tokenizer_class"]
-    ) -> Any:
-        """Import and return the object that `attribute` names."""
+    def load(self, attribute: Literal["config_class", "model_class", "tokenizer_class"]) -> Any:
+        """Import and return the class that `attribute` names."""
         module, _, name = getattr(self, attribute).partition(":")
         return getattr(importlib.import_module(module), name)
+
+    def initial_weights(self, config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every Hub tensor of an untrained model with this config.json, one at a time.
+
+        Raises DlmBridgeError for a config that the family cannot hold or an initialisation that it does not know.
+        """
+        rule = self.initialisation(config)
+        for param in self.mapping.params(self.mapping.dims(config)):
+            if param.is_mtp:  # transformers' models do not have these layers
+                continue
+            for name, shape in zip(param.hub_names, param.hub_shapes, strict=True):
+                yield name, initialise(name, shape, rule(name), seed)

@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.6 (Glm4-MoE): mapping.
+"""GLM-4.5 and GLM-4.6 (Glm4-MoE): spec, mapping.
 
 Leading dense layers, a shared expert, partial rotary embedding, multi-token prediction.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from dlm_bridge.mapping.rules import Dims, Mapping
-from dlm_bridge.models.autoregressive import autoregressive_settings
+from dlm_bridge.models.autoregressive import autoregressive_spec
 from dlm_bridge.models.decoder_mapping import (
     HUB_LAYER,
     TIED_HEAD,
     attention_rules,
     decoder_dims,
+    decoder_settings,
     dense_rules,
     expert_rules,
     mtp_carried,
@@ -25,7 +26,7 @@ from dlm_bridge.models.decoder_mapping import (
 from dlm_bridge.models.moe import expert_sizes, router_settings
 
 LAYER = "model." + HUB_LAYER
-# Where config.json leaves a key out, transformers' configuration class says this.
+# Defaults of transformers' config class, for keys that config.json leaves out.
 DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "num_key_value_heads": 8,
@@ -59,10 +60,10 @@ def dims(config: dict[str, Any]) -> Dims:
 
 
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """What megatron-core needs beyond the sizes."""
+    """megatron-core's settings beyond the sizes."""
     config = {**DEFAULTS, **config}
     sizes = dims(config)
-    return autoregressive_settings(config, sizes) | router_settings(config, sizes)
+    return decoder_settings(config, sizes.facts, sliding_window=True) | router_settings(config, sizes)
 
 
 _EXPERTS = expert_rules(LAYER + "mlp.", LAYER + "post_attention_layernorm.weight", "shared_experts", own_dtype=True)
@@ -78,4 +79,12 @@ MAPPING = Mapping(
     dims=dims,
     transformer=transformer,
     carried=(*TIED_HEAD, *mtp_carried(LAYER)),
+)
+
+SPEC = autoregressive_spec(
+    "glm4_moe",
+    "GLM-4.5, GLM-4.6",
+    ("zai-org/GLM-4.5", "zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
+    "Glm4Moe",
+    MAPPING,
 )

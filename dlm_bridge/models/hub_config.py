@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
 
-# Set on an instance while it is used; facts of the class or of the process, not of the checkpoint.
+# Set on an instance while it is used; they belong to the class or the process, not to the checkpoint.
 RUNTIME_KEYS = ("is_causal", "name_or_path")
 
 
@@ -19,8 +19,8 @@ class HubConfig(PreTrainedConfig):
     """Keeps the source's keys through `save_pretrained`: transformers 5 renames `torch_dtype`, moves `rope_theta` into
     `rope_parameters` and drops keys that equal its own defaults, and the original remote code then fails.
 
-    What is written is the source, with what has changed since it was loaded. Stands before a stock configuration
-    class (`class SDARConfig(HubConfig, Qwen3Config)`) or alone.
+    Writes the source with the values that changed since it was loaded. Used as a mixin before one of transformers'
+    config classes (`class SDARConfig(HubConfig, Qwen3Config)`) or alone.
     """
 
     family: ClassVar[FamilySpec]
@@ -46,16 +46,11 @@ class HubConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        self._register()
+        _register_model_class(self.family)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._register()
-
-    def _register(self) -> None:
-        # The Auto classes look model classes up by the type of a configuration object, so one exists by then.
-
-        register_models(self.family)
+        _register_model_class(self.family)
 
     def to_dict(self) -> dict[str, Any]:
         """The Hub's keys and values."""
@@ -82,6 +77,15 @@ class HubConfig(PreTrainedConfig):
         return {key: value for key, value in view.items() if not key.startswith("_") and key not in RUNTIME_KEYS}
 
 
+@cache
+def _register_model_class(family: FamilySpec) -> None:
+    """Register a family's model class with its Auto classes, which look it up by the type of a config object."""
+    import transformers
+
+    for name in family.auto_classes:
+        getattr(transformers, name).register(family.load("config_class"), family.load("model_class"), exist_ok=True)
+
+
 def _with_hub_names(values: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
     """Values under the source's names; where it has none, under those that the original code, vLLM and SGLang read."""
     if "dtype" in values and "dtype" not in source:
@@ -101,18 +105,3 @@ def _transformers_defaults() -> dict[str, Any]:
     defaults = PreTrainedConfig().to_dict()
     del defaults["transformers_version"]
     return defaults
-
-
-_registered: set[str] = set()
-
-
-def register_models(family: FamilySpec) -> None:
-    """Register a family's model class with its Auto classes, once."""
-    if family.name in _registered or not family.auto_classes:
-        return
-    import transformers
-
-    config_class, model_class = family.load("config_class"), family.load("model_class")
-    _registered.add(family.name)
-    for name in family.auto_classes:
-        getattr(transformers, name).register(config_class, model_class, exist_ok=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dlm_bridge.models.decoder_mapping import dense_mapping
+from dlm_bridge.models.decoder_mapping import SUPPORTED_VALUES, dense_mapping
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal
 
-MAPPING = dense_mapping({}, required={"layer_norm_eps": None, "resid_pdrop": 0.0})
+MAPPING = dense_mapping({}, required={**SUPPORTED_VALUES, "layer_norm_eps": None, "resid_pdrop": 0.0})
 
 
 def initialisation_rule(config: dict[str, Any]) -> InitialisationRule:
@@ -40,8 +40,8 @@ SPEC = FamilySpec(
     model_type="illada",
     config_class="dlm_bridge.models.modeling_illada:ILLaDAConfig",
     model_class="dlm_bridge.models.modeling_illada:ILLaDAForCausalLM",
-    mapping="dlm_bridge.models.illada:MAPPING",
-    initialisation="dlm_bridge.models.illada:initialisation_rule",
+    mapping=MAPPING,
+    initialisation=initialisation_rule,
     mask_token_id=5,
     sft={"train_on_prompt": True},
     sampler={"algorithm": "illada"},

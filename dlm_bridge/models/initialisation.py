@@ -1,25 +1,23 @@
-"""Weights from nothing: each tensor a pure function of (seed, Hub tensor name), whoever builds the model.
+"""Initialisation from scratch: each tensor is a pure function of (seed, Hub tensor name).
 
-A family's rule names the distribution of every tensor under its Hub name; engines and layouts only decide which
-tensors, or which slices of them, they need. So every run of one seed starts from the same values.
+A family's rule gives the distribution of every tensor by its Hub name; engines and layouts only decide which tensors,
+or which slices of them, they need. Every run with one seed starts from the same values.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from dlm_bridge.models.family_spec import FamilySpec
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Mean 0 and `std`; values beyond `cutoff` standard deviations are drawn again, where it is given."""
+    """Normal distribution with mean 0; with `cutoff`, truncated to that many standard deviations by resampling."""
 
     std: float
     cutoff: float | None = None
@@ -27,19 +25,20 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
-    """The same value everywhere: one for a norm, zero for a bias."""
+    """One value for every element: one for a norm, zero for a bias."""
 
     value: float
 
 
 Distribution = Normal | Constant
-InitialisationRule = Callable[
-    [str], Distribution
-]  # by Hub tensor name; raises DlmBridgeError for a name that the family lacks
+InitialisationRule = Callable[[str], Distribution]  # by Hub tensor name
 
 
 def initialise(name: str, shape: tuple[int, ...], distribution: Distribution, seed: int) -> torch.Tensor:
     """The initial value of the Hub tensor `name`, fp32, drawn on the CPU from (seed, name) alone."""
+    import numpy as np
+    import torch
+
     if isinstance(distribution, Constant):
         return torch.full(shape, distribution.value, dtype=torch.float32)
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
@@ -56,7 +55,7 @@ def initialise(name: str, shape: tuple[int, ...], distribution: Distribution, se
 
 
 def normal_rule(config: dict[str, Any]) -> InitialisationRule:
-    """transformers' own rule, which most families publish: N(0, `initializer_range`), norms one, biases zero."""
+    """The rule of transformers and of most families: N(0, `initializer_range`), norms one, biases zero."""
     std = float(config.get("initializer_range", 0.02))
 
     def distribution(name: str) -> Distribution:
@@ -65,15 +64,3 @@ def normal_rule(config: dict[str, Any]) -> InitialisationRule:
         return Constant(1.0) if name.endswith("norm.weight") else Normal(std)
 
     return distribution
-
-
-def initial_weights(spec: FamilySpec, config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every Hub tensor of a model with this config.json, one at a time. Raises DlmBridgeError for a config that the
-    family cannot hold or an initialisation that it does not know."""
-    mapping = spec.load("mapping")
-    rule: InitialisationRule = spec.load("initialisation")(config)
-    for param in mapping.params(mapping.dims(config)):
-        if param.is_mtp:  # transformers' models do not have these layers
-            continue
-        for name, shape in zip(param.hub_names, param.hub_shapes, strict=True):
-            yield name, initialise(name, shape, rule(name), seed)

@@ -18,7 +18,7 @@ ROOT = "model.transformer."
 BLOCK = ROOT + "blocks.{layer}."
 LAYER = "decoder.layers.{layer}."
 
-# What the public checkpoints say and the Llama body can do. Anything else would be silently wrong.
+# Values of the public checkpoints, which the Llama body implements. Any other would be silently wrong.
 REQUIRED = {
     "block_type": "llama",
     "layer_norm_type": "rms",
@@ -36,7 +36,7 @@ REQUIRED = {
 }
 
 
-def check(config: dict[str, Any]) -> None:
+def check_config(config: dict[str, Any]) -> None:
     """Raise DlmBridgeError for a LLaDA config that the Llama body cannot hold."""
     for key, value in REQUIRED.items():
         found = config.get(key, value)
@@ -45,8 +45,8 @@ def check(config: dict[str, Any]) -> None:
 
 
 def dims(config: dict[str, Any]) -> Dims:
-    """LLaDA's sizes; null keys mean what the original code takes them for."""
-    check(config)
+    """LLaDA's sizes; null keys have the original code's defaults."""
+    check_config(config)
     try:
         hidden, heads, layers = int(config["d_model"]), int(config["n_heads"]), int(config["n_layers"])
         vocab = int(config.get("embedding_size") or config["vocab_size"])
@@ -72,7 +72,7 @@ def dims(config: dict[str, Any]) -> Dims:
 
 
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """What megatron-core needs beyond the sizes."""
+    """megatron-core's settings beyond the sizes."""
     return {
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.get("rms_norm_eps", 1e-5),
@@ -156,8 +156,8 @@ SPEC = FamilySpec(
     model_type="llada",
     config_class="dlm_bridge.models.modeling_llada:LLaDAConfig",
     model_class="dlm_bridge.models.modeling_llada:LLaDAModelLM",
-    mapping="dlm_bridge.models.llada:MAPPING",
-    initialisation="dlm_bridge.models.llada:initialisation_rule",
+    mapping=MAPPING,
+    initialisation=initialisation_rule,
     mask_token_id=126336,
     # The mean over answers, each of which reaches to the end of its row.
     sft={"eos_padding": "row", "loss_normalisation": "sequences"},

@@ -23,7 +23,7 @@ from dlm_bridge.models.moe import expert_sizes, router_settings
 HUB = "model.layers.{layer}."
 ATTENTION, MEGATRON = HUB + "attention.", LAYER + "self_attention."
 
-# What the public checkpoints say and the body can do. Anything else would be silently wrong.
+# Values of the public checkpoints, which the body implements. Any other would be silently wrong.
 REQUIRED: dict[str, Any] = {
     "hidden_act": "silu",
     "use_bias": False,
@@ -37,7 +37,7 @@ REQUIRED: dict[str, Any] = {
     "score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
-# Where a config leaves a key out.
+# For keys that a config leaves out.
 DEFAULTS: dict[str, Any] = {
     "rope_theta": 600000.0,
     "partial_rotary_factor": 0.5,
@@ -52,7 +52,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def check(config: dict[str, Any]) -> None:
+def check_config(config: dict[str, Any]) -> None:
     """Raise DlmBridgeError for a LLaDA2 config that the body cannot hold."""
     require_values(config, REQUIRED)
     if config.get("model_type") == "llada2_moe_veomni":
@@ -77,7 +77,7 @@ def dims(config: dict[str, Any]) -> Dims:
 
 
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """What megatron-core needs beyond the sizes."""
+    """megatron-core's settings beyond the sizes."""
     config = _complete(config)
     sizes = dims(config)
     plain = decoder_settings(config, sizes.facts) | {"rotary_percent": float(config["partial_rotary_factor"])}
@@ -86,7 +86,7 @@ def transformer(config: dict[str, Any]) -> dict[str, Any]:
 
 def _complete(config: dict[str, Any]) -> dict[str, Any]:
     """With the defaults, and Glm4-MoE's name of the shared experts."""
-    check(config)
+    check_config(config)
     config = {**DEFAULTS, **config}
     return config | {"n_shared_experts": config["num_shared_experts"]}
 
@@ -133,8 +133,7 @@ SPEC = FamilySpec(
     model_type="llada2_moe",
     config_class="dlm_bridge.models.modeling_llada2_moe:LLaDA2MoeConfig",
     model_class="dlm_bridge.models.modeling_llada2_moe:LLaDA2MoeModelLM",
-    mapping="dlm_bridge.models.llada2_moe:MAPPING",
-    initialisation="dlm_bridge.models.initialisation:normal_rule",
+    mapping=MAPPING,
     attention_pattern="block_causal",
     mask_token_id=156895,
     objective="block",

@@ -15,7 +15,7 @@ from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.llada import SPEC as LLADA
 from dlm_bridge.models.moe import qwen3_moe_mapping
 
-# What the public checkpoints say and the body can do. Anything else would be silently wrong.
+# Values of the public checkpoints, which the body implements. Any other would be silently wrong.
 REQUIRED: dict[str, Any] = {
     "qk_layernorm": True,
     "clip_qkv": None,
@@ -30,7 +30,7 @@ REQUIRED: dict[str, Any] = {
 QWEN3_MOE = qwen3_moe_mapping({})
 
 
-def check(config: dict[str, Any]) -> None:
+def check_config(config: dict[str, Any]) -> None:
     """Raise DlmBridgeError for a LLaDA-MoE config that the Qwen3-MoE body cannot hold."""
     require_values(config, REQUIRED)
     if config.get("shared_expert_intermediate_size"):
@@ -45,13 +45,13 @@ def dims(config: dict[str, Any]) -> Dims:
 
 
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """What megatron-core needs beyond the sizes."""
+    """megatron-core's settings beyond the sizes."""
     return QWEN3_MOE.transformer(_qwen3_moe(config))
 
 
 def _qwen3_moe(config: dict[str, Any]) -> dict[str, Any]:
     """The config under Qwen3-MoE's names."""
-    check(config)
+    check_config(config)
     renamed = {
         "intermediate_size": config.get("dense_intermediate_size") or config.get("expert_intermediate_size"),
         "moe_intermediate_size": config.get("expert_intermediate_size"),
@@ -75,8 +75,7 @@ SPEC = FamilySpec(
     model_type=LLADA.model_type,  # shared: AutoConfig tells them apart by `architectures`
     config_class="dlm_bridge.models.modeling_llada_moe:LLaDAMoEConfig",
     model_class="dlm_bridge.models.modeling_llada_moe:LLaDAMoEModelLM",
-    mapping="dlm_bridge.models.llada_moe:MAPPING",
-    initialisation="dlm_bridge.models.initialisation:normal_rule",
+    mapping=MAPPING,
     mask_token_id=156895,
     sft=LLADA.sft,
     sampler=LLADA.sampler,

@@ -1,16 +1,17 @@
 """Fast-dLLM v2 on transformers' Qwen2 body with block-causal attention: config and model."""
 
+# mypy: disable-error-code="arg-type, assignment, misc, override"
+
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from dlm_bridge.mapping.rules import Mapping
 from dlm_bridge.models.decoder_mapping import require_values
 from dlm_bridge.models.diffusion_lm import DiffusionLM
 from dlm_bridge.models.family_spec import FamilySpec
-from dlm_bridge.models.fast_dllm_v2 import MAPPING, SPEC
+from dlm_bridge.models.fast_dllm_v2 import SPEC
 from dlm_bridge.models.hub_config import HubConfig
 
 
@@ -31,9 +32,8 @@ class Fast_dLLM_QwenConfig(HubConfig, Qwen2Config):  # noqa: N801 (the Hub's nam
 
 
 class Fast_dLLM_QwenForCausalLM(DiffusionLM, Qwen2ForCausalLM):  # noqa: N801 (the Hub's name)
-    """Logits are the body's own, as in the original: `logits[i]` is about token i + 1 (`family.shift`)."""
+    """As in the original, `logits[i]` predicts token i + 1 (`family.shift`)."""
 
     config_class = Fast_dLLM_QwenConfig
     config: Fast_dLLM_QwenConfig
     family: ClassVar[FamilySpec] = SPEC
-    megatron_mapping: ClassVar[Mapping] = MAPPING

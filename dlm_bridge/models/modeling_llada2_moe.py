@@ -3,6 +3,8 @@
 QKV in one matrix, block-causal attention, the router in its own dtype.
 """
 
+# mypy: disable-error-code="arg-type, assignment, misc, override"
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,16 +29,24 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     eager_attention_forward,
 )
 
-from dlm_bridge.mapping.rules import Mapping
-from dlm_bridge.models import llada2_moe
 from dlm_bridge.models.diffusion_lm import register_hub_names
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
-from dlm_bridge.models.llada2_moe import MAPPING, SPEC
+from dlm_bridge.models.llada2_moe import SPEC, check_config
 from dlm_bridge.models.modeling_moe import DiffusionMoE, ExpertsMixin, expert_converters
 
+# Fields that `check_config` reads; further keys that it reads are passed as keyword arguments.
+CHECKED = (
+    "hidden_act",
+    "max_position_embeddings",
+    "norm_topk_prob",
+    "num_shared_experts",
+    "use_qk_norm",
+    "use_qkv_bias",
+)
 
-@strict  # anew, for the fields that are null or numbers here and not in Glm4-MoE's
+
+@strict  # again, for the fields that are null or numbers here and not in Glm4-MoE's
 class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
     """Field names are those of the public configuration_llada2_moe.py, defaults those of LLaDA2.0-mini.
 
@@ -52,7 +62,7 @@ class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
         "n_shared_experts": "num_shared_experts",
         "attention_bias": "use_qkv_bias",
     }
-    # QKV is one matrix, whose rows cannot be cut evenly: ranks compute shares of it and gather them.
+    # QKV is one matrix whose rows cannot be split evenly: ranks compute a part each and gather.
     base_model_tp_plan: ClassVar[dict[str, Any]] = {
         **{name: style for name, style in Glm4MoeConfig.base_model_tp_plan.items() if "self_attn" not in name},
         "layers.*.self_attn.query_key_value": "colwise_gather_output",
@@ -85,19 +95,8 @@ class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
     pad_token_id: int | None = 156892
 
     def __post_init__(self, **kwargs: Any) -> None:
-        llada2_moe.check({**{key: getattr(self, key) for key in CHECKED}, **kwargs})
+        check_config({**{key: getattr(self, key) for key in CHECKED}, **kwargs})
         super().__post_init__(**kwargs)
-
-
-# The fields among what is checked; the other keys come in as further arguments.
-CHECKED = (
-    "hidden_act",
-    "max_position_embeddings",
-    "norm_topk_prob",
-    "num_shared_experts",
-    "use_qk_norm",
-    "use_qkv_bias",
-)
 
 
 # Hub name (a regular expression) to the body's.
@@ -112,7 +111,7 @@ RENAMES = (
 
 
 class LLaDA2MoeAttention(Glm4MoeAttention):
-    """Queries, keys and values come of one product with [all q; all k; all v]."""
+    """Queries, keys and values from one projection [all q; all k; all v]."""
 
     def __init__(self, config: LLaDA2MoeConfig, layer_idx: int) -> None:
         nn.Module.__init__(self)
@@ -199,10 +198,9 @@ class LLaDA2MoeModel(LLaDA2MoePreTrainedModel, Glm4MoeModel):
 
 
 class LLaDA2MoeModelLM(DiffusionMoE, LLaDA2MoePreTrainedModel, Glm4MoeForCausalLM):
-    """A position sees its own block of 32 and those before it. `logits[i]` predicts token i."""
+    """Block-causal attention with blocks of 32. `logits[i]` predicts token i."""
 
     family: ClassVar[FamilySpec] = SPEC
-    megatron_mapping: ClassVar[Mapping] = MAPPING
 
     def __init__(self, config: LLaDA2MoeConfig) -> None:
         LLaDA2MoePreTrainedModel.__init__(self, config)

@@ -1,5 +1,7 @@
 """Mixture-of-experts bodies of transformers: loading of per-expert Hub tensors into stacked parameters."""
 
+# mypy: disable-error-code="arg-type, assignment, misc, override"
+
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""Nemotron-Labs-Diffusion on transformers' Ministral-3 body: config and model, with YaRN and queries scaled by position.
+"""Nemotron-Labs-Diffusion on transformers' Ministral-3 body (YaRN, queries scaled by position): config and model.
 
 One model with three attention patterns, by `config.dlm_paradigm`, which may be changed on a live model:
 
@@ -7,9 +7,10 @@ One model with three attention patterns, by `config.dlm_paradigm`, which may be 
 - "block_diff": the training pass over noisy and clean tokens, with the caller's mask.
 
 The published sampler denoises a block with attention inside the block and to a prefix that was computed causally: a
-"bidirectional" pass with `attention_mask=causal_mask(real, draft_start)` of
-dlm_bridge.attention_mask.
+"bidirectional" pass with `attention_mask=causal_mask(real, draft_start)` of dlm_bridge.attention_mask.
 """
+
+# mypy: disable-error-code="arg-type, assignment, misc, override"
 
 from __future__ import annotations
 
@@ -20,12 +21,11 @@ from transformers import Ministral3Config, Ministral3ForCausalLM
 
 from dlm_bridge.attention_mask import causal_mask
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.rules import Mapping
 from dlm_bridge.models.decoder_mapping import require_values
 from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
-from dlm_bridge.models.nemotron_labs_diffusion import MAPPING, REQUIRED, SPEC
+from dlm_bridge.models.nemotron_labs_diffusion import REQUIRED, SPEC
 
 PARADIGMS = ("bidirectional", "autoregressive", "block_diff")
 
@@ -59,28 +59,27 @@ RENAMES = ((r"^encoder\.", "model."), (r"^diffusion_head\.", "lm_head."))
 
 
 class NemotronLabsDiffusionModel(DiffusionLM, Ministral3ForCausalLM):
-    """With its output layer, as `AutoModel` gives it on the Hub."""
+    """The model with its output layer, as `AutoModel` gives it on the Hub."""
 
     config_class = NemotronLabsDiffusionConfig
     config: NemotronLabsDiffusionConfig
     family: ClassVar[FamilySpec] = SPEC
-    megatron_mapping: ClassVar[Mapping] = MAPPING
     # PEFT reads this: adapters that were published for the original class name its modules.
     _checkpoint_conversion_mapping: ClassVar[dict[str, str]] = dict(RENAMES)
 
-    def _topology(
+    def _mask_and_positions(
         self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         own = attention_mask is not None and attention_mask.dim() == 4
         if not own and self.config.dlm_paradigm == "block_diff":
             raise DlmBridgeError(
-                "dlm_paradigm 'block_diff' looks through a mask over [noisy | clean] tokens: pass a 4-D "
+                "dlm_paradigm 'block_diff' needs an attention mask over [noisy | clean] tokens: pass a 4-D "
                 "attention_mask, or set model.config.dlm_paradigm = 'bidirectional'"
             )
         if not own and self.config.dlm_paradigm == "autoregressive":
             whole = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
             attention_mask = causal_mask(whole if attention_mask is None else attention_mask)
-        return super()._topology(tokens, attention_mask, position_ids)
+        return super()._mask_and_positions(tokens, attention_mask, position_ids)
 
 
 register_hub_names(NemotronLabsDiffusionModel, RENAMES)

@@ -1,16 +1,17 @@
 """SDAR on transformers' Qwen3 body with block-causal attention: config and model."""
 
+# mypy: disable-error-code="arg-type, assignment, misc, override"
+
 from __future__ import annotations
 
 from typing import ClassVar
 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dlm_bridge.mapping.rules import Mapping
 from dlm_bridge.models.diffusion_lm import DiffusionLM
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
-from dlm_bridge.models.sdar import MAPPING, SPEC
+from dlm_bridge.models.sdar import SPEC
 
 
 class SDARConfig(HubConfig, Qwen3Config):
@@ -27,9 +28,8 @@ class SDARConfig(HubConfig, Qwen3Config):
 
 
 class SDARForCausalLM(DiffusionLM, Qwen3ForCausalLM):
-    """A position sees its own block and those before it. `logits[i]` predicts token i."""
+    """Block-causal attention. `logits[i]` predicts token i."""
 
     config_class = SDARConfig
     config: SDARConfig
     family: ClassVar[FamilySpec] = SPEC
-    megatron_mapping: ClassVar[Mapping] = MAPPING

@@ -16,15 +16,6 @@ from dlm_bridge.models.decoder_mapping import (
 )
 
 
-def check_experts(config: dict[str, Any]) -> None:
-    """Raise DlmBridgeError unless every token can be given `num_experts_per_tok` of `num_experts` experts."""
-    experts, chosen = config.get("num_experts"), config.get("num_experts_per_tok")
-    if type(experts) is not int or type(chosen) is not int or not 1 <= chosen <= experts:
-        raise DlmBridgeError(
-            f"config.json: num_experts_per_tok {chosen!r} cannot be chosen of num_experts {experts!r}"
-        )
-
-
 def moe_settings(dims: Dims, chosen: int, score: str = "softmax", renormalised: bool = True) -> dict[str, Any]:
     """megatron-core's settings of experts and their router, which gives a token `chosen` of them.
 
@@ -43,47 +34,49 @@ def moe_settings(dims: Dims, chosen: int, score: str = "softmax", renormalised: 
     }
 
 
-def qwen3_moe_mapping(defaults: dict[str, Any]) -> Mapping:
-    """The mapping of a family whose tensors are Qwen3-MoE's. `defaults` are its configuration class's."""
+def qwen3_moe_mapping(
+    defaults: dict[str, Any], required: dict[str, Any] = SUPPORTED_VALUES, sliding_window: bool = False
+) -> Mapping:
+    """The mapping of a family with Qwen3-MoE's tensors; arguments as in `decoder_mapping.dense_mapping`."""
     facts = frozenset({"qk_norm"})
 
     def dims(config: dict[str, Any]) -> Dims:
         config = {**defaults, **config}
-        require_values(config, SUPPORTED_VALUES)
-        check_experts(config)
-        every = config.get("decoder_sparse_step") or 1
-        dense = {layer for layer in range(int(config["num_hidden_layers"])) if (layer + 1) % every}
+        require_values(config, required)
+        step = config.get("decoder_sparse_step") or 1
+        dense = {layer for layer in range(int(config["num_hidden_layers"])) if (layer + 1) % step}
         return decoder_dims(
             config,
             facts,
-            experts=config["num_experts"],
+            experts=routed_experts(config),
             moe_ffn=config["moe_intermediate_size"],
             dense_layers=frozenset(dense | set(config.get("mlp_only_layers") or ())),
         )
 
     def transformer(config: dict[str, Any]) -> dict[str, Any]:
-        config = {**defaults, **config}
+        config = {**defaults, **config, "max_window_layers": None}  # a window is every layer's
         renormalised = bool(config.get("norm_topk_prob"))
         settings = moe_settings(dims(config), config["num_experts_per_tok"], renormalised=renormalised)
-        return decoder_settings(config, facts) | settings
+        return decoder_settings(config, facts, sliding_window) | settings
 
     return Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, carried=TIED_HEAD)
 
 
 def routed_experts(config: dict[str, Any]) -> int:
-    """How many experts the router chooses of, by whichever name the family and the transformers version gave it.
+    """Number of experts that the router selects from, by any of the names that families and transformers give it.
 
-    Raises DlmBridgeError unless every token can be given `num_experts_per_tok` of them.
+    Raises DlmBridgeError unless a token can be routed to `num_experts_per_tok` of them.
     """
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    found = next((config[name] for name in names if config.get(name) is not None), None)
-    check_experts({**config, "num_experts": found})
-    assert isinstance(found, int)
-    return found
+    experts = next((config[name] for name in names if config.get(name) is not None), None)
+    top_k = config.get("num_experts_per_tok")
+    if type(experts) is not int or type(top_k) is not int or not 1 <= top_k <= experts:
+        raise DlmBridgeError(f"config.json: num_experts_per_tok {top_k!r} cannot be chosen of num_experts {experts!r}")
+    return experts
 
 
 def expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of Dims that describe the experts. Raises DlmBridgeError for numbers that cannot be."""
+    """Fields of Dims that describe the experts. Raises DlmBridgeError for impossible numbers."""
     experts = routed_experts(config)
     groups, chosen = config["n_group"], config["topk_group"]
     if experts % groups or experts // groups < 2 or not 1 <= chosen <= groups:

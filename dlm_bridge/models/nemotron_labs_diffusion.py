@@ -21,7 +21,7 @@ def dims(config: dict[str, Any]) -> Dims:
 
 
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """What megatron-core needs beyond the sizes, and what `parallel.query_scaling` does."""
+    """megatron-core's settings beyond the sizes, and the query scaling that our attention applies."""
     settings = decoder_settings({**DEFAULTS, **config})
     rope = config.get("rope_parameters") or {}
     if beta := rope.get("llama_4_scaling_beta"):
@@ -48,8 +48,7 @@ SPEC = FamilySpec(
     model_type="nemotron_labs_diffusion",
     config_class="dlm_bridge.models.modeling_nemotron_labs_diffusion:NemotronLabsDiffusionConfig",
     model_class="dlm_bridge.models.modeling_nemotron_labs_diffusion:NemotronLabsDiffusionModel",
-    mapping="dlm_bridge.models.nemotron_labs_diffusion:MAPPING",
-    initialisation="dlm_bridge.models.initialisation:normal_rule",
+    mapping=MAPPING,
     auto_classes=("AutoModel", "AutoModelForCausalLM"),  # the Hub's auto_map has the first; both have the output layer
     attention_pattern="bidirectional",  # of one pass, as `dlm_paradigm` says in every public config; see modeling.py
     mask_token_id=100,

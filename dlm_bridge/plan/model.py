@@ -164,7 +164,7 @@ def open_model(path: str | Path, revision: str | None = None, family: str | None
 def model_of(config: dict[str, Any], name: str, family: str | None = None) -> PlannedModel:
     """The model of a Hub config. Raises DlmBridgeError for one that Megatron cannot hold."""
     spec = find_family(config, family, name)
-    mapping: Mapping = spec.load("mapping")
+    mapping: Mapping = spec.mapping
     if mapping.hub_only:
         raise DlmBridgeError(f"{name}: {mapping.hub_only}")
     dims = checked_dims(mapping, config, name)

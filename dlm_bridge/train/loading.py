@@ -15,9 +15,8 @@ from torch import nn
 from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.checkpoints.torch_dist import TRACKER
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.models.families import FAMILIES, family_by_name, find_family
+from dlm_bridge.models.families import families, family_by_name, find_family
 from dlm_bridge.models.family_spec import FamilySpec
-from dlm_bridge.models.initialisation import initial_weights
 from dlm_bridge.train.config import TrainConfig
 
 
@@ -139,7 +138,9 @@ def load_hub_model(
 def model_family(model: Any) -> FamilySpec | None:
     """The family of a live model: its own, or that of its class, where it is one of transformers' own."""
     own: FamilySpec | None = getattr(model, "family", None)
-    named = [spec for spec in FAMILIES if spec.kind == "autoregressive" and type(model).__name__ in spec.architectures]
+    named = [
+        spec for spec in families() if spec.kind == "autoregressive" and type(model).__name__ in spec.architectures
+    ]
     return own or (named[0] if named else None)
 
 
@@ -184,7 +185,7 @@ def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
     raw = _read_config(folder)
     spec = find_family(raw, family, where=str(folder / "config.json"))
     config = _hub_config(str(folder), spec)
-    weights = dict(initial_weights(spec, raw, seed))
+    weights = dict(spec.initial_weights(raw, seed))
     model_class = spec.load("model_class")
     # Through transformers' own loading, so that names are converted as for a checkpoint and coverage is checked.
     return model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.verify import verify_pair
-from dlm_bridge.models.families import FAMILIES, find_family
-from dlm_bridge.models.initialisation import initial_weights
+from dlm_bridge.models.families import families, find_family
 from tests.autoregressive.cases import CASES, Case
 
 IDS = torch.randint(0, 130, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -38,7 +37,7 @@ def assert_same_files(found: Path, expected: Path) -> None:
 
 def layouts(case: Case) -> list[Layout]:
     found = [Layout(), Layout(tp=2, pp=2), Layout(pp=2, first_stage=1), Layout(tp=2, pp=2, vp=2)]
-    if case.spec.load("mapping").dims(case.config).experts:
+    if case.spec.mapping.dims(case.config).experts:
         found += [Layout(ep=2), Layout(tp=2, pp=2, ep=2, etp=1), Layout(tp=2, ep=4, etp=2)]
     return found
 
@@ -50,7 +49,7 @@ def in_model(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def test_every_family_has_a_case() -> None:
-    assert {case.family for case in CASES} == {spec.name for spec in FAMILIES if spec.kind == "autoregressive"}
+    assert {case.family for case in CASES} == {spec.name for spec in families() if spec.kind == "autoregressive"}
 
 
 def test_transformers_own_classes_stay_what_they_are(case: Case, folder: Path) -> None:
@@ -63,7 +62,7 @@ def test_transformers_own_classes_stay_what_they_are(case: Case, folder: Path) -
 
 def test_mapping_covers_the_hubs_tensors(case: Case) -> None:
     """Each tensor exactly once, with its shape; from scratch the transformers model's are made."""
-    mapping, tensors = case.spec.load("mapping"), case.tensors()
+    mapping, tensors = case.spec.mapping, case.tensors()
     for config in (case.config, case.published):
         dims = mapping.dims(config)
         keys: dict[str, set[tuple[int, ...]]] = {}
@@ -76,7 +75,7 @@ def test_mapping_covers_the_hubs_tensors(case: Case) -> None:
     assert len(covered) == sum(len(param.hub_names) for param in params)
     assert tensors.keys() - covered.keys() <= mapping.passthrough_names(dims).keys()
     assert covered == {name: tuple(tensors[name].shape) for name in covered}
-    started = dict(initial_weights(case.spec, case.config, seed=3))
+    started = dict(case.spec.initial_weights(case.config, seed=3))
     assert started.keys() == in_model(case, covered).keys()
     for name, tensor in started.items():
         assert bool(tensor.any()) != name.endswith("bias"), name

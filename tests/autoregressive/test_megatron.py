@@ -51,7 +51,7 @@ def megatron() -> Iterator[pytest.MonkeyPatch]:
 def transformer_config(case: Case, described: dict[str, Any]) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    dims = case.spec.load("mapping").dims(case.config)
+    dims = case.spec.mapping.dims(case.config)
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
     known = {field.name for field in fields(kind)}
     others = {
@@ -87,7 +87,7 @@ def test_keys_and_shapes_are_megatron_cores(case: Case, megatron: pytest.MonkeyP
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
-    mapping = case.spec.load("mapping")
+    mapping = case.spec.mapping
     dims, described = mapping.dims(case.config), mapping.transformer(case.config)
     config = transformer_config(case, described)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
@@ -168,7 +168,7 @@ def test_latent_attention_without_sequence_parallelism_is_refused() -> None:
     from dlm_bridge.parallel.config import model_config
 
     case = BY_LABEL["deepseek-v3"]
-    mapping, config = case.spec.load("mapping"), {**case.config, "num_nextn_predict_layers": 0}
+    mapping, config = case.spec.mapping, {**case.config, "num_nextn_predict_layers": 0}
     arguments = (mapping, config, mapping.dims(config), Layout(tp=2), torch.float32)
     assert model_config(*arguments).transformer.sequence_parallel
     with pytest.raises(DlmBridgeError, match="--tp 2 without sequence parallelism: megatron-core then leaves out"):
@@ -214,17 +214,17 @@ def test_windows() -> None:
     layers = ["sliding_attention", "full_attention"] * 2
     assert window_settings({**on, "layer_types": layers})["window_attn_skip_freq"] == [1, 0, 1, 0]
     assert window_settings({**on, "max_window_layers": 4}) == {}
-    described = family_by_name("mistral").load("mapping").transformer(MISTRAL_1)
+    described = family_by_name("mistral").mapping.transformer(MISTRAL_1)
     assert described["window_size"] == (4095, 0)
 
 
 def test_published_settings() -> None:
-    glm = family_by_name("glm4_moe").load("mapping").transformer(GLM_45)
+    glm = family_by_name("glm4_moe").mapping.transformer(GLM_45)
     assert glm["rotary_percent"] == 0.5
     assert glm["moe_layer_freq"] == [0] * 3 + [1] * 89
     assert glm["moe_router_topk_scaling_factor"] == 2.5
     assert "moe_router_num_groups" not in glm
-    deepseek = family_by_name("deepseek_v3").load("mapping").transformer(DEEPSEEK_V3)
+    deepseek = family_by_name("deepseek_v3").mapping.transformer(DEEPSEEK_V3)
     wanted = {
         "multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 1.0,
         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "moe_router_num_groups": 8,
@@ -247,7 +247,7 @@ def test_published_settings() -> None:
 def test_what_megatron_cannot_compute_is_refused_live_but_converted(
     family: str, published: dict[str, Any], change: dict[str, Any], says: str
 ) -> None:
-    mapping = family_by_name(family).load("mapping")
+    mapping = family_by_name(family).mapping
     config = {**published, **change}
     with pytest.raises(DlmBridgeError, match=says):
         mapping.transformer(config)

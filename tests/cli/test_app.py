@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dlm_bridge.cli.app import main
-from dlm_bridge.models.families import FAMILIES, UNSUPPORTED
+from dlm_bridge.models.families import UNSUPPORTED, families
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -71,9 +71,9 @@ def test_families_lists_every_architecture(
 ) -> None:
     assert run(monkeypatch, "families", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [row["family"] for row in listed["families"]] == [spec.name for spec in FAMILIES]
+    assert [row["family"] for row in listed["families"]] == [spec.name for spec in families()]
     assert {name for row in listed["families"] for name in row["architectures"]} == {
-        name for spec in FAMILIES for name in spec.architectures
+        name for spec in families() for name in spec.architectures
     }
     assert listed["unsupported"] == UNSUPPORTED
     assert run(monkeypatch, "families") == 0

@@ -45,7 +45,7 @@ def run(folder: Path) -> dict[str, Any]:
     said["pair"] = verify(hub, megatron)
     said["swapped"] = verify(hub, swapped(hub, folder / "swapped"))
     said["cut"] = verify(hub, cut(hub, folder / "cut"))
-    mapping = family_by_name("llada").load("mapping")
+    mapping = family_by_name("llada").mapping
     wrong = {**mapping.transformer(Bridge.from_hf(hub).config), "rotary_base": 10000.0}
     with mock.patch.dict(vars(mapping), transformer=lambda config: dict(wrong)):
         said["wrong-setting"] = verify(megatron)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +25,8 @@ MAPPING = replace(LLADA_MAPPING, carried=(*LLADA_MAPPING.carried, Passthrough(IN
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A checkpoint of a family like LLaDA whose Hub files hold a derivable tensor."""
-    spec = replace(SPEC, mapping=f"{__name__}:MAPPING")
-    assert sys.modules[__name__].MAPPING is MAPPING
-    monkeypatch.setattr(families, "FAMILIES", (spec,))
+    spec = replace(SPEC, mapping=MAPPING)
+    monkeypatch.setattr(families, "families", lambda: (spec,))
     families._by_architecture.cache_clear()
     config = llada_config(weight_tying=True)
     tensors = llada_tensors(config, dtype=torch.bfloat16)

@@ -27,7 +27,7 @@ def write_holes(folder: Path, config: dict[str, Any]) -> int:
     """A Hub folder with whole headers, and holes for tensors. The number of tensors."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    mapping = find_family(config, None, str(folder)).load("mapping")
+    mapping = find_family(config, None, str(folder)).mapping
     params = mapping.params(mapping.dims(config))
     shapes = {name: shape for param in params for name, shape in zip(param.hub_names, param.hub_shapes, strict=True)}
     plans = []

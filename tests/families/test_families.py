@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.models.families import FAMILIES, UNSUPPORTED, find_family
-from dlm_bridge.models.initialisation import initial_weights
+from dlm_bridge.models.families import UNSUPPORTED, families, find_family
 from tests.families.case import FamilyCase, all_cases, config_of
 from tests.families.tp_worker import sampled
 from tests.processes import assert_ok
@@ -38,11 +37,11 @@ def whole(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_every_diffusion_family_has_a_case() -> None:
-    assert {case.name for case in all_cases()} == {spec.name for spec in FAMILIES if spec.kind == "diffusion"}
+    assert {case.name for case in all_cases()} == {spec.name for spec in families() if spec.kind == "diffusion"}
 
 
 def test_architectures_lead_to_one_family_each() -> None:
-    named = [architecture for spec in FAMILIES for architecture in spec.architectures]
+    named = [architecture for spec in families() for architecture in spec.architectures]
     assert len(set(named)) == len(named)
     assert not set(named) & set(UNSUPPORTED)
     for architecture, reason in UNSUPPORTED.items():
@@ -236,12 +235,12 @@ def layouts(case: FamilyCase) -> list[Layout]:
 
 
 def _dims(case: FamilyCase) -> Any:
-    return case.spec.load("mapping").dims(case.config)
+    return case.spec.mapping.dims(case.config)
 
 
 def test_mapping_covers_the_hubs_tensors(case: FamilyCase) -> None:
     """Each tensor exactly once, with its shape, whether mapped or carried; from scratch the same set is made."""
-    mapping, dims = case.spec.load("mapping"), _dims(case)
+    mapping, dims = case.spec.mapping, _dims(case)
     tensors = case.tensors(case.config, 0, torch.float32)
     covered = [name for param in mapping.params(dims) for name in param.hub_names]
     assert len(set(covered)) == len(covered)
@@ -251,7 +250,7 @@ def test_mapping_covers_the_hubs_tensors(case: FamilyCase) -> None:
     for param in mapping.params(dims):
         for name, shape in zip(param.hub_names, param.hub_shapes, strict=True):
             assert shapes[name] == shape, name
-    started = dict(initial_weights(case.spec, case.config, seed=3))
+    started = dict(case.spec.initial_weights(case.config, seed=3))
     assert {name: tuple(tensor.shape) for name, tensor in started.items()} == {name: shapes[name] for name in covered}
     assert all(tensor.isfinite().all() for tensor in started.values())
 

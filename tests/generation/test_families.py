@@ -13,7 +13,7 @@ import torch
 from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.generation.config import resolve_settings
 from dlm_bridge.generation.samplers.base import SpecialTokens
-from dlm_bridge.models.families import FAMILIES
+from dlm_bridge.models.families import families
 from tests.families.case import FamilyCase, all_cases
 from tests.generation import published
 from tests.generation import published_samplers as samplers
@@ -101,7 +101,7 @@ def test_defaults_are_complete(case: FamilyCase, tmp_path: Path) -> None:
 
 
 def test_every_diffusion_family_names_its_sampler() -> None:
-    for spec in FAMILIES:
+    for spec in families():
         if spec.kind == "diffusion":
             assert spec.sampler["algorithm"] in SAMPLERS
 

@@ -180,7 +180,7 @@ def tensors_of(
     config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32, family: FamilySpec | None = None
 ) -> dict[str, torch.Tensor]:
     """Random weights under the Hub's names, of a size that keeps activations near one."""
-    mapping = (family or find_family(config)).load("mapping")
+    mapping = (family or find_family(config)).mapping
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for param in mapping.params(mapping.dims(config)):

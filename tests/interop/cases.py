@@ -34,7 +34,7 @@ class Model:
 
     @property
     def has_experts(self) -> bool:
-        return find_family(self.config, self.family).load("mapping").dims(self.config).experts > 0
+        return find_family(self.config, self.family).mapping.dims(self.config).experts > 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.build(self.config, SEED, torch.float32)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlm_bridge import DlmBridgeError, Layout
-from dlm_bridge.models.families import FAMILIES, family_by_name
+from dlm_bridge.models.families import families, family_by_name
 from tests.autoregressive.cases import CASES
 from tests.families.case import all_cases
 
@@ -23,7 +23,7 @@ PUBLISHED = [(case.name, case.config) for case in all_cases()] + [(case.spec.nam
 def buildable(family: str, config: dict[str, Any]) -> bool:
     from dlm_bridge.parallel.config import model_config
 
-    mapping = family_by_name(family).load("mapping")
+    mapping = family_by_name(family).mapping
     try:
         model_config(mapping, config, mapping.dims(config), Layout(), torch.float32)
     except DlmBridgeError:
@@ -32,7 +32,7 @@ def buildable(family: str, config: dict[str, Any]) -> bool:
 
 
 def test_a_family_says_megatron_where_every_published_config_can_be_built() -> None:
-    can = {spec.name: True for spec in FAMILIES}
+    can = {spec.name: True for spec in families()}
     for family, config in PUBLISHED:
         can[family] &= buildable(family, config)
     assert {family for family, _ in PUBLISHED} == set(can)

@@ -20,9 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.families import FAMILIES, family_by_name
+from dlm_bridge.models.families import families, family_by_name
 from dlm_bridge.models.family_spec import FamilySpec
-from dlm_bridge.models.initialisation import initial_weights
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from dlm_bridge.train.config import TrainConfig
@@ -80,7 +79,7 @@ def test_first_step_is_the_objective_at_the_initial_weights(
 
     rows = run(tmp_path / "run", steps=1, warmup_steps=0, lr_schedule="constant", clip_grad=0.0)
     raw = json.loads((seed_folder / "config.json").read_text())
-    weights = dict(initial_weights(FAMILIES[0], raw, seed=0))
+    weights = dict(families()[0].initial_weights(raw, seed=0))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step-0000001")
     model.load_state_dict(type(model).from_pretrained(None, config=model.config, state_dict=weights).state_dict())
     tokenizer = AutoTokenizer.from_pretrained(seed_folder)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from dlm_bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.families import find_family
-from dlm_bridge.models.initialisation import Normal, initial_weights, initialise
+from dlm_bridge.models.initialisation import Normal, initialise
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import load_model
 from tests.checkpoints import llada_config
@@ -24,7 +24,7 @@ BLOCK = "model.transformer.blocks."
 
 def _weights(seed: int = 0, **overrides: object) -> dict[str, torch.Tensor]:
     config = llada_config(d_model=128, mlp_hidden_size=256, **overrides)
-    return dict(initial_weights(find_family(config), config, seed))
+    return dict(find_family(config).initial_weights(config, seed))
 
 
 def test_a_tensor_depends_on_seed_and_name_alone() -> None:
@@ -79,7 +79,7 @@ def test_a_model_from_scratch_holds_exactly_these_tensors(tmp_path: Path, tied: 
     model = load_model(TrainConfig(model=str(tmp_path), data=["mock"], output="o", from_scratch=True, seed=5))
     model.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved/model.safetensors")
-    weights = dict(initial_weights(find_family(config), config, 5))
+    weights = dict(find_family(config).initial_weights(config, 5))
     assert saved.keys() == weights.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
@@ -91,7 +91,7 @@ def test_a_bridge_from_scratch_reads_the_same_values(tmp_path: Path, tied: bool)
     (tmp_path / "config.json").write_text(json.dumps(config))
     bridge = Bridge.from_scratch(tmp_path, seed=5)
     bridge.checkpoint.check()
-    weights = dict(initial_weights(find_family(config), config, 5))
+    weights = dict(find_family(config).initial_weights(config, 5))
     assert set(bridge.hub_names()) == weights.keys()
     assert all(torch.equal(bridge.read(name), tensor) for name, tensor in weights.items())
 

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.families import FAMILIES, family_by_name
-from dlm_bridge.models.initialisation import initial_weights
+from dlm_bridge.models.families import families, family_by_name
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import OBJECTIVES
 from dlm_bridge.train.config import load_config
@@ -88,7 +87,7 @@ def test_lladas_loss_is_that_of_its_guidelines(tmp_path: Path, run: Run, options
     assert (resolved["eos_padding"], resolved["loss_normalisation"]) == ("row", "sequences")
     raw = json.loads((tmp_path / "llada/config.json").read_text())
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step-0000001").eval()
-    weights = dict(initial_weights(FAMILIES[0], raw, seed=0))
+    weights = dict(families()[0].initial_weights(raw, seed=0))
     model.load_state_dict(type(model).from_pretrained(None, config=model.config, state_dict=weights).state_dict())
 
     from dlm_bridge.train.data.blocks import Epochs
@@ -235,7 +234,7 @@ def test_the_command(
 
 
 def test_what_families_were_tuned_with_fits_them() -> None:
-    for family in FAMILIES:
+    for family in families():
         kind = OBJECTIVES[family.objective].kind
         assert family.sft.keys() <= {"eos_padding", "loss_normalisation", "train_on_prompt"}
         assert family.sft.get("loss_normalisation") in (None, *kind.normalisations)

@@ -102,7 +102,7 @@ class InitialCheckpoint(ByNameCheckpoint):
         )
         super().__init__(str(self.folder), hub)
         self._drop_absent_mtp(lambda param: False)  # transformers' models do not have these layers
-        self._rule: InitialisationRule = spec.load("initialisation")(config)
+        self._rule: InitialisationRule = spec.initialisation(config)
         self._stored = {name: (torch.float32, shape) for name, shape in self._expected()}
         hub.dtypes = {name: dtype for name, (dtype, _) in self._stored.items()}
 

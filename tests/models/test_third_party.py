@@ -1,0 +1,156 @@
+"""A family of another package: installed with pip into a folder, found by its entry point, loaded in a new process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import standard_tensors, write_hub_folder
+
+FILES = {
+    "pyproject.toml": """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "acme-dlm"
+version = "1.0"
+
+[tool.setuptools]
+packages = ["acme_dlm"]
+
+[project.entry-points."dlm_bridge.families"]
+acme = "acme_dlm.acme:SPEC"
+taken = "acme_dlm.taken:SPEC"
+absent = "acme_dlm.absent:SPEC"
+""",
+    "acme_dlm/__init__.py": "",
+    "acme_dlm/acme.py": '''
+"""Acme: spec and mapping."""
+
+from dlm_bridge.models.decoder_mapping import dense_mapping
+from dlm_bridge.models.family_spec import FamilySpec
+
+SPEC = FamilySpec(
+    name="acme",
+    title="Acme",
+    hub_ids=(),
+    architectures=("AcmeLM",),
+    model_type="acme",
+    config_class="acme_dlm.modeling_acme:AcmeConfig",
+    model_class="acme_dlm.modeling_acme:AcmeLM",
+    mapping=dense_mapping({"num_key_value_heads": 32}, frozenset({"qkv_bias"})),
+    mask_token_id=99,
+    sampler={"algorithm": "llada"},
+)
+''',
+    "acme_dlm/modeling_acme.py": '''
+"""Acme: config and model."""
+
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from acme_dlm.acme import SPEC
+from dlm_bridge.models.diffusion_lm import DiffusionLM
+from dlm_bridge.models.hub_config import HubConfig
+
+
+class AcmeConfig(HubConfig, Qwen2Config):
+    model_type = "acme"
+    family = SPEC
+    is_causal = False
+
+    mask_token_id: int | None = 99
+
+
+class AcmeLM(DiffusionLM, Qwen2ForCausalLM):
+    config_class = AcmeConfig
+    family = SPEC
+''',
+    "acme_dlm/taken.py": """
+from dataclasses import replace
+
+from acme_dlm.acme import SPEC as ACME
+
+SPEC = replace(ACME, name="llada")
+""",
+}
+
+CONFIG = {
+    "architectures": ["AcmeLM"],
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "model_type": "acme",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128,
+}
+
+LOAD = """
+import sys
+
+import torch
+import transformers
+
+import dlm_bridge
+from dlm_bridge import Bridge, Layout
+
+hub, megatron, back = sys.argv[1:]
+model = transformers.AutoModelForCausalLM.from_pretrained(hub)
+assert type(model).__module__ == "acme_dlm.modeling_acme", type(model)
+ids = torch.arange(12)[None]
+tokens = model.generate(ids, gen_length=8, steps=4, block_length=8, eos_token_id=None)
+assert tokens.shape == (1, 20) and not (tokens == 99).any()
+changed = ids.clone()
+changed[0, -1] = 50
+with torch.no_grad():
+    assert not torch.allclose(model(ids).logits[0, 0], model(changed).logits[0, 0])  # bidirectional
+Bridge.from_hf(hub).to_megatron(megatron, Layout(tp=2))
+Bridge.from_megatron(megatron).to_hf(back)
+again = transformers.AutoModelForCausalLM.from_pretrained(back)
+assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that has the package: built and installed by pip, without a network."""
+    root = tmp_path_factory.mktemp("third_party")
+    for name, text in FILES.items():
+        (root / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "source" / name).write_text(text)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(root / "site"), str(root / "source")], check=True)
+    return {**os.environ, "PYTHONPATH": str(root / "site")}
+
+
+def test_checkpoints_of_the_family_load_sample_and_convert(installed: dict[str, str], tmp_path: Path) -> None:
+    hub = write_hub_folder(tmp_path / "hub", CONFIG, standard_tensors(CONFIG, 0, qkv_bias=True))
+    ran = subprocess.run(
+        [sys.executable, "-c", LOAD, str(hub), str(tmp_path / "megatron"), str(tmp_path / "back")],
+        env=installed,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_what_cannot_be_registered_is_named_and_left_out(installed: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "dlm_bridge.cli", "families", "--json"]
+    ran = subprocess.run(command, env=installed, capture_output=True, text=True, check=True)
+    assert '"family": "acme"' in ran.stdout
+    warnings = ran.stderr.splitlines()
+    assert len(warnings) == 2
+    for words in (("acme-dlm", "absent"), ("taken", "llada")):
+        assert any(all(word in line for word in words) for line in warnings), warnings
