@@ -37,6 +37,8 @@ PEAK_FLOPS = (
     ("V100", 125e12),
 )
 
+LINE_EVERY = 15.0  # seconds between two lines where there is no terminal
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -49,26 +51,26 @@ class StepMetrics:
     tokens: int  # read so far, over all processes
     tokens_per_s: float  # of this step, over all processes
     tokens_per_s_per_device: float
-    mfu: float | None  # share of the devices' bf16 peak; null on CPU, in fp32 and on unknown devices
-    peak_memory: int | None = None  # bytes that the fullest device has allocated at once so far; null on CPU
-    eval_loss: float | None = None  # only in the rows of steps that were evaluated
+    mfu: float | None  # fraction of the devices' bf16 peak; null on CPU, in fp32 and on unknown devices
+    peak_memory: int | None = None  # bytes, the largest of all devices so far; null on CPU
+    eval_loss: float | None = None  # only after steps with an evaluation
 
     @property
     def was_evaluated(self) -> bool:
         return self.eval_loss is not None
 
-    def shown(self) -> str:
-        """The figures as a person reads them."""
-        figures = f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s"
+    def summary(self) -> str:
+        """The metrics as one line for the console."""
+        summary = f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s"
         if self.tokens_per_s_per_device != self.tokens_per_s:
-            figures += f" ({self.tokens_per_s_per_device:,.0f} a device)"
+            summary += f" ({self.tokens_per_s_per_device:,.0f} a device)"
         if self.mfu is not None:
-            figures += f"  MFU {self.mfu:.1%}"
+            summary += f"  MFU {self.mfu:.1%}"
         if self.peak_memory is not None:
-            figures += f"  {self.peak_memory / 2**30:.1f} GiB"
+            summary += f"  {self.peak_memory / 2**30:.1f} GiB"
         if self.eval_loss is not None:
-            figures += f"  validation {self.eval_loss:.4f}"
-        return figures
+            summary += f"  validation {self.eval_loss:.4f}"
+        return summary
 
     def to_json(self) -> str:
         values = {
@@ -146,7 +148,7 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     flops = sum(
         _elements(parameter)
-        * (_expert_share(config) if ".experts." in name else 1.0)
+        * (_active_experts(config) if ".experts." in name else 1.0)
         * (6 if parameter.requires_grad else 4)
         for name, parameter in model.named_parameters()
         if config.tie_word_embeddings or parameter is not embedding.weight
@@ -162,8 +164,8 @@ def _elements(parameter: nn.Parameter) -> int:
     return parameter.numel() if quantized is None else quantized.shape.numel()
 
 
-def _expert_share(config: Any) -> float:
-    """The part of a layer's experts that a token goes to."""
+def _active_experts(config: Any) -> float:
+    """The fraction of a layer's experts that a token is routed to."""
     experts = next(
         getattr(config, name)
         for name in ("num_experts", "n_routed_experts", "num_local_experts")
@@ -179,11 +181,9 @@ def peak_flops(device_name: str | None, precision: str) -> float | None:
     return next((peak for name, peak in PEAK_FLOPS if name in device_name), None)
 
 
-LINE_EVERY = 15.0  # seconds
-
-
 class TrainingProgress:
-    """Use as a context manager; `enabled` on one process only."""
+    """Progress bar of a run on a terminal, a line now and then elsewhere. Use as a context manager; `enabled` on one
+    process only."""
 
     def __init__(self, console: Console, steps: int, step: int, enabled: bool) -> None:
         self.console = console
@@ -193,12 +193,12 @@ class TrainingProgress:
             TextColumn("[bold]training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[summary]}"),
             TimeRemainingColumn(),
             console=console,
             disable=not (enabled and console.is_terminal),
         )
-        self.task = self.bar.add_task("training", total=steps, completed=step, figures="")
+        self.task = self.bar.add_task("training", total=steps, completed=step, summary="")
         self.last_line = 0.0
 
     def __enter__(self) -> TrainingProgress:
@@ -208,47 +208,57 @@ class TrainingProgress:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def show(self, row: StepMetrics) -> None:
+    def show(self, metrics: StepMetrics) -> None:
         if not self.enabled:
             return
-        figures = row.shown()
-        self.bar.update(self.task, completed=row.step, figures=figures)
+        summary = metrics.summary()
+        self.bar.update(self.task, completed=metrics.step, summary=summary)
         now = time.monotonic()
         if not self.console.is_terminal and (
-            row.step in (1, self.steps) or row.was_evaluated or now - self.last_line >= LINE_EVERY
+            metrics.step in (1, self.steps) or metrics.was_evaluated or now - self.last_line >= LINE_EVERY
         ):
             self.last_line = now
-            self.console.print(f"step {row.step}/{self.steps}  {figures}", highlight=False)
+            self.console.print(f"step {metrics.step}/{self.steps}  {summary}", highlight=False)
 
 
 class CudaTimer:
-    """When a device has done what it was given before, or now, where the CPU is the device. Nobody waits."""
+    """Elapsed time of a device's work, from construction to `stop`: of CUDA events, on other devices of the CPU's clock.
+    Neither waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self.now = time.perf_counter()
-        if self.event is not None:
-            self.event.record()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._events = events
+        self._started = self._stopped = time.perf_counter()
+        if events is not None:
+            events[0].record()
 
-    def until(self, later: CudaTimer) -> float:
-        """The seconds between two moments that have passed, on the device's clock."""
-        if self.event is None or later.event is None:
-            return later.now - self.now
-        return self.event.elapsed_time(later.event) / 1000
+    def stop(self) -> None:
+        """The end of the work that has been given to the device so far."""
+        self._stopped = time.perf_counter()
+        if self._events is not None:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """The time between start and stop. Waits for the device to reach the stop."""
+        if self._events is None:
+            return self._stopped - self._started
+        start, stop = self._events
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1000
 
 
 class DeferredMetrics:
-    """`values` [N] float64 of a step that began at `began`, copied behind what the device is doing."""
+    """`values` [N] float64 of a step, copied to the CPU behind what the device is doing; `timer` started with it."""
 
-    def __init__(self, values: torch.Tensor, began: CudaTimer) -> None:
-        cuda = values.device.type == "cuda"
-        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True) if cuda else values.detach()
-        if cuda:
+    def __init__(self, values: torch.Tensor, timer: CudaTimer) -> None:
+        on_gpu = values.device.type == "cuda"
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True) if on_gpu else values.detach()
+        if on_gpu:
             self._values.copy_(values.detach(), non_blocking=True)
-        self._began, self._ended = began, CudaTimer(values.device)
+        self._timer = timer
+        timer.stop()
 
     def read(self) -> tuple[list[float], float]:
         """The values, and how many seconds the step took. Waits for the copy."""
-        if self._ended.event is not None:
-            self._ended.event.synchronize()
-        return self._values.tolist(), self._began.until(self._ended)
+        seconds = self._timer.seconds()
+        return self._values.tolist(), seconds

@@ -51,10 +51,10 @@ class RolloutRow(StepMetrics):
     def was_evaluated(self) -> bool:
         return self.eval_reward is not None
 
-    def shown(self) -> str:
-        """The figures as a person reads them."""
+    def summary(self) -> str:
+        """The metrics as one line for the console."""
         held_out = "" if self.eval_reward is None else f"  held-out {self.eval_reward:.3f}"
-        return f"reward {self.reward:.3f}  length {self.completion_length:.1f}  {super().shown()}{held_out}"
+        return f"reward {self.reward:.3f}  length {self.completion_length:.1f}  {super().summary()}{held_out}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,9 @@ class PreferenceRow(StepMetrics):
     margin: float  # mean of beta x (gain of the chosen answer - gain of the rejected one)
     eval_preferred: float | None = None
 
-    def shown(self) -> str:
-        """The figures as a person reads them."""
-        return f"preferred {self.preferred:.3f}  margin {self.margin:.3f}  {super().shown()}"
+    def summary(self) -> str:
+        """The metrics as one line for the console."""
+        return f"preferred {self.preferred:.3f}  margin {self.margin:.3f}  {super().summary()}"
 
 
 def check_method(config: RLConfig, family: FamilySpec | None) -> None:
