@@ -178,7 +178,7 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
     source = config.model if checkpoint is None or config.engine == "accelerate" else str(checkpoint.parent)
     if config.engine == "megatron":
         model = open_model(source, family=config.family)
-        _check_megatron(config, model, gpus)
+        _check_megatron(config, model)
         return memory_plan(model, run_of(config, str(config.objective), gpus)), []
     config.accumulation(gpus)
     if config.adapts:
@@ -207,20 +207,17 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
     return memory_plan(model, run), [*masters, *([OFFLOADED] if config.cpu_offload else []), ESTIMATED]
 
 
-def _check_megatron(config: TrainConfig, model: PlannedModel, gpus: int) -> None:
+def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
     """What megatron-core, and the engine on it, refuse of this model in this layout."""
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.refusals import NotInstalledError
     from dlm_bridge.train.megatron.mcore_config import DTYPES, check_experts, check_mcore_config, check_sequence
     from dlm_bridge.train.megatron.settings import passed_on
-    from dlm_bridge.train.megatron.stragglers import check_stragglers
 
     with contextlib.suppress(NotInstalledError):  # it may be where the run is
         check_mcore_config(config)
     check_experts(config, model.dims, model.mapping.transformer(model.config))
     check_sequence(config)
-    if config.straggler_interval:
-        check_stragglers(config.straggler_interval, config.pp, gpus)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.sharded_sequence} | passed_on(config, "transformer")
     with contextlib.suppress(NotInstalledError):

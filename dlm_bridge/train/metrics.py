@@ -222,7 +222,7 @@ class TrainingProgress:
 
 
 class CudaTimer:
-    """Elapsed time of a device's work, from construction to `stop`: of CUDA events, on other devices of the CPU's clock.
+    """Elapsed time of a device's work from construction to `stop`, by CUDA events; on other devices by the CPU's clock.
     Neither waits for the device."""
 
     def __init__(self, device: torch.device) -> None:

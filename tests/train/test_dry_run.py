@@ -173,11 +173,6 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         1,
         "--megatron ddp.fsdp_double_buffer does nothing without --fsdp: add that, or leave this out",
     ),
-    (
-        {"engine": "megatron", "straggler_interval": 2, "pp": 2},
-        2,
-        r"--straggler-interval 2: each of 2 rank\(s\) does other work",
-    ),
     ({"sample_interval": 2, "sample_prompt": ["@/nowhere/at/all"]}, 1, "--sample-prompt @/nowhere/at/all: No such"),
     ({"engine": "megatron", "attention_backend": "sdpa"}, 1, "'sdpa' is unknown: with --engine megatron known are"),
     ({"engine": "megatron", "moe_aux_loss_coeff": 0.1}, 1, "--moe-aux-loss-coeff: the model is dense"),

@@ -134,11 +134,6 @@ def test_a_loss_that_is_no_number_ends_the_run(
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
 
 
-def test_one_rank_has_nobody_to_compare_with(tmp_path: Path, on_megatron: Run) -> None:
-    with pytest.raises(DlmBridgeError, match=r"--straggler-interval 5: each of 1 rank\(s\) does other work"):
-        on_megatron(tmp_path / "run", straggler_interval=5)
-
-
 def test_a_resume_of_another_model_is_refused(tmp_path: Path, on_megatron: Run, seed_folder: Path) -> None:
     on_megatron(tmp_path / "run", steps=1, eval_interval=0)
     other = shutil.copytree(seed_folder, tmp_path / "other")

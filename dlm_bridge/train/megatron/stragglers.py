@@ -12,31 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlm_bridge.errors import DlmBridgeError
-
-TimedWork = float | tuple[torch.Event, torch.Event]  # seconds, or from one event to another
-
-
-def check_stragglers(interval: int, stages: int, ranks: int) -> None:
-    """Raise DlmBridgeError where no two ranks do the same work."""
-    if ranks == stages:
-        raise DlmBridgeError(
-            f"--straggler-interval {interval}: each of {stages} rank(s) does other work: leave it out"
-        )
+FULL_GC_EVERY = 100  # steps; the others collect young objects only
+TimedWork = float | tuple[torch.Event, torch.Event]  # seconds, or start and end
 
 
 class StragglerDetector:
-    """Measures `timed` work on one rank and, every `interval` steps, compares it among the ranks of a pipeline stage,
+    """Measures `timed` work on each rank and compares it every `interval` steps among the ranks of a pipeline stage,
     which do the same work. On a device the time is the device's, between two events.
 
-    megatron-core's StragglerDetector does the like, but opens a port for its commands, asks NVML and knows CUDA only.
-    Ranks that exchange tensors inside a forward pass (tensor, context, expert parallel) wait there for their slowest,
-    so that it is their whole group that stands out; a slow rank alone stands out among replicas.
+    megatron-core's own StragglerDetector opens a port for its commands, needs NVML and supports CUDA only. Ranks that
+    communicate inside a forward pass (tensor, context, expert parallel) wait there for their slowest, so their whole
+    group stands out; a slow rank alone stands out among data parallel replicas.
     """
 
-    def __init__(self, interval: int, stage: int, stages: int, device: torch.device, group: Any) -> None:
-        """`group` is one of all ranks between CPUs. Raises DlmBridgeError where no two ranks do the same work."""
-        check_stragglers(interval, stages, dist.get_world_size())
+    def __init__(self, interval: int, stage: int, device: torch.device, group: Any) -> None:
+        """`group` has all ranks, between CPUs."""
         self.interval = interval
         self.stage = stage
         self.device = device
@@ -46,11 +36,11 @@ class StragglerDetector:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Count what is launched inside."""
+        """Measure what is launched inside."""
         if self.device.type == "cpu":
-            began = time.perf_counter()
+            start = time.perf_counter()
             yield
-            self._timed.append(time.perf_counter() - began)
+            self._timed.append(time.perf_counter() - start)
             return
         before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         before.record()
@@ -58,13 +48,13 @@ class StragglerDetector:
         after.record()
         self._timed.append((before, after))
 
-    def taken(self) -> list[TimedWork]:
-        """What was timed since it was asked last, of one step, which the device may still be at work on."""
+    def take_timed(self) -> list[TimedWork]:
+        """What was timed since the last call: of one step, which the device may still work on."""
         timed, self._timed = self._timed, []
         return timed
 
     def end_step(self, step: int, timed: list[TimedWork]) -> str | None:
-        """After a step, when the device is done with what was timed of it: every `interval` steps the report, on every
+        """After a step, when the device has finished what was timed of it: every `interval` steps the report, on every
         rank. All ranks call it."""
         self.seconds += sum(_seconds(one) for one in timed)
         if step % self.interval:
@@ -95,17 +85,15 @@ def straggler_report(step: int, found: list[tuple[int, float, str]]) -> str:
     )
 
 
-FULL_GC_EVERY = 100  # steps; the others go over the objects of late
-
-
 class GCSchedule:
-    """Runs the collector between steps only, from the first step to `close`."""
+    """Runs Python's garbage collector between steps only, from the first step to `close`, at the same step on every
+    rank: otherwise each stops at another moment, and all others wait for it in their next collective."""
 
     def __init__(self) -> None:
-        self._steps: int | None = None  # since this took over
+        self._steps: int | None = None  # since it took over from Python
 
     def step(self) -> None:
-        """Between two steps, while the device has work: cycles may hold memory of it."""
+        """Collect between two steps, while the device has work: cycles may hold device memory."""
         if self._steps is None:
             if gc.isenabled():
                 gc.collect()
@@ -117,7 +105,7 @@ class GCSchedule:
         gc.collect(2 if self._steps % FULL_GC_EVERY == 0 else 1)
 
     def close(self) -> None:
-        """Let the collector run by itself again."""
+        """Give collection back to Python."""
         if self._steps is not None:
             gc.unfreeze()
             gc.enable()

@@ -172,7 +172,7 @@ class MegatronTrainer(TrainingLoop):
             sums = self._forward_backward(batches.batches, normaliser, forward_only=False)
         updated, norm = self.update()
         figures = DeferredMetrics(torch.cat([sums, norm.to(sums)[None]]), began)
-        timed = None if self.stragglers is None else self.stragglers.taken()
+        timed = None if self.stragglers is None else self.stragglers.take_timed()
         peak = self._fullest()
         return (lambda: self._row(step, rate, updated, figures, peak, timed)), stop
 
@@ -307,7 +307,6 @@ class MegatronTrainer(TrainingLoop):
         return StragglerDetector(
             self.config.straggler_interval,
             parallel_state.get_pipeline_model_parallel_rank(),
-            self.config.pp,
             self.device,
             self.cpu_group,
         )
