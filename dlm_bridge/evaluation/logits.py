@@ -183,7 +183,7 @@ def megatron_device() -> torch.device:
 
 @torch.no_grad()
 def megatron_logits(bridge: Bridge, tokens_BS: torch.Tensor) -> torch.Tensor:
-    """[B, S, V] in fp32, under the family's attention_pattern.
+    """[B, S, V] in fp32, with the family's attention pattern.
 
     Raises DlmBridgeError where a tensor is missing, left over or mis-shaped.
     """

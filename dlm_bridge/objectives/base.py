@@ -32,7 +32,7 @@ class Objective(abc.ABC):
     is over the number of those that count in its own (LLaDA's fine-tuning: the mean over answers, however long).
     """
 
-    # The models that it fits: another attention_pattern or shift would train them for what they are not sampled with.
+    # The models that it fits: another attention pattern or shift would train them for what they are not sampled with.
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     shift: ClassVar[bool] = False  # logits[i - 1] predicts token i
     families: ClassVar[tuple[str, ...]] = ()  # where only these have it

@@ -51,7 +51,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
 
 def check_objective(name: str, family: FamilySpec, where: str) -> None:
     """Raise DlmBridgeError, in one line that begins with `where`, unless `name` is an objective for models of
-    `family`: one for another attention_pattern or shift would train them for what they are not sampled with."""
+    `family`: one for another attention pattern or shift would train them for what they are not sampled with."""
     fitting = [known for known, preset in OBJECTIVES.items() if preset.fits(family)]
     instead = f"what fits is {', '.join(fitting)}" if fitting else "no objective fits it"
     if name not in OBJECTIVES:

@@ -51,13 +51,13 @@ def attention_mask(
 
 
 def check_attention_pattern(attention_pattern: str) -> None:
-    """Raise DlmBridgeError for a attention_pattern that the engine has not."""
+    """Raise DlmBridgeError for an attention pattern that the engine lacks."""
     if attention_pattern not in MASK_TYPES:
         raise DlmBridgeError(f"the Megatron engine has no {attention_pattern} attention, only {', '.join(MASK_TYPES)}")
 
 
 def block_size(bridge: Bridge) -> int | None:
-    """The block size of a block-causal model, by its config or its family's default; None for other attention_patterns."""
+    """The block size of a block-causal model, by its config or its family's default; None for other patterns."""
     if bridge.family.attention_pattern != "block_causal":
         return None
     return int(bridge.family.load("config_class").from_dict(bridge.config).block_size)

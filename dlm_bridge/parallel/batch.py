@@ -124,7 +124,7 @@ def loss_bucket(count: int, most: int) -> int:
 
 
 def _codes(noisy: NoisyBatch, attention_pattern: str, block_size: int | None) -> torch.Tensor | None:
-    """[B or 1, S, 5], or None where the attention_pattern says it all."""
+    """[B or 1, S, 5], or None where the attention pattern says it all."""
     if noisy.pairs is not None:
         return None
     if noisy.mask_descriptor is not None:

@@ -48,7 +48,7 @@ def block_spec(config: TransformerConfig, attention_pattern: str, vp_stage: int 
     """The layers of this rank's pipeline stage (virtual stage `vp_stage`) and the final norm.
 
     Transformer Engine's modules where it is installed and CUDA is the platform, else megatron-core's local ones.
-    Raises DlmBridgeError for a attention_pattern, a normalisation or a combination that the engine does not have.
+    Raises DlmBridgeError for an attention pattern, a normalisation or a combination that the engine does not have.
     """
     _check(config, attention_pattern)
     engine = uses_transformer_engine()

@@ -1,4 +1,4 @@
-"""An autoregressive checkpoint becomes a diffusion one: same weights, a mask token, the family's attention_pattern."""
+"""An autoregressive checkpoint becomes a diffusion one: same weights, a mask token, the family's attention pattern."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_uploads_the_checkpoint_in_one_commit_with_a_card(
     assert code == 0, err
     assert [path for _, path, _ in hub.requests if "/commit/" in path] == ["/api/models/me/model/commit/try"]
     assert (hub.created["name"], hub.created["organization"]) == ("model", "me")
-    assert hub.created.get("mask_descriptor") == "private" or hub.created.get("private") is True
+    assert hub.created.get("visibility") == "private" or hub.created.get("private") is True
     assert hub.branches == ["try"]
     assert hub.header["summary"] == "First"
     assert any(token == f"Bearer {TOKEN}" for _, _, token in hub.requests)

@@ -78,7 +78,7 @@ class FamilyCase:
         return None if self.spec.auto_classes else self.name
 
     def allowed(self, positions: torch.Tensor, real: torch.Tensor, block: int | None = None) -> torch.Tensor:
-        """[B, S, S] bool by the definition of the attention_pattern: query q (row) may look at key k (column)."""
+        """[B, S, S] bool by the definition of the attention pattern: query q (row) attends to key k (column)."""
         q, k = positions[:, :, None], positions[:, None, :]
         block = block or self.block
         if self.spec.attention_pattern == "bidirectional":

@@ -1,7 +1,7 @@
 """What a diffusion model thinks of a completion: one-step estimates of its tokens, and the bound on its likelihood.
 
-All of them are batches of the training objectives with chosen noise, so that every family's shift, attention_pattern and two
-streams come from there. An estimate is made in two parts: `one_step`, `blockwise` and `bounds` say what the model
+All of them are batches of the training objectives with chosen noise, so that every family's shift, attention pattern and
+two streams come from there. An estimate is made in two parts: `one_step`, `blockwise` and `bounds` say what the model
 reads, on the CPU or anywhere, without the model; `token_logps` and `bound_sums` read its logits.
 """
 
