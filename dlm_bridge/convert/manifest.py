@@ -22,6 +22,7 @@ from dlm_bridge.convert.formats.safetensors_file import ShardRecord
 from dlm_bridge.convert.streaming import bytes_digest, file_digest
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import CONFIG_FILE, HUB_ID, read_config
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES
 
 MANIFEST = "dlm_bridge.json"
@@ -65,6 +66,33 @@ class Manifest:
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False).removesuffix("\n}").encode()
         tail = _DIGEST + bytes_digest(text).encode() + _END
         (folder / MANIFEST).write_bytes(text + tail)
+
+
+def read_model_config(path: str | Path, revision: str | None = None) -> tuple[dict[str, Any], str | None]:
+    """config.json of a Hub folder, a Hub id or a Megatron checkpoint, and the family that a manifest names.
+
+    No weights are read or downloaded. Raises DlmBridgeError.
+    """
+    folder = Path(path).expanduser()
+    if (folder / CONFIG_FILE).is_file():
+        return read_config(folder / CONFIG_FILE), None
+    if (folder / MANIFEST).is_file() and (manifest := read_manifest(folder)) is not None:
+        return manifest.config, manifest.family
+    if folder.exists():
+        raise DlmBridgeError(
+            f"{folder}: has neither a {CONFIG_FILE} nor a {MANIFEST}: name a Hub folder or a config's"
+        )
+    if not HUB_ID.fullmatch(str(path)):
+        raise DlmBridgeError(f"{path}: no such folder, and not a Hub id (owner/name)")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        config = hf_hub_download(str(path), CONFIG_FILE, revision=revision)
+    except Exception as error:  # whatever the network or the Hub says: it is the user's input that cannot be had
+        raise DlmBridgeError(
+            f"{path}: no such folder, and the Hub did not give its {CONFIG_FILE}: {one_line(error)[:300]}"
+        ) from None
+    return read_config(Path(config)), None
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -216,12 +216,14 @@ def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
 
     with contextlib.suppress(NotInstalledError):  # it may be where the run is
         check_mcore_config(config)
-    check_experts(config, model.dims, model.mapping.transformer(model.config))
+    check_experts(config, model.dims, model.family.mapping.transformer(model.config))
     check_sequence(config)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.sharded_sequence} | passed_on(config, "transformer")
     with contextlib.suppress(NotInstalledError):
-        model_config(model.mapping, model.config, dims, config.layout, DTYPES[config.precision], config.context, **own)
+        model_config(
+            model.family.mapping, model.config, dims, config.layout, DTYPES[config.precision], config.context, **own
+        )
 
 
 def _parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...]:

@@ -268,7 +268,7 @@ def layer_activations(model: PlannedModel, run: PlannedRun, moe: bool, full: boo
     gone = run.recompute_modules if run.recompute == "selective" else ()
     layout, sharded = run.layout, run.sharded_sequence
     key = ("activations", moe, full, layout.tp, sharded, layout.expert_tp, run.precision, gone)
-    per_token = model.remembered(key, lambda: _per_token(model, run, moe, full, set(gone)))
+    per_token = model.cached(key, lambda: _per_token(model, run, moe, full, set(gone)))
     return per_token * run.tokens
 
 

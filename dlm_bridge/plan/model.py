@@ -1,4 +1,4 @@
-"""A model for planning: its mapping, its sizes and what megatron-core is told, and the parameters of each layer."""
+"""The planned model: its sizes, megatron-core's settings, and the parameters of each layer by role."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.convert.checkpoint import checked_dims
-from dlm_bridge.convert.manifest import MANIFEST, read_manifest
-from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import HUB_ID, read_config
+from dlm_bridge.convert.manifest import read_model_config
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
-from dlm_bridge.mapping.rules import Dims, Mapping, Rule, Vocabulary
+from dlm_bridge.mapping.rules import Dims, Rule, Vocabulary
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
 
@@ -24,12 +23,11 @@ ROLES = ("embedding", "attention", "mlp", "router", "experts", "shared experts",
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """What planning knows of a model. `dims` are without multi-token prediction layers, which no training here has."""
+    """A model for planning. `dims` leave out multi-token prediction layers, which no training here has."""
 
     name: str
     family: FamilySpec
     config: dict[str, Any]
-    mapping: Mapping
     dims: Dims
     left_out_mtp: int = 0
     _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -37,15 +35,15 @@ class PlannedModel:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """megatron-core's settings beyond the sizes."""
-        return self.mapping.transformer(self.config)
+        return self.family.mapping.transformer(self.config)
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """The rows of the table that this model has, those of left out layers excepted."""
+        """Mapping rules that apply to this model, without those of left out layers."""
         layers = {self.dims.is_moe(n): n for n in range(self.dims.layers)}.values()  # one of each kind
         return tuple(
             rule
-            for rule in self.mapping.rules
+            for rule in self.family.mapping.rules
             if "{mtp}" not in rule.megatron
             and (
                 any(rule.holds(self.dims, layer) for layer in layers)
@@ -56,7 +54,7 @@ class PlannedModel:
 
     @property
     def top_k(self) -> int:
-        """Experts that a token is given to."""
+        """Experts per token."""
         return int(self.settings.get("moe_router_topk", 0)) if self.dims.experts else 0
 
     @property
@@ -68,18 +66,18 @@ class PlannedModel:
         return self.family.attention_pattern == "causal"
 
     def size(self, word: str) -> int:
-        """One of `Dims`' words, the family's own ones too."""
-        return int(self.remembered(("size", word), lambda: self.dims.shape(word)[0]))
+        """A size by its word in `Dims`, a family's own words included."""
+        return int(self.cached(("size", word), lambda: self.dims.shape(word)[0]))
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model, each counted once."""
+        """Number of parameters of the whole model, each counted once."""
         outer = sum(self.outer(1).values())
         return outer + sum(sum(self.layer(self.dims.is_moe(n), 1, 1, 1).values()) for n in range(self.dims.layers))
 
     @cached_property
     def active_parameters(self) -> int:
-        """Those that one token meets."""
+        """Number of parameters that one token uses."""
         if not self.dims.experts:
             return self.parameters
         experts = sum(self.layer(self.dims.is_moe(n), 1, 1, 1).get("experts", 0) for n in range(self.dims.layers))
@@ -87,18 +85,18 @@ class PlannedModel:
 
     def layer(self, moe: bool, tp: int, ep: int, etp: int) -> dict[str, int]:
         """Parameters of one layer on one rank, by role."""
-        return self.remembered(("layer", moe, tp, ep, etp), lambda: self._layer(moe, tp, ep, etp))
+        return self.cached(("layer", moe, tp, ep, etp), lambda: self._layer(moe, tp, ep, etp))
 
     def stages(self, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """`Layout.stages`: the layers of each virtual chunk of each pipeline rank."""
-        return self.remembered(
+        return self.cached(
             ("stages", layout),
             lambda: tuple(tuple(map(tuple, chunks)) for chunks in layout.stages(self.dims.layers)),
         )
 
     def kinds(self, layout: Layout) -> tuple[dict[bool, int], ...]:
         """For each pipeline rank how many of its layers have experts (True) and how many have none (False)."""
-        return self.remembered(
+        return self.cached(
             ("kinds", layout),
             lambda: tuple(
                 dict(Counter(self.dims.is_moe(n) for chunk in chunks for n in chunk)) for chunks in self.stages(layout)
@@ -107,10 +105,10 @@ class PlannedModel:
 
     def outer(self, tp: int) -> dict[str, int]:
         """Parameters outside the layers on the rank that holds them, by role: embedding, norms, head."""
-        return self.remembered(("outer", tp), lambda: self._outer(tp))
+        return self.cached(("outer", tp), lambda: self._outer(tp))
 
-    def remembered(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """What `compute` gives, computed once for `key`: a search over layouts asks the same again and again."""
+    def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """The value of `compute`, computed once per `key`: a search over layouts asks for the same values often."""
         if key not in self._cache:
             self._cache[key] = compute()
         return self._cache[key]
@@ -139,37 +137,18 @@ def open_model(path: str | Path, revision: str | None = None, family: str | None
 
     Raises DlmBridgeError.
     """
-    folder = Path(path).expanduser()
-    if (folder / "config.json").is_file():
-        return model_of(read_config(folder / "config.json"), str(path), family)
-    if (folder / MANIFEST).is_file():
-        manifest = read_manifest(folder)
-        assert manifest is not None
-        return model_of(manifest.config, str(path), family or manifest.family)
-    if folder.exists():
-        raise DlmBridgeError(f"{folder}: has neither a config.json nor a {MANIFEST}: name a Hub folder or a config's")
-    if not HUB_ID.fullmatch(str(path)):
-        raise DlmBridgeError(f"{path}: no such folder, and not a Hub id (owner/name)")
-    from huggingface_hub import hf_hub_download
-
-    try:
-        config = hf_hub_download(str(path), "config.json", revision=revision)
-    except Exception as error:  # whatever the network or the Hub says: it is the user's input that cannot be had
-        raise DlmBridgeError(
-            f"{path}: no such folder, and the Hub did not give its config.json: {one_line(error)[:300]}"
-        ) from None
-    return model_of(read_config(Path(config)), str(path), family)
+    config, named = read_model_config(path, revision)
+    return model_of(config, str(path), family or named)
 
 
 def model_of(config: dict[str, Any], name: str, family: str | None = None) -> PlannedModel:
     """The model of a Hub config. Raises DlmBridgeError for one that Megatron cannot hold."""
     spec = find_family(config, family, name)
-    mapping: Mapping = spec.mapping
-    if mapping.hub_only:
-        raise DlmBridgeError(f"{name}: {mapping.hub_only}")
-    dims = checked_dims(mapping, config, name)
-    model = PlannedModel(name, spec, config, mapping, replace(dims, mtp=0), dims.mtp)
-    _ = model.settings  # what megatron-core cannot compute is refused here
+    if spec.mapping.hub_only:
+        raise DlmBridgeError(f"{name}: {spec.mapping.hub_only}")
+    dims = checked_dims(spec.mapping, config, name)
+    model = PlannedModel(name, spec, config, replace(dims, mtp=0), dims.mtp)
+    _ = model.settings  # raises for what megatron-core cannot compute
     return model
 
 

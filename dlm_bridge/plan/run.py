@@ -152,7 +152,7 @@ class PlannedRun:
         """Raise DlmBridgeError, naming number and remedy, where megatron-core would refuse this run of this model."""
         self._check_values()
         layout = self.layout
-        model.remembered(("takes", layout), lambda: _check_layout(model, layout))
+        model.cached(("takes", layout), lambda: _check_layout(model, layout))
         for ranks, what in (
             (self.model_ranks, f"--tp {layout.tp} x --pp {layout.pp} x --cp {self.cp}"),
             (layout.pp * layout.ep * layout.expert_tp, f"--pp {layout.pp} x --ep {layout.ep} x --etp"),

@@ -13,7 +13,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from dlm_bridge.convert.checkpoint import checked_dims
+from dlm_bridge.convert.manifest import read_model_config
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import Dims
+from dlm_bridge.models.families import find_family
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.registry import OBJECTIVES, build_objective, check_objective, mask_token_id
 from dlm_bridge.train.adaptation import check_adaptation, load_conversations, with_family_defaults
@@ -105,19 +109,23 @@ def check_output(output: Path, resume: bool) -> None:
 def check_same_model(config: TrainConfig, saved: Path) -> None:
     """Raise DlmBridgeError where `--model` has another family or other sizes than what the run has `saved`, with which
     a resume goes on. A model that is no longer there says nothing, nor does one on the Hub."""
-    from dlm_bridge.plan import open_model
-
     if not Path(config.model).is_dir():
         return
     try:
-        asked, own = (open_model(place, family=config.family) for place in (config.model, saved))
-    except DlmBridgeError:  # an adapter's checkpoint, or a model that is planned nowhere
+        asked, own = (_family_and_dims(place, config.family) for place in (config.model, saved))
+    except DlmBridgeError:  # an adapter's checkpoint, which has no config of the model
         return
-    if (asked.family.name, asked.dims) != (own.family.name, own.dims):
+    if asked != own:
         raise DlmBridgeError(
             f"--model {config.model} is another model than that of the run in {config.output}: resume with that, or "
             "choose another --output"
         )
+
+
+def _family_and_dims(path: str | Path, family: str | None) -> tuple[str, Dims]:
+    hub_config, named = read_model_config(path)
+    spec = find_family(hub_config, family or named, str(path))
+    return spec.name, dataclasses.replace(checked_dims(spec.mapping, hub_config, str(path)), mtp=0)
 
 
 def write_config(config: TrainConfig, output: Path) -> None:
