@@ -193,6 +193,6 @@ class Bridge:
             if param.is_mtp:
                 continue
             yield from zip(param.hub_names, self.checkpoint.read_param(param), strict=True)
-        for name, carried in self.checkpoint.carried.items():
-            if carried.in_model and not carried.copy_of:
+        for name, entry in self.checkpoint.passthrough.items():
+            if entry.in_model and not entry.copy_of:
                 yield name, self.checkpoint.read(name)

@@ -37,10 +37,10 @@ class HubMetadata:
     source: dict[str, Any]  # name and revision, as the manifest records them
     folder: Path | None = None  # where the side files lie
     files: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()  # files that are left out, as reported
     texts: dict[str, bytes] = field(default_factory=dict)  # side files that lie nowhere: name -> content
     shards: list[ShardRecord] = field(default_factory=list)  # the Hub's own shard map, where known
-    carried: tuple[str, ...] = ()  # the mapping's carried tensors that the model has
+    passthrough: tuple[str, ...] = ()  # the mapping's passthrough tensors that the model has
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the Hub tensors when imported, where known
     derived: tuple[Derived, ...] = ()  # how `config` was made, where the checkpoint names no Hub model
 
@@ -86,23 +86,23 @@ class Checkpoint(ABC):
         return {name: param for param in self.params for name in param.hub_names}
 
     @cached_property
-    def carried(self) -> dict[str, Passthrough]:
-        """The carried tensors that this model has."""
+    def passthrough(self) -> dict[str, Passthrough]:
+        """The passthrough tensors that this model has."""
         known = self.mapping.passthrough_names(self.dims)
-        return {name: known[name] for name in self.hub.carried if name in known}
+        return {name: known[name] for name in self.hub.passthrough if name in known}
 
     @property
     def derived(self) -> dict[str, str]:
-        """Carried tensors that are not stored, since each is a copy: name -> the tensor that it copies."""
+        """Passthrough tensors that are not stored, since each is a copy: name -> the tensor that it copies."""
         return {}
 
     def hub_names(self) -> list[str]:
         """Every Hub tensor of the model."""
-        return [*self.param_of, *self.carried]
+        return [*self.param_of, *self.passthrough]
 
     def read(self, name: str) -> torch.Tensor:
         """One Hub tensor, in the dtype and shape that `spec` says."""
-        if name in self.carried:
+        if name in self.passthrough:
             return self.read_passthrough(name)
         param = self.param_of[name]
         return self.read_param(param)[param.hub_names.index(name)]
@@ -205,14 +205,14 @@ class ByNameCheckpoint(Checkpoint):
         if missing:
             raise DlmBridgeError(f"{self.where}: tensor {first_of(missing)} is missing")
         expected = dict(self._expected())
-        extra = stored.keys() - expected.keys() - self.carried.keys()
+        extra = stored.keys() - expected.keys() - self.passthrough.keys()
         if extra:
             raise DlmBridgeError(
                 f"{self.where}: tensor {first_of(extra)} is not part of a {self.family.name} model of this config"
             )
-        for name, copied in self.carried.items():
-            if copied.copy_of:
-                expected[name] = expected[copied.copy_of]
+        for name, entry in self.passthrough.items():
+            if entry.copy_of:
+                expected[name] = expected[entry.copy_of]
         for name, shape in expected.items():
             if stored[name][1] != shape:
                 raise DlmBridgeError(

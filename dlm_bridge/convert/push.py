@@ -103,7 +103,7 @@ def _contents(folder: Path, repo_id: str, overwrite_card: bool) -> tuple[list[st
         adapter = read_config(folder / ADAPTER_CONFIG)
         read_header(inside(folder, ADAPTER_WEIGHTS))
         side = list_side_files(folder, {ADAPTER_WEIGHTS})
-        files, left_out, family = [ADAPTER_WEIGHTS, *side.carried], list(side.left_out), None
+        files, left_out, family = [ADAPTER_WEIGHTS, *side.kept], list(side.excluded), None
     else:
         if not (folder / "config.json").is_file():
             raise DlmBridgeError(
@@ -115,7 +115,7 @@ def _contents(folder: Path, repo_id: str, overwrite_card: bool) -> tuple[list[st
         adapter = None
         family = checkpoint.family
         files = sorted({*checkpoint.reader.weight_files(), *checkpoint.hub.files})
-        left_out = list(checkpoint.hub.left_out)
+        left_out = list(checkpoint.hub.excluded)
     files = [name for name in files if not Path(name).name.startswith(".")]
     if (folder / MANIFEST).is_file():
         files.append(MANIFEST)

@@ -47,16 +47,16 @@ class Records:
             self._read[name], self._written[name] = read, written
 
     def alias(self, name: str, copy_of: str) -> None:
-        """A carried tensor that is derived from another: nothing was read for it."""
+        """A passthrough tensor that is derived from another: nothing was read for it."""
         self._read[name] = self._read[copy_of]
         self._written[name] = self._written[copy_of]
 
     def check_copies(self) -> None:
-        """Raise DlmBridgeError where a carried tensor is not the copy that it must be."""
-        for name, carried in self._source.carried.items():
-            if carried.copy_of and self._read[name] != self._read[carried.copy_of]:
+        """Raise DlmBridgeError where a passthrough tensor is not the copy that it must be."""
+        for name, entry in self._source.passthrough.items():
+            if entry.copy_of and self._read[name] != self._read[entry.copy_of]:
                 raise DlmBridgeError(
-                    f"{self._source.where}: tensor {name} differs from {carried.copy_of}, of which it must be a copy, "
+                    f"{self._source.where}: tensor {name} differs from {entry.copy_of}, of which it must be a copy, "
                     "since the config ties them"
                 )
 
@@ -84,8 +84,8 @@ class Records:
             tensors={name: self._written[name] for name in self._source.hub_names()},
             source=origin,
             shards=hub.shards,
-            left_out=list(hub.left_out),
-            carried=list(self._source.carried),
+            left_out=list(hub.excluded),
+            carried=list(self._source.passthrough),
         )
 
 

@@ -43,8 +43,8 @@ _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
 class SideFiles:
     """Paths below the folder, with "/" between the parts."""
 
-    carried: tuple[str, ...]
-    left_out: tuple[str, ...]  # a folder ends with "/"
+    kept: tuple[str, ...]
+    excluded: tuple[str, ...]  # a folder ends with "/"
 
 
 def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
@@ -52,15 +52,15 @@ def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
 
     Raises DlmBridgeError for a link that leads out of the folder and for what is not a plain file.
     """
-    carried: list[str] = []
-    left_out: list[str] = []
+    kept: list[str] = []
+    excluded: list[str] = []
     for directory, subfolders, files in os.walk(folder):
         below = PurePosixPath(Path(directory).relative_to(folder).as_posix())
         for name in sorted(subfolders):
             path = below / name
             if name in _LEFT_FOLDERS or path.parts == _DOWNLOAD_CACHE:
                 subfolders.remove(name)
-                left_out.append(f"{path}/")
+                excluded.append(f"{path}/")
             elif (folder / path).is_symlink():
                 raise DlmBridgeError(f"{folder / path}: a link to a folder cannot be carried over: remove it")
         subfolders.sort()
@@ -69,11 +69,11 @@ def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
             if str(path) in weights or str(path) == MANIFEST:
                 continue
             if _is_weight_file(folder, path):
-                left_out.append(str(path))
+                excluded.append(str(path))
             else:
                 inside(folder, str(path))
-                carried.append(str(path))
-    return SideFiles(tuple(carried), tuple(left_out))
+                kept.append(str(path))
+    return SideFiles(tuple(kept), tuple(excluded))
 
 
 def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
@@ -180,7 +180,7 @@ def index_bytes(source: Checkpoint, plans: Sequence[ShardPlan], specs: Specs, li
 
 
 def write_passthrough(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The carried tensors that are copies of nothing, in one safetensors file; no file where there are none."""
+    """The passthrough tensors that are copies of nothing, in one safetensors file; no file where there are none."""
     if not tensors:
         return
     header, entries = build_header(METADATA, [(name, t.dtype, t.shape) for name, t in tensors.items()])

@@ -99,7 +99,7 @@ class _Converted(ByNameCheckpoint):
         if GENERATION in source.hub.files:
             texts[GENERATION] = _json_text(_generation(source.folder / GENERATION))
         # The rotary frequencies that the first Llama checkpoints store are no diffusion model's.
-        self._left = {name for name, carried in source.carried.items() if not carried.in_model}
+        self._left = {name for name, entry in source.passthrough.items() if not entry.in_model}
         shards = [
             replace(shard, tensors=tuple(name for name in shard.tensors if name not in self._left))
             for shard in source.hub.shards
@@ -110,15 +110,15 @@ class _Converted(ByNameCheckpoint):
             source=source.hub.source,
             folder=source.folder,
             files=tuple(name for name in source.hub.files if name not in texts),
-            left_out=source.hub.left_out,
+            excluded=source.hub.excluded,
             texts=texts,
             shards=[shard for shard in shards if shard.tensors],
-            carried=tuple(name for name in source.hub.carried if name not in self._left),
+            passthrough=tuple(name for name in source.hub.passthrough if name not in self._left),
         )
         super().__init__(source.where, hub)
         old, new = source.dims.vocab, self.dims.vocab
         vocabulary = {n for param in self.params if isinstance(param.rule, Vocabulary) for n in param.hub_names}
-        self._noisy = vocabulary | {n for n, carried in self.carried.items() if carried.copy_of in vocabulary}
+        self._noisy = vocabulary | {n for n, entry in self.passthrough.items() if entry.copy_of in vocabulary}
         self._stored: dict[str, TensorSpec] = {}
         for name in source.reader.names:
             if name in self._left:
@@ -132,8 +132,8 @@ class _Converted(ByNameCheckpoint):
             return tensor
         old, (rows, hidden) = tensor.shape[0], self._stored[name][1]
         noise = Normal(float(self.config.get("initializer_range") or 0.02))
-        carried = self.carried.get(name)  # a redundant tied head must stay the embedding's copy
-        key = carried.copy_of if carried is not None else name
+        entry = self.passthrough.get(name)  # a redundant tied head must stay the embedding's copy
+        key = entry.copy_of if entry is not None else name
 
         def drawn(row: int) -> torch.Tensor:
             return initialise(f"{key}[{row}]", (hidden,), noise, self._seed).to(tensor.dtype)

@@ -249,7 +249,7 @@ def move_to_megatron(
 
     def carry(name: str) -> None:
         tensor = records.convert(name, source.read_passthrough(name))
-        if not source.carried[name].copy_of:
+        if not source.passthrough[name].copy_of:
             carried[name] = tensor
         job.done(tensor.nbytes)
 
@@ -365,7 +365,7 @@ def _record_digests(job: TransferJob, names: Sequence[str], sinks: Sequence[Sink
 def _run_tasks(job: TransferJob, tasks: Sequence[_ParamTask], carry: Callable[[str], None]) -> None:
     """Run the tasks, and `carry` on every carried tensor that is not derived from another."""
     source, workers = job.source, worker_count(job.workers)
-    read = [name for name in source.carried if name not in source.derived]
+    read = [name for name in source.passthrough if name not in source.derived]
     carrying = [(spec_bytes(source.spec(name)), partial(carry, name)) for name in read]
     if job.processes == 1:
         run_tasks([*((task.size, task.run) for task in tasks), *carrying], workers)

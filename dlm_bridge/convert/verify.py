@@ -251,8 +251,8 @@ class _MegatronTensors(_Side):
                 self.names[name] = self._checkpoint.spec(name)
         self._odd = [key for key in self._checkpoint.reader.contents.tensors if key not in used]
         self._odd = [key for key in self._odd if not is_training_state(key) and not is_extra_state(key)]
-        for name, carried in self._checkpoint.carried.items():
-            if not carried.copy_of or carried.copy_of in self.names:
+        for name, entry in self._checkpoint.passthrough.items():
+            if not entry.copy_of or entry.copy_of in self.names:
                 self.names[name] = self._checkpoint.spec(name)
 
     def read(self, group: Sequence[str]) -> dict[str, torch.Tensor]:

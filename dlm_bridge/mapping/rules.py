@@ -429,7 +429,7 @@ class Mapping:
     rules: tuple[Rule, ...]
     dims: Callable[[dict[str, Any]], Dims]  # from config.json's dict; raises DlmBridgeError on what the body cannot do
     transformer: Callable[[dict[str, Any]], dict[str, Any]]  # megatron-core keyword arguments, see parallel/
-    carried: tuple[Passthrough, ...] = ()
+    passthrough: tuple[Passthrough, ...] = ()
     hub_only: str = ""  # why Megatron cannot hold such a model, where it cannot
 
     def params(self, dims: Dims) -> Iterator[ParamMapping]:
@@ -445,8 +445,8 @@ class Mapping:
                     yield from (ParamMapping(rule, dims, layer, expert) for expert in experts)
 
     def passthrough_names(self, dims: Dims) -> dict[str, Passthrough]:
-        """Hub names that may be present and are carried beside the Megatron checkpoint."""
-        return {name: carried for carried in self.carried if holds(carried.when, dims) for name in carried.names(dims)}
+        """Hub names that may be present and are kept beside the Megatron checkpoint."""
+        return {name: entry for entry in self.passthrough if holds(entry.when, dims) for name in entry.names(dims)}
 
 
 @lru_cache(maxsize=1024)

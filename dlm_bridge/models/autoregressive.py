@@ -59,7 +59,7 @@ def _dense(defaults: dict[str, Any], *facts: str) -> Mapping:
         frozenset(facts),
         required=SUPPORTED,
         sliding_window=True,
-        carried=(*TIED_HEAD, frequencies),
+        passthrough=(*TIED_HEAD, frequencies),
     )
 
 
@@ -158,7 +158,7 @@ MIXTRAL = autoregressive_spec(
         ),
         dims=_mixtral_dims,
         transformer=_mixtral_transformer,
-        carried=TIED_HEAD,
+        passthrough=TIED_HEAD,
     ),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
 )
@@ -201,7 +201,7 @@ OLMOE = autoregressive_spec(
         ),
         dims=_olmoe_dims,
         transformer=_olmoe_transformer,
-        carried=TIED_HEAD,
+        passthrough=TIED_HEAD,
         hub_only=NO_OLMOE,
     ),
     training=("accelerate",),  # whole rows are normalised

@@ -211,7 +211,7 @@ def dense_mapping(
     facts: frozenset[str] = frozenset(),
     required: dict[str, Any] = SUPPORTED_VALUES,
     sliding_window: bool = False,
-    carried: tuple[Passthrough, ...] = TIED_HEAD,
+    passthrough: tuple[Passthrough, ...] = TIED_HEAD,
 ) -> Mapping:
     """The mapping of a model without experts.
 
@@ -226,7 +226,7 @@ def dense_mapping(
     def transformer(config: dict[str, Any]) -> dict[str, Any]:
         return decoder_settings({**defaults, **config}, facts, sliding_window)
 
-    return Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, carried=carried)
+    return Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, passthrough=passthrough)
 
 
 # ------------------------------------------------------------------------------------ multi-token prediction
@@ -247,7 +247,7 @@ def mtp_rules(layer: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
     )
 
 
-def mtp_carried(layer: str) -> tuple[Passthrough, ...]:
+def mtp_passthrough(layer: str) -> tuple[Passthrough, ...]:
     """The Hub's own copies of embedding and head in each MTP layer, which Megatron shares with the model."""
     names = (layer + "embed_tokens.weight", layer + "shared_head.head.weight")
     return tuple(Passthrough(name, in_model=False, mtp=True) for name in names)

@@ -18,8 +18,8 @@ from dlm_bridge.models.decoder_mapping import (
     decoder_settings,
     dense_rules,
     expert_rules,
-    mtp_carried,
     mtp_layers,
+    mtp_passthrough,
     mtp_rules,
     outer_rules,
     require_values,
@@ -171,7 +171,7 @@ MAPPING = Mapping(
     ),
     dims=dims,
     transformer=transformer,
-    carried=(*TIED_HEAD, *mtp_carried(HUB)),
+    passthrough=(*TIED_HEAD, *mtp_passthrough(HUB)),
 )
 
 SPEC = autoregressive_spec(

@@ -17,8 +17,8 @@ from dlm_bridge.models.decoder_mapping import (
     decoder_settings,
     dense_rules,
     expert_rules,
-    mtp_carried,
     mtp_layers,
+    mtp_passthrough,
     mtp_rules,
     outer_rules,
     require_values,
@@ -78,7 +78,7 @@ MAPPING = Mapping(
     ),
     dims=dims,
     transformer=transformer,
-    carried=(*TIED_HEAD, *mtp_carried(LAYER)),
+    passthrough=(*TIED_HEAD, *mtp_passthrough(LAYER)),
 )
 
 SPEC = autoregressive_spec(

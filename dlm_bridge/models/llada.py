@@ -109,7 +109,7 @@ MAPPING = Mapping(
     ),
     dims=dims,
     transformer=transformer,
-    carried=(Passthrough(ROOT + "ff_out.weight", when="tied", copy_of=ROOT + "wte.weight"),),
+    passthrough=(Passthrough(ROOT + "ff_out.weight", when="tied", copy_of=ROOT + "wte.weight"),),
 )
 
 

@@ -112,7 +112,7 @@ MAPPING = Mapping(
     ),
     dims=dims,
     transformer=transformer,
-    carried=(Passthrough("lm_head.weight", when="tied", copy_of="model.word_embeddings.weight"),),
+    passthrough=(Passthrough("lm_head.weight", when="tied", copy_of="model.word_embeddings.weight"),),
 )
 
 

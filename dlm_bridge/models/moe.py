@@ -59,7 +59,7 @@ def qwen3_moe_mapping(
         settings = moe_settings(dims(config), config["num_experts_per_tok"], renormalised=renormalised)
         return decoder_settings(config, facts, sliding_window) | settings
 
-    return Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, carried=TIED_HEAD)
+    return Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, passthrough=TIED_HEAD)
 
 
 def routed_experts(config: dict[str, Any]) -> int:

@@ -34,7 +34,7 @@ MAPPING = Mapping(
     rules=decoder_rules(root="encoder.", head="diffusion_head.weight"),
     dims=dims,
     transformer=transformer,
-    carried=(Passthrough("diffusion_head.weight", when="tied", copy_of="encoder.embed_tokens.weight"),),
+    passthrough=(Passthrough("diffusion_head.weight", when="tied", copy_of="encoder.embed_tokens.weight"),),
 )
 
 

@@ -35,7 +35,7 @@ def transformer(config: dict[str, Any]) -> dict[str, Any]:
     return decoder_settings({**DEFAULTS, **config}, _facts(config))
 
 
-MAPPING = Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, carried=TIED_HEAD)
+MAPPING = Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, passthrough=TIED_HEAD)
 
 
 SPEC = FamilySpec(

@@ -36,14 +36,14 @@ def stream_hf_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[str
     Collective: every rank iterates to the end, and every rank gets every tensor, on the model's device and in the
     model's dtype. At most one tensor is gathered at a time, and what is yielded is a copy. `megatron_model` is this
     rank's chunks (a GPTModel or a list, wrapped for data parallelism or not). Padded vocabulary rows are left out.
-    What the live model does not have (carried tensors, multi-token prediction layers) comes last, as the bridge's
+    What the live model does not have (passthrough tensors, multi-token prediction layers) comes last, as the bridge's
     source has it. Raises DlmBridgeError where the model and the mapping do not cover each other.
     """
     yield from stream_live_weights(bridge, megatron_model)
     for param in bridge.checkpoint.params:
         if param.is_mtp:
             yield from zip(param.hub_names, bridge.checkpoint.read_param(param), strict=True)
-    for name, entry in _carried(bridge).items():
+    for name, entry in _passthrough(bridge).items():
         if not entry.copy_of:
             yield name, bridge.read(name)
 
@@ -55,11 +55,11 @@ def stream_live_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[s
     gather = _Gather(unwrapped(chunks))
     params = _live_params(bridge)
     gather.check(params, tied=bridge.dims.tied)
-    carried = _carried(bridge)
+    passthrough = _passthrough(bridge)
     for param in params:
         for name, tensor in zip(param.hub_names, param.to_hub(gather(param)), strict=True):
             yield name, tensor.contiguous()
-            for copy, entry in carried.items():
+            for copy, entry in passthrough.items():
                 if entry.copy_of == name:
                     yield copy, tensor.contiguous()
 
@@ -94,7 +94,7 @@ def _live_params(bridge: Bridge) -> list[ParamMapping]:
     return [param for param in bridge.mapping.params(bridge.dims) if not param.is_mtp]
 
 
-def _carried(bridge: Bridge) -> dict[str, Passthrough]:
+def _passthrough(bridge: Bridge) -> dict[str, Passthrough]:
     names = set(bridge.hub_names())
     return {name: entry for name, entry in bridge.mapping.passthrough_names(bridge.dims).items() if name in names}
 

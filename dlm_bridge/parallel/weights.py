@@ -84,11 +84,11 @@ def check_source(checkpoint: Checkpoint) -> None:
     """Raise DlmBridgeError unless the source's tensors and the mapping cover each other exactly, and a redundant
     tensor is the copy that it must be."""
     checkpoint.check()
-    for name, carried in checkpoint.carried.items():
-        if not carried.copy_of or name in checkpoint.derived:
+    for name, entry in checkpoint.passthrough.items():
+        if not entry.copy_of or name in checkpoint.derived:
             continue
-        if not torch.equal(checkpoint.read(name), checkpoint.read(carried.copy_of)):
-            raise DlmBridgeError(f"{checkpoint.where}: {name} differs from {carried.copy_of}, which it must equal")
+        if not torch.equal(checkpoint.read(name), checkpoint.read(entry.copy_of)):
+            raise DlmBridgeError(f"{checkpoint.where}: {name} differs from {entry.copy_of}, which it must equal")
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

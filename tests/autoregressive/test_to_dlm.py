@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert import to_dlm
 from dlm_bridge.convert.to_dlm import TARGETS, convert_to_dlm
 from dlm_bridge.convert.verify import verify_manifest
-from dlm_bridge.models import initialisation
 from dlm_bridge.models.families import family_by_name
 from tests.autoregressive.cases import CASES, Case
 from tests.autoregressive.test_families import tensors_of
@@ -204,7 +204,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def broken(*arguments: Any) -> torch.Tensor:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(initialisation, "initialise", broken)
+    monkeypatch.setattr(to_dlm, "initialise", broken)
     with pytest.raises(DlmBridgeError, match="no space left"):
         convert_to_dlm(source, tmp_path / "dlm")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ar"]

@@ -19,7 +19,7 @@ from tests.checkpoints import llada_config, llada_tensors, write_hub_folder
 from tests.convert.helpers import tree
 
 INV_FREQ = "model.rotary_emb.inv_freq"
-MAPPING = replace(LLADA_MAPPING, carried=(*LLADA_MAPPING.carried, Passthrough(INV_FREQ)))
+MAPPING = replace(LLADA_MAPPING, passthrough=(*LLADA_MAPPING.passthrough, Passthrough(INV_FREQ)))
 
 
 @pytest.fixture

@@ -60,7 +60,9 @@ class DcpCheckpoint(ByNameCheckpoint):
         )
         self._stored = {name: self._spec(contents, name, place) for name, place in self._places.items()}
         self._drop_absent_mtp(lambda param: any(name in self._stored for name in param.hub_names))
-        self.hub.carried = tuple(name for name in self.mapping.passthrough_names(self.dims) if name in self._stored)
+        self.hub.passthrough = tuple(
+            name for name in self.mapping.passthrough_names(self.dims) if name in self._stored
+        )
         used = {place.key for place in self._places.values()}
         left = [key for key in contents.tensors if key not in used]
         if left:

@@ -73,8 +73,8 @@ class HubCheckpoint(ByNameCheckpoint):
             config=config,
             source=source or {"name": str(folder), "revision": None},
             folder=folder,
-            files=files.carried,
-            left_out=files.left_out,
+            files=files.kept,
+            excluded=files.excluded,
             texts=texts,
             shards=self.reader.shards(),
             dtypes={entry.name: entry.dtype for entry in entries},
@@ -84,7 +84,7 @@ class HubCheckpoint(ByNameCheckpoint):
             self.notes.append(f"{len(self.reader.quantised)} FP8 tensors are dequantised to bfloat16")
         self._drop_absent_mtp(lambda param: any(name in self._stored for name in param.hub_names))
         known = self.mapping.passthrough_names(self.dims)
-        hub.carried = tuple(name for name in self.reader.names if name in known)
+        hub.passthrough = tuple(name for name in self.reader.names if name in known)
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self.reader.read(name)

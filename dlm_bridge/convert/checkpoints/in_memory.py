@@ -42,7 +42,9 @@ class LiveCheckpoint(ByNameCheckpoint):
         for name, entry in self.mapping.passthrough_names(self.dims).items():
             if entry.copy_of:  # a tied head: the state dict names one parameter twice
                 self._tensors.pop(name, None)
-        self.hub.carried = tuple(name for name in self.mapping.passthrough_names(self.dims) if name in self._tensors)
+        self.hub.passthrough = tuple(
+            name for name in self.mapping.passthrough_names(self.dims) if name in self._tensors
+        )
         self.hub.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
         self._stored = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
         for name, tensor in self._tensors.items():
@@ -97,8 +99,8 @@ class InitialCheckpoint(ByNameCheckpoint):
             config=config,
             source={"name": str(self.folder.absolute()), "revision": None},
             folder=self.folder,
-            files=files.carried,
-            left_out=files.left_out,
+            files=files.kept,
+            excluded=files.excluded,
         )
         super().__init__(str(self.folder), hub)
         self._drop_absent_mtp(lambda param: False)  # transformers' models do not have these layers

@@ -56,11 +56,11 @@ class MegatronCheckpoint(Checkpoint):
 
     @property
     def derived(self) -> dict[str, str]:
-        return {name: carried.copy_of for name, carried in self.carried.items() if carried.copy_of}
+        return {name: entry.copy_of for name, entry in self.passthrough.items() if entry.copy_of}
 
     def spec(self, name: str) -> TensorSpec:
-        if name in self.carried:
-            copy_of = self.carried[name].copy_of
+        if name in self.passthrough:
+            copy_of = self.passthrough[name].copy_of
             if copy_of:
                 return self.spec(copy_of)
             tensor = self.read_passthrough(name)
@@ -89,7 +89,7 @@ class MegatronCheckpoint(Checkpoint):
         return self.reader.regions(key, tuple(index for index, _ in stack), param.megatron_shape)
 
     def read_passthrough(self, name: str) -> torch.Tensor:
-        if copy_of := self.carried[name].copy_of:
+        if copy_of := self.passthrough[name].copy_of:
             return self.read(copy_of)
         if self._like is not None:
             return self._like.read(name)
@@ -221,10 +221,10 @@ def _hub_side(root: Path, manifest: Manifest | None, store: Store, family: str |
         config=manifest.config,
         source=manifest.source,
         folder=folder,
-        files=files.carried,
-        left_out=tuple(manifest.left_out),
+        files=files.kept,
+        excluded=tuple(manifest.left_out),
         shards=manifest.shards,
-        carried=tuple(manifest.carried),
+        passthrough=tuple(manifest.carried),
         dtypes={name: WEIGHT_DTYPES[record.dtype] for name, record in manifest.tensors.items()},
     )
 

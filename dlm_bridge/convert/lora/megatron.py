@@ -260,7 +260,7 @@ def _facts(
     if manifest["rank"] != rank or set(manifest["modules"]) != set(weights):
         raise DlmBridgeError(f"{path}: {ADAPTER_MANIFEST} and the weights do not agree")
     hub = path / HUB_FOLDER
-    files = list_side_files(hub, set()).carried if hub.is_dir() else ()
+    files = list_side_files(hub, set()).kept if hub.is_dir() else ()
     return AdapterInfo(
         where=str(path),
         rank=rank,

@@ -159,7 +159,7 @@ class PeftAdapter(LoraAdapter):
             modules=modules,
             config=config,
             folder=folder,
-            files=side.carried,
+            files=side.kept,
         )
 
     def tensor(self, weight: str, part: LoraFactor) -> torch.Tensor:

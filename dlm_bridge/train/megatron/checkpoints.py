@@ -84,7 +84,7 @@ def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any) -> Non
     write_side_files(checkpoint, folder, None, None)
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
-    own = [name for name, carried in checkpoint.carried.items() if not carried.copy_of]
+    own = [name for name, entry in checkpoint.passthrough.items() if not entry.copy_of]
     write_passthrough(folder / CARRIED_FILE, {name: checkpoint.read_passthrough(name) for name in own})
     write_hub_config(output, source)
 
@@ -102,7 +102,7 @@ def write_hub_config(output: Path, source: MegatronSource) -> None:
         tensors={},
         source=checkpoint.hub.source,
         shards=list(checkpoint.hub.shards),
-        carried=list(checkpoint.carried),
+        carried=list(checkpoint.passthrough),
     ).write(root)
 
 
