@@ -27,10 +27,11 @@ from typing import Any, TextIO
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 
 from dlm_bridge.convert.manifest import TensorRecord, tool_version
 from dlm_bridge.convert.workers import WorkerKilledError
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
 
 _NEW, _OLD = "new", "old"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -64,19 +65,10 @@ def atomic_output(
             temporary = Path(tempfile.mkdtemp(prefix=_prefix(output, _NEW), dir=output.parent))
             lock = os.open(temporary, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield temporary
-        temporary.chmod(0o777 & ~_umask())
-        sync_tree(temporary)
-        _put_in_place(temporary, output, overwrite)
-    except OSError as error:
-        if error.errno in _NO_SPACE:
-            free = shutil.disk_usage(output.parent).free
-            raise DlmBridgeError(
-                f"no space left while writing {output} ({free / 1e6:,.1f} MB free): nothing was written there"
-            ) from None
-        raise DlmBridgeError(
-            f"{error.filename or output}: {error.strerror or error}: {output} was not written"
-        ) from error
+        with disk_errors(output):
+            yield temporary
+            temporary.chmod(0o777 & ~_umask())
+            publish_folder(temporary, output, overwrite)
     except (KeyboardInterrupt, WorkerKilledError) as stopped:
         kind, why = type(stopped), str(stopped) or "interrupted"
         if temporary is None or keep is None or not keep(temporary):
@@ -91,6 +83,51 @@ def atomic_output(
             shutil.rmtree(temporary, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def atomic_folder(output: Path, temporary: Path) -> Iterator[Path]:
+    """Yield the new, empty folder `temporary`, a hidden sibling of `output`, which becomes `output` when the block ends
+    without an exception; an older `output` is replaced. For writers of several processes, which all know both names.
+
+    After an exception nothing is left of `temporary`. Raises DlmBridgeError where the disk refuses.
+    """
+    with disk_errors(output):
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            yield temporary
+            publish_folder(temporary, output)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def publish_folder(temporary: Path, output: Path, overwrite: bool = True) -> None:
+    """Flush a written folder and give it its name, in one step where the system can; an older one is then removed.
+
+    Raises DlmBridgeError where there is an older one, unless `overwrite`, and OSError.
+    """
+    sync_tree(temporary)
+    _put_in_place(temporary, output, overwrite)
+    shutil.rmtree(temporary, ignore_errors=True)  # the older one, where the two were exchanged
+
+
+@contextmanager
+def disk_errors(output: Path) -> Iterator[None]:
+    """Turn what the disk refuses while `output` is written into a DlmBridgeError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            free = shutil.disk_usage(output.parent).free
+            raise DlmBridgeError(
+                f"no space left while writing {output} ({free / 1e6:,.1f} MB free): nothing was written there"
+            ) from None
+        raise DlmBridgeError(
+            f"{error.filename or output}: {error.strerror or error}: {output} was not written"
+        ) from error
+    except SafetensorError as error:  # safetensors' own writer, which wraps the system's errors
+        raise DlmBridgeError(f"{output} was not written: {one_line(error)}") from error
 
 
 @contextmanager
@@ -138,29 +175,30 @@ def sync_tree(folder: Path) -> None:
     """Flush every file and folder below `folder` to the disk."""
     for directory, _, files in os.walk(folder):
         for name in (*files, "."):
-            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync(os.path.join(directory, name))
+
+
+def sync(path: str | Path) -> None:
+    """Flush a file, or a folder's list of names, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _put_in_place(temporary: Path, output: Path, overwrite: bool) -> None:
-    parent = os.open(output.parent, os.O_RDONLY)
-    try:
-        if not os.path.lexists(output):
-            os.rename(temporary, output)
-        elif not overwrite:
-            raise DlmBridgeError(f"{output} appeared while it was being written: nothing was replaced")
-        elif not _exchange(temporary, output):
-            # No atomic exchange on this system: _recover puts the old folder back if we are killed in between.
-            old = Path(tempfile.mkdtemp(prefix=_prefix(output, _OLD), dir=output.parent))
-            os.rename(output, old)
-            os.rename(temporary, output)
-            shutil.rmtree(old, ignore_errors=True)
-        os.fsync(parent)
-    finally:
-        os.close(parent)
+    if not os.path.lexists(output):
+        os.rename(temporary, output)
+    elif not overwrite:
+        raise DlmBridgeError(f"{output} appeared while it was being written: nothing was replaced")
+    elif not _exchange(temporary, output):
+        # No atomic exchange on this system: _recover puts the old folder back if we are killed in between.
+        old = Path(tempfile.mkdtemp(prefix=_prefix(output, _OLD), dir=output.parent))
+        os.rename(output, old)
+        os.rename(temporary, output)
+        shutil.rmtree(old, ignore_errors=True)
+    sync(output.parent)
 
 
 def _exchange(a: Path, b: Path) -> bool:

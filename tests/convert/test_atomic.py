@@ -16,7 +16,7 @@ import pytest
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.cli.app import main
-from dlm_bridge.convert import atomic, streaming, workers
+from dlm_bridge.convert import atomic, streaming, transfer
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from tests.convert.helpers import no_leftovers, run_cli, tree
@@ -96,7 +96,7 @@ def test_interrupt_says_what_happened(tmp_path: Path, llada: Path, monkeypatch: 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(workers, "run_tasks", interrupted)
+    monkeypatch.setattr(transfer, "run_tasks", interrupted)
     code, out, err = run_cli(capsys, "import", llada, tmp_path / "out", "--json")
     assert (code, out) == (130, "")
     assert err == f"dlm-bridge: interrupted: {tmp_path / 'out'} was not written, nothing is left behind\n"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.convert import atomic, streaming
+from dlm_bridge.convert import atomic, streaming, transfer
 from dlm_bridge.convert.formats.safetensors_file import HubWriter
 from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter
 from dlm_bridge.convert.manifest import MANIFEST
@@ -254,7 +254,7 @@ def test_resume_from_the_command_line(
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(streaming, "read_bands", read)
+    monkeypatch.setattr(transfer, "read_bands", read)
     command = ("import", llada, output, "--tp", 2, "--pp", 2, "--workers", 1)
     code, out, err = run_cli(capsys, *command)
     assert (code, out) == (130, "")
