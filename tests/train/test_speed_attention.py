@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.loss import divisors
 from dlm_bridge.parallel.fused import flash_attention
-from dlm_bridge.train.accelerate import attention
+from dlm_bridge.train.accelerate import trainer
 from dlm_bridge.train.accelerate.attention import attention_kernels, flash_attention_kernels, uses_flash_attention
 from dlm_bridge.train.accelerate.transforms import compile_layers
 from tests.kernels import standin
@@ -85,7 +85,7 @@ def test_whoever_can_gets_it(calls: list[int]) -> None:
     assert not uses_flash_attention(model, None, torch.device("cpu"), "bf16")
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
     for masked, taken in ((True, False), (False, True)):
-        with attention_kernels(CUDA, masked, compiled=True, flashes=True):
+        with attention_kernels(CUDA, masked, compiled=True, flash=True):
             assert (ALL_ATTENTION_FUNCTIONS["sdpa"] is not usual) is taken
 
 
@@ -118,8 +118,8 @@ def test_a_run_with_it_is_the_run(tmp_path: Path, run: Run, calls: list[int], mo
             run(tmp_path / "refused", steps=1, attention_backend="flash")
     plain = run(tmp_path / "plain", steps=2, length_variation=0.0)
     assert not calls
-    monkeypatch.setattr(attention, "uses_flash_attention", lambda *_: True)
-    monkeypatch.setattr(attention, "attention_kernels", lambda *_: flash_attention_kernels())
+    monkeypatch.setattr(trainer, "uses_flash_attention", lambda *_: True)
+    monkeypatch.setattr(trainer, "attention_kernels", lambda *_: flash_attention_kernels())
     found = run(tmp_path / "flash", steps=2, length_variation=0.0, attention_backend="flash")
     assert calls
     for key in ("loss", "grad_norm"):

@@ -1,4 +1,4 @@
-"""Attention kernels of the Accelerate engine: FlashAttention 4 where it is installed, otherwise SDPA with cuDNN first."""
+"""Attention kernels of the Accelerate engine: FlashAttention 4 where installed, otherwise SDPA with cuDNN first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.fused import flash_attention
 
 FLASH = "flash"  # what `--attention-backend` calls FlashAttention 4, next to transformers' names
-# In order; each is asked whether it can take the heads' size and dtype.
+# In order of preference; torch takes the first that supports the head size and dtype.
 KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -39,9 +39,9 @@ def uses_flash_attention(model: Any, backend: str | None, device: torch.device, 
 
 
 def _flash_unsupported(model: Any, dtype: torch.dtype) -> str | None:
-    """Why this model's layers get other kernels."""
-    if (usual := model.config._attn_implementation) != "sdpa":
-        return f"FlashAttention 4 takes the place of sdpa, and this model has {usual}"
+    """Why this model's layers cannot use FlashAttention 4; None where they can."""
+    if (implementation := model.config._attn_implementation) != "sdpa":
+        return f"FlashAttention 4 takes the place of sdpa, and this model has {implementation}"
     if torch.are_deterministic_algorithms_enabled():
         return "FlashAttention 4's gradients are not deterministic"
     layers = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "head_dim")]
@@ -56,25 +56,32 @@ def _flash_unsupported(model: Any, dtype: torch.dtype) -> str | None:
 
 
 @contextlib.contextmanager
-def attention_kernels(device: torch.device, masked: bool, compiled: bool, flashes: bool = False) -> Iterator[None]:
-    """Around a forward pass and its backward pass, which may recompute it. With a mask, and on other devices than CUDA
-    ones, torch's own order stands. In `compiled` layers the heads of a group get their keys and values by a copy,
-    which costs less there than torch's kernels that know of groups; `flashes`: FlashAttention 4 takes their place."""
+def attention_kernels(device: torch.device, masked: bool, compiled: bool, flash: bool = False) -> Iterator[None]:
+    """The attention kernels of a forward pass and its backward pass, which may recompute it.
+
+    With a mask, and on other devices than CUDA ones, torch's own order of kernels stands. `flash` uses FlashAttention
+    4. In `compiled` layers keys and values are repeated for the heads of their query group, which costs less there
+    than torch's grouped-query kernels.
+    """
     if device.type != "cuda" or masked:
         yield
         return
-    heads = flash_attention_kernels() if flashes else sdpa_with_repeated_kv() if compiled else contextlib.nullcontext()
-    with sdpa_kernel(KERNELS, set_priority=True), heads:
+    replaced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if flash:
+        replaced = flash_attention_kernels()
+    elif compiled:
+        replaced = sdpa_with_repeated_kv()
+    with sdpa_kernel(KERNELS, set_priority=True), replaced:
         yield
 
 
 def flash_attention_kernels() -> contextlib.AbstractContextManager[None]:
-    """transformers' models with "sdpa" attention call `flash_of_whole_sequences`."""
+    """transformers' models with "sdpa" attention call `flash_attention_forward`."""
     return _replace_sdpa(flash_attention_forward)
 
 
 def sdpa_with_repeated_kv() -> contextlib.AbstractContextManager[None]:
-    """transformers' models with "sdpa" attention call `sdpa_of_repeated_heads`."""
+    """transformers' models with "sdpa" attention call `sdpa_repeated_kv_forward`."""
     return _replace_sdpa(sdpa_repeated_kv_forward)
 
 
@@ -82,12 +89,12 @@ def sdpa_with_repeated_kv() -> contextlib.AbstractContextManager[None]:
 def _replace_sdpa(function: Callable[..., Any]) -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
     AttentionInterface.register("sdpa", function)
     try:
         yield
     finally:
-        AttentionInterface.register("sdpa", usual)
+        AttentionInterface.register("sdpa", original)
 
 
 def flash_attention_forward(
@@ -101,8 +108,8 @@ def flash_attention_forward(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention by FlashAttention 4: [B, H, S, D] queries, keys and values of as many heads or fewer;
-    returns [B, S, H, D]. A call that it cannot take, such as one under a mask, is SDPA's."""
+    """transformers' attention function by FlashAttention 4: [B, H, S, D] queries, keys and values of as many heads or
+    fewer; returns [B, S, H, D]. A call that it does not support, such as one with a mask, goes to SDPA."""
     whole = attention_mask is None and query.shape[2:] == key.shape[2:] and key.shape == value.shape
     if not whole or dropout or value.dtype not in flash_attention.HALF:
         return sdpa_repeated_kv_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal)
@@ -124,8 +131,8 @@ def sdpa_repeated_kv_forward(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention by SDPA of whole sequences: [B, H, S, D] queries, keys and values of as many heads or
-    fewer; returns [B, S, H, D]."""
+    """transformers' attention function by SDPA of whole sequences: [B, H, S, D] queries, keys and values of as many
+    heads or fewer; returns [B, S, H, D]."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))

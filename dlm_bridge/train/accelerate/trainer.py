@@ -157,7 +157,7 @@ class AccelerateTrainer(TrainingLoop):
         config = self.config
         if config.attention_backend not in (None, FLASH):
             set_attention(self.model, config.attention_backend)
-        self.flashes = uses_flash_attention(
+        self.uses_flash = uses_flash_attention(
             self.model, config.attention_backend, self.accelerator.device, config.precision
         )
         self.model.train()  # transformers loads models for inference: no dropout, no gradient checkpointing
@@ -382,7 +382,7 @@ class AccelerateTrainer(TrainingLoop):
         """The kernels of a micro-batch's attention, for its forward and its backward pass."""
         own = batch.attention_mask is not None or batch.mask_descriptor is not None or batch.pairs is not None
         masked = own or "block_causal" in self.objective.attention_patterns
-        return attention_kernels(self.accelerator.device, masked, self.compiled, self.flashes)
+        return attention_kernels(self.accelerator.device, masked, self.compiled, self.uses_flash)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Each value summed over the processes, in float64, on the device."""

@@ -1,4 +1,4 @@
-"""Transforms of a Hub model before training: FP8 linear layers, bf16 params, compiled layers, fused linear cross-entropy."""
+"""Transforms of a Hub model before training: FP8 layers, bf16 params, compiled layers, fused linear cross-entropy."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def check_float8() -> None:
 
 
 def convert_to_float8(model: nn.Module, emulate: bool = False) -> int:
-    """Let the linear layers of every decoder layer multiply in FP8, and return how many do: all whose sizes are
-    multiples of 16, as the products want, but for routers. Weights stay what they are. With `emulate` the products
-    are of rounded numbers in half precision, on any device. Call it before `compile_layers`."""
+    """Convert the linear layers of every decoder layer to FP8 matrix products, and return how many were converted: all
+    but routers whose sizes are multiples of 16, which the kernels need. The weights are unchanged. `emulate` computes
+    with rounded values in half precision, on any device. Call it before `compile_layers`."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def fits(module: nn.Module, name: str) -> bool:
@@ -51,18 +51,17 @@ def convert_to_float8(model: nn.Module, emulate: bool = False) -> int:
 
 
 class HalfPrecisionParams:
-    """A model whose weights stay in fp32, and `model`, the same one with copies of them in `dtype`.
+    """fp32 main params of a model, and `model`, a copy with params in `dtype`, which computes.
 
-    Autocast keeps what runs between the layers in fp32; a model in half precision moves half of the bytes there, as
-    Megatron and FSDP do. Gradients go to the fp32 weights as soon as the copies' are whole, and are summed there over
-    micro-batches; `refresh` brings the copies up to date after the optimizer has changed the weights. Buffers are
-    copied as they are, the configuration is shared, and so are weights that are not in fp32 or that the model's
-    class keeps as they are (routers).
+    Under autocast, activations between the layers stay in fp32; a model in half precision moves half of the bytes, as
+    Megatron and FSDP do. Each gradient is added to its main param's as soon as it is complete, so micro-batches
+    accumulate in fp32; `refresh` updates the copies after the optimizer step. Buffers are copied, the configuration is
+    shared, and so are params that are not fp32 or that the model's class keeps in fp32 (routers).
     """
 
     def __init__(self, model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
         memo: dict[int, Any] = {id(model.config): model.config}
-        self._weights: list[torch.Tensor] = []
+        self._main_params: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
         kept = tuple(model._get_dtype_plan(dtype))
         for name, weight in model.named_parameters():
@@ -72,35 +71,35 @@ class HalfPrecisionParams:
             half = nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
             if weight.requires_grad:
                 half.register_post_accumulate_grad_hook(functools.partial(_accumulate_in_fp32, weight))
-            self._weights.append(weight)
+            self._main_params.append(weight)
             self._copies.append(half)
             memo[id(weight)] = half
         self.model = copy.deepcopy(model, memo)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights that are trained."""
-        pairs = [pair for pair in zip(self._copies, self._weights, strict=True) if pair[1].requires_grad]
+        """Copy the trained main params to the model."""
+        pairs = [pair for pair in zip(self._copies, self._main_params, strict=True) if pair[1].requires_grad]
         if pairs:
             copies, weights = zip(*pairs, strict=True)
             torch._foreach_copy_(copies, weights)
 
 
-def _accumulate_in_fp32(weight: torch.Tensor, half: torch.Tensor) -> None:
-    assert half.grad is not None
-    if weight.grad is None:
-        weight.grad = half.grad.float()
+def _accumulate_in_fp32(main_param: torch.Tensor, param: torch.Tensor) -> None:
+    assert param.grad is not None
+    if main_param.grad is None:
+        main_param.grad = param.grad.float()
     else:
-        weight.grad += half.grad
-    half.grad = None
+        main_param.grad += param.grad
+    param.grad = None
 
 
 def compile_layers(model: nn.Module) -> int:
     """Compile the forward of every decoder layer and of the norms outside of them; return how many layers there are.
 
-    Only the forward itself: what others put around a layer, activation checkpointing and FSDP's hooks, stays outside
-    and finds the module as it was. Layers have their weights as inputs of one graph, so that all of them run the code
-    that the first one compiled. Call it before `fully_shard`.
+    Only the forward itself: what wraps a layer, activation checkpointing and FSDP's hooks, stays outside of the graph.
+    The weights are inputs of that graph, so all layers run the code that the first one compiled. Call it before
+    `fully_shard`.
     """
     layers = decoder_layers(model)
     inside = {module for layer in layers for module in layer.modules()}
@@ -114,76 +113,83 @@ def compile_layers(model: nn.Module) -> int:
 
 
 def loss_positions(noisy: NoisyBatch) -> LossPositions:
-    """What a batch on the CPU asks for, padded (position 0, weight 0) so that there are few shapes. The weights are
-    not divided by the normaliser yet: `shared` does it."""
+    """The positions with a loss of a batch on the CPU, padded (position 0, weight 0) so that there are few shapes. The
+    weights are not divided by the normaliser yet: `normalised_positions` does that."""
     positions = noisy.mask.flatten().nonzero()[:, 0]
     more = loss_bucket(len(positions), noisy.mask.numel()) - len(positions)
-    chosen = LossPositions(positions, noisy.targets, noisy.weights, noisy.terms, len(noisy.normaliser))
-    return _map_tensors(chosen, lambda tensor: F.pad(tensor, (0, more)))
+    unpadded = LossPositions(positions, noisy.targets, noisy.weights, noisy.terms, len(noisy.normaliser))
+    return _map_tensors(unpadded, lambda tensor: F.pad(tensor, (0, more)))
 
 
-def pin_positions(chosen: LossPositions) -> LossPositions:
+def pin_positions(positions: LossPositions) -> LossPositions:
     """The same in pinned memory."""
-    return _map_tensors(chosen, lambda tensor: tensor.pin_memory())
+    return _map_tensors(positions, lambda tensor: tensor.pin_memory())
 
 
-def normalised_positions(chosen: LossPositions, divisors_K: torch.Tensor, device: torch.device) -> LossPositions:
+def normalised_positions(positions: LossPositions, divisors_K: torch.Tensor, device: torch.device) -> LossPositions:
     """The same on `device`, its weights divided by the global normalisers of their terms (on the CPU)."""
-    weights = chosen.weights / (divisors_K[0] if chosen.terms is None else divisors_K[chosen.terms])
-    if chosen.weights.is_pinned():
+    weights = positions.weights / (divisors_K[0] if positions.terms is None else divisors_K[positions.terms])
+    if positions.weights.is_pinned():
         weights = weights.pin_memory()
-    return _map_tensors(replace(chosen, weights=weights), lambda tensor: tensor.to(device, non_blocking=True))
+    return _map_tensors(replace(positions, weights=weights), lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def _map_tensors(chosen: LossPositions, change: Callable[[torch.Tensor], torch.Tensor]) -> LossPositions:
-    terms = None if chosen.terms is None else change(chosen.terms)
+def _map_tensors(positions: LossPositions, change: Callable[[torch.Tensor], torch.Tensor]) -> LossPositions:
+    terms = None if positions.terms is None else change(positions.terms)
     return LossPositions(
-        change(chosen.positions), change(chosen.targets), change(chosen.weights), terms, num_terms=chosen.num_terms
+        change(positions.positions),
+        change(positions.targets),
+        change(positions.weights),
+        terms,
+        num_terms=positions.num_terms,
     )
 
 
 class LossHead:
-    """A model's output layer, which gives logits as before, or, through `loss`, the loss of chosen positions.
+    """Fused linear cross-entropy in a model's output layer: `loss` computes no logits of positions without a loss.
 
-    It is the layer's forward that is replaced, so that data parallelism, FSDP and autocast find their weights and
-    modules where they were, and so that every model class takes it, whatever its own forward does before.
+    It replaces the forward of that layer alone, so that data parallelism, FSDP and autocast find the weights and
+    modules where they were, and every model class works whatever its own forward does before. Other calls return
+    logits.
     """
 
     def __init__(self, model: Any) -> None:
         self.layer = model.get_output_embeddings()
         self.logits = self.layer.forward
-        # An adapter's layer is more than one product with a weight.
-        self.plain = isinstance(self.layer, nn.Linear) and type(self.layer).forward is nn.Linear.forward
-        self._chosen: LossPositions | None = None
+        # Not so with an adapter.
+        self.is_linear = isinstance(self.layer, nn.Linear) and type(self.layer).forward is nn.Linear.forward
+        self._positions: LossPositions | None = None
         self._sums: torch.Tensor | None = None
         self.layer.forward = self._forward
 
-    def loss(self, model: Any, chosen: LossPositions, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weighted cross-entropy at the chosen positions, a scalar, and its terms [K] without a graph.
+    def loss(self, model: Any, positions: LossPositions, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weighted cross-entropy at these positions, a scalar, and its terms [K], detached.
 
-        `model` is the one with this output layer, as it is wrapped; `inputs` are its forward's."""
-        self._chosen = chosen
+        `model` is the (wrapped) model with this output layer, `inputs` are those of its forward."""
+        self._positions = positions
         try:
             loss = model(**inputs).logits
         finally:
-            self._chosen = None
+            self._positions = None
         assert self._sums is not None
         return loss, self._sums
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._chosen is None:
+        if self._positions is None:
             return self.logits(hidden)
-        chosen = self._chosen
-        hidden_MH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, chosen.positions)
-        if self.plain and self.layer.bias is None:
+        positions = self._positions
+        hidden_MH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions.positions)
+        if self.is_linear and self.layer.bias is None:
             weight_VH = self.layer.weight
             if torch.is_autocast_enabled(hidden.device.type):
                 dtype = torch.get_autocast_dtype(hidden.device.type)
                 hidden_MH, weight_VH = hidden_MH.to(dtype), weight_VH.to(dtype)
-            loss, self._sums = linear_cross_entropy(hidden_MH, weight_VH, chosen, VocabShard(0, weight_VH.shape[0]))
+            loss, self._sums = linear_cross_entropy(hidden_MH, weight_VH, positions, VocabShard(0, weight_VH.shape[0]))
             return loss
-        losses_M = F.cross_entropy(self.logits(hidden_MH).float(), chosen.targets, reduction="none") * chosen.weights
-        terms = torch.zeros_like(chosen.targets) if chosen.terms is None else chosen.terms
-        sums = torch.stack([(losses_M * (terms == term)).sum() for term in range(chosen.num_terms)])
+        losses_M = (
+            F.cross_entropy(self.logits(hidden_MH).float(), positions.targets, reduction="none") * positions.weights
+        )
+        terms = torch.zeros_like(positions.targets) if positions.terms is None else positions.terms
+        sums = torch.stack([(losses_M * (terms == term)).sum() for term in range(positions.num_terms)])
         self._sums = sums.detach()
         return sums.sum()
