@@ -1,1 +1,1 @@
-"""How good a model is: bounds on likelihoods, perplexity of a text, and lm-evaluation-harness's tasks."""
+"""Evaluation: likelihood bounds, perplexity, lm-evaluation-harness, comparison of logits."""

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: a diffusion model as its `LM`, tasks that come with the package, running tasks."""
+"""lm-evaluation-harness: local tasks, a diffusion model as the harness's model class, running tasks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names, resolve_set
 from dlm_bridge.generation.texts import seeds_of, write_texts
 from dlm_bridge.loading import LoadedModel
 
+# Tasks whose data come with the package, so that an evaluation runs without a network.
 FOLDER = Path(__file__).parent / "tasks"
 LOCAL = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
@@ -34,32 +35,37 @@ def local_task(name: str) -> dict[str, Any]:
     return {"task": name, "dataset_path": "json", "dataset_kwargs": data, "test_split": "test", **config}
 
 
-NEW_TOKENS = 256  # where neither the task nor the caller says how many
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # one thing to the harness
+NEW_TOKENS = 256  # where neither the task nor the caller sets a length
+LENGTHS = (
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+)  # the harness's names for one setting
 
 
 @dataclass(frozen=True)
 class HarnessSettings:
-    """How a model is asked; everything here is recorded with the results."""
+    """Settings of an evaluation, recorded with the results."""
 
     samples: int = 128  # Monte-Carlo samples of a bound
     batch_size: int = 8
     max_length: int = 2048  # tokens of a prompt with its answer; longer prompts lose their beginning
     seed: int = 0
     limit: int | None = None  # documents of each task
-    shots: int | None = None  # examples in a prompt; None: the task's own
+    shots: int | None = None  # examples in a prompt; None: the task's default
     chat: bool = False
     sampler: Mapping[str, Any] = field(default_factory=dict)  # settings of `generate`, before the task's
 
 
 class DiffusionHarness(TemplateLM):
-    """Log-likelihoods are Monte-Carlo bounds, texts are the family's sampler's."""
+    """A diffusion model for the harness: likelihoods are Monte-Carlo bounds, texts come from the family's sampler."""
 
     def __init__(
         self, opened: LoadedModel, settings: HarnessSettings, greedy_tasks: frozenset[str] = frozenset()
     ) -> None:
-        """`greedy_tasks` are those whose metrics ask whether an answer is what the model would write: it costs passes
-        of its own, and is false elsewhere."""
+        """`greedy_tasks` are those whose metrics need to know whether an answer is the greedy one, which takes forward
+        passes of its own; for other tasks that is reported as false."""
         super().__init__()
         self.model = opened.model
         self.tokenizer = opened.tokenizer
@@ -79,7 +85,7 @@ class DiffusionHarness(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         first = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None and first and string.startswith(first):
-            add_special_tokens = False  # a chat template has put it there: once is enough, as to HFLM
+            add_special_tokens = False  # the chat template has added it, as in HFLM
         special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer(string, **special)["input_ids"])
 
@@ -93,7 +99,7 @@ class DiffusionHarness(TemplateLM):
         return text
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(bound, whether it is what the model would write) of each continuation."""
+        """(bound, whether greedy decoding gives it) of each continuation."""
         found = super().loglikelihood(requests, disable_tqdm=True)
         return [
             (value, request.task_name in self.greedy_tasks and is_greedy(self.model, self._pair(*request.args)))
@@ -150,9 +156,11 @@ class DiffusionHarness(TemplateLM):
         return texts
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The keywords of `generate` and the stop strings of a task's request. What the caller set comes first, then
-        what the task says. As with the harness's own models answers are greedy, whatever the family's sampler does,
-        unless the task or the caller draws."""
+        """Keyword arguments of `generate` and stop strings for a task's request.
+
+        The caller's settings take precedence over the task's. As with the harness's own models, decoding is greedy
+        unless the task or the caller asks for sampling.
+        """
         rest, own = dict(asked), merge_names(self.settings.sampler)
         until = rest.pop("until", None) or []
         until = [string for string in ([until] if isinstance(until, str) else until) if string]
@@ -188,11 +196,11 @@ class DiffusionHarness(TemplateLM):
 
 
 def run_tasks(opened: LoadedModel, names: Sequence[str], settings: HarnessSettings) -> dict[str, Any]:
-    """What lm-evaluation-harness reports of the tasks ("results" and "versions" by task, "samples", "n-samples"), and
-    "sampled", by task how a diffusion model's texts were made.
+    """Results of lm-evaluation-harness ("results" and "versions" by task, "samples", "n-samples"), with "sampled": by
+    task, the sampler settings of a diffusion model.
 
-    A name is one of `local_tasks.LOCAL`, of lm-evaluation-harness's own, or a YAML file. An autoregressive model is
-    asked by its HFLM. Raises DlmBridgeError for an unknown task, and one whose data cannot be had.
+    A name is one of `LOCAL`, a task of lm-evaluation-harness, or a YAML file. Autoregressive models run through its
+    HFLM. Raises DlmBridgeError for an unknown task, or one whose data are not available.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_defaults=any(_is_harness_task(name) for name in names))
@@ -214,7 +222,7 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], settings: HarnessSettin
         asked = _harness_model(
             opened, settings, frozenset(name for name, kind in kinds.items() if kind == "loglikelihood")
         )
-        with patch.object(evaluator, "get_git_commit_hash", lambda: None):  # which complains outside of a repository
+        with patch.object(evaluator, "get_git_commit_hash", lambda: None):  # it logs an error outside of a repository
             results = evaluator.simple_evaluate(
                 model=asked,
                 tasks=asked_for if loaded["groups"] else list(loaded["tasks"].values()),
@@ -248,7 +256,7 @@ def _harness_model(opened: LoadedModel, settings: HarnessSettings, greedy_tasks:
 
 
 def _record(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting of a call of `generate`, wherever it comes from."""
+    """All settings of a call of `generate`, defaults included."""
     found = resolve_settings(model, None, settings, prompt_width=1)
     return {
         "algorithm": found.algorithm.name,
@@ -263,7 +271,7 @@ def _record(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _transformers_settings(settings: HarnessSettings) -> dict[str, Any]:
-    """A sampler's settings in the words that the harness has for autoregressive models."""
+    """Sampler settings under the harness's names, for autoregressive models."""
     given = merge_names(settings.sampler)
     given.pop("seed", None)  # the harness seeds everything
     if "max_new_tokens" in given:  # of the harness's names for it the first one wins, which tasks have

@@ -1,9 +1,9 @@
 """Monte-Carlo likelihood bounds of diffusion models, by the family's own training objective.
 
-The evidence lower bound of an answer of L tokens masks l ~ U{1..L} of them, uniformly over subsets of a size, never the
-prompt, and weights the masked tokens' log-probabilities by L / l (LLaDA, arXiv 2502.09992, equation 6: exact in
-expectation, with less variance than masking each token independently). Where a family denoises block by block with the
-clean blocks before in view, the answer's tokens of each block are such an answer of their own (BD3-LM, arXiv
+The evidence lower bound of an answer of L tokens masks l ~ U{1..L} of them, uniformly over subsets of one size and
+never the prompt, and weights the masked tokens' log-probabilities by L / l (LLaDA, arXiv 2502.09992, equation 6: exact
+in expectation, with less variance than masking each token independently). Where a family denoises block by block,
+given the clean blocks before, the answer's tokens of each block are such an answer of their own (BD3-LM, arXiv
 2503.09573), and one pass computes all blocks. The family's training objective decides the attention mask and which
 logits predict which token.
 """
@@ -32,7 +32,7 @@ from dlm_bridge.objectives.two_streams import TwoStreamObjective, WeDLMDiffusion
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids; what is bounded is the answer given the prompt."""
+    """Token ids of a prompt and of the answer whose likelihood given the prompt is bounded."""
 
     prompt: tuple[int, ...]  # at least one
     answer: tuple[int, ...]
@@ -44,8 +44,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class LikelihoodBound:
-    """In nats: the mean over the samples, which in expectation is at most the log-likelihood, and its standard error
-    (0 with one sample, which tells nothing)."""
+    """A bound in nats: the mean over the samples, in expectation at most the log-likelihood, and its standard error
+    (0 with a single sample)."""
 
     value: float
     error: float
@@ -53,10 +53,10 @@ class LikelihoodBound:
 
 @dataclass(frozen=True)
 class BoundEstimator:
-    """How a family's answers are masked and read."""
+    """How the likelihood of a family's answers is bounded."""
 
     objective: Objective
-    block: int | None  # tokens that are denoised together; None: the whole answer
+    block: int | None  # block size; None where the whole answer is denoised at once
 
     @property
     def described(self) -> str:
@@ -64,8 +64,8 @@ class BoundEstimator:
         return f"{type(self.objective).__name__}: l ~ U(1, L) of the answer's L tokens masked, weight L / l{blocks}"
 
 
-def estimator(model: Any) -> BoundEstimator:
-    """That of a diffusion model's family. Raises DlmBridgeError where its config lacks what it needs."""
+def bound_estimator(model: Any) -> BoundEstimator:
+    """The estimator of a model's family. Raises DlmBridgeError for a config without the settings that it needs."""
     chosen = family_objective(model)
     if isinstance(chosen, TwoStreamObjective):
         return BoundEstimator(chosen, chosen.block_size)
@@ -77,20 +77,20 @@ def estimator(model: Any) -> BoundEstimator:
 def likelihood_bounds(
     model: Any, answers: Sequence[Answer], samples: int, seed: int = 0, batch_size: int = 8
 ) -> list[LikelihoodBound]:
-    """Each answer's bound from `samples` passes, `batch_size` rows at a time.
+    """Bound of each answer from `samples` forward passes, `batch_size` rows at a time.
 
-    The samples of an answer are spread evenly over all numbers of masks. Noise is keyed by (seed, sample, prompt):
-    neither order nor batch changes it, and answers to one prompt are compared under the same noise.
+    The samples of an answer are stratified over the number of masks. Noise is keyed by (seed, sample, prompt): it
+    depends on neither order nor batch, and answers to one prompt are compared under the same noise.
     """
-    read = estimator(model)
+    estimator = bound_estimator(model)
     values = np.zeros((len(answers), samples))
     order = sorted(range(len(answers)), key=lambda number: -answers[number].length)
     turns = [(number, sample) for number in order for sample in range(samples) if answers[number].answer]
     for start in range(0, len(turns), batch_size):
         part = turns[start : start + batch_size]
         rows = [answers[number] for number, _ in part]
-        draws = [_sample_mask(read, answers[number], seed, sample, samples) for number, sample in part]
-        for (number, sample), value in zip(part, _sample_bounds(model, read, rows, draws), strict=True):
+        mask_samples = [_sample_mask(estimator, answers[number], seed, sample, samples) for number, sample in part]
+        for (number, sample), value in zip(part, _sample_bounds(model, estimator, rows, mask_samples), strict=True):
             values[number, sample] = value
     errors = values.std(axis=1, ddof=1) / math.sqrt(samples) if samples > 1 else np.zeros(len(answers))
     return [
@@ -100,20 +100,19 @@ def likelihood_bounds(
 
 @torch.no_grad()
 def is_greedy(model: Any, answer: Answer) -> bool:
-    """Whether a sampler that settles the surest token of the first unfinished block, one a pass, writes the answer."""
-    read = estimator(model)
-    blocks = _block_ids(read, answer)
+    """Whether greedy decoding gives the answer: per step the most confident token of the first unfinished block."""
+    estimator = bound_estimator(model)
+    blocks = _block_ids(estimator, answer)
     left = np.ones(len(answer.answer), dtype=bool)
     while left.any():
-        reading = _bound_batch(
-            read, [answer], [MaskSample(left, np.ones(len(left)))]
-        )  # blocks behind are masked, and not asked
-        logits_MV = _logits(model, reading).float()
-        logits_MV[:, read.objective.mask_token_id] = -torch.inf
-        surest, tokens = (values.cpu() for values in logits_MV.log_softmax(-1).max(dim=-1))
-        places = reading.columns - len(answer.prompt)
+        # Later blocks are masked, too, and ignored below.
+        batch = _bound_batch(estimator, [answer], [MaskSample(left, np.ones(len(left)))])
+        logits_MV = _logits(model, batch).float()
+        logits_MV[:, estimator.objective.mask_token_id] = -torch.inf
+        confidences, tokens = (values.cpu() for values in logits_MV.log_softmax(-1).max(dim=-1))
+        places = batch.columns - len(answer.prompt)
         later = torch.from_numpy(blocks)[places] != int(blocks[left].min())
-        chosen = int(surest.masked_fill(later, -torch.inf).argmax())
+        chosen = int(confidences.masked_fill(later, -torch.inf).argmax())
         if int(tokens[chosen]) != answer.answer[int(places[chosen])]:
             return False
         left[int(places[chosen])] = False
@@ -122,40 +121,40 @@ def is_greedy(model: Any, answer: Answer) -> bool:
 
 @dataclass(frozen=True)
 class MaskSample:
-    """Of an answer's tokens: which are masked, and what each weighs then."""
+    """One random mask of an answer's tokens, and the weight of each masked token."""
 
     masked: np.ndarray[Any, Any]  # [L] bool
     weights: np.ndarray[Any, Any]  # [L] float64
 
 
-def _sample_mask(read: BoundEstimator, answer: Answer, seed: int, sample: int, samples: int) -> MaskSample:
+def _sample_mask(estimator: BoundEstimator, answer: Answer, seed: int, sample: int, samples: int) -> MaskSample:
     count = len(answer.answer)
-    groups = _block_ids(read, answer)
+    blocks = _block_ids(estimator, answer)
     key = zlib.crc32(np.asarray(answer.prompt, dtype=np.int64).tobytes())
     generator = keyed_generator(seed, Purpose.LIKELIHOOD, sample, key)
-    share = (sample + generator.random(int(groups[-1]) + 1)) / samples % 1  # of each group that is masked
+    fractions = (sample + generator.random(int(blocks[-1]) + 1)) / samples % 1  # of each block that is masked
     numbers = generator.random(count)
-    sizes = np.bincount(groups)
-    wanted = 1 + np.minimum((share * sizes).astype(np.int64), sizes - 1)
-    order = np.lexsort((numbers, groups))
+    sizes = np.bincount(blocks)
+    wanted = 1 + np.minimum((fractions * sizes).astype(np.int64), sizes - 1)
+    order = np.lexsort((numbers, blocks))
     rank = np.empty(count, dtype=np.int64)
-    rank[order] = np.arange(count) - np.concatenate([[0], np.cumsum(sizes)])[groups[order]]
-    return MaskSample(rank < wanted[groups], (sizes / wanted)[groups])
+    rank[order] = np.arange(count) - np.concatenate([[0], np.cumsum(sizes)])[blocks[order]]
+    return MaskSample(rank < wanted[blocks], (sizes / wanted)[blocks])
 
 
-def _block_ids(read: BoundEstimator, answer: Answer) -> np.ndarray[Any, Any]:
-    """[L] the number of each token's group, from 0."""
-    if read.block is None:
+def _block_ids(estimator: BoundEstimator, answer: Answer) -> np.ndarray[Any, Any]:
+    """[L] index of the block of each token, from 0."""
+    if estimator.block is None:
         return np.zeros(len(answer.answer), dtype=np.int64)
     places = np.arange(len(answer.prompt), answer.length)
-    return places // read.block - places[0] // read.block
+    return places // estimator.block - places[0] // estimator.block
 
 
 @dataclass(frozen=True)
 class BoundBatch:
-    """What the model reads of B rows, and which of their tokens the M logits are about."""
+    """Model inputs of B rows, and the tokens that their M logits predict."""
 
-    noisy: NoisyBatch  # its mask [B, S] says which positions' logits
+    noisy: NoisyBatch  # its mask [B, S]: the positions of the logits
     rows: torch.Tensor  # [M] int64
     columns: torch.Tensor  # [M] int64
     targets: torch.Tensor  # [M] int64
@@ -163,41 +162,41 @@ class BoundBatch:
 
 
 def _sample_bounds(
-    model: Any, read: BoundEstimator, rows: Sequence[Answer], draws: Sequence[MaskSample]
+    model: Any, estimator: BoundEstimator, rows: Sequence[Answer], mask_samples: Sequence[MaskSample]
 ) -> list[float]:
     """One sample of each row's bound."""
-    reading = _bound_batch(read, rows, draws)
-    logits_MV = _logits(model, reading)
-    losses_M = F.cross_entropy(logits_MV.float(), reading.targets.to(logits_MV.device), reduction="none")
-    weighted_M = losses_M.double().cpu() * reading.weights
-    return torch.zeros(len(rows), dtype=torch.float64).index_add(0, reading.rows, -weighted_M).tolist()
+    batch = _bound_batch(estimator, rows, mask_samples)
+    logits_MV = _logits(model, batch)
+    losses_M = F.cross_entropy(logits_MV.float(), batch.targets.to(logits_MV.device), reduction="none")
+    weighted_M = losses_M.double().cpu() * batch.weights
+    return torch.zeros(len(rows), dtype=torch.float64).index_add(0, batch.rows, -weighted_M).tolist()
 
 
-def _bound_batch(read: BoundEstimator, rows: Sequence[Answer], draws: Sequence[MaskSample]) -> BoundBatch:
-    objective = read.objective
+def _bound_batch(estimator: BoundEstimator, rows: Sequence[Answer], mask_samples: Sequence[MaskSample]) -> BoundBatch:
+    objective = estimator.objective
     length = max(row.length for row in rows)
     tokens, labels = torch.zeros(len(rows), length, dtype=torch.long), torch.full((len(rows), length), IGNORE_INDEX)
     real = torch.zeros(len(rows), length, dtype=torch.bool)
     masked = torch.zeros(len(rows), length, dtype=torch.bool)
     weights = torch.zeros(len(rows), length, dtype=torch.float64)
-    for number, (row, draw) in enumerate(zip(rows, draws, strict=True)):
+    for number, (row, sampled) in enumerate(zip(rows, mask_samples, strict=True)):
         answer = slice(len(row.prompt), row.length)
         tokens[number, : row.length] = torch.tensor([*row.prompt, *row.answer])
         labels[number, answer] = tokens[number, answer]
         real[number, : row.length] = True
-        masked[number, answer] = torch.from_numpy(draw.masked)
-        weights[number, answer] = torch.from_numpy(draw.weights)
-    # Objectives mask what has drawn a number below its probability, here one half.
+        masked[number, answer] = torch.from_numpy(sampled.masked)
+        weights[number, answer] = torch.from_numpy(sampled.weights)
+    # Objectives mask tokens whose number is below the mask probability, here one half.
     number_BL = torch.where(masked, 0.0, 1 - 2**-24)
-    half_B, share_BL = torch.full((len(rows),), 0.5), torch.full((len(rows), length), 0.5)
-    if isinstance(objective, WeDLMDiffusion):  # the lowest numbers, as many as a block's share says
-        share_BL = _shares(masked, labels != IGNORE_INDEX, objective.block_size)
-    uniforms = Uniforms(level=half_B, token=number_BL, cut=half_B + 0.5, cut_length=half_B, block=share_BL)
+    half_B, fraction_BL = torch.full((len(rows),), 0.5), torch.full((len(rows), length), 0.5)
+    if isinstance(objective, WeDLMDiffusion):  # masks the lowest numbers of a block, by the block's fraction
+        fraction_BL = _masked_fractions(masked, labels != IGNORE_INDEX, objective.block_size)
+    uniforms = Uniforms(level=half_B, token=number_BL, cut=half_B + 0.5, cut_length=half_B, block=fraction_BL)
     noisy = _first_rows(objective.noise(tokens, uniforms, labels, None if bool(real.all()) else real), len(rows))
-    asked, order = _predicting_positions(objective, noisy, masked)
+    predicting, order = _predicting_positions(objective, noisy, masked)
     owners, columns = (index[order] for index in masked.nonzero(as_tuple=True))
     return BoundBatch(
-        noisy=dataclasses.replace(noisy, mask=asked),
+        noisy=dataclasses.replace(noisy, mask=predicting),
         rows=owners,
         columns=columns,
         targets=tokens[owners, columns],
@@ -208,26 +207,25 @@ def _bound_batch(read: BoundEstimator, rows: Sequence[Answer], draws: Sequence[M
 def _predicting_positions(
     objective: Objective, noisy: NoisyBatch, masked: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, S] the positions that predict masked tokens; [M] the order of the tokens that they predict, row by row."""
+    """[B, S] positions that predict masked tokens; [M] the order of the predicted tokens, row by row."""
     length = masked.shape[1]
-    asked = noisy.mask.clone()
+    predicting = noisy.mask.clone()
     if not isinstance(objective, TwoStreamObjective):
-        return asked, torch.arange(int(masked.sum()))
-    asked[:, length:] = False  # the clean stream's own predictions
+        return predicting, torch.arange(int(masked.sum()))
+    predicting[:, length:] = False  # the clean stream's own predictions
     if not objective.shift:
-        return asked, torch.arange(
-            int(masked.sum())
-        )  # also where a block's tokens stand in another order: masks keep it
-    # A block's first token is predicted by the last one of the block before, which is clean when a sampler gets there.
+        # Masks keep their order also where an objective reorders the tokens of a block.
+        return predicting, torch.arange(int(masked.sum()))
+    # A block's first token is predicted by the last token of the block before, from the clean stream.
     rows, columns = masked.nonzero(as_tuple=True)
     places = columns - 1 + torch.where(columns % objective.block_size == 0, length, 0)
-    asked = torch.zeros_like(asked)
-    asked[rows, places] = True
-    return asked, (rows * asked.shape[1] + places).argsort()
+    predicting = torch.zeros_like(predicting)
+    predicting[rows, places] = True
+    return predicting, (rows * predicting.shape[1] + places).argsort()
 
 
 def _first_rows(noisy: NoisyBatch, rows: int) -> NoisyBatch:
-    """Without those that an objective adds, masked where the others are not."""
+    """The first rows, without the complementary ones that some objectives add."""
     if len(noisy.mask) == rows:
         return noisy
     kept = int(noisy.mask[:rows].sum())
@@ -250,14 +248,14 @@ def _first_rows(noisy: NoisyBatch, rows: int) -> NoisyBatch:
     )
 
 
-def _shares(masked: torch.Tensor, counted: torch.Tensor, block: int) -> torch.Tensor:
-    """[B, L]: in column b the masked share of the counted tokens in block b, 0 where it has none."""
+def _masked_fractions(masked: torch.Tensor, counted: torch.Tensor, block: int) -> torch.Tensor:
+    """[B, L]: in column b the masked fraction of the counted tokens in block b, 0 where it has none."""
     blocks = torch.arange(masked.shape[1]) // block
     zeros = torch.zeros(masked.shape, dtype=torch.float32)
     sums = [zeros.index_add(1, blocks, values.float()) for values in (masked, counted)]
     return torch.where(sums[1] > 0, sums[0] / sums[1], 0.0)
 
 
-def _logits(model: Any, reading: BoundBatch) -> torch.Tensor:
+def _logits(model: Any, batch: BoundBatch) -> torch.Tensor:
     """[M, V]."""
-    return reading.noisy.to(model.get_input_embeddings().weight.device).logits(model)
+    return batch.noisy.to(model.get_input_embeddings().weight.device).logits(model)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,15 +23,11 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.models.rope import rope_parameters, window_settings
 
-if TYPE_CHECKING:
-    from dlm_bridge.bridge import Bridge
-
-
-# Absolute, and relative to the largest logit where that is more than one: fp32 keeps no more digits. (32 layers with
-# logits up to 40 differ by 4e-5 between two right implementations.)
+# Absolute, and relative to the largest logit where that is above one: the precision of fp32. (With 32 layers and
+# logits up to 40, two correct implementations differ by 4e-5.)
 TOLERANCE = 1e-5
 MEGATRON, TRANSFORMERS = "megatron-core", "transformers"
-LENGTH = 32  # positions at the least
+LENGTH = 32  # minimum number of positions
 BEYOND = 8  # positions past a window or the original context
 CHEAP_WORK = 2**40  # parameters times positions: seconds to a few minutes on one CPU
 CHEAP_SCORES = 2**28  # heads times positions squared: 1 GiB in fp32
@@ -40,21 +36,24 @@ PathLike = str | os.PathLike[str]
 
 
 def check_alone(path: PathLike) -> None:
-    """Raise DlmBridgeError unless a checkpoint's logits can be computed in two ways: it is a Megatron one, and
-    megatron-core is there and can hold its model."""
+    """Raise DlmBridgeError unless a checkpoint's logits can be computed in two ways: it is a Megatron checkpoint, and
+    megatron-core is installed and supports its model."""
     bridge = Bridge(open_any(path))
     if not isinstance(bridge.checkpoint, MegatronCheckpoint):
         raise DlmBridgeError(
             f"{path}: --logits of one checkpoint compares megatron-core with transformers, so it must be a Megatron "
             f"one: name a second checkpoint"
         )
-    if reason := megatron_reason(bridge):
+    if reason := unsupported_reason(bridge):
         raise DlmBridgeError(f"{path}: nothing to compare its logits with, name a second checkpoint: {reason}")
 
 
 def add_logits(verdict: Verdict, a: PathLike, b: PathLike | None = None) -> None:
-    """Add the comparison of both models' logits to a verdict; a difference makes it unequal. Without `b`, of
-    megatron-core's logits with transformers' of the same Megatron checkpoint (see `check_alone`)."""
+    """Add the comparison of both models' logits to a verdict; a difference makes it unequal.
+
+    Without `b`, megatron-core's logits are compared with transformers' of the same Megatron checkpoint
+    (see `check_alone`).
+    """
     try:
         found = verdict.logits = compare_logits(a, b)
     except DlmBridgeError as error:
@@ -99,7 +98,7 @@ def compare_logits(a: PathLike, b: PathLike | None = None) -> LogitsVerdict:
 
 
 def _open(path: PathLike, other: PathLike | None, notes: list[str]) -> _Computed:
-    """A checkpoint and what computes it; why it is not megatron-core, where it should be, goes to `notes`."""
+    """A checkpoint with the engine that computes it; `notes` says why a Megatron one is not on megatron-core."""
     try:
         bridge = Bridge(open_any(path))
     except DlmBridgeError:  # a Megatron checkpoint without a manifest: the other names its model
@@ -108,7 +107,7 @@ def _open(path: PathLike, other: PathLike | None, notes: list[str]) -> _Computed
         bridge = Bridge(open_megatron(path, like=other))
     if not isinstance(bridge.checkpoint, MegatronCheckpoint):
         return _Computed(bridge, TRANSFORMERS)
-    if reason := megatron_reason(bridge):
+    if reason := unsupported_reason(bridge):
         notes.append(f"{path}: its logits are {TRANSFORMERS}', not {MEGATRON}'s: {reason}")
         return _Computed(bridge, TRANSFORMERS)
     return _Computed(bridge, MEGATRON)
@@ -116,6 +115,8 @@ def _open(path: PathLike, other: PathLike | None, notes: list[str]) -> _Computed
 
 @dataclass
 class _Computed:
+    """A checkpoint whose logits are computed by `engine`."""
+
     bridge: Bridge
     engine: str  # MEGATRON or TRANSFORMERS
 
@@ -126,12 +127,12 @@ class _Computed:
 
     @property
     def vocab(self) -> int:
-        """Rows of the embedding and of the logits; megatron-core has no more of them on one process."""
+        """Rows of the embedding and of the logits; on one process megatron-core does not pad them."""
         return self.bridge.dims.vocab
 
     def length(self, notes: list[str]) -> int:
-        """Positions to compute: two blocks and a half, and more than any window and the original context of a scaled
-        RoPE where that is cheap; where it is not, `notes` say so."""
+        """Number of positions: two and a half blocks, and more than a sliding window and than a scaled RoPE's original
+        context, unless that is expensive, which `notes` says."""
         length = LENGTH
         if self.bridge.family.attention_pattern == "block_causal":
             length = max(length, 5 * int(self.config.block_size) // 2)
@@ -153,15 +154,15 @@ class _Computed:
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """[1, S, V] on the CPU. The model is gone on return, so that two never share the memory."""
+        """[1, S, V] on the CPU. The model is freed on return, so that only one is in memory."""
         if self.engine == MEGATRON:
             return megatron_logits(self.bridge, tokens)
         model = self.bridge.build_hf_model(dtype=torch.float32, device=device).eval()
         return model(tokens.to(device)).logits.cpu()
 
 
-def megatron_reason(bridge: Bridge) -> str | None:
-    """Why megatron-core cannot compute this model here: it is not installed, or it has no such model. None: it can."""
+def unsupported_reason(bridge: Bridge) -> str | None:
+    """Why megatron-core cannot compute this model here (not installed, or no such model); None where it can."""
     try:
         with _one_process():
             from dlm_bridge.parallel.config import model_config
@@ -175,7 +176,7 @@ def megatron_reason(bridge: Bridge) -> str | None:
 
 
 def megatron_device() -> torch.device:
-    """Where megatron-core computes."""
+    """The device that megatron-core uses."""
     from dlm_bridge.parallel import platform
 
     return platform.current().device()
@@ -199,7 +200,7 @@ def megatron_logits(bridge: Bridge, tokens_BS: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """megatron-core's groups for one process, and afterwards none, unless the caller had begun them."""
+    """megatron-core's process groups for one process, destroyed on exit unless they existed before."""
     from dlm_bridge.parallel import groups, overrides
 
     found = torch.distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""Perplexity of a text: exact for an autoregressive model, a bound for a diffusion model; by token and by byte."""
+"""Perplexity of a text, per token and per byte: exact for an autoregressive model, a bound for a diffusion model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ WINDOW = 1024
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of `tokens` tokens, `bytes` bytes of text. `nats` is the negative log-likelihood a token, or what bounds it from
-    above; `error` its standard error over the noise, 0 where nothing is drawn."""
+    """Perplexity of a text of `tokens` tokens and `bytes` bytes.
+
+    `nats` is the negative log-likelihood per token, or an upper bound of it; `error` its standard error over the
+    noise, 0 where it is exact.
+    """
 
     exact: bool
     tokens: int
@@ -54,10 +57,11 @@ def text_perplexity(
     seed: int = 0,
     batch_size: int = 8,
 ) -> Perplexity:
-    """The perplexity of a text file, cut into windows that begin with the last token of the one before; the first
-    begins with the tokenizer's first token of a text. At most `limit` windows are read.
+    """Perplexity of a text file.
 
-    Raises DlmBridgeError for a file that is no UTF-8 text or is empty.
+    The text is split into windows that begin with the last token of the window before; the first begins with the
+    tokenizer's first token of a text. At most `limit` windows are evaluated. Raises DlmBridgeError for a file that is
+    not UTF-8 text or is empty.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -90,7 +94,7 @@ def text_perplexity(
 
 @torch.no_grad()
 def exact_log_likelihoods(model: Any, answers: Sequence[Answer], batch_size: int = 8) -> list[float]:
-    """The log-likelihood of each answer by an autoregressive model, in nats."""
+    """Log-likelihood of each answer under an autoregressive model, in nats."""
     device = model.get_input_embeddings().weight.device
     found: list[float] = []
     for start in range(0, len(answers), batch_size):
@@ -110,7 +114,7 @@ def exact_log_likelihoods(model: Any, answers: Sequence[Answer], batch_size: int
 
 
 def first_token(model: Any, tokenizer: Any) -> int:
-    """What stands before a text: the token that begins texts, else the one that ends them."""
+    """The token that precedes a text: the bos token, else the eos token."""
     for token in (
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
@@ -123,7 +127,7 @@ def first_token(model: Any, tokenizer: Any) -> int:
 
 
 def windows(ids: Sequence[int], first: int, window: int) -> Iterator[Answer]:
-    """A text's tokens in rows of at most `window`, each behind the token before it; `first` stands before the text."""
+    """A text's tokens in windows of at most `window`; the prompt of each is the token before it, at first `first`."""
     for start in range(0, len(ids), window - 1):
         before = first if start == 0 else ids[start - 1]
         yield Answer((before,), tuple(ids[start : start + window - 1]))

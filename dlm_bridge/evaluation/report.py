@@ -1,4 +1,4 @@
-"""What an evaluation found, as one JSON file and as a table, with every setting that its figures depend on."""
+"""Results of an evaluation as a JSON file and as a table, with every setting that the figures depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.atomic import atomic_file
-from dlm_bridge.evaluation.likelihood import estimator
+from dlm_bridge.evaluation.likelihood import bound_estimator
 from dlm_bridge.evaluation.perplexity import Perplexity
 from dlm_bridge.loading import LoadedModel
 
@@ -29,8 +29,11 @@ def report(
     found: Mapping[str, Any] | None,
     text: Perplexity | None,
 ) -> dict[str, Any]:
-    """The content of results.json. `name` is the model as it was asked for, `settings` are the command's, `found` is
-    what `harness.run_tasks` gave."""
+    """The content of results.json.
+
+    `name` is the model as given by the user, `settings` are the command's, `found` is the result of
+    `harness.run_tasks`.
+    """
     device = opened.model.device
     facts: dict[str, Any] = {
         "model": name,
@@ -38,7 +41,7 @@ def report(
         "kind": "diffusion" if opened.diffusion else "autoregressive",
         "dtype": str(opened.model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "likelihood": f"bound: {estimator(opened.model).described}" if opened.diffusion else "exact",
+        "likelihood": f"bound: {bound_estimator(opened.model).described}" if opened.diffusion else "exact",
         "settings": dict(settings),
         "versions": {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -60,8 +63,10 @@ def report(
 
 
 def write(folder: Path, facts: Mapping[str, Any], found: Mapping[str, Any] | None, overwrite: bool) -> None:
-    """FOLDER/results.json and, of tasks, FOLDER/samples.jsonl (a document with what was asked and answered a line),
-    each whole or not at all. Raises DlmBridgeError for files that are there, unless `overwrite`."""
+    """Write FOLDER/results.json and, for tasks, FOLDER/samples.jsonl (per line a document, its requests and answers).
+
+    Each is written atomically. Raises DlmBridgeError for files that exist, unless `overwrite`.
+    """
     if found is not None:
         with atomic_file(folder / SAMPLES, overwrite) as stream:
             for task, rows in found["samples"].items():
@@ -72,7 +77,7 @@ def write(folder: Path, facts: Mapping[str, Any], found: Mapping[str, Any] | Non
 
 
 def show(facts: Mapping[str, Any]) -> None:
-    """Print a table of the figures, and below it how they were made."""
+    """Print a table of the figures, and below it the settings."""
     from rich.console import Console
     from rich.table import Table
 

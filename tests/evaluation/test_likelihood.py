@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dlm_bridge.evaluation import likelihood as module
-from dlm_bridge.evaluation.likelihood import Answer, MaskSample, estimator, is_greedy, likelihood_bounds
+from dlm_bridge.evaluation.likelihood import Answer, MaskSample, bound_estimator, is_greedy, likelihood_bounds
 from tests.families.case import FamilyCase, all_cases
 
 CASES = {case.name: case for case in all_cases() if not case.label}
@@ -27,14 +27,14 @@ def case(request: pytest.FixtureRequest) -> FamilyCase:
 def model(case: FamilyCase, tmp_path_factory: pytest.TempPathFactory) -> Any:
     model = case.load(case.write(tmp_path_factory.mktemp("bounds") / case.id))
     model.config.mask_token_id = 99
-    if estimator(model).block is not None:
+    if bound_estimator(model).block is not None:
         model.config.block_size = 4
     return model
 
 
 def _answer(model: Any, count: int = 3) -> Answer:
     """Over a block's boundary, where there are blocks."""
-    block = estimator(model).block
+    block = bound_estimator(model).block
     tokens = torch.randint(1, 90, (64,), generator=torch.Generator().manual_seed(3)).tolist()
     start = 4 if block is None else block - 1
     return Answer(tuple(tokens[:start]), tuple(tokens[start : start + count]))
@@ -43,7 +43,7 @@ def _answer(model: Any, count: int = 3) -> Answer:
 @torch.no_grad()
 def _one_pass_each(model: Any, answer: Answer, masked: np.ndarray[Any, Any]) -> dict[int, float]:
     """log p of each masked token: a canvas for the whole, or for each block behind the clean ones before it."""
-    family, read = model.family, estimator(model)
+    family, read = model.family, bound_estimator(model)
     clean, start = [*answer.prompt, *answer.answer], len(answer.prompt)
     ids = list(clean)
     for place in np.flatnonzero(masked):
@@ -86,9 +86,9 @@ def test_every_subset_is_read_as_a_sampler_would(model: Any) -> None:
     for masked in _subsets(3):
         expected = sum(weights[place] * logp for place, logp in _one_pass_each(model, answer, masked).items())
         draws = [MaskSample(np.array([True]), np.array([1.0])), MaskSample(masked, weights)]
-        _, found = module._sample_bounds(model, estimator(model), [short, answer], draws)
+        _, found = module._sample_bounds(model, bound_estimator(model), [short, answer], draws)
         assert found == pytest.approx(expected, rel=1e-4)
-        assert module._sample_bounds(model, estimator(model), [answer], draws[1:]) == pytest.approx(
+        assert module._sample_bounds(model, bound_estimator(model), [answer], draws[1:]) == pytest.approx(
             [expected], rel=1e-4
         )
 
@@ -104,7 +104,7 @@ def test_one_token_is_exact(model: Any) -> None:
 def test_mean_of_the_samples_is_the_expectation(case: FamilyCase, model: Any) -> None:
     """Over all numbers of masks and all subsets, group by group; and neither order nor batch changes a sample."""
     answer = _answer(model, 4)
-    groups = module._block_ids(estimator(model), answer)
+    groups = module._block_ids(bound_estimator(model), answer)
     expected = 0.0
     for group in set(groups.tolist()):
         members = np.flatnonzero(groups == group)
@@ -124,7 +124,7 @@ def test_mean_of_the_samples_is_the_expectation(case: FamilyCase, model: Any) ->
 
 
 def test_samples_spread_over_all_numbers_of_masks(model: Any) -> None:
-    read = estimator(model)
+    read = bound_estimator(model)
     answer = Answer((1,) * (read.block or 1), tuple(range(2, 10)) if (read.block or 8) >= 8 else (2, 3, 4, 5))
     groups = module._block_ids(read, answer)
     draws = [module._sample_mask(read, answer, 0, sample, 16) for sample in range(16)]
@@ -140,13 +140,13 @@ def test_samples_spread_over_all_numbers_of_masks(model: Any) -> None:
 def test_greedy_answers_are_recognised(case: FamilyCase, model: Any) -> None:
     """The answer that settles the surest token, pass by pass, written here; and that with another last token."""
     start = _answer(model)
-    mask, written, left = estimator(model).objective.mask_token_id, [0, 0, 0], {0, 1, 2}
-    blocks = module._block_ids(estimator(model), start)
+    mask, written, left = bound_estimator(model).objective.mask_token_id, [0, 0, 0], {0, 1, 2}
+    blocks = module._block_ids(bound_estimator(model), start)
     while left:
         ids = [*start.prompt, *(mask if place in left else written[place] for place in range(3))]
         first = min(blocks[place] for place in left)
         now = [place for place in left if blocks[place] == first]
-        if (block := estimator(model).block) is not None:
+        if (block := bound_estimator(model).block) is not None:
             ids = ids[: (len(start.prompt) // block + first + 1) * block]
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0]
