@@ -36,12 +36,8 @@ def local_task(name: str) -> dict[str, Any]:
 
 
 NEW_TOKENS = 256  # where neither the task nor the caller sets a length
-LENGTHS = (
-    "max_gen_toks",
-    "max_new_tokens",
-    "max_tokens",
-    "max_completion_tokens",
-)  # the harness's names for one setting
+# The harness's names for one setting.
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class HarnessSettings:
 
 
 class DiffusionHarness(TemplateLM):
-    """A diffusion model for the harness: likelihoods are Monte-Carlo bounds, texts come from the family's sampler."""
+    """A diffusion model for the harness: Monte-Carlo likelihood bounds, texts by the family's sampler."""
 
     def __init__(
         self, opened: LoadedModel, settings: HarnessSettings, greedy_tasks: frozenset[str] = frozenset()

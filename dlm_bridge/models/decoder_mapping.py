@@ -235,8 +235,8 @@ def dense_mapping(
 def mtp_rules(layer: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Rules of multi-token prediction layers, which on the Hub follow the model's layers.
 
-    Each is one more transformer layer, fed with the joined norms of the next token's embedding and of the hidden state.
-    `rules` are those of a transformer layer of the model; `layer` is the Hub prefix.
+    Each is one more transformer layer; its input is made of the normed embedding of the next token and the normed
+    hidden state. `rules` are those of a transformer layer of the model; `layer` is the Hub prefix.
     """
     return (
         Direct(MTP + "enorm.weight", name=layer + "enorm.weight", shape="hidden"),

@@ -152,8 +152,10 @@ RENAMES = (
 
 
 class LLaDAAttention(LlamaAttention):
-    """Llama's attention without the causal mask; with `rope_full_precision` the rotary embedding is applied in fp32, as in the
-    original code, which matters in bf16."""
+    """Llama's attention without the causal mask.
+
+    With `rope_full_precision` the rotary embedding is applied in fp32, as in the original code: it matters in bf16.
+    """
 
     def __init__(self, config: LLaDAConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

@@ -43,12 +43,13 @@ def qwen3_moe_mapping(
     def dims(config: dict[str, Any]) -> Dims:
         config = {**defaults, **config}
         require_values(config, required)
+        experts = routed_experts(config)
         step = config.get("decoder_sparse_step") or 1
         dense = {layer for layer in range(int(config["num_hidden_layers"])) if (layer + 1) % step}
         return decoder_dims(
             config,
             facts,
-            experts=routed_experts(config),
+            experts=experts,
             moe_ffn=config["moe_intermediate_size"],
             dense_layers=frozenset(dense | set(config.get("mlp_only_layers") or ())),
         )

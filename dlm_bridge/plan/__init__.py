@@ -1,4 +1,4 @@
-"""Who holds what, how much memory it takes and which layout to choose, from a model's configuration alone."""
+"""Planning from a model's config alone: parameters and memory per rank, step time, recommended layouts, dry run."""
 
 from __future__ import annotations
 

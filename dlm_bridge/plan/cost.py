@@ -1,9 +1,9 @@
-"""An estimate of a step's time: matrix products and attention, collectives that nothing hides, the pipeline's bubble.
+"""Estimate of a step's time: matrix products and attention, exposed communication, the pipeline bubble.
 
-Each figure is a product of counted work and a stated rate of `Hardware`; no model is named. Formulas: the bubble is
-(pp - 1) / (micro-batches x vp) of the ideal time (Narayanan et al., arXiv 2104.04473, section 2.2); tensor parallel
-volumes after Korthikanti et al. (arXiv 2205.05198, section 4.2.2), ZeRO's after arXiv 1910.02054, section 7. The
-estimates rank layouts; they promise no throughput.
+Each figure is counted work divided by a rate of `Hardware`. The bubble is (pp - 1) / (micro-batches x vp) of the ideal
+time (Narayanan et al., arXiv 2104.04473, section 2.2); tensor parallel volumes follow Korthikanti et al. (arXiv
+2205.05198, section 4.2.2), ZeRO's arXiv 1910.02054, section 7. The estimates rank layouts; they do not predict
+throughput.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dlm_bridge.plan.memory import copies
 from dlm_bridge.plan.model import PlannedModel
 from dlm_bridge.plan.run import Hardware, PlannedRun
 
-# Passes over each expert token copy in memory for permuting it there and back, forward and backward, and reading it.
+# Passes over each token copy in memory: permutation and back, forward and backward, and reading it.
 _EXPERT_PASSES = 10
-_OPTIMIZER_BYTES = 30  # AdamW reads and writes weights, gradient and moments of a parameter
+_OPTIMIZER_BYTES = 30  # per parameter: AdamW reads and writes weights, gradient and moments
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, by cause; the slowest stage decides."""
+    """Seconds of one step by cause, of the slowest stage."""
 
     compute: float
     recompute: float
@@ -114,29 +114,29 @@ def _layer(model: PlannedModel, run: PlannedRun, hardware: Hardware, moe: bool) 
 
 
 def _rate(run: PlannedRun, hardware: Hardware) -> float:
-    """FLOP/s of matrix products: few rows fill a GPU badly."""
+    """FLOP/s of matrix products, which few rows do not saturate."""
     filled = run.tokens / (run.tokens + hardware.small_rows)
     return hardware.flops * hardware.matmul_efficiency * filled * _speedup(run)
 
 
 def _speedup(run: PlannedRun) -> float:
-    """Of FP8 matrix products over bf16's: twice the rate, but casts in between."""
+    """Relative to bf16: FP8 matrix products have twice the rate, but need casts."""
     return {"fp8": 1.5, "fp32": 0.06}.get(run.precision, 1.0)
 
 
 def _attention_flops(model: PlannedModel, run: PlannedRun) -> float:
-    """Forward, of scores and their product with the values; a causal kernel skips half."""
+    """Forward FLOPs of the scores and their product with the values; a causal kernel skips half."""
     values = model.size("values") if model.latent_attention else model.dims.q_rows
     seen = run.seq_length * run.streams / (2 if model.causal or run.streams > 1 else 1)
     return 2 * (model.dims.q_rows + values) / run.layout.tp * seen * run.tokens
 
 
 def _expert_seconds(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> float:
-    """Forward, of the fullest rank: grouped matrix products, and moving the copies through memory."""
+    """Forward seconds of the most loaded rank: grouped matrix products, and memory traffic of the token copies."""
     dims, layout = model.dims, run.layout
     rows = copies(model, run) * run.tokens
     flops = 2 * 3 * dims.hidden * dims.moe_ffn / layout.expert_tp * rows
-    # A matrix product of few rows an expert reads its weights for little work.
+    # With few rows per expert, reading the weights dominates.
     weights = 3 * dims.hidden * dims.moe_ffn / layout.expert_tp * dims.experts / layout.ep * 2
     moved = (_EXPERT_PASSES / 3 * 2 * dims.hidden * rows + weights) / hardware.memory_bandwidth
     return flops / (hardware.flops * hardware.expert_efficiency * _speedup(run)) + moved
@@ -152,8 +152,8 @@ def _tensor_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware) -
 
 
 def _context_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware, attention: float) -> float:
-    """Keys and values go round the ring while attention runs (three rounds, forward and backward); what it does not
-    hide counts. Ranks of a ring are `tp` apart."""
+    """Exposed communication of keys and values around the ring (three rounds, forward and backward), which overlaps
+    with attention. Ranks of a ring are `tp` apart."""
     if run.cp == 1:
         return 0.0
     dims = model.dims
@@ -164,11 +164,11 @@ def _context_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware, 
 
 
 def _expert_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> float:
-    """All-to-all of the copies to their experts and back, forward and backward; within a node at NVLink's rate. An
-    all-gather moves a copy to every rank, and is automatic where those are fewer than a token's experts.
+    """All-to-all of the token copies to their experts and back, forward and backward; within a node at NVLink's rate.
 
-    The flex dispatcher (DeepEP) sends a token once to each node that it has experts on, which a router limited to
-    groups of experts bounds; the others send every copy.
+    An all-gather sends a copy to every rank; "auto" uses it where those are fewer than a token's experts. The flex
+    dispatcher (DeepEP) sends a token once to each node with experts of it, which a group-limited router bounds; the
+    others send every copy.
     """
     layout = run.layout
     group = layout.ep * layout.expert_tp
@@ -194,8 +194,8 @@ def _selective(
     experts: float,
     dispatch: float,
 ) -> float:
-    """Seconds of the forward pass of what is recomputed; `attention` and `experts` are theirs, `dispatch` that of one
-    all-to-all there and back."""
+    """Forward seconds of the recomputed modules; `attention` and `experts` are theirs, `dispatch` that of one
+    all-to-all and back."""
     modules = set(run.recompute_modules)
     rate = _rate(run, hardware)
     seconds = attention if "core_attn" in modules else 0.0
@@ -222,7 +222,7 @@ def _head(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> _Work:
 
 
 def _messages(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> float:
-    """Hand-overs between stages; an interleaved schedule hides them behind other chunks, but for their start."""
+    """Messages between stages; an interleaved schedule overlaps all but their latency with other chunks."""
     layout = run.layout
     if layout.pp == 1:
         return 0.0
@@ -233,11 +233,12 @@ def _messages(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> float
     return 2 * layout.vp * run.micro_batches * exposed + 2 * (layout.pp - 1) * seconds
 
 
-def _data_parallel(
-    model: PlannedModel, run: PlannedRun, hardware: Hardware, hidden_behind: float
-) -> tuple[float, float]:
-    """Reducing gradients and gathering weights once a step, behind the last micro-batch's backward pass and the first
-    one's forward pass; with fully sharded weights in every micro-batch. And the optimizer's own time."""
+def _data_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware, overlapped: float) -> tuple[float, float]:
+    """Exposed seconds of gradient reduction and weight gathering, and seconds of the optimizer step.
+
+    Once per step, overlapped with the last micro-batch's backward and the first one's forward pass; with fully sharded
+    weights in every micro-batch.
+    """
     layout = run.layout
     seconds = worst = 0.0
     for stage, kinds in enumerate(model.kinds(layout)):
@@ -260,5 +261,5 @@ def _data_parallel(
             sharded = run.distributed_optimizer or run.fsdp is not None
             update += _OPTIMIZER_BYTES * (count / replicas if sharded else count) / hardware.memory_bandwidth
         seconds, worst = max(seconds, total), max(worst, update)
-    behind = hidden_behind * (run.micro_batches if run.fsdp == "optim_grads_params" else 1)
+    behind = overlapped * (run.micro_batches if run.fsdp == "optim_grads_params" else 1)
     return max(0.1 * seconds, seconds - behind), worst

@@ -1,12 +1,12 @@
 """Memory of every rank: weights, gradients, optimizer state, activations and transient buffers.
 
-Weights, gradients and optimizer follow Rajbhandari et al., ZeRO (arXiv 1910.02054), section 3: two bytes per parameter
-for bf16 weights, the gradient buffer, and for AdamW twelve bytes (fp32 main parameters and two moments), each divided
-over data parallel ranks as the sharding strategy says.
+Weights, gradients and optimizer follow Rajbhandari et al., ZeRO (arXiv 1910.02054), section 3: two bytes per
+parameter for bf16 weights, the gradient buffer, and for AdamW twelve bytes (fp32 main parameters and two moments),
+each divided over data parallel ranks as the sharding strategy says.
 
-Activations follow Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198),
-section 4, brought up to date: flash attention stores no scores, SwiGLU stores its input and its output, RMSNorm its
-input, RoPE makes new queries and keys, dropout is off.
+Activations follow Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv
+2205.05198), section 4, brought up to date: flash attention stores no scores, SwiGLU stores its input and its output,
+RMSNorm its input, RoPE makes new queries and keys, dropout is off.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _STATE = {"adamw": 8, "sgd": 4}  # bytes of moments a parameter
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What each rank of one pipeline stage holds; all of a stage's ranks are alike. Sizes in bytes."""
+    """Memory of each rank of one pipeline stage, in bytes; all ranks of a stage are alike."""
 
     pp_rank: int
     chunks: tuple[tuple[int, ...], ...]  # the layers of each virtual chunk
     parameters: dict[str, int]  # by role
-    in_flight: tuple[int, ...]  # micro-batches whose activations each chunk keeps at the peak
+    in_flight: tuple[int, ...]  # micro-batches whose activations each chunk stores at the peak
     weights: int
     gradients: int
     optimizer: int
     activations: int
     transient: int  # the larger of the loss's logits and one layer's backward buffers
-    overhead: int  # outside of the allocator, and its slack
+    overhead: int  # outside of the caching allocator, and its slack
 
     @property
     def allocated(self) -> int:
-        """The peak of what tensors take: torch.cuda.max_memory_allocated."""
+        """Peak memory of tensors, as torch.cuda.max_memory_allocated."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.transient
 
     @property
     def total(self) -> int:
-        """What the GPU must have."""
+        """Memory that the GPU needs."""
         return self.allocated + self.overhead
 
     @property
@@ -55,7 +55,7 @@ class StageMemory:
 
     @property
     def held(self) -> int:
-        """Parameters on the rank."""
+        """Number of parameters on the rank."""
         return sum(self.parameters.values())
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Who holds what. `ranks` is the number of ranks in each stage."""
+    """Parameters and memory by pipeline stage; `ranks` is the number of ranks of each stage."""
 
     model: PlannedModel
     run: PlannedRun
@@ -103,12 +103,12 @@ def memory_plan(model: PlannedModel, run: PlannedRun) -> MemoryPlan:
 
 
 def checked_memory_plan(model: PlannedModel, run: PlannedRun) -> MemoryPlan:
-    """`memory_plan` of a run that `Run.check` has accepted."""
+    """`memory_plan` of a run that `PlannedRun.check` has accepted."""
     return MemoryPlan(model, run, tuple(_stage(model, run, pp) for pp in range(run.layout.pp)))
 
 
 def notes(model: PlannedModel, run: PlannedRun) -> list[str]:
-    """What the figures leave out or assume, for people."""
+    """What the figures leave out or assume."""
     found = []
     if model.left_out_mtp:
         found.append(
@@ -126,11 +126,11 @@ def _stage(model: PlannedModel, run: PlannedRun, pp: int) -> StageMemory:
     chunks = model.stages(run.layout)[pp]
     parameters = _parameters(model, run, pp)
     weights, gradients, optimizer = _states(model, run, parameters)
-    flying = in_flight(pp, run.layout.pp, run.layout.vp, run.micro_batches)
+    micro_batches = in_flight(pp, run.layout.pp, run.layout.vp, run.micro_batches)
     kinds = model.kinds(run.layout)[pp]
     layer = {moe: (layer_activations(model, run, moe), layer_activations(model, run, moe, full=True)) for moe in kinds}
     kept = 0.0
-    for chunk, count in zip(chunks, flying, strict=True):
+    for chunk, count in zip(chunks, micro_batches, strict=True):
         recomputed = 0
         if run.recompute == "full":
             recomputed = len(chunk) if run.recompute_layers is None else run.recompute_layers
@@ -146,7 +146,7 @@ def _stage(model: PlannedModel, run: PlannedRun, pp: int) -> StageMemory:
         pp_rank=pp,
         chunks=chunks,
         parameters=parameters,
-        in_flight=flying,
+        in_flight=micro_batches,
         weights=round(weights),
         gradients=round(gradients),
         optimizer=round(optimizer),
@@ -158,10 +158,10 @@ def _stage(model: PlannedModel, run: PlannedRun, pp: int) -> StageMemory:
 
 @cache
 def in_flight(pp: int, stages: int, virtual: int, micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches whose activations each virtual chunk of stage `pp` keeps at the peak, which is after the warm-up
+    """Micro-batches whose activations each virtual chunk of stage `pp` stores at the peak, which is after the warm-up
     and one more forward pass.
 
-    1F1B keeps stages - pp of them. Interleaved (Narayanan et al., arXiv 2104.04473), the warm-up is
+    1F1B stores stages - pp of them. Interleaved (Narayanan et al., arXiv 2104.04473), the warm-up is
     2 (stages - pp - 1) + (virtual - 1) stages passes, of `stages` micro-batches through each chunk in turn.
     """
     if virtual == 1:
@@ -193,7 +193,7 @@ def _states(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) ->
     experts = parameters.get("experts", 0)
     dense = sum(parameters.values()) - experts
     low = run.precision != "fp32"
-    of_state = _STATE[run.optimizer] + (4 if low else 0)  # an fp32 copy of the weights beside narrow ones
+    of_state = _STATE[run.optimizer] + (4 if low else 0)  # fp32 main parameters beside narrow ones
     if run.optimizer_cpu_offload:
         of_state = 0
     sharded = run.distributed_optimizer or run.fsdp is not None
@@ -216,7 +216,7 @@ def _states(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) ->
 
 
 def _largest_unit(model: PlannedModel, run: PlannedRun) -> int:
-    """Parameters of the largest layer or outer tensor, which FSDP gathers at once."""
+    """Parameters of the largest layer or outer tensor, the unit that FSDP gathers."""
     layout = run.layout
     kinds = {model.dims.is_moe(n) for n in range(model.dims.layers)}
     layers = [sum(model.layer(moe, layout.tp, layout.ep, layout.expert_tp).values()) for moe in kinds]
@@ -224,7 +224,7 @@ def _largest_unit(model: PlannedModel, run: PlannedRun) -> int:
 
 
 def _head(model: PlannedModel, run: PlannedRun, pp: int) -> float:
-    """Logits and the loss's buffers on the last stage; the hidden states' gradient stands beside them."""
+    """Logits, loss buffers and the gradient of the hidden states on the last stage."""
     if pp != run.layout.pp - 1:
         return 0.0
     columns = -(-model.dims.vocab // run.layout.tp)
@@ -237,7 +237,7 @@ def _head(model: PlannedModel, run: PlannedRun, pp: int) -> float:
 
 
 def _one_layer(model: PlannedModel, run: PlannedRun, kinds: dict[bool, int]) -> float:
-    """What recomputing brings back for one layer at a time."""
+    """Activations that recomputation restores, for one layer at a time."""
     if run.recompute == "none":
         return 0.0
     everything = replace(run, recompute="none")
@@ -255,7 +255,7 @@ Split = Literal["sequence", "heads", "experts"]  # what divides a term: SP's seq
 
 @dataclass(frozen=True)
 class ActivationTerm:
-    """`nbytes` per token (for "experts": per copy of a token), gone where one of `modules` is recomputed."""
+    """`nbytes` per token (for "experts": per token copy), which are not stored if one of `modules` is recomputed."""
 
     name: str
     nbytes: float
@@ -264,15 +264,15 @@ class ActivationTerm:
 
 
 def layer_activations(model: PlannedModel, run: PlannedRun, moe: bool, full: bool = False) -> float:
-    """Bytes that one layer keeps of one micro-batch on one rank; with `full` recomputation only its input."""
-    gone = run.recompute_modules if run.recompute == "selective" else ()
+    """Bytes that one layer stores of one micro-batch on one rank; with `full` recomputation only its input."""
+    recomputed = run.recompute_modules if run.recompute == "selective" else ()
     layout, sharded = run.layout, run.sharded_sequence
-    key = ("activations", moe, full, layout.tp, sharded, layout.expert_tp, run.precision, gone)
-    per_token = model.cached(key, lambda: _per_token(model, run, moe, full, set(gone)))
+    key = ("activations", moe, full, layout.tp, sharded, layout.expert_tp, run.precision, recomputed)
+    per_token = model.cached(key, lambda: _per_token(model, run, moe, full, set(recomputed)))
     return per_token * run.tokens
 
 
-def _per_token(model: PlannedModel, run: PlannedRun, moe: bool, full: bool, gone: set[str]) -> float:
+def _per_token(model: PlannedModel, run: PlannedRun, moe: bool, full: bool, recomputed: set[str]) -> float:
     divisor = {
         "sequence": run.layout.tp if run.sharded_sequence else 1,
         "heads": run.layout.tp,
@@ -282,23 +282,23 @@ def _per_token(model: PlannedModel, run: PlannedRun, moe: bool, full: bool, gone
         return (4 if run.precision == "fp32" else 2) * model.dims.hidden / divisor["sequence"]
     nbytes = 0.0
     for term in layer_terms(model, moe, run.precision):
-        if not gone.intersection(term.modules):
+        if not recomputed.intersection(term.modules):
             factor = copies(model, run) if term.split == "experts" else 1.0
             nbytes += term.nbytes * factor / divisor[term.split]
     return nbytes
 
 
 def copies(model: PlannedModel, run: PlannedRun) -> float:
-    """Copies of tokens that the fullest rank's experts get, per token of a micro-batch before tensor parallelism.
+    """Token copies that the most loaded rank's experts receive, per token of a micro-batch before tensor parallelism.
 
-    An expert's holders, `etp` of them, each get all copies of the tokens that its `ep` x `etp` ranks bring.
+    Each of an expert's `etp` ranks receives all copies from the `ep` x `etp` ranks of its group.
     """
     brought = 1 / (run.layout.tp if run.sharded_sequence else 1)
     return brought * run.layout.expert_tp * model.top_k * OVERHEADS.expert_imbalance
 
 
 def layer_terms(model: PlannedModel, moe: bool, precision: str) -> Iterator[ActivationTerm]:
-    """Everything that a layer keeps. Linear layers in FP8 keep their input in one byte an element."""
+    """All tensors that a layer stores. Linear layers in FP8 store their input with one byte per element."""
     hidden = model.dims.hidden
     wide = 4 if precision == "fp32" else 2
     narrow = 1 if precision == "fp8" else wide  # the input of a linear layer
@@ -319,7 +319,7 @@ def _attention(model: PlannedModel, wide: int, narrow: int) -> Iterator[Activati
     q, kv = model.dims.q_rows, model.dims.kv_rows
     yield ActivationTerm(
         "fused query, key and value", wide * (q + 2 * kv), "heads"
-    )  # held whole by the view of the value
+    )  # stored whole through the view of the value
     yield ActivationTerm("rotated query and key", wide * (q + kv), "heads")
     yield from _output(q, wide, narrow, model.dims.heads)
 
@@ -344,7 +344,7 @@ def _output(width: int, wide: int, narrow: int, heads: int) -> Iterator[Activati
 
 
 def _experts(model: PlannedModel, wide: int, narrow: int) -> Iterator[ActivationTerm]:
-    """The normed sum stays for the router and the shared expert, but not where its norm is recomputed."""
+    """The normed sum is stored for the router and the shared expert, unless its norm is recomputed."""
     hidden, width, shared = model.dims.hidden, model.dims.moe_ffn, model.dims.shared_ffn
     yield ActivationTerm("normed sum", wide * hidden, "sequence", ("layernorm",))
     yield ActivationTerm("router's logits and probabilities", 12 * model.dims.experts, "sequence", ("moe",))

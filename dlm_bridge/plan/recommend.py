@@ -1,6 +1,6 @@
-"""A layout for a model on so many GPUs: every one that megatron-core takes and that fits is timed, the fastest wins.
+"""Recommended layout of a model on a number of GPUs: the fastest that megatron-core supports and that fits.
 
-Why it won is told per dimension by what the best layout with less of it would cost. Nothing here knows a model's name.
+For each dimension, the best layouts with the next smaller and larger value give the reason for the choice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlm_bridge.plan.memory import MemoryPlan, checked_memory_plan, memory_plan
 from dlm_bridge.plan.model import PlannedModel
 from dlm_bridge.plan.run import GIB, Hardware, PlannedRun
 
-# From what costs nothing to what costs a whole forward pass; the first that fits is the fastest.
+# From free to the cost of a whole forward pass; the first that fits is the fastest.
 RECOMPUTATION: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("none", ()),
     ("selective", ("layernorm", "moe_act", "mla_up_proj")),
@@ -69,11 +69,11 @@ class LayoutCandidate:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The best layout, the reasons in words, and how the layout that the user named compares, where one was."""
+    """The best layout with the reasons, and a comparison with the layout that the user gave, if any."""
 
     best: LayoutCandidate
     reasons: tuple[str, ...]
-    considered: int  # layouts that megatron-core takes
+    considered: int  # layouts that megatron-core supports
     hardware: Hardware
     given: LayoutCandidate | None = None
     comparison: tuple[str, ...] = ()
@@ -93,9 +93,9 @@ class Recommendation:
 def recommend(
     model: PlannedModel, wanted: PlannedRun, hardware: Hardware, given: PlannedRun | None = None
 ) -> Recommendation:
-    """The fastest layout for the GPUs, lengths, batch and optimizer of `wanted`, whose own layout is not looked at.
+    """The fastest layout for the GPUs, lengths, batch and optimizer of `wanted`, whose own layout is ignored.
 
-    `given` is compared with it. Raises DlmBridgeError where no layout fits, and for a `given` that is refused.
+    `given` is compared with it. Raises DlmBridgeError where no layout fits, and for a `given` that is not supported.
     """
     if wanted.global_batch_size is None:
         raise DlmBridgeError("--recommend needs --global-batch-size: it decides how far the data can be split")
@@ -134,10 +134,9 @@ def recommend(
 def _search(
     model: PlannedModel, timed: list[tuple[float, PlannedRun]], hardware: Hardware, dimensions: list[str]
 ) -> dict[tuple[str, int], LayoutCandidate | int]:
-    """For every value of every dimension the fastest run that fits, or the least bytes where none does.
+    """For every value of every dimension, the fastest run that fits, or the fewest bytes needed where none does.
 
-    `timed` are runs without recomputation, which can only add to their time: what cannot beat any record is not
-    looked at.
+    `timed` are runs without recomputation, a lower bound of their time: runs that cannot beat any record are skipped.
     """
     records: dict[tuple[str, int], LayoutCandidate | int] = {}
     for seconds, run in sorted(timed, key=lambda pair: pair[0]):
@@ -163,7 +162,7 @@ def value_of(run: PlannedRun, dimension: str) -> int:
 
 
 def _runs(model: PlannedModel, wanted: PlannedRun, hardware: Hardware) -> Iterator[PlannedRun]:
-    """Every run that megatron-core takes, but for recomputation; tensor parallelism stays inside a node."""
+    """All runs that megatron-core supports, without recomputation; tensor parallelism stays inside a node."""
     dims = model.dims
     for tp in _divisors(hardware.per_node):
         if dims.groups % tp or dims.heads % tp:
@@ -203,7 +202,7 @@ def _batches(model: PlannedModel, run: PlannedRun) -> Iterator[PlannedRun]:
 
 
 def _virtual(layers: int, pp: int) -> list[int]:
-    """Numbers of virtual chunks: of whole layers, and few enough to try them all quickly."""
+    """Numbers of virtual chunks to try: at most five."""
     if pp == 1:
         return [1]
     most = -(-layers // pp)
@@ -214,8 +213,8 @@ def _virtual(layers: int, pp: int) -> list[int]:
 
 
 def _pipeline(layers: int, pp: int, vp: int) -> dict[str, Any]:
-    """Even chunks; where layers do not divide, the last and the first chunk, which have the output layer and the
-    embedding besides, get fewer."""
+    """Even chunks; where the layers do not divide, the last and the first chunk, which also have the output layer and
+    the embedding, get fewer."""
     chunks = pp * vp
     if layers % chunks == 0:
         return {"vp": vp}
@@ -236,7 +235,7 @@ def _letters(layers: int) -> str:
 
 
 def _fit(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> tuple[LayoutCandidate | None, int]:
-    """The run with the least recomputation that fits, and the least bytes that any needs."""
+    """The run with the least recomputation that fits, and the fewest bytes that any needs."""
     need = 0
     for recompute, all_modules in RECOMPUTATION:
         modules = tuple(module for module in all_modules if _has(model, module))
@@ -251,14 +250,14 @@ def _fit(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> tuple[Layo
 
 
 def _has(model: PlannedModel, module: str) -> bool:
-    """Whether the model has what this module recomputes."""
+    """Whether the model has the module."""
     if module == "mla_up_proj":
         return model.latent_attention
     if module == "shared_experts":
         return model.dims.shared_ffn > 0
     if module == "mlp":
         return not model.dims.experts or bool(model.dims.dense_layers)
-    return model.dims.experts > 0  # a norm that is not fused with the linear layer behind it, too
+    return model.dims.experts > 0  # also "layernorm": other norms are fused with the linear layer after them
 
 
 def _reasons(
@@ -284,7 +283,7 @@ def _reasons(
 
 
 def _against(best: LayoutCandidate, other: LayoutCandidate | int) -> str:
-    """How the best layout with another value of one dimension does."""
+    """Comparison with the best layout that has another value in one dimension."""
     if isinstance(other, int):
         return f"nothing fits (the smallest layout needs {other / GIB:.0f} GiB)"
     slower = other.time.total / best.time.total - 1
@@ -301,7 +300,7 @@ def _cause(best: StepTime, other: StepTime) -> str:
 def _comparison(
     best: LayoutCandidate, given: LayoutCandidate, dimensions: list[str], hardware: Hardware
 ) -> Iterator[str]:
-    """Where the recommendation differs from a layout that the user named, and what that does."""
+    """Differences between the given layout and the recommendation, and their effect."""
     peak = given.memory.peak.total
     if peak > hardware.memory:
         yield f"the given layout does not fit: {peak / GIB:.1f} GiB of {hardware.memory / GIB:.0f} GiB"

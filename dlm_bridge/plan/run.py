@@ -23,13 +23,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a process takes besides the tensors that the formulas count.
+    """Memory of a process beyond the tensors that the formulas count.
 
-    The reserved share is the caching allocator's slack over the peak of what is allocated (blocks of other sizes than
-    asked for); the CUDA context with loaded kernels and each NCCL communicator's buffers lie outside of the allocator.
-    `expert_imbalance`: the fullest rank's token copies over the mean's, dropless and with a young router. Loss: the
-    engine's output layer works in pieces of `loss_chunk_bytes` of fp32 logits; `loss_chunk_copies` are alive at once
-    (logits, their exponentials or gradients, and the bf16 product).
+    `reserved_share` is the caching allocator's fragmentation over the allocated peak; the CUDA context with loaded
+    kernels and each NCCL communicator's buffers lie outside of the allocator. `expert_imbalance` is the most loaded
+    rank's number of token copies over the mean, dropless and early in training. The engine's output layer computes the
+    loss in chunks of `loss_chunk_bytes` of fp32 logits; `loss_chunk_copies` of them are alive at once (logits, their
+    exponentials or gradients, and the bf16 product).
     """
 
     cuda_context: int = 600 * MIB
@@ -43,12 +43,12 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU and its network; rates in FLOP/s and bytes/s and direction, per GPU.
+    """One kind of GPU and its network; rates in FLOP/s, and in bytes/s per direction, per GPU.
 
-    The defaults are an H100 SXM of 80 GB with NVLink 4 and one 400 Gb/s port a GPU: data sheet rates. The efficiencies
-    are what large kernels reach of them (a matrix product of `small_rows` rows reaches half of it); `layer_latency` is
-    the time in seconds that launching one layer's forward kernels takes however small they are, `message_latency` that
-    of one pipeline hand-over or collective.
+    The defaults are the data sheet rates of an 80 GB H100 SXM with NVLink 4 and one 400 Gb/s port per GPU. The
+    efficiencies are the fractions of them that large kernels reach (a matrix product of `small_rows` rows reaches half
+    of that); `layer_latency` is the time in seconds to launch one layer's forward kernels, `message_latency` that of
+    one pipeline message or collective.
     """
 
     memory: int = 80 * 10**9
@@ -66,7 +66,7 @@ class Hardware:
     message_latency: float = 3e-5
 
     def bandwidth(self, ranks: int) -> float:
-        """Bytes/s that a group of neighbouring ranks moves per GPU: over NVLink inside a node, else the network."""
+        """Bytes/s per GPU of a group of neighbouring ranks: NVLink inside a node, else the network."""
         return (self.nvlink if ranks <= self.per_node else self.network) * self.link_efficiency
 
 
@@ -85,9 +85,9 @@ DISPATCHERS = ("auto", "alltoall", "allgather", "flex")
 class PlannedRun:
     """Sizes are counts of ranks, `seq_length` tokens, batches sequences; names are those of the training options.
 
-    `streams` is how many times a sequence stands in the model's input (two for the two-stream block objective),
-    `loss_share` the mean share of its positions that have a loss, `all_logits` whether logits of every position exist
-    at once instead of in chunks where there is a loss.
+    `streams` is the number of copies of a sequence in the model's input (two for the two-stream block objective),
+    `loss_share` the mean fraction of its positions that have a loss, `all_logits` whether the logits of all positions
+    exist at once, instead of in chunks of the positions with a loss.
     """
 
     layout: Layout
@@ -113,39 +113,39 @@ class PlannedRun:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that one replica of the dense part takes."""
+        """Ranks of one replica of the dense part."""
         return self.layout.tp * self.layout.pp * self.cp
 
     @property
     def dp(self) -> int:
-        """Replicas that read different samples."""
+        """Data parallel size."""
         return self.gpus // self.model_ranks
 
     @property
     def expert_dp(self) -> int:
-        """Replicas of an expert."""
+        """Data parallel size of the experts."""
         return self.gpus // (self.layout.pp * self.layout.ep * self.layout.expert_tp)
 
     @property
     def sharded_sequence(self) -> bool:
-        """Whether sequence parallelism is on: by itself where tp is above one."""
+        """Whether sequence parallelism is on, which is the default where tp is above one."""
         return self.layout.tp > 1 and self.sequence_parallel is not False
 
     @property
     def micro_batches(self) -> int:
-        """In a step, on each rank; enough to hide most of the pipeline's bubble where no global batch is given."""
+        """Micro-batches per step and rank; without a global batch, enough to hide most of the pipeline bubble."""
         if self.global_batch_size is None:
             return 8 * self.layout.pp if self.layout.pp > 1 else 1
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property
     def batch(self) -> int:
-        """Sequences of a step."""
+        """Sequences per step."""
         return self.micro_batches * self.micro_batch_size * self.dp
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch on one rank, before tensor parallelism cuts the sequence."""
+        """Tokens of one micro-batch on one rank, before tensor parallelism splits the sequence."""
         return self.micro_batch_size * self.streams * self.seq_length // self.cp
 
     def check(self, model: PlannedModel) -> None:
@@ -228,7 +228,7 @@ def _check_layout(model: PlannedModel, layout: Layout) -> None:
 
 
 def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
-    """The configuration's settings as planning knows them. Raises DlmBridgeError."""
+    """The planned run of a training configuration. Raises DlmBridgeError."""
     replicas = max(1, gpus // (config.tp * config.pp * config.cp))
     return PlannedRun(
         layout=config.layout,
@@ -252,7 +252,7 @@ def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
 
 
 def objective_settings(name: str) -> dict[str, Any]:
-    """How often a sequence stands in the model's input, and the mean share of its positions that have a loss.
+    """`streams` and `loss_share` of an objective.
 
     Raises DlmBridgeError for an unknown objective.
     """
@@ -262,5 +262,5 @@ def objective_settings(name: str) -> dict[str, Any]:
         raise DlmBridgeError(f"--objective {name}: choose one of {', '.join(OBJECTIVES)}")
     kind = OBJECTIVES[name].kind
     next_token = name == "causal" or getattr(kind, "clean_stream", None) == "causal"
-    masks = 0.0 if name == "causal" else 0.5  # of levels that are drawn evenly
+    masks = 0.0 if name == "causal" else 0.5  # noise levels are uniform
     return {"streams": kind.tokens_read, "loss_share": masks + next_token}
