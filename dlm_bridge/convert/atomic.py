@@ -87,8 +87,9 @@ def atomic_output(
 
 @contextmanager
 def atomic_folder(output: Path, temporary: Path) -> Iterator[Path]:
-    """Yield the new, empty folder `temporary`, a hidden sibling of `output`, which becomes `output` when the block ends
-    without an exception; an older `output` is replaced. For writers of several processes, which all know both names.
+    """Yield the new, empty folder `temporary`, a hidden sibling of `output`, which becomes `output` when the block
+    ends without an exception; an older `output` is replaced. For writers of several processes, which all know both
+    names.
 
     After an exception nothing is left of `temporary`. Raises DlmBridgeError where the disk refuses.
     """

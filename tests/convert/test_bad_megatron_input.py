@@ -129,7 +129,7 @@ def surplus_key(metadata: Metadata) -> None:
         (change_place(offset=10**9), rf"truncated: has \d+ bytes, {FC2} ends at byte"),
         (change_place(offset=-5), r"-5 is not a size"),
         (change_place(length=1 << 70), r"is not a size"),
-        (change_place(length=100), rf"tensor {FC2}: not a saved tensor"),
+        (change_place(length=100), rf"tensor {FC2}: not a (whole )?torch\.save file"),
         (change_place(transform_descriptors=["zstd"]), r"stored with transforms"),
         (swap_items, rf"tensor {FC2}: the item is torch\.float32 \[1, 64, 64\]"),
         (missing_key, rf"tensor {FC2} is missing"),
@@ -225,7 +225,7 @@ def test_hostile_tensor_items_are_not_run(tmp_path: Path, checkpoint: Path) -> N
     torch.save(Exploit(marker), folder / "evil")
     length = (folder / "evil").stat().st_size
     edit_metadata(checkpoint, change_place(relative_path="evil", offset=0, length=length))
-    with pytest.raises(DlmBridgeError, match=rf"tensor {FC2}: its pickle asks for posix\.system, which is refused"):
+    with pytest.raises(DlmBridgeError, match=rf"tensor {FC2}: its pickle asks for posix\.system, .*refused"):
         Bridge.from_megatron(checkpoint).to_hf(tmp_path / "out")
     assert not marker.exists()
 
@@ -240,8 +240,8 @@ def test_common_pt_of_megatron_is_read(checkpoint: Path, monkeypatch: pytest.Mon
     torch.save({"iteration": 3, "checkpoint_version": 3.0, "args": args}, checkpoint / ITERATION / "common.pt")
     common = TorchDistReader(checkpoint / ITERATION).common
     assert common["iteration"] == 3
-    assert common["args"].num_layers == 4
-    assert not isinstance(common["args"].attention_backend, Enum)
+    assert common["args"]["num_layers"] == 4
+    assert not isinstance(common["args"]["attention_backend"], Enum)
 
 
 def test_common_pt_with_the_classes_of_an_offloaded_optimizer_is_read(checkpoint: Path) -> None:
@@ -277,7 +277,7 @@ def test_damaged_files(tmp_path: Path, checkpoint: Path) -> None:
     replaced(f"{ITERATION}/.metadata", b"garbage", r"\.metadata: is not a checkpoint's metadata")
     replaced(f"{ITERATION}/.metadata", (folder / ".metadata").read_bytes()[:-500], r"\.metadata: is not")
     replaced(f"{ITERATION}/.metadata", None, r"it has no \.metadata")
-    replaced(f"{ITERATION}/common.pt", b"garbage", r"common\.pt: cannot be read")
+    replaced(f"{ITERATION}/common.pt", b"garbage", r"common\.pt: not a torch\.save file")
     replaced(f"{ITERATION}/common.pt", None, r"it has no common\.pt")
     replaced(f"{ITERATION}/metadata.json", b"{", r"metadata\.json: is not valid JSON")
     replaced(f"{ITERATION}/metadata.json", b'{"sharded_backend": "zarr"}', r"backend 'zarr' is not supported")

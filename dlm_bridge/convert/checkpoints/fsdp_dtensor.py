@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
-from dlm_bridge.convert.formats.dcp_metadata import Contents, StorageLocation, StoredTensor, read_metadata
+from dlm_bridge.convert.formats.dcp_metadata import Contents, StoredTensor, read_metadata
 from dlm_bridge.convert.formats.rank_names import rank_names
-from dlm_bridge.convert.formats.unpickler import Inert, read_torch_object
+from dlm_bridge.convert.formats.unpickler import Inert, read_torch_item
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import GatedMLP, ParamMapping, Vocabulary
 
@@ -116,7 +116,8 @@ def read_fsdp(folder: Path) -> tuple[Contents, dict[str, Any]]:
     common: dict[str, Any] = {}
     for key in ("args", "iteration", "checkpoint_version"):
         if key in contents.objects:
-            value = _object(folder, contents.objects[key])
+            place = contents.objects[key]
+            value = read_torch_item(folder / place.file, place.offset, place.length)
             common[key] = value.fields if isinstance(value, Inert) else value
     kept = {key: t for key, t in contents.tensors.items() if _MODEL.match(key) or key.startswith("optimizer.")}
     objects = {key: place for key, place in contents.objects.items() if key.startswith("optimizer.")}
@@ -128,10 +129,3 @@ def tensor_parallel_size(common: dict[str, Any]) -> int:
     args = common.get("args")
     found = args.get("tensor_model_parallel_size") if isinstance(args, dict) else None
     return found if type(found) is int else 1
-
-
-def _object(folder: Path, place: StorageLocation) -> Any:
-    path = folder / place.file
-    with path.open("rb") as stream:
-        stream.seek(place.offset)
-        return read_torch_object(stream.read(place.length), path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.formats.chunked_reader import ChunkedReader, TensorItem
+from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
 from dlm_bridge.convert.formats.dcp_metadata import Chunk, Contents, StorageLocation, StoredTensor
 from dlm_bridge.convert.formats.rank_names import LAYER_OF, rank_names
 from dlm_bridge.convert.formats.unpickler import FileTensor, Inert, read_torch_file, tensors_in
@@ -259,9 +259,9 @@ class LegacyReader(ChunkedReader):
         if not same_bits(a, b):
             raise DlmBridgeError(f"{other.path}: {key} differs from that of {first.path.parent.name}, its copy")
 
-    def _item(self, key: str, tensor: StoredTensor, chunk: Chunk) -> TensorItem:
+    def _item(self, key: str, tensor: StoredTensor, chunk: Chunk) -> FileTensor:
         assert tensor.dtype is not None
-        return TensorItem(self.folder / chunk.place.file, tensor.dtype, chunk.sizes, chunk.place.offset)
+        return FileTensor(self.folder / chunk.place.file, tensor.dtype, chunk.sizes, chunk.place.offset)
 
     def _store(self, param: ParamMapping) -> StoredTensor | None:
         """A param's tensor in the chunks that the ranks hold, None where no rank has it."""

@@ -117,10 +117,7 @@ class TorchDistStore(_Distributed):
     def __init__(self, folder: Path) -> None:
         self._reader = TorchDistReader(folder)
         self.contents = self._reader.contents
-        common = dict(self._reader.common)
-        if hasattr(common.get("args"), "__dict__"):
-            common["args"] = vars(common["args"])
-        super().__init__(folder, common)
+        super().__init__(folder, self._reader.common)
 
     def reader(self, params: Iterable[ParamMapping], tied: bool) -> ChunkedReader:
         content = self.common.get("content_metadata")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from dlm_bridge.convert.formats.chunked_reader import (
     ChunkedReader,
 )
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, read_metadata
+from dlm_bridge.convert.formats.unpickler import Inert, read_torch_file, read_torch_item
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -79,53 +75,19 @@ def _check_backend(folder: Path) -> None:
         raise DlmBridgeError(f"{path}: sharded backend {name!r} is not supported, only torch_dist version 1")
 
 
-# What is but named: Megatron-LM's groups of an offloaded optimizer hold the classes of optimizers.
-_INERT = ("megatron.", "transformer_engine.", "apex.optimizers.", "torch.optim.", "signal.Signals")
-
-
-class _InertSetting:
-    """Stands for what is another package's in `common.pt`, such as an enum in `args`: kept, never run."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
 def _read_common(folder: Path, contents: Contents) -> dict[str, Any]:
-    """What is not sharded: `common.pt`, or in newer checkpoints the object `common_state`."""
+    """What is not sharded: `common.pt`, or in newer checkpoints the object `common_state`; `args` as a plain dict."""
     path = folder / "common.pt"
     if path.is_file():
-        return _load_plain(path, path)
-    place = contents.objects.get(COMMON_STATE)
-    if place is None:
+        common = read_torch_file(path)
+    elif place := contents.objects.get(COMMON_STATE):
+        path = folder / place.file
+        common = read_torch_item(path, place.offset, place.length)
+    else:
         raise DlmBridgeError(f"{folder} is not a torch_dist checkpoint: it has no common.pt")
-    item = folder / place.file
-    with item.open("rb") as stream:
-        stream.seek(place.offset)
-        data = stream.read(place.length)
-    return _load_plain(io.BytesIO(data), item)
-
-
-def _load_plain(source: Any, path: Path) -> dict[str, Any]:
-    """torch.load with `weights_only`, argparse.Namespace and inert stand-ins for megatron's own classes."""
-    try:
-        asked = get_unsafe_globals_in_checkpoint(source)
-        refused = sorted(name for name in asked if name != "argparse.Namespace" and not name.startswith(_INERT))
-        if refused:
-            raise DlmBridgeError(f"{path}: its pickle asks for {refused[0]}, which no checkpoint needs: refused")
-        inert = [(type("Inert", (_InertSetting,), {}), name) for name in asked if name.startswith(_INERT)]
-        if hasattr(source, "seek"):
-            source.seek(0)
-        with safe_globals([argparse.Namespace, *inert]):
-            common = torch.load(source, map_location="cpu", weights_only=True)
-    except DlmBridgeError:
-        raise
-    except Exception as error:  # a damaged archive or pickle raises nearly anything
-        raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)[:200]}") from None
     if isinstance(common, list) and len(common) == 1:  # a sharded object is saved in a list
         common = common[0]
     if not isinstance(common, dict):
         raise DlmBridgeError(f"{path}: is not a dict")
-    return common
+    args = common.get("args")
+    return {**common, "args": args.fields} if isinstance(args, Inert) else common

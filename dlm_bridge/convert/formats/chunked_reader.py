@@ -6,12 +6,7 @@ restricted unpickler; the values are then read straight from where they lie.
 
 from __future__ import annotations
 
-import io
-import os
-import pickle
 import threading
-import zipfile
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -22,10 +17,10 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Chunk, Contents, StoredTensor
-from dlm_bridge.convert.formats.unpickler import check_pickle
+from dlm_bridge.convert.formats.unpickler import FileTensor, read_torch_item
 from dlm_bridge.convert.streaming import FileRegion, SliceRange, raw_bytes, read_into
 from dlm_bridge.convert.workers import new_tensor
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError
 
 
 @dataclass(frozen=True)
@@ -161,7 +156,7 @@ class ChunkedReader:
             read_item_rows(item, in_chunk, part.numel(), raw_bytes(part))
             window.copy_(part)
 
-    def _item(self, key: str, tensor: StoredTensor, chunk: Chunk) -> TensorItem:
+    def _item(self, key: str, tensor: StoredTensor, chunk: Chunk) -> FileTensor:
         """Where the chunk's values lie, as one row-major array."""
         place = chunk.place
         item = open_tensor_item(self.folder / place.file, place.offset, place.length, key)
@@ -207,168 +202,24 @@ def _overlap(a: Chunk, b: Chunk) -> bool:
     return all(p < q + m and q < p + n for p, n, q, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
 
 
-_PICKLE_LIMIT = 1 << 20  # bytes; a plain tensor's pickle has a few hundred
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "BFloat16Storage": torch.bfloat16,
-    "HalfStorage": torch.float16,
-}
+def open_tensor_item(path: Path, offset: int, length: int, name: str) -> FileTensor:
+    """The place of the one plain tensor that was saved there. `name` is the tensor's, for errors. Raises
+    DlmBridgeError."""
+    tensor = read_torch_item(path, offset, length, f"{path}: tensor {name}")
+    if not isinstance(tensor, FileTensor):
+        raise DlmBridgeError(f"{path}: tensor {name}: the item is not a plain tensor")
+    return tensor
 
 
-@dataclass(frozen=True)
-class TensorItem:
-    """A saved tensor: row-major values of `dtype` and `shape` from byte `offset` of the file on."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-
-def open_tensor_item(path: Path, offset: int, length: int, name: str) -> TensorItem:
-    """Read an item's head. `name` is the tensor's, for errors. Raises DlmBridgeError."""
-    with path.open("rb") as stream:
-        window = _Window(stream, offset, length)
-        try:
-            with zipfile.ZipFile(window) as archive:
-                return _open_archive(path, offset, length, archive, window)
-        except DlmBridgeError as error:
-            raise DlmBridgeError(f"{path}: tensor {name}: {error}") from None
-        except (zipfile.BadZipFile, pickle.UnpicklingError, OSError, ValueError, KeyError, EOFError) as error:
-            raise DlmBridgeError(f"{path}: tensor {name}: not a saved tensor: {one_line(error)}") from None
-        except (TypeError, IndexError, AttributeError, NotImplementedError, OverflowError, RuntimeError) as error:
-            raise DlmBridgeError(f"{path}: tensor {name}: not a saved tensor: {one_line(error)}") from None
-
-
-def read_item_rows(item: TensorItem, first: Sequence[int], count: int, view: memoryview) -> None:
+def read_item_rows(item: FileTensor, first: Sequence[int], count: int, view: memoryview) -> None:
     """Fill `view` with `count` elements of the item, from the element at index `first` on in row-major order."""
     assert len(view) == count * item.dtype.itemsize
     read_into(item.path, item.offset + item_offset(item, first), view)
 
 
-def item_offset(item: TensorItem, index: Sequence[int]) -> int:
+def item_offset(item: FileTensor, index: Sequence[int]) -> int:
     """Bytes of the item before the element at `index`."""
     start = 0
     for place, size in zip(index, item.shape, strict=True):
         start = start * size + place
     return start * item.dtype.itemsize
-
-
-def _open_archive(path: Path, offset: int, length: int, archive: zipfile.ZipFile, window: _Window) -> TensorItem:
-    entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-    if entries["data.pkl"].file_size > _PICKLE_LIMIT:
-        raise DlmBridgeError("its pickle is larger than that of any plain tensor")
-    if "byteorder" in entries and _record(window, entries["byteorder"]) != b"little":
-        raise DlmBridgeError("it was saved big-endian, which is not supported")
-    pickled = _record(window, entries["data.pkl"])
-    check_pickle(pickled)
-    tensor = _TensorUnpickler(io.BytesIO(pickled)).load()
-    if not isinstance(tensor, _Tensor):
-        raise DlmBridgeError("the item is not a plain tensor")
-    if not _is_row_major(tensor.shape, tensor.stride):
-        raise DlmBridgeError(f"it is stored with strides {tensor.stride}, which is not supported")
-    itemsize = tensor.storage.dtype.itemsize
-    data = entries[f"data/{tensor.storage.key}"]
-    first, end = tensor.start * itemsize, (tensor.start + prod(tensor.shape)) * itemsize
-    if data.compress_type != zipfile.ZIP_STORED or data.file_size < end:
-        raise DlmBridgeError(f"its data has {data.file_size} bytes, {end} are needed")
-    start = _record_start(window, data)
-    if start + end > length:
-        raise DlmBridgeError("its data runs past its end")
-    return TensorItem(path, tensor.storage.dtype, tensor.shape, offset + start + first)
-
-
-def _record_start(window: _Window, info: zipfile.ZipInfo) -> int:
-    """Where a record's bytes start: after its local header, whose last field gives two lengths to skip."""
-    window.seek(info.header_offset + 26)
-    lengths = window.read(4) or b""
-    return info.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-
-
-def _record(window: _Window, info: zipfile.ZipInfo) -> bytes:
-    """A small stored record. torch can leave its checksum out, so zipfile's own reader, which insists, will not do."""
-    if info.compress_type != zipfile.ZIP_STORED or info.file_size > _PICKLE_LIMIT:
-        raise DlmBridgeError(f"its record {info.filename} is not as torch.save writes it")
-    window.seek(_record_start(window, info))
-    return window.read(info.file_size) or b""
-
-
-def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    step = 1
-    for size, found in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and found != step:
-            return 0 in shape
-        step *= size
-    return True
-
-
-@dataclass(frozen=True)
-class _Storage:
-    key: str
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    storage: _Storage
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-def _rebuild(storage: Any, start: Any, shape: Any, stride: Any, *_: Any) -> _Tensor:
-    whole = all(type(number) is int and number >= 0 for number in (start, *shape, *stride))
-    if not isinstance(storage, _Storage) or not whole or len(shape) != len(stride):
-        raise pickle.UnpicklingError("not the pickle of a tensor")
-    return _Tensor(storage, start, tuple(shape), tuple(stride))
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Knows the pickle of a plain tensor and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _rebuild
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        raise DlmBridgeError(f"its pickle asks for {module}.{name}, which is refused")
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, dtype, key, _, _ = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
-            raise pickle.UnpicklingError("not the pickle of a tensor")
-        return _Storage(key, dtype)
-
-
-class _Window(io.RawIOBase):
-    """The bytes [offset, offset + length) of an open file, as a file of their own."""
-
-    def __init__(self, stream: Any, offset: int, length: int) -> None:
-        self._stream, self._offset, self._length, self._position = stream, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError("seek before the start")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, min(len(view), self._length - self._position))]
-        self._stream.seek(self._offset + self._position)
-        count = self._stream.readinto(view)
-        self._position += count
-        return count

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
-from collections import OrderedDict
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,11 +11,23 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.formats.unpickler import check_pickle
+from dlm_bridge.convert.formats.unpickler import RestrictedUnpickler
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES
+from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 
 DCP_METADATA = ".metadata"
+
+# Classes whose objects a real `.metadata` holds, by full name.
+_METADATA_CLASSES = re.compile(
+    r"torch\.distributed\.checkpoint\.metadata\.(Metadata|TensorStorageMetadata|BytesStorageMetadata|TensorProperties"
+    r"|ChunkStorageMetadata|MetadataIndex|StorageMeta|_MEM_FORMAT_ENCODING)"
+    r"|torch\.distributed\.checkpoint\.planner\.(SavePlan|WriteItem|WriteItemType|TensorWriteData|BytesIOWriteData)"
+    r"|torch\.distributed\._shard\.sharded_tensor\.metadata\.(TensorProperties|MEM_FORMAT_ENCODING)"
+    r"|torch\.distributed\.checkpoint\.filesystem\.(_StorageInfo|_StoragePrefix)"
+    r"|torch\.distributed\.checkpoint\.default_planner\._PlannerData"
+    r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.(MCoreMetadata|MCoreSavePlan)"
+    r"|torch\.serialization\._get_layout|pathlib\.(PosixPath|PurePosixPath)"
+)
 
 
 @dataclass(frozen=True)
@@ -68,10 +77,7 @@ def read_metadata(folder: Path) -> Contents:
     """
     path = folder / DCP_METADATA
     try:
-        data = path.read_bytes()
-        check_pickle(data)
-        metadata = _MetadataUnpickler(io.BytesIO(data), path).load()
-        contents = _contents(metadata)
+        contents = _contents(RestrictedUnpickler(path.read_bytes(), path, _METADATA_CLASSES).load())
     except FileNotFoundError:
         raise DlmBridgeError(f"{folder} is not a torch_dist checkpoint: it has no {DCP_METADATA}") from None
     except DlmBridgeError:
@@ -111,10 +117,11 @@ def _contents(metadata: Any) -> Contents:
             if (name, offsets) not in places:
                 raise ValueError(f"{name}: the chunk at {offsets} has no place in any file")
             chunks.append(Chunk(offsets, sizes, places[name, offsets]))
-        word = stored.fields["properties"].state[0]
-        if type(word) is not str or len(word) > 40:
+        dtype = stored.fields["properties"].state[0]
+        if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name}: its dtype is not one of torch's")
         shape = tuple(map(_whole, stored.fields["size"]))
+        word = dtype_name(dtype)
         tensors[name] = StoredTensor(WEIGHT_DTYPES.get(word), word, shape, tuple(chunks))
     return Contents(tensors, objects)
 
@@ -151,63 +158,3 @@ def _check_place(folder: Path, name: str, place: StorageLocation, sizes: dict[st
             f"{folder / place.file}: truncated: has {sizes[place.file]} bytes, {name} ends at byte "
             f"{place.offset + place.length}"
         )
-
-
-class _Record:
-    """Stands for any object of a `.metadata`: keeps what the pickle sets on it, runs nothing."""
-
-    state: Any = None  # unpickling makes most objects without calling __init__
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        if not isinstance(self.state, dict | None):
-            raise ValueError(f"{type(self).__name__} without fields")
-        return self.state or {}
-
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_PLANNER = "torch.distributed.checkpoint.planner"
-_OLDER = "torch.distributed._shard.sharded_tensor.metadata"
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-_RECORDS = {
-    *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")),
-    *((_METADATA, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
-    *((_OLDER, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
-    *((_MEGATRON, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-    ("torch.distributed.checkpoint.default_planner", "_PlannerData"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Resolves names to stand-ins that are made anew for every file, so that a pickle can alter nothing lasting."""
-
-    def __init__(self, stream: io.BytesIO, path: Path) -> None:
-        super().__init__(stream)
-        self._path = path
-        self._known: dict[tuple[str, str], Any] = {key: type(key[1], (_Record,), {}) for key in _RECORDS}
-        self._known["torch", "Size"] = tuple
-        self._known["torch.serialization", "_get_layout"] = _constant("strided")
-        self._known["collections", "OrderedDict"] = OrderedDict
-        self._known["builtins", "set"] = set
-
-    def find_class(self, module: str, name: str) -> Callable[..., Any] | str:
-        if (module, name) in self._known:
-            return self._known[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return name
-        raise DlmBridgeError(f"{self._path}: asks for {module}.{name}, which no checkpoint needs: refused")
-
-
-def _constant(value: str) -> Callable[[Any], str]:
-    return lambda _: value

@@ -9,14 +9,17 @@ byte array before it looks for the bytes.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
+from types import FunctionType
 from typing import Any, BinaryIO
 
 import torch
@@ -38,8 +41,8 @@ _STORAGES = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,
 }
-# Classes whose objects real checkpoints hold besides tensors, by full name.
-_KNOWN = re.compile(
+# Classes whose objects real `torch.save` files hold besides tensors, by full name.
+_SAVED_CLASSES = re.compile(
     r"argparse\.Namespace|types\.SimpleNamespace|signal\.Signals|_io\.BytesIO|_codecs\.encode|pathlib\.\w+"
     r"|functools\.partial|builtins\.(getattr|slice|complex)|datetime\.\w+"
     r"|numpy\.(ndarray|dtype)|numpy\.(core|_core)\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)"
@@ -47,26 +50,25 @@ _KNOWN = re.compile(
     r"|torch\.serialization\._get_layout"
     r"|(megatron|transformer_engine|megatron_fsdp|torch\.optim|apex\.optimizers)(\.\w+)+"
 )
-_PLAIN: dict[str, Any] = {
+_CONTAINERS: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
     "builtins.set": set,
     "builtins.frozenset": frozenset,
     "builtins.bytearray": bytearray,
+    "collections.defaultdict": lambda *_: {},
+    "torch.Size": tuple,
 }
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor of the file: values of `dtype` from byte `offset` on, in row-major order."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+_FIXED_OPCODES = re.compile(
+    rb"(?:[()012NQRabdelostu}\]\x81\x85-\x89\x8f-\x94\x97\x98]"  # no argument
+    rb"|[Khq\x80\x82].|[M\x83]..|[Jj\x84]....|[G\x95]........"  # 1, 2, 4 and 8 bytes
+    rb"|[FILPSVg][^\n]*\n|[ci][^\n]*\n[^\n]*\n"  # lines
+    rb"|r..[\x00-\x0f]\x00|p\d{1,6}\n)*+",  # memo places below a million, which need no second look
+    re.DOTALL,
+)
+_COUNTED_OPCODES = {  # opcode -> bytes of the length that follows it
+    b"\x8c": 1, b"X": 4, b"\x8d": 8, b"C": 1, b"B": 4, b"\x8e": 8, b"U": 1, b"T": 4, b"\x96": 8,
+    b"\x8a": 1, b"\x8b": 4,
+}  # fmt: skip
 
 
 class Inert:
@@ -95,8 +97,71 @@ class Inert:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a Namespace holds; empty for what has no such state."""
+        """What a Namespace or a dataclass holds; empty for what has no such state."""
         return self.state if isinstance(self.state, dict) else {}
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Loads the first pickle of `data` without running anything that it names.
+
+    Containers and torch's dtypes are themselves, a name in `allowed` is what stands there, a class whose full name
+    matches `inert` becomes a stand-in that is made anew for every pickle, so that none can alter anything lasting.
+    `storage` resolves the persistent ids of tensors' storages. Raises DlmBridgeError, with `where` before it, for any
+    other name, and ValueError for a pickle that `check_pickle` refuses.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        where: object,
+        inert: re.Pattern[str],
+        allowed: Mapping[str, Any] | None = None,
+        storage: Callable[[Any], Any] | None = None,
+    ) -> None:
+        check_pickle(data)
+        self._stream = io.BytesIO(data)
+        super().__init__(self._stream)
+        self._where, self._inert, self._storage = where, inert, storage
+        known = {**_CONTAINERS, **(allowed or {})}
+        # A pickle may set attributes of what it is given: of functions it gets a wrapper of its own.
+        self._known = {name: partial(it) if isinstance(it, FunctionType) else it for name, it in known.items()}
+
+    @property
+    def position(self) -> int:
+        """Bytes of `data` up to the end of the pickle, once it is loaded."""
+        return self._stream.tell()
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = "builtins" if module == "__builtin__" else module  # its name in torch's pickle protocol
+        full = f"{module}.{name}"
+        if full in self._known:
+            return self._known[full]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if not self._inert.fullmatch(full):
+            asked = " ".join(full.split())[:100]
+            raise DlmBridgeError(f"{self._where}: its pickle asks for {asked}, which no checkpoint needs: refused")
+        self._known[full] = type("Inert", (Inert,), {"name": full})
+        return self._known[full]
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._storage is None:
+            raise pickle.UnpicklingError("a storage where none can be")
+        return self._storage(pid)
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of the file: values of `dtype` from byte `offset` on, in row-major order."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -108,12 +173,6 @@ class ArchiveRecord:
     length: int
 
 
-def is_torch_file(path: Path) -> bool:
-    """Whether the file is a zip archive, as `torch.save` has written them since torch 1.6."""
-    with path.open("rb") as stream:
-        return stream.read(4) == _TORCH_MAGIC
-
-
 def read_torch_file(path: Path) -> Any:
     """The object that was saved, with a FileTensor for every tensor and an Inert for every foreign object.
 
@@ -121,12 +180,14 @@ def read_torch_file(path: Path) -> Any:
     or whose pickle asks for anything that no checkpoint needs.
     """
     with path.open("rb") as stream:
-        return _read(stream, path)
+        return _read_archive(stream, path, path)
 
 
-def read_torch_object(data: bytes, path: Path) -> Any:
-    """The object in the bytes of a whole `torch.save` file, which lie somewhere in `path`. Raises DlmBridgeError."""
-    return _read(io.BytesIO(data), path)
+def read_torch_item(path: Path, offset: int, length: int, where: object | None = None) -> Any:
+    """The object of a whole `torch.save` file that lies in `length` bytes of `path` from `offset` on; its tensors'
+    places are those in `path`. Raises DlmBridgeError, with `where` (else the path) before it."""
+    with path.open("rb") as stream:
+        return _read_archive(_Window(stream, offset, length), path, where or path, offset)
 
 
 def tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
@@ -156,117 +217,6 @@ def read_records(stream: BinaryIO) -> Iterator[ArchiveRecord]:
             yield ArchiveRecord(info.filename.partition("/")[2], start, info.file_size)
 
 
-def _read(stream: BinaryIO, path: Path) -> Any:
-    try:
-        if stream.read(4) != _TORCH_MAGIC:
-            raise DlmBridgeError(
-                f"{path}: not a torch.save file of torch 1.6 or later (no zip archive): load it "
-                "with torch.load(..., weights_only=True) and save it again"
-            )
-        records = {record.name: record for record in read_records(stream)}
-        order = records.get("byteorder")
-        if order is not None and _bytes_of(stream, order) != b"little":
-            raise DlmBridgeError(f"{path}: it was saved big-endian, which is not supported")
-        if records["data.pkl"].length > _PICKLE_LIMIT:
-            raise DlmBridgeError(f"{path}: its pickle has {records['data.pkl'].length} bytes, too many")
-        data = _bytes_of(stream, records["data.pkl"])
-        check_pickle(data)
-        return _Unpickler(data, path, records).load()
-    except DlmBridgeError:
-        raise
-    except Exception as error:  # a damaged archive or pickle raises nearly anything
-        raise DlmBridgeError(f"{path}: not a whole torch.save file: {one_line(error)[:200]}") from None
-
-
-def _bytes_of(stream: BinaryIO, record: ArchiveRecord) -> bytes:
-    stream.seek(record.start)
-    return stream.read(record.length)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, path: Path, records: dict[str, ArchiveRecord]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._path, self._records = path, records
-        self._inert: dict[str, type[Inert]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        module = "builtins" if module == "__builtin__" else module  # its name in torch's pickle protocol
-        full = f"{module}.{name}"
-        if full == "torch._utils._rebuild_tensor_v2":
-            return self._tensor
-        if full == "torch._utils._rebuild_parameter":
-            return _parameter
-        if full in _PLAIN:
-            return _PLAIN[full]
-        if module in ("torch", "torch.storage") and name in _STORAGES:
-            return _STORAGES[name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if full == "torch.Size":
-            return tuple
-        if full == "collections.defaultdict":
-            return _default_dict
-        if not _KNOWN.fullmatch(full):
-            asked = " ".join(full.split())[:100]
-            raise DlmBridgeError(f"{self._path}: its pickle asks for {asked}, which no checkpoint needs: refused")
-        if full not in self._inert:
-            self._inert[full] = type("Inert", (Inert,), {"name": full})
-        return self._inert[full]
-
-    def persistent_load(self, pid: Any) -> tuple[torch.dtype, ArchiveRecord]:
-        kind, dtype, key, _, _ = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
-            raise pickle.UnpicklingError("not the pickle of a tensor")
-        return dtype, self._records[f"data/{key}"]
-
-    def _tensor(self, storage: Any, start: Any, shape: Any, stride: Any, *_: Any) -> FileTensor:
-        dtype, record = storage
-        if not isinstance(record, ArchiveRecord) or not all(
-            type(n) is int and n >= 0 for n in (start, *shape, *stride)
-        ):
-            raise pickle.UnpicklingError("not the pickle of a tensor")
-        if not _is_row_major(tuple(shape), tuple(stride)):
-            raise DlmBridgeError(
-                f"{self._path}: a tensor of shape {list(shape)} is stored with strides {list(stride)}"
-            )
-        end = (start + prod(shape)) * dtype.itemsize
-        if end > record.length:
-            raise DlmBridgeError(
-                f"{self._path}: a tensor of shape {list(shape)} needs {end} bytes, its data has {record.length}"
-            )
-        return FileTensor(self._path, dtype, tuple(shape), record.start + start * dtype.itemsize)
-
-
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
-def _default_dict(*_: Any) -> dict[Any, Any]:
-    return {}
-
-
-def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    step = 1
-    for size, found in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and found != step:
-            return 0 in shape
-        step *= size
-    return True
-
-
-_FIXED_OPCODES = re.compile(
-    rb"(?:[()012NQRabdelostu}\]\x81\x85-\x89\x8f-\x94\x97\x98]"  # no argument
-    rb"|[Khq\x80\x82].|[M\x83]..|[Jj\x84]....|[G\x95]........"  # 1, 2, 4 and 8 bytes
-    rb"|[FILPSVg][^\n]*\n|[ci][^\n]*\n[^\n]*\n"  # lines
-    rb"|r..[\x00-\x0f]\x00|p\d{1,6}\n)*+",  # memo places below a million, which need no second look
-    re.DOTALL,
-)
-_COUNTED_OPCODES = {  # opcode -> bytes of the length that follows it
-    b"\x8c": 1, b"X": 4, b"\x8d": 8, b"C": 1, b"B": 4, b"\x8e": 8, b"U": 1, b"T": 4, b"\x96": 8,
-    b"\x8a": 1, b"\x8b": 4,
-}  # fmt: skip
-
-
 def check_pickle(data: bytes) -> None:
     """Raise ValueError where the pickle names a memo place or a length that its own size cannot explain, or where an
     opcode is not known."""
@@ -292,3 +242,108 @@ def check_pickle(data: bytes) -> None:
             raise ValueError(f"byte {place} of the pickle is no opcode that is known")
         else:
             raise ValueError("the pickle is cut off")
+
+
+def _read_archive(stream: Any, path: Path, where: object, offset: int = 0) -> Any:
+    try:
+        records = {record.name: record for record in read_records(stream)}
+        order = records.get("byteorder")
+        if order is not None and _bytes_of(stream, order) != b"little":
+            raise DlmBridgeError(f"{where}: it was saved big-endian, which is not supported")
+        if records["data.pkl"].length > _PICKLE_LIMIT:
+            raise DlmBridgeError(f"{where}: its pickle has {records['data.pkl'].length} bytes, too many")
+        tensors = _SavedTensors(path, where, records, offset)
+        data = _bytes_of(stream, records["data.pkl"])
+        return RestrictedUnpickler(data, where, _SAVED_CLASSES, tensors.allowed, tensors.storage).load()
+    except DlmBridgeError:
+        raise
+    except Exception as error:  # a damaged archive or pickle raises nearly anything
+        stream.seek(0)
+        if stream.read(4) != _TORCH_MAGIC:
+            raise DlmBridgeError(
+                f"{where}: not a torch.save file of torch 1.6 or later (no zip archive): load it "
+                "with torch.load(..., weights_only=True) and save it again"
+            ) from None
+        raise DlmBridgeError(f"{where}: not a whole torch.save file: {one_line(error)[:200]}") from None
+
+
+class _SavedTensors:
+    """Turns the tensors of an archive's pickle into their places in the file."""
+
+    def __init__(self, path: Path, where: object, records: dict[str, ArchiveRecord], offset: int) -> None:
+        self._path, self._where, self._records, self._offset = path, where, records, offset
+        self.allowed: dict[str, Any] = {
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch._utils._rebuild_parameter": lambda data, *_: data,
+            **{f"torch.{name}": dtype for name, dtype in _STORAGES.items()},
+            **{f"torch.storage.{name}": dtype for name, dtype in _STORAGES.items()},
+        }
+
+    def storage(self, pid: Any) -> tuple[torch.dtype, ArchiveRecord]:
+        """dtype and bytes of a storage."""
+        kind, dtype, key, _, _ = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
+            raise pickle.UnpicklingError("not the pickle of a tensor")
+        return dtype, self._records[f"data/{key}"]
+
+    def _tensor(self, storage: Any, start: Any, shape: Any, stride: Any, *_: Any) -> FileTensor:
+        dtype, record = storage
+        if not isinstance(record, ArchiveRecord) or not all(
+            type(n) is int and n >= 0 for n in (start, *shape, *stride)
+        ):
+            raise pickle.UnpicklingError("not the pickle of a tensor")
+        if not _is_row_major(tuple(shape), tuple(stride)):
+            raise DlmBridgeError(
+                f"{self._where}: a tensor of shape {list(shape)} is stored with strides {list(stride)}"
+            )
+        end = (start + prod(shape)) * dtype.itemsize
+        if end > record.length:
+            raise DlmBridgeError(
+                f"{self._where}: a tensor of shape {list(shape)} needs {end} bytes, its data has {record.length}"
+            )
+        return FileTensor(self._path, dtype, tuple(shape), self._offset + record.start + start * dtype.itemsize)
+
+
+def _bytes_of(stream: Any, record: ArchiveRecord) -> bytes:
+    stream.seek(record.start)
+    return bytes(stream.read(record.length))
+
+
+def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    step = 1
+    for size, found in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and found != step:
+            return 0 in shape
+        step *= size
+    return True
+
+
+class _Window(io.RawIOBase):
+    """The bytes [offset, offset + length) of an open file, as a file of their own."""
+
+    def __init__(self, stream: Any, offset: int, length: int) -> None:
+        self._stream, self._offset, self._length, self._position = stream, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError("seek before the start")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, min(len(view), self._length - self._position))]
+        self._stream.seek(self._offset + self._position)
+        count = self._stream.readinto(view)
+        self._position += count
+        return count

@@ -8,11 +8,9 @@ pickle made of those, with the run's own recipe. Nothing of the checkpoint's own
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import pickle
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_bridge.convert.formats.unpickler import Inert, check_pickle
+from dlm_bridge.convert.formats.unpickler import RestrictedUnpickler
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 _KEY = re.compile(r"(.*\.)?_extra_state\d*")  # numbered: of each of a layer's experts
@@ -83,8 +81,7 @@ def read_delayed_scaling(data: bytes) -> DelayedScalingState | None:
     Raises DlmBridgeError where the pickle asks for anything else, or is damaged.
     """
     try:
-        check_pickle(data)
-        state = _Unpickler(io.BytesIO(data)).load()
+        state, _ = _load(data)
         if not isinstance(state, dict) or not state.keys() & {*_TENSORS, "forward", "backward"}:
             return None
         tensors = {name: state[name] for name in _TENSORS}
@@ -144,55 +141,48 @@ def _resize_history(history: torch.Tensor, steps: int) -> torch.Tensor:
     return torch.nn.functional.pad(history[:steps], (0, 0, 0, max(0, steps - len(history))))
 
 
-class _Unpickler(pickle.Unpickler):
-    """Of what `pickle.dumps` makes of fp32 tensors, plain values and a recipe, of which nothing is kept."""
+def _load(data: bytes) -> tuple[Any, int]:
+    """The first pickle of `data`, of fp32 tensors, plain values and a recipe (an inert object), and where it ends."""
+    allowed = {
+        "torch._utils._rebuild_tensor_v2": _tensor,
+        "torch.storage._load_from_bytes": _storage,
+        "torch.FloatStorage": torch.float32,
+    }
+    unpickler = RestrictedUnpickler(data, "the extra state", _RECIPES, allowed, _storage_size)
+    return unpickler.load(), unpickler.position
 
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        known = {
-            "collections.OrderedDict": OrderedDict,
-            # Methods: what a pickle is given it may set attributes of.
-            "torch._utils._rebuild_tensor_v2": self._tensor,
-            "torch.storage._load_from_bytes": self._storage,
-            "torch.FloatStorage": torch.float32,
-        }
-        if full in known:
-            return known[full]
-        if not _RECIPES.fullmatch(full):
-            asked = " ".join(full.split())[:100]
-            raise DlmBridgeError(f"its pickle asks for {asked}, which no scaling needs: refused")
-        return type("Inert", (Inert,), {"name": full})
 
-    def persistent_load(self, pid: Any) -> int:
-        """The number of values of a storage."""
-        kind, dtype, _, _, count, _ = pid
-        if (kind, dtype) != ("storage", torch.float32) or type(count) is not int:
-            raise pickle.UnpicklingError("not the pickle of fp32 values")
-        return count
+def _storage_size(pid: Any) -> int:
+    """The number of values of a storage."""
+    kind, dtype, _, _, count, _ = pid
+    if kind != "storage" or dtype != torch.float32 or type(count) is not int:
+        raise pickle.UnpicklingError("not the pickle of fp32 values")
+    return count
 
-    def _storage(self, data: Any) -> torch.Tensor:
-        """[N] fp32 of a storage in torch.save's format before the archives: pickles one after the other, then the
-        values. Read here because torch's own reader makes room for as many values as the pickle says."""
-        stream = io.BytesIO(data)
 
-        def load() -> Any:
-            check_pickle(data[stream.tell() :])
-            return _Unpickler(stream).load()
+def _storage(data: Any) -> torch.Tensor:
+    """[N] fp32 of a storage in torch.save's format before the archives: pickles one after the other, then the
+    values. Read here because torch's own reader makes room for as many values as the pickle says."""
+    parts, position = [], 0
+    for _ in range(5):
+        part, length = _load(data[position:])
+        parts.append(part)
+        position += length
+    magic, version, system, count, keys = parts
+    if (magic, version, system["little_endian"]) != (_LEGACY_MAGIC, _LEGACY_VERSION, True):
+        raise pickle.UnpicklingError("not a storage of torch on a little-endian machine")
+    values = data[position + 8 :]
+    if type(count) is not int or len(keys) != 1 or len(values) != 4 * count:
+        raise pickle.UnpicklingError(f"{count} fp32 values in {len(values)} bytes")
+    return torch.frombuffer(bytearray(values), dtype=torch.float32) if count else torch.empty(0)
 
-        magic, version, system, count, keys = (load() for _ in range(5))
-        if (magic, version, system["little_endian"]) != (_LEGACY_MAGIC, _LEGACY_VERSION, True):
-            raise pickle.UnpicklingError("not a storage of torch on a little-endian machine")
-        values = data[stream.tell() + 8 :]
-        if type(count) is not int or len(keys) != 1 or len(values) != 4 * count:
-            raise pickle.UnpicklingError(f"{count} fp32 values in {len(values)} bytes")
-        return torch.frombuffer(bytearray(values), dtype=torch.float32) if count else torch.empty(0)
 
-    def _tensor(self, storage: Any, start: Any, shape: Any, stride: Any, *_: Any) -> torch.Tensor:
-        """A tensor of its own of what a tensor's pickle says."""
-        numbers = (start, *shape, *stride)
-        if not isinstance(storage, torch.Tensor) or not all(type(number) is int and number >= 0 for number in numbers):
-            raise pickle.UnpicklingError("not the pickle of a tensor")
-        if len(shape) > 2 or prod(shape) > storage.numel():
-            raise pickle.UnpicklingError(f"a tensor of shape {list(shape)} in {storage.numel()} values")
-        within = torch.as_strided(storage, shape, stride, start)  # which checks that it is
-        return within.clone(memory_format=torch.contiguous_format)
+def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *_: Any) -> torch.Tensor:
+    """A tensor of its own of what a tensor's pickle says."""
+    numbers = (start, *shape, *stride)
+    if not isinstance(storage, torch.Tensor) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise pickle.UnpicklingError("not the pickle of a tensor")
+    if len(shape) > 2 or prod(shape) > storage.numel():
+        raise pickle.UnpicklingError(f"a tensor of shape {list(shape)} in {storage.numel()} values")
+    within = torch.as_strided(storage, shape, stride, start)  # which checks that it is
+    return within.clone(memory_format=torch.contiguous_format)
