@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import fnmatch
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    page for pattern in ("*.md", "docs/*.md", "model_cards/*.md", "*/**/README.md") for page in ROOT.glob(pattern)
+)
+PAGES = [page for page in PAGES if page.name != "CHANGELOG.md" and not {"data", ".venv"} & set(page.parts)]
+# A checkpoint's manifest, and groups of entry points.
+NO_MODULES = {f"dlm_bridge.{name}" for name in ("json", "families", "platforms", "samplers")}
 
 
 def run(code: str, *args: str, cwd: Path | None = None) -> str:
@@ -76,9 +88,80 @@ else:
 
 def test_every_package_is_installed() -> None:
     """cli/ and model_cards/ are installed inside dlm_bridge."""
-    root = Path(__file__).parents[1]
     code = "import setuptools; from distutils.core import run_setup\n"
     code += "print(*run_setup(sys.argv[1], stop_after='init').packages)"
-    installed = set(run("import sys; " + code, str(root / "setup.py"), cwd=root).split())
-    found = {".".join(init.parent.relative_to(root).parts) for init in (root / "dlm_bridge").rglob("__init__.py")}
+    installed = set(run("import sys; " + code, str(ROOT / "setup.py"), cwd=ROOT).split())
+    found = {".".join(init.parent.relative_to(ROOT).parts) for init in (ROOT / "dlm_bridge").rglob("__init__.py")}
     assert installed == found | {"dlm_bridge.cli", "dlm_bridge.model_cards"}
+
+
+def test_every_data_file_is_installed() -> None:
+    """By the patterns in pyproject.toml, from folders that setup.py finds."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
+    for file in (ROOT / "dlm_bridge").rglob("*"):
+        if not file.is_file() or "__pycache__" in file.parts:
+            continue
+        package = next(folder for folder in file.parents if (folder / "__init__.py").exists())
+        if file.suffix == ".py":
+            assert package == file.parent, f"{file.parent} has no __init__.py"
+        else:
+            name = str(file.relative_to(package))
+            assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), f"{file} is no package data"
+
+
+def test_every_public_class_name_is_unique() -> None:
+    places: dict[str, list[str]] = {}
+    for file in sources():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    folders = "dlm_bridge|cli|tests|benchmarks|scripts|configs|docs|model_cards"
+    files = set(re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./*-]*\w", text))
+    assert [name for name in sorted(files) if not list(ROOT.glob(name)) and not list(ROOT.glob(f"{name}.*"))] == []
+    names = set(re.findall(r"(?<![\w/.-])dlm_bridge(?:\.\w+)+", text)) - NO_MODULES
+    for module, imported in re.findall(r"^\s*from (dlm_bridge[\w.]*) import ([\w, ]+)", text, re.MULTILINE):
+        names |= {f"{module}.{name.split(' as ')[0].strip()}" for name in imported.split(",")}
+    assert [name for name in sorted(names) if not exists(name)] == []
+
+
+def sources() -> list[Path]:
+    return sorted([*(ROOT / "dlm_bridge").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or something at the top of one, without importing it."""
+    parts = name.removeprefix("dlm_bridge.cli").removeprefix("dlm_bridge").strip(".").split(".")
+    place = ROOT / "cli" if name.startswith("dlm_bridge.cli") else ROOT / "dlm_bridge"
+    while parts and parts != [""]:
+        part = parts.pop(0)
+        if (place / part).is_dir():
+            place = place / part
+        elif (place / f"{part}.py").exists():
+            place = place / f"{part}.py"
+        else:
+            file = place if place.suffix == ".py" else place / "__init__.py"
+            return part in defined(file)
+    return True
+
+
+def defined(file: Path) -> set[str]:
+    """The names that a module defines, imports or loads lazily, by strings."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case (
+                ast.FunctionDef(name=name)
+                | ast.ClassDef(name=name)
+                | ast.Name(id=name)
+                | ast.Constant(value=str(name))
+            ):
+                names.add(name)
+            case ast.alias(name=name, asname=asname):
+                names.add(asname or name)
+    return names
