@@ -92,7 +92,7 @@ def main() -> None:
         from dlm_bridge.train.accelerate.trainer import train
         from dlm_bridge.train.config import TrainConfig
 
-        train(TrainConfig(**json.loads(arguments.options)), resume=True)  # of what is not there it begins
+        train(TrainConfig.from_flags(**json.loads(arguments.options)), resume=True)  # of what is not there it begins
         return
     with tempfile.TemporaryDirectory() as temporary:
         root = arguments.output or Path(temporary)

@@ -196,7 +196,7 @@ def run_config(arguments: argparse.Namespace, folder: Path) -> TrainConfig:
     sgd = ["optimizer.sgd_momentum=0.0"] if arguments.optimizer == "sgd" else []
     lot = ["transformer.moe_router_force_load_balancing=true"] if arguments.balanced else []
     settings = dict(pair.split("=", 1) for pair in arguments.set)
-    return TrainConfig(
+    return TrainConfig.from_flags(
         engine="megatron",
         model=str(folder),
         from_scratch=True,
@@ -265,10 +265,10 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     from dlm_bridge.train.megatron.mcore_config import DTYPES
 
     initialize_parallel(config)
-    bridge = Bridge.from_scratch(config.model, 0)
+    bridge = Bridge.from_scratch(config.model.path, 0)
     fp8 = (
         {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
-        if config.precision == "fp8"
+        if config.precision.name == "fp8"
         else {}
     )
     moe = (
@@ -277,24 +277,24 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
             "moe_grouped_gemm": True,
             "moe_permute_fusion": True,
             "moe_router_load_balancing_type": "none",
-            "moe_router_force_load_balancing": any("force_load_balancing" in each for each in config.megatron),
+            "moe_router_force_load_balancing": any("force_load_balancing" in each for each in config.engine.megatron),
         }
         if bridge.dims.experts
         else {}
     )
     recompute = (
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if config.recompute == "full"
+        if config.engine.recompute == "full"
         else {}
     )
     described = model_config(
         bridge.mapping,
         bridge.config,
         bridge.dims,
-        config.layout,
-        DTYPES[config.precision],
-        config.context,
-        sequence_parallel=config.tp > 1,
+        config.parallel.layout,
+        DTYPES[config.precision.name],
+        config.parallel.context,
+        sequence_parallel=config.parallel.tp > 1,
         apply_rope_fusion=True,
         bias_activation_fusion=True,
         bias_dropout_fusion=True,
@@ -302,7 +302,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
         gradient_accumulation_fusion=False,  # its output layer needs apex for it
         cross_entropy_loss_fusion=True,
         cross_entropy_fusion_impl="te",
-        deallocate_pipeline_outputs=config.pp > 1,
+        deallocate_pipeline_outputs=config.parallel.pp > 1,
         init_method=torch.nn.init.normal_,
         output_layer_init_method=torch.nn.init.normal_,
         embedding_init_method=torch.nn.init.normal_,
@@ -312,7 +312,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     )
     arguments = {name: value for name, value in described.arguments.items() if name != "vocab"}
     chunks = []
-    for number in range(config.vp):
+    for number in range(config.parallel.vp):
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=bridge.dims.experts or None,
             moe_grouped_gemm=bool(bridge.dims.experts),
@@ -324,8 +324,8 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
             described.transformer,
             spec,
             pre_process=stage == 0 and number == 0,
-            post_process=stage == config.pp - 1 and number == config.vp - 1,
-            vp_stage=number if config.vp > 1 else None,
+            post_process=stage == config.parallel.pp - 1 and number == config.parallel.vp - 1,
+            vp_stage=number if config.parallel.vp > 1 else None,
             **arguments,
         )
         chunks.append(model.cuda())
@@ -334,13 +334,15 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     optimizer = build_optimizer(wrapped, config)
     wrapped[0].config.finalize_model_grads_func = finalize
     schedule = get_forward_backward_func()
-    local = config.seq_length // config.cp
-    shape = (config.micro_batch_size, local)
+    local = config.data.seq_length // config.parallel.cp
+    shape = (config.data.micro_batch_size, local)
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     # Half of the positions masked, on average, each step anew: what the objective asks of both sides.
     mask_token = bridge.config["mask_token_id"]
     positions = torch.arange(local, device="cuda")[None].expand(shape).contiguous()
-    count = config.global_batch_size // config.micro_batch_size // parallel_state.get_data_parallel_world_size()
+    count = (
+        config.data.global_batch_size // config.data.micro_batch_size // parallel_state.get_data_parallel_world_size()
+    )
 
     def data() -> Iterator[tuple[torch.Tensor, ...]]:
         while True:
@@ -353,7 +355,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
         tokens, labels, weights = next(batches)
 
         def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            total = (losses.float() * weights).sum() / (config.global_batch_size * config.seq_length)
+            total = (losses.float() * weights).sum() / (config.data.global_batch_size * config.data.seq_length)
             return total, torch.zeros((), dtype=torch.int, device="cuda"), total.detach()
 
         return model(tokens, positions, None, labels=labels), loss
@@ -369,8 +371,8 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
             data_iterator=iterators if len(wrapped) > 1 else iterators[0],
             model=wrapped if len(wrapped) > 1 else wrapped[0],
             num_microbatches=count,
-            seq_length=config.seq_length,
-            micro_batch_size=config.micro_batch_size,
+            seq_length=config.data.seq_length,
+            micro_batch_size=config.data.micro_batch_size,
             forward_only=False,
         )
         optimizer.step()

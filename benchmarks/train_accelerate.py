@@ -150,7 +150,7 @@ def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]
         trainer_module.HALF = ()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape(arguments)))
-        config = TrainConfig(
+        config = TrainConfig.from_flags(
             model=folder,
             from_scratch=True,
             data=["mock"],
@@ -198,7 +198,7 @@ def assemble(config: Any, batch: int) -> Any:
 
     accelerator = engine._accelerator(config)
     model = empty_model(config)
-    if MAIN or not config.shards:  # others get their parts of it
+    if MAIN or not config.parallel.shards:  # others get their parts of it
         model.to_empty(device=accelerator.device)
         initialise(model)
     config = with_objective(config, model)
@@ -215,7 +215,7 @@ def assemble(config: Any, batch: int) -> Any:
         train=train,
         valid=valid,
         micro_batch_size=batch,
-        output=Path(config.output),
+        output=Path(config.checkpoint.output),
         console=Console(quiet=True),
     )
 

@@ -31,11 +31,11 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
     console.print(_layout(run))
     sequences = f"{run.micro_batches} micro-batch(es) of {run.micro_batch_size} sequence(s) a replica"
     console.print(
-        Text(f"a step: {run.config.global_batch_size:,} sequences, {run.tokens_per_step:,} tokens, {sequences}"),
+        Text(f"a step: {run.config.data.global_batch_size:,} sequences, {run.tokens_per_step:,} tokens, {sequences}"),
         soft_wrap=True,
     )
     if run.step:
-        console.print(Text(f"resumes after step {run.step:,} of {run.config.steps:,}"), soft_wrap=True)
+        console.print(Text(f"resumes after step {run.step:,} of {run.config.schedule.steps:,}"), soft_wrap=True)
     for piece in run.data[:SHOWN_PIECES]:
         console.print(Text(f"data: {_described(piece, run)}"), soft_wrap=True)
     if len(run.data) > SHOWN_PIECES:
@@ -58,7 +58,7 @@ def _layout(run: DryRun) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = f"{run.gpus} device(s), --engine {run.config.engine}"
+    title = f"{run.gpus} device(s), --engine {run.config.engine.name}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("dimension")
     table.add_column("size", justify="right")
@@ -77,5 +77,5 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 def _described(piece: DataSource, run: DryRun) -> str:
     text = piece.name if piece.weight is None else f"{piece.weight:g} x {piece.name}"
     if piece.tokens is not None:
-        return f"{text}: {piece.tokens:,} tokens, {piece.tokens // run.config.seq_length:,} blocks"
+        return f"{text}: {piece.tokens:,} tokens, {piece.tokens // run.config.data.seq_length:,} blocks"
     return text if piece.nbytes is None else f"{text}: {piece.nbytes:,} bytes"

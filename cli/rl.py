@@ -1,19 +1,19 @@
-"""`dlm-bridge rl`. Its options are the fields of `RLConfig` that it has, each with its text."""
+"""`dlm-bridge rl`: reinforcement learning and preference optimisation; its options are declared in
+`dlm_bridge.train.config.sections`."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import typing
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from dlm_bridge.cli.train import option_of, quieten
-from dlm_bridge.train.config import SHARED, RLConfig, TrainConfig, load_rl_config
+from dlm_bridge.cli.train import RESUME, given_flags, quieten, with_options
+from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.files import load_rl_config
 
-HELP = """Train a model on rewards of what it says, or on answers of which one is preferred.
+HELP = """Reinforcement learning and preference optimisation (diffu-GRPO, GRPO, VRPO, DPO).
 
 Sampled (--reward): grpo for autoregressive models, diffu-grpo and block-grpo for diffusion models. --data are rows of
 {"prompt": a text or a list of messages}, or {"messages": [...]}; the whole row goes to the reward.
@@ -37,40 +37,15 @@ def register(app: typer.Typer) -> None:
     app.command("rl", help=HELP)(_command())
 
 
-def _command() -> Any:
-    def command(**values: Any) -> None:
-        # What was not given on the command line must not override the YAML file.
-        given = {name: value for name, value in values.items() if value not in (None, [], ())}
+def _command() -> Callable[..., None]:
+    def command(context: typer.Context, **_: Any) -> None:
+        given = given_flags(context.params)
         file, resume = given.pop("config", None), given.pop("resume")
-        config = load_rl_config(given, file, resume)
+        config = load_rl_config(given, None if file is None else Path(file), resume)
         quieten()
         from dlm_bridge.train.rl.engine import train
 
         train(config, resume)
 
-    types = typing.get_type_hints(RLConfig)
-    shared = {known.name for known in dataclasses.fields(TrainConfig)}
     helps = {"data": DATA, "global_batch_size": BATCH, "seq_length": SEQUENCE}
-    fields = [
-        known
-        for known in dataclasses.fields(RLConfig)
-        if known.name not in ("task", "engine") and (known.name in SHARED or known.name not in shared)
-    ]
-    annotations: dict[str, Any] = {"config": Annotated[Path | None, typer.Option(help="YAML file of options.")]}
-    for known in sorted(fields, key=lambda known: known.name in shared):
-        annotations[known.name] = option_of(known, types[known.name], helps.get(known.name), None, "rl")
-    annotations["resume"] = Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")
-    ]
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False if name == "resume" else None,
-            annotation=annotations[name],
-        )
-        for name in annotations
-    ]
-    command.__annotations__ = annotations
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which Typer reads
-    return command
+    return with_options(command, RLConfig, "rl", helps, {"resume": (RESUME, False)})

@@ -1,24 +1,26 @@
-"""The training commands. Their options are the fields of `TrainConfig`, each with its text."""
+"""The training commands `pretrain` and `sft`; their options are declared in `dlm_bridge.train.config.sections`."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import os
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.train.config import TASKS, AccelerateOptions, MegatronOptions, TrainConfig, load_config
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.files import load_config
+from dlm_bridge.train.config.options import Option, options_of
 
 PRETRAIN_HELP = """Train a model on text: from its weights, or from nothing with --from-scratch.
 
-Every option can stand in a YAML file given with --config, under its name with underscores; the command line wins.
+Every option can be set in a YAML file given with --config, nested in sections (see DIR/config.yaml); the command line
+wins.
 DIR gets config.yaml, metrics.jsonl (a line a step), loss.png and checkpoints/step-NNNNNNN, each a Hub folder.
 
 Example:
@@ -44,30 +46,28 @@ PRETRAIN_DATA = (
     "Text, JSONL, parquet, a folder, a glob, a dataset NAME:CONFIG:SPLIT, the prefix of a Megatron .bin/.idx pair, or "
     "mock. Several are read as one; W PATH W PATH ... blends them by weight."
 )
+RESUME = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --output.")]
+DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Show settings, layout, data and memory without training.")]
+GPUS = Annotated[int | None, typer.Option(help="Of --dry-run: devices of the run; the launcher's processes, or 1.")]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Of --dry-run: as one JSON object.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the training commands to the app."""
-    app.command("pretrain", help=PRETRAIN_HELP)(_command("pretrain", data=PRETRAIN_DATA))
-    app.command("sft", help=SFT_HELP)(_command("sft", data=SFT_DATA))
+    app.command("pretrain", help=PRETRAIN_HELP)(_command("pretrain", PRETRAIN_DATA))
+    app.command("sft", help=SFT_HELP)(_command("sft", SFT_DATA))
 
 
-def _command(task: str, **helps: str) -> Callable[..., None]:
-    """A command that trains, with an option for each field of `TrainConfig` that `task` has; `helps` replace fields'
-    own texts."""
-
+def _command(task: str, data: str) -> Callable[..., None]:
     def command(context: typer.Context, **_: Any) -> None:
-        # What was not given on the command line must not override the YAML file.
-        given = {name: value for name, value in context.params.items() if value is not None}
+        given = given_flags(context.params)
         file, resume, more = given.pop("config", None), given.pop("resume"), given.pop("more_data", None)
         planned, gpus, as_json = given.pop("dry_run"), given.pop("gpus", None), given.pop("json")
-        file = None if file is None else Path(file)  # some releases of typer convert only what the function is given
         if more and not given.get("data"):
             raise typer.BadParameter(f"unexpected argument '{more[0]}'")
         if more:  # --data a b c, as an unquoted glob gives it, leaves b and c as arguments
             given["data"] = [*given["data"], *more]
-        given = {name: value for name, value in given.items() if value not in ([], ())}
-        config = load_config(given, file, resume, task)
+        config = load_config(given, None if file is None else Path(file), resume, task)
         if planned:
             _show(config, gpus, resume, as_json)
         elif as_json or gpus is not None:
@@ -75,64 +75,62 @@ def _command(task: str, **helps: str) -> Callable[..., None]:
         else:
             _train(config, resume)
 
-    types = typing.get_type_hints(TrainConfig)
-    panels = {known.name: "Accelerate engine" for known in dataclasses.fields(AccelerateOptions)}
-    panels |= {known.name: "Megatron engine" for known in dataclasses.fields(MegatronOptions)}
-    # Those of one engine come last, in a panel of their own.
-    fields = sorted(dataclasses.fields(TrainConfig), key=lambda known: panels.get(known.name, ""))
-    annotations: dict[str, Any] = {
-        "context": typer.Context,
-        "config": Annotated[Path | None, typer.Option(help="YAML file of options.")],
+    more: dict[str, tuple[Any, Any]] = {
+        "more_data": (Annotated[list[str] | None, typer.Argument(hidden=True)], None),
+        "resume": (RESUME, False),
+        "dry_run": (DRY_RUN, False),
+        "gpus": (GPUS, None),
+        "json": (AS_JSON, False),
     }
-    for known in fields:
-        if known.name == "task" or known.metadata.get("task") not in (None, task):
-            continue
-        annotations[known.name] = option_of(
-            known, types[known.name], helps.get(known.name), panels.get(known.name), task
-        )
-    annotations["more_data"] = Annotated[list[str] | None, typer.Argument(hidden=True)]
-    annotations["resume"] = Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")
-    ]
-    annotations["dry_run"] = Annotated[
-        bool, typer.Option("--dry-run", help="Show settings, layout, data and memory, and train nothing.")
-    ]
-    annotations["gpus"] = Annotated[
-        int | None, typer.Option(help="Of --dry-run: devices of the run; the launcher's processes, or 1.")
-    ]
-    annotations["json"] = Annotated[bool, typer.Option("--json", help="Of --dry-run: as one JSON object.")]
-    defaults: dict[str, Any] = {
-        "context": inspect.Parameter.empty,
-        "resume": False,
-        "dry_run": False,
-        "json": False,
+    return with_options(command, TrainConfig, task, {"data": data}, more)
+
+
+def given_flags(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What the command line gave: anything else must not override the YAML file."""
+    return {name: value for name, value in parameters.items() if value not in (None, [], ())}
+
+
+def with_options(
+    command: Callable[..., None],
+    config_class: type[TrainConfig],
+    task: str,
+    helps: Mapping[str, str],
+    more: Mapping[str, tuple[Any, Any]],
+) -> Callable[..., None]:
+    """The command with a signature, which Typer reads, of the context, `--config`, the options of `config_class` that
+    `task` has, and `more` (name: annotation and default). `helps` replace help texts by key."""
+    parameters: dict[str, tuple[Any, Any]] = {
+        "context": (typer.Context, inspect.Parameter.empty),
+        "config": (Annotated[Path | None, typer.Option(help="YAML file of options.")], None),
     }
-    parameters = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotations[name]
-        )
-        for name in annotations
-    ]
-    command.__annotations__ = annotations
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which Typer reads
+    for key, option in options_of(config_class).items():
+        if option.belongs_to(task):
+            parameters[key] = (_annotation(option, helps.get(key, option.help), task), None)
+    parameters |= more
+    command.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in parameters.items()
+        ]
+    )
     return command
 
 
-def option_of(known: dataclasses.Field[Any], kind: Any, help: str | None, panel: str | None, task: str) -> Any:
-    """The command line's option for a field of a configuration, whose type is `kind`."""
-    text = help or known.metadata["help"]
-    flag = known.name.replace("_", "-")
-    otherwise = known.metadata.get("otherwise") or f"no-{flag}"
-    names = [f"--{flag}/--{otherwise}"] if bool in (kind, *typing.get_args(kind)) else [f"--{flag}"]
-    default = TASKS[task].get(known.name, known.default)
+def _annotation(option: Option, help: str, task: str) -> Any:
+    """The command line's option for a declared one, in the panel of its section."""
+    is_bool = bool in (option.type, *typing.get_args(option.type))
+    names = [f"{option.flag}/{option.negative}"] if is_bool else [option.flag]
+    default = option.default_for(task)
     shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
-    return Annotated[kind | None, typer.Option(*names, help=text, show_default=shown, rich_help_panel=panel)]
+    panel = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
+    return Annotated[option.type | None, typer.Option(*names, help=help, show_default=shown, rich_help_panel=panel)]
 
 
 def _show(config: TrainConfig, gpus: int | None, resume: bool, as_json: bool) -> None:
     """The dry run, on the first of a launcher's processes."""
     from dlm_bridge.cli.dry_run_views import show_dry_run
-    from dlm_bridge.plan.dry_run import dry_run
+    from dlm_bridge.train.dry_run import dry_run
 
     if os.environ.get("RANK", "0") == "0":
         show_dry_run(dry_run(config, gpus, resume), as_json)
@@ -143,7 +141,7 @@ def _train(config: TrainConfig, resume: bool) -> None:
     if config.engine == "megatron":
         from dlm_bridge.train.megatron.engine import train
     else:
-        from dlm_bridge.train.accelerate.trainer import train
+        from dlm_bridge.train.accelerate_engine import train
     train(config, resume)
 
 

@@ -220,7 +220,7 @@ def report(
     axes = figure.add_subplot(xlabel="step of reinforcement learning", ylabel="problems solved", ylim=(0, 1))
     axes.plot(result["rl_steps"], result["rl_reward"], linewidth=0.8, label="sampled completions")
     settings = yaml.safe_load((root / "rl" / "config.yaml").read_text())
-    forwards = int(dict(setting.split("=") for setting in settings["generation"])["steps"])
+    forwards = int(dict(setting.split("=") for setting in settings["rl"]["generation"])["steps"])
     held_out = [(0, before[FORWARDS.index(forwards)]), *result["rl_held_out"]]
     axes.plot(*zip(*held_out, strict=True), "o-", label=f"held-out problems, greedy, {forwards} forwards an answer")
     axes.grid(alpha=0.3)

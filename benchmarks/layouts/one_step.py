@@ -268,7 +268,7 @@ class Bench:
         from dlm_bridge.train.megatron.engine import assemble
 
         config = self.config(task, precision, flags)
-        if dist.is_initialized() and not groups.fit(config.layout, config.context):
+        if dist.is_initialized() and not groups.fit(config.parallel.layout, config.parallel.context):
             groups.destroy()
         trainer = assemble(config, Console(quiet=True))
         try:
@@ -291,7 +291,7 @@ class Bench:
     def config(self, task: Task, precision: str, flags: dict[str, Any]) -> Any:
         from dlm_bridge.train.config import TrainConfig
 
-        return TrainConfig(
+        return TrainConfig.from_flags(
             task="pretrain",
             model=str(self._model(task, precision)),
             from_scratch=True,

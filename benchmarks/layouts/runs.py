@@ -285,7 +285,7 @@ class Runs:
 
         config = self._config(name, task, precision, **flags)
         if not resume and dist.get_rank() == 0:
-            shutil.rmtree(config.output, ignore_errors=True)
+            shutil.rmtree(config.checkpoint.output, ignore_errors=True)
         self._leave(config)
         made: list[Any] = []
 
@@ -312,7 +312,7 @@ class Runs:
 
         config = self._config(name, task, precision, **flags)
         self._leave(config)
-        step, folder = checkpoints.newest_checkpoint(Path(config.output))
+        step, folder = checkpoints.newest_checkpoint(Path(config.checkpoint.output))
         trainer = engine.assemble(config, Console(quiet=True), folder, step)
         try:
             yield trainer
@@ -337,7 +337,7 @@ class Runs:
         from dlm_bridge.parallel import groups
 
         self.barrier()
-        if not groups.fit(config.layout, config.context):
+        if not groups.fit(config.parallel.layout, config.parallel.context):
             groups.destroy()
 
     def _config(self, name: str, task: Task, precision: str, **flags: Any) -> Any:

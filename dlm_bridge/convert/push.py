@@ -216,8 +216,21 @@ def training_run(folder: Path) -> dict[str, Any] | None:
     for place in (folder, folder.parent.parent if folder.parent.name == "checkpoints" else folder):
         config = _yaml(place / "config.yaml")
         if config:
-            return {"config": config, "metrics": _last_row(place / "metrics.jsonl", _step(folder))}
+            return {"config": _flat(config), "metrics": _last_row(place / "metrics.jsonl", _step(folder))}
     return None
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's options without their sections, which runs of earlier versions do not have."""
+    named = {("model", "path"): "model", ("data", "paths"): "data", ("schedule", "name"): "lr_schedule"}
+    flat: dict[str, Any] = {}
+    for section, options in config.items():
+        if not isinstance(options, dict):
+            flat[section] = options
+            continue
+        names = {key: named.get((section, key), section if key == "name" else key) for key in options}
+        flat |= {names[key]: value for key, value in options.items()}
+    return flat
 
 
 def front_matter(path: Path) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from dlm_bridge.plan import MemoryPlan, PlannedModel, memory_plan, open_model
 from dlm_bridge.plan.run import run_of
 from dlm_bridge.train.adaptation import scheduled_block_size
 from dlm_bridge.train.checkpoints import find_checkpoints
-from dlm_bridge.train.config import AccelerateOptions, TrainConfig
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import options_of
 from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_token_limits
 from dlm_bridge.train.data.sources import DataSources
@@ -67,7 +68,7 @@ class DryRun:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for `--json`."""
         return {
-            "config": dataclasses.asdict(self.config),
+            "config": self.config.as_flags(),
             "gpus": self.gpus,
             "layout": [dataclasses.asdict(group) for group in self.groups],
             "micro_batch_size": self.micro_batch_size,
@@ -88,22 +89,22 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     that does not fit, an output folder that holds a run, a setting that megatron-core does not know.
     """
     gpus = world_size(gpus)
-    output = Path(config.output)
+    output = Path(config.checkpoint.output)
     check_output(output, resume)
-    if config.engine == "megatron":
+    if config.engine.name == "megatron":
         from dlm_bridge.train.megatron.settings import check_settings
 
         check_settings(config)
     step, checkpoint = _newest(config, output) if resume else (0, None)
     if checkpoint is not None:
-        check_same_model(config, checkpoint.parent if config.engine == "megatron" else checkpoint)
-        if config.engine == "megatron":
+        check_same_model(config, checkpoint.parent if config.engine.name == "megatron" else checkpoint)
+        if config.engine.name == "megatron":
             from dlm_bridge.train.megatron.checkpoints import check_resumable
 
             check_resumable(checkpoint, config)
     found = check_data(config, load=False)
-    on_hub = not Path(config.model).is_dir()
-    model = _model(config, None if config.adapts else checkpoint, on_hub)
+    on_hub = not Path(config.model.path).is_dir()
+    model = _model(config, None if config.model.adapts else checkpoint, on_hub)
     config = with_lora(with_objective(config, model), model)
     if (size := scheduled_block_size(config, step + 1)) is not None:
         model.config.block_size = size
@@ -112,14 +113,14 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     memory, notes = _memory(config, gpus, checkpoint)
     groups = _parallel_groups(config, gpus)
     replicas = next(group.size for group in groups if group.name == "dp")
-    micro_batch_size, micro_batches = config.accumulation(replicas)
+    micro_batch_size, micro_batches = config.data.accumulation(replicas)
     return DryRun(
         config=config,
         gpus=gpus,
         groups=groups,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
-        tokens_per_step=config.global_batch_size * config.seq_length,
+        tokens_per_step=config.data.global_batch_size * config.data.seq_length,
         step=step,
         data=tuple(_data_sources(found)),
         memory=memory,
@@ -142,7 +143,7 @@ def world_size(gpus: int | None) -> int:
 
 
 def _newest(config: TrainConfig, output: Path) -> tuple[int, Path | None]:
-    if config.engine == "megatron":
+    if config.engine.name == "megatron":
         from dlm_bridge.train.megatron.checkpoints import newest_checkpoint
 
         return newest_checkpoint(output)
@@ -152,11 +153,11 @@ def _newest(config: TrainConfig, output: Path) -> tuple[int, Path | None]:
 
 def _model(config: TrainConfig, checkpoint: Path | None, on_hub: bool) -> Any:
     """The Hub model without weights; of what lies here, every tensor's name and shape has been looked at."""
-    if config.engine == "megatron" and not on_hub:
+    if config.engine.name == "megatron" and not on_hub:
         from dlm_bridge.train.loading import open_megatron_source
 
         return open_megatron_source(config, checkpoint).model
-    return empty_model(config if checkpoint is None else dataclasses.replace(config, model=str(checkpoint)))
+    return empty_model(config if checkpoint is None else config.replace(model=str(checkpoint)))
 
 
 def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_token: int | None) -> None:
@@ -166,45 +167,43 @@ def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_toke
         for source in part:
             if isinstance(source, IndexedTokens):
                 check_token_limits(source, TokenLimits(vocabulary, mask_token))
-    if config.tokenizer:
-        check_exists("--tokenizer", config.tokenizer)
-    needs_one = config.task == "sft" or found.has_text or config.sample_prompt
-    if needs_one and Path(config.tokenizer or config.model).is_dir():
+    if config.model.tokenizer:
+        check_exists("--tokenizer", config.model.tokenizer)
+    needs_one = config.task == "sft" or found.has_text or config.logging.sample_prompt
+    if needs_one and Path(config.model.tokenizer or config.model.path).is_dir():
         check_tokenizer(load_tokenizer(config), vocabulary, mask_token)
 
 
 def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[MemoryPlan | None, list[str]]:
     """The plan of every rank, and what is to be said of it."""
-    source = config.model if checkpoint is None or config.engine == "accelerate" else str(checkpoint.parent)
-    if config.engine == "megatron":
-        model = open_model(source, family=config.family)
+    source = config.model.path if checkpoint is None or config.engine.name == "accelerate" else str(checkpoint.parent)
+    if config.engine.name == "megatron":
+        model = open_model(source, family=config.model.family)
         _check_megatron(config, model)
-        return memory_plan(model, run_of(config, str(config.objective), gpus)), []
-    config.accumulation(gpus)
-    if config.adapts:
+        return memory_plan(model, run_of(config, str(config.objective.name), gpus)), []
+    config.data.accumulation(gpus)
+    if config.model.adapts:
         check_quantization(config)
         return None, [ADAPTER]
     try:
-        model = open_model(source, family=config.family)
+        model = open_model(source, family=config.model.family)
     except DlmBridgeError as error:  # a model that megatron-core cannot hold trains here all the same
         return None, [f"no memory plan: {error}"]
-    recompute = "full" if config.gradient_checkpointing else "none"
-    own: dict[str, Any] = {option.name: option.default for option in dataclasses.fields(AccelerateOptions)}
-    as_planned = dataclasses.replace(
-        config,
+    recompute = "full" if config.engine.gradient_checkpointing else "none"
+    own = {key: option.default for key, option in options_of(TrainConfig).items() if option.engine == "accelerate"}
+    as_planned = config.replace(
+        **own,
         engine="megatron",
         optimizer="adamw",
-        distributed_optimizer=config.shards,
+        distributed_optimizer=config.parallel.shards,
         recompute=recompute,
-        gradient_checkpointing=False,
-        fsdp="optim_grads_params" if config.shards else None,
-        **own,
+        fsdp="optim_grads_params" if config.parallel.shards else None,
     )
-    run = run_of(as_planned, str(config.objective), gpus)
+    run = run_of(as_planned, str(config.objective.name), gpus)
     # Data parallel gradients stand in buckets beside the parameters' own, those that are cut do not.
-    run = dataclasses.replace(run, gradient_bytes=8 if gpus > 1 and not config.shards else 4)
-    masters = [] if config.precision == "fp32" else [MASTERS]
-    return memory_plan(model, run), [*masters, *([OFFLOADED] if config.cpu_offload else []), ESTIMATED]
+    run = dataclasses.replace(run, gradient_bytes=8 if gpus > 1 and not config.parallel.shards else 4)
+    masters = [] if config.precision.name == "fp32" else [MASTERS]
+    return memory_plan(model, run), [*masters, *([OFFLOADED] if config.parallel.cpu_offload else []), ESTIMATED]
 
 
 def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
@@ -219,25 +218,31 @@ def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
     check_experts(config, model.dims, model.family.mapping.transformer(model.config))
     check_sequence(config)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
-    own = {"sequence_parallel": config.sharded_sequence} | passed_on(config, "transformer")
+    own = {"sequence_parallel": config.parallel.sharded_sequence} | passed_on(config, "transformer")
     with contextlib.suppress(NotInstalledError):
         model_config(
-            model.family.mapping, model.config, dims, config.layout, DTYPES[config.precision], config.context, **own
+            model.family.mapping,
+            model.config,
+            dims,
+            config.parallel.layout,
+            DTYPES[config.precision.name],
+            config.parallel.context,
+            **own,
         )
 
 
 def _parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...]:
     """Each dimension and rank 0's neighbours in it: megatron-core counts tensor parallel ranks first, then context,
     then data, then pipeline parallel ones; experts' groups go the same way over the same ranks."""
-    dense = (("tp", config.tp), ("cp", config.cp), ("dp", gpus // (config.tp * config.cp * config.pp)))
-    etp = config.tp if config.etp is None else config.etp
-    expert = (("etp", etp), ("ep", config.ep), ("expert dp", gpus // (etp * config.ep * config.pp)))
-    has_experts = config.ep > 1 or config.etp is not None
+    sizes, etp = config.parallel, config.parallel.expert_tp
+    dense = (("tp", sizes.tp), ("cp", sizes.cp), ("dp", gpus // (sizes.tp * sizes.cp * sizes.pp)))
+    expert = (("etp", etp), ("ep", sizes.ep), ("expert dp", gpus // (etp * sizes.ep * sizes.pp)))
+    has_experts = sizes.ep > 1 or sizes.etp is not None
     groups, stride = [], 1
     for name, size in dense:
         groups.append(ParallelGroup(name, size, tuple(range(0, size * stride, stride))))
         stride *= size
-    groups.append(ParallelGroup("pp", config.pp, tuple(range(0, gpus, stride))))
+    groups.append(ParallelGroup("pp", sizes.pp, tuple(range(0, gpus, stride))))
     stride = 1
     for name, size in expert if has_experts else ():
         groups.append(ParallelGroup(name, size, tuple(range(0, size * stride, stride))))

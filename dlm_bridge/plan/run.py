@@ -229,24 +229,24 @@ def _check_layout(model: PlannedModel, layout: Layout) -> None:
 
 def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
     """The planned run of a training configuration. Raises DlmBridgeError."""
-    replicas = max(1, gpus // (config.tp * config.pp * config.cp))
+    replicas = max(1, gpus // (config.parallel.tp * config.parallel.pp * config.parallel.cp))
     return PlannedRun(
-        layout=config.layout,
+        layout=config.parallel.layout,
         gpus=gpus,
-        seq_length=config.seq_length,
-        cp=config.cp,
-        micro_batch_size=config.micro_batch_size or max(1, config.global_batch_size // replicas),
-        global_batch_size=config.global_batch_size,
-        precision=config.precision,
-        optimizer=config.optimizer,
-        distributed_optimizer=config.distributed_optimizer,
-        optimizer_cpu_offload=config.optimizer_cpu_offload,
-        fsdp=config.fsdp,
-        sequence_parallel=config.sequence_parallel,
-        recompute=config.recompute,
-        recompute_modules=tuple(config.recomputed),
-        recompute_layers=config.recompute_layers,
-        moe_dispatcher=config.moe_dispatcher,
+        seq_length=config.data.seq_length,
+        cp=config.parallel.cp,
+        micro_batch_size=config.data.micro_batch_size or max(1, config.data.global_batch_size // replicas),
+        global_batch_size=config.data.global_batch_size,
+        precision=config.precision.name,
+        optimizer=config.optimizer.name,
+        distributed_optimizer=config.parallel.distributed_optimizer,
+        optimizer_cpu_offload=config.optimizer.cpu_offload,
+        fsdp=config.parallel.fsdp,
+        sequence_parallel=config.parallel.sequence_parallel,
+        recompute=config.engine.recompute,
+        recompute_modules=tuple(config.engine.recomputed),
+        recompute_layers=config.engine.recompute_layers,
+        moe_dispatcher=config.parallel.moe_dispatcher,
         **objective_settings(objective),
     )
 

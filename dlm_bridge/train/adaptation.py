@@ -23,7 +23,7 @@ from dlm_bridge.objectives.two_streams import TwoStreamObjective
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples, split
 from dlm_bridge.train.data.conversations import ConversationSettings, EosPadding, load_conversation_blocks
-from dlm_bridge.train.data.documents import check_tokenizer
+from dlm_bridge.train.data.documents import Source, check_tokenizer
 from dlm_bridge.train.data.sources import DataSources
 from dlm_bridge.train.loading import load_tokenizer
 
@@ -37,14 +37,14 @@ def open_probability(step: int, annealing_steps: int) -> float:
 def anneal_mask(noisy: NoisyBatch, config: TrainConfig, step: int, samples: Sequence[int]) -> NoisyBatch:
     """The batch with the attention of its step, as `pairs`: causal plus a random `open_share` of the later keys, drawn
     anew for each global sample index and step. `noisy` holds one stream, a row for each of `samples`."""
-    share = open_probability(step, config.mask_annealing_steps)
+    share = open_probability(step, config.objective.mask_annealing_steps)
     if share == 1.0:
         return noisy
     batch, length = noisy.input_ids.shape
     device = noisy.input_ids.device
     allowed_BLL = torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
     if share > 0:
-        allowed_BLL = allowed_BLL | (_uniform(config.seed, step, samples, length).to(device) < share)
+        allowed_BLL = allowed_BLL | (_uniform(config.data.seed, step, samples, length).to(device) < share)
     if noisy.mask_descriptor is not None:  # packed documents
         allowed_BLL = allowed_BLL & noisy.mask_descriptor.dense()[:, 0]
     elif noisy.attention_mask is not None:
@@ -72,20 +72,20 @@ def at_step(objective: Objective, config: TrainConfig, step: int) -> Objective:
 
 def scheduled_block_size(config: TrainConfig, step: int) -> int | None:
     """The block size of `--block-schedule` at a step, counted from 1; None without a schedule."""
-    sizes = [size for start, size in config.block_sizes if start <= step]
+    sizes = [size for start, size in config.objective.block_sizes if start <= step]
     return sizes[-1] if sizes else None
 
 
 def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
     """Raise DlmBridgeError where the resolved `config.objective` or the family cannot follow a schedule."""
-    name = str(config.objective)
+    name = str(config.objective.name)
     kind = OBJECTIVES[name].kind
-    if config.block_sizes and not issubclass(kind, TwoStreamObjective):
+    if config.objective.block_sizes and not issubclass(kind, TwoStreamObjective):
         known = ", ".join(other for other, preset in OBJECTIVES.items() if issubclass(preset.kind, TwoStreamObjective))
         raise DlmBridgeError(f"--block-schedule: objective '{name}' has no blocks: those that have are {known}")
-    if not config.mask_annealing_steps:
+    if not config.objective.mask_annealing_steps:
         return
-    flag = f"--mask-annealing-steps {config.mask_annealing_steps}"
+    flag = f"--mask-annealing-steps {config.objective.mask_annealing_steps}"
     if issubclass(kind, TwoStreamObjective):
         raise DlmBridgeError(
             f"{flag}: objective '{name}' makes the mask of its two streams itself: adapt it with --block-schedule"
@@ -105,22 +105,23 @@ def _uniform(seed: int, step: int, samples: Sequence[int], length: int) -> torch
 def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig:
     """The configuration, with its objective resolved, where what is not given is as `family` was tuned. Raises
     DlmBridgeError for padding that the rest does not allow."""
-    kind = OBJECTIVES[str(config.objective)].kind
+    kind = OBJECTIVES[str(config.objective.name)].kind
     blocks = issubclass(kind, TwoStreamObjective)
-    chosen = config.eos_padding
+    chosen = config.data.eos_padding
     if chosen == "block" and not blocks:
-        raise DlmBridgeError(f"--eos-padding block: objective '{config.objective}' has no blocks: choose none or row")
-    if chosen == "row" and config.packing:
+        raise DlmBridgeError(
+            f"--eos-padding block: objective '{config.objective.name}' has no blocks: choose none or row"
+        )
+    if chosen == "row" and config.data.packing:
         raise DlmBridgeError("--eos-padding row fills a row with one answer: leave --packing out, or choose none")
     padding = chosen or family.sft.get("eos_padding", "none")
-    if chosen is None and padding == "row" and config.packing:
+    if chosen is None and padding == "row" and config.data.packing:
         padding = "block" if blocks else "none"
-    normalisation = config.loss_normalisation or family.sft.get("loss_normalisation")
-    if config.loss_normalisation is None and normalisation not in kind.normalisations:
+    normalisation = config.objective.loss_normalisation or family.sft.get("loss_normalisation")
+    if config.objective.loss_normalisation is None and normalisation not in kind.normalisations:
         normalisation = None
-    on_prompt = config.train_on_prompt
-    return dataclasses.replace(
-        config,
+    on_prompt = config.data.train_on_prompt
+    return config.replace(
         eos_padding=padding if blocks or padding != "block" else "none",
         loss_normalisation=normalisation,
         train_on_prompt=family.sft.get("train_on_prompt", False) if on_prompt is None else on_prompt,
@@ -132,27 +133,30 @@ def load_conversations(
 ) -> tuple[Samples, Samples, Any]:
     """The training and validation samples and the tokenizer of a configuration that `tuned_as` gave. Raises
     DlmBridgeError."""
-    tokenizer = load_tokenizer(config)
+    tokenizer, fractions = load_tokenizer(config), config.data.split_fractions
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], mask_token)
     settings = ConversationSettings(
-        seq_length=config.seq_length,
+        seq_length=config.data.seq_length,
         mask_token_id=mask_token,
-        packing=config.packing,
-        truncate=config.truncate,
-        eos_padding=cast(EosPadding, config.eos_padding),
+        packing=config.data.packing,
+        truncate=config.data.truncate,
+        eos_padding=cast(EosPadding, config.data.eos_padding),
         block_size=_largest_block(config, model),
-        train_on_prompt=bool(config.train_on_prompt),
+        train_on_prompt=bool(config.data.train_on_prompt),
     )
-    cut = [split(load_conversation_blocks(part, tokenizer, settings), config.shares)[:2] for part in found.parts]  # type: ignore[arg-type]  # as checked
-    train, valid = found.mixed(cut, config.seed)
+    cut = [
+        split(load_conversation_blocks(cast(Sequence[Source], part), tokenizer, settings), fractions)[:2]
+        for part in found.parts  # as `check_sources` has found
+    ]
+    train, valid = found.mixed(cut, config.data.seed)
     return train, valid, tokenizer
 
 
 def _largest_block(config: TrainConfig, model: Any) -> int:
     """The largest block that the run will have, which its schedule's smaller ones divide; 1 without blocks."""
-    kind = OBJECTIVES[str(config.objective)].kind
+    kind = OBJECTIVES[str(config.objective.name)].kind
     if not issubclass(kind, TwoStreamObjective):
         return 1
-    if config.block_sizes:
-        return config.block_sizes[-1][1]
+    if config.objective.block_sizes:
+        return config.objective.block_sizes[-1][1]
     return int(kind.settings(model.config).get("block_size", kind.block_size))

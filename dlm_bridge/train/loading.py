@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ def load_model(config: TrainConfig) -> Any:
     config.json, of the family that `--family` or the config names. In fp32, but for the frozen base of an adapter,
     which is in the precision of the run, or quantized. Raises DlmBridgeError."""
     model = _load(config)
-    if config.mask_token_id is not None:
-        model.config.mask_token_id = config.mask_token_id  # saved with every checkpoint
+    if config.model.mask_token_id is not None:
+        model.config.mask_token_id = config.model.mask_token_id  # saved with every checkpoint
     return model
 
 
@@ -34,38 +33,38 @@ def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> 
     """What a run starts from: `load_model`, or its own checkpoint, of an adapter the base. Where weights are cut over
     processes, those that are not `main` get theirs from it, and have a model without weights until then. Raises
     DlmBridgeError."""
-    if checkpoint is not None and not config.adapts:
-        config = dataclasses.replace(config, model=str(checkpoint), from_scratch=False)
-    return load_model(config) if main or not config.shards else empty_model(config)
+    if checkpoint is not None and not config.model.adapts:
+        config = config.replace(model=str(checkpoint), from_scratch=False)
+    return load_model(config) if main or not config.parallel.shards else empty_model(config)
 
 
 def _load(config: TrainConfig) -> Any:
-    folder = Path(config.model)
-    if config.from_scratch:
-        return _from_scratch(folder, config.seed, config.family)
+    folder = Path(config.model.path)
+    if config.model.from_scratch:
+        return _from_scratch(folder, config.data.seed, config.model.family)
     if (folder / TRACKER).is_file():
         from dlm_bridge.bridge import Bridge
 
         check_quantization(config)
-        return Bridge.from_megatron(config.model, family=config.family).build_hf_model(base_dtype(config))
-    check_weights(config.model)
-    return load_hub_model(config.model, config.family, base_dtype(config), _quantization(config))
+        return Bridge.from_megatron(config.model.path, family=config.model.family).build_hf_model(base_dtype(config))
+    check_weights(config.model.path)
+    return load_hub_model(config.model.path, config.model.family, base_dtype(config), _quantization(config))
 
 
 def base_dtype(config: TrainConfig) -> torch.dtype:
     """What weights are loaded in: fp32 where they are trained, else what the run computes in."""
-    if not config.adapts:
+    if not config.model.adapts:
         return torch.float32
-    return {"fp32": torch.float32, "fp16": torch.float16}.get(config.precision, torch.bfloat16)
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(config.precision.name, torch.bfloat16)
 
 
 def check_quantization(config: TrainConfig) -> None:
     """Raise DlmBridgeError where the base of an adapter cannot be quantized as asked for."""
-    if config.lora_quantize is None:
+    if config.model.lora_quantize is None:
         return
-    if (Path(config.model) / TRACKER).is_file():
+    if (Path(config.model.path) / TRACKER).is_file():
         raise DlmBridgeError(
-            f"--lora-quantize: --model {config.model} is a Megatron checkpoint: export it to the Hub's layout first"
+            f"--lora-quantize: --model {config.model.path} is a Megatron checkpoint: export it to the Hub's layout first"
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise DlmBridgeError("--lora-quantize needs bitsandbytes: pip install 'dlm-bridge[quantize]'")
@@ -87,22 +86,22 @@ def empty_model(config: TrainConfig) -> Any:
 
     import dlm_bridge  # noqa: F401  registers the families
 
-    folder = Path(config.model)
-    spec = None if config.family is None else family_by_name(config.family)
+    folder = Path(config.model.path)
+    spec = None if config.model.family is None else family_by_name(config.model.family)
     if (folder / TRACKER).is_file():
         from dlm_bridge.bridge import Bridge
 
-        bridge = Bridge.from_megatron(config.model, family=config.family)
+        bridge = Bridge.from_megatron(config.model.path, family=config.model.family)
         spec, hub_config = bridge.family, bridge.family.load("config_class").from_dict(bridge.config)
     else:
-        if config.from_scratch:
-            spec = find_family(_read_config(folder), config.family, where=str(folder / "config.json"))
+        if config.model.from_scratch:
+            spec = find_family(_read_config(folder), config.model.family, where=str(folder / "config.json"))
         else:
-            check_weights(config.model)
-        hub_config = _hub_config(config.model, spec)
+            check_weights(config.model.path)
+        hub_config = _hub_config(config.model.path, spec)
         spec = spec or getattr(type(hub_config), "family", None)
-    if config.mask_token_id is not None:
-        hub_config.mask_token_id = config.mask_token_id
+    if config.model.mask_token_id is not None:
+        hub_config.mask_token_id = config.model.mask_token_id
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(hub_config) if spec is None else spec.load("model_class")(hub_config)
 
@@ -146,9 +145,9 @@ def model_family(model: Any) -> FamilySpec | None:
 
 def load_tokenizer(config: TrainConfig) -> Any:
     """The tokenizer of `--tokenizer`, else the model's own. Raises DlmBridgeError."""
-    if config.tokenizer:
-        return open_tokenizer(config.tokenizer, "--tokenizer")
-    return open_tokenizer(config.model, "--model", ": name one with --tokenizer")
+    if config.model.tokenizer:
+        return open_tokenizer(config.model.tokenizer, "--tokenizer")
+    return open_tokenizer(config.model.path, "--model", ": name one with --tokenizer")
 
 
 def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
@@ -163,12 +162,12 @@ def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
 def _quantization(config: TrainConfig) -> dict[str, Any]:
     """Arguments of `from_pretrained` that quantize, on this process's device, what is loaded."""
     check_quantization(config)
-    if config.lora_quantize is None:
+    if config.model.lora_quantize is None:
         return {}
     from transformers import BitsAndBytesConfig
 
     settings = BitsAndBytesConfig(load_in_8bit=True)
-    if config.lora_quantize == "4bit":
+    if config.model.lora_quantize == "4bit":
         settings = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -249,20 +248,20 @@ def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> Megatr
     """The source that `--model` names, or on a resume the run's own `checkpoint`. Raises DlmBridgeError."""
     if checkpoint is not None:
         bridge = Bridge.from_megatron(checkpoint)
-    elif config.from_scratch:
-        bridge = Bridge.from_scratch(config.model, config.seed, family=config.family)
-    elif (Path(config.model).parent / TRACKER).is_file():
+    elif config.model.from_scratch:
+        bridge = Bridge.from_scratch(config.model.path, config.data.seed, family=config.model.family)
+    elif (Path(config.model.path).parent / TRACKER).is_file():
         raise DlmBridgeError(
-            f"--model {config.model}: it is an iteration of a Megatron checkpoint: give the folder that holds it and "
+            f"--model {config.model.path}: it is an iteration of a Megatron checkpoint: give the folder that holds it and "
             f"{TRACKER}, which says the iteration, or export this one"
         )
-    elif (Path(config.model) / TRACKER).is_file():
-        bridge = Bridge.from_megatron(config.model, family=config.family)
+    elif (Path(config.model.path) / TRACKER).is_file():
+        bridge = Bridge.from_megatron(config.model.path, family=config.model.family)
     else:
-        bridge = Bridge.from_hf(config.model, family=config.family)
+        bridge = Bridge.from_hf(config.model.path, family=config.model.family)
     hub_config = bridge.family.load("config_class").from_dict(bridge.config)
-    if config.mask_token_id is not None:
-        hub_config.mask_token_id = config.mask_token_id  # saved with every checkpoint
+    if config.model.mask_token_id is not None:
+        hub_config.mask_token_id = config.model.mask_token_id  # saved with every checkpoint
     with torch.device("meta"):
         model = bridge.family.load("model_class")(hub_config)
     return MegatronSource(bridge, model)

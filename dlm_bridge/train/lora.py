@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,9 @@ from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import HUB_ID, read_config
 from dlm_bridge.objectives.noise import torch_seed
-from dlm_bridge.train.config import Config, TrainConfig, names
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.files import Config
+from dlm_bridge.train.config.options import comma_separated
 from dlm_bridge.train.loading import decoder_layers, model_family
 
 BASE = "base.json"  # beside an adapter: the base that it was trained on
@@ -28,17 +29,17 @@ SAMPLED = 64  # rows of the embedding, and elements of each, that tell a base fr
 def with_lora(config: Config, model: Any) -> Config:
     """The configuration with its adapter's settings resolved. Raises DlmBridgeError for targets that are not linear
     layers of the model, and for an adapter that is not plain LoRA or names another base."""
-    if config.adapter is not None:
-        check_adapter(Path(config.adapter), config.model)
-    if not config.lora_rank:
+    if config.model.adapter is not None:
+        check_adapter(Path(config.model.adapter), config.model.path)
+    if not config.model.lora_rank:
         return config
     family = model_family(model)
     assert family is not None, "with_objective has refused a model of no family"
-    targets = names(config.lora_targets) or list(family.lora_targets)
+    targets = comma_separated(config.model.lora_targets) or list(family.lora_targets)
     for target in targets:
         _check_target(model, target)
-    alpha = 2.0 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
-    return dataclasses.replace(config, lora_targets=",".join(targets), lora_alpha=alpha)
+    alpha = 2.0 * config.model.lora_rank if config.model.lora_alpha is None else config.model.lora_alpha
+    return config.replace(lora_targets=",".join(targets), lora_alpha=alpha)
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,19 @@ def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> 
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
     from peft.utils import load_peft_weights
 
-    folder = folder or (None if config.adapter is None else Path(config.adapter))
+    folder = folder or (None if config.model.adapter is None else Path(config.model.adapter))
     on_meta = model.get_input_embeddings().weight.is_meta
     found = None if on_meta else fingerprint(model)
     settings = _new(config)
     if folder is not None:
         settings = LoraConfig.from_pretrained(str(folder))
         settings.inference_mode = False
-        settings.base_model_name_or_path = _base_name(config.model)
-        _check_fingerprint(folder, found, config.model)
-    torch.manual_seed(torch_seed(config.seed, STEP, 0))
+        settings.base_model_name_or_path = _base_name(config.model.path)
+        _check_fingerprint(folder, found, config.model.path)
+    torch.manual_seed(torch_seed(config.data.seed, STEP, 0))
     try:
         peft = get_peft_model(model, settings)
-        peft.peft_config["default"].base_model_name_or_path = _base_name(config.model)
+        peft.peft_config["default"].base_model_name_or_path = _base_name(config.model.path)
         if folder is not None and not on_meta:
             result: Any = set_peft_model_state_dict(peft, load_peft_weights(str(folder), device="cpu"))
             left = [*result.unexpected_keys, *(name for name in result.missing_keys if ".lora_" in name)]
@@ -100,8 +101,10 @@ def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> 
                 raise ValueError(f"{left[0]} is not in both")
     except (ValueError, RuntimeError, OSError) as error:
         where = f"--adapter {folder}" if folder is not None else "--lora-rank"
-        raise DlmBridgeError(f"{where}: is no adapter of --model {config.model}: {one_line(error)[:300]}") from error
-    return Adapter(peft, _base_name(config.model), found)
+        raise DlmBridgeError(
+            f"{where}: is no adapter of --model {config.model.path}: {one_line(error)[:300]}"
+        ) from error
+    return Adapter(peft, _base_name(config.model.path), found)
 
 
 def check_adapter(folder: Path, base: str) -> None:
@@ -133,13 +136,13 @@ def fingerprint(model: Any) -> str:
 def _new(config: TrainConfig) -> Any:
     from peft import LoraConfig
 
-    alpha = config.lora_alpha or 1.0
+    alpha = config.model.lora_alpha or 1.0
     return LoraConfig(
         task_type="CAUSAL_LM",
-        r=max(1, config.lora_rank),
+        r=max(1, config.model.lora_rank),
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]  # any number will do
-        lora_dropout=config.lora_dropout,
-        target_modules=names(config.lora_targets),
+        lora_dropout=config.model.lora_dropout,
+        target_modules=comma_separated(config.model.lora_targets),
     )
 
 

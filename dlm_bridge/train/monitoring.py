@@ -14,7 +14,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.texts import WrittenPrompt, as_message, random_state_kept, write_texts
-from dlm_bridge.train.config import TrainConfig, names
+from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import model_family
 from dlm_bridge.train.metrics import StepMetrics, read_rows
 
@@ -33,9 +33,9 @@ class TextSamples:
         Raises DlmBridgeError for prompts that cannot be read or encoded."""
         self._config = config
         self._tokenizer = tokenizer
-        self._prompts = read_prompts(config.sample_prompt)
+        self._prompts = read_prompts(config.logging.sample_prompt)
         chat = config.task == "sft" and tokenizer.chat_template is not None
-        name = config.tokenizer or config.model
+        name = config.model.tokenizer or config.model.path
         self._tokens = [
             (as_message(text, None) if chat else WrittenPrompt(text=text)).encode(tokenizer, name)
             for text in self._prompts
@@ -53,7 +53,7 @@ class TextSamples:
         calls it. Raises DlmBridgeError where the model cannot be sampled from."""
         family = model_family(model)
         diffusion = family is not None and family.kind == "diffusion"
-        settings: dict[str, Any] = {"gen_length": self._config.sample_length, "seed": self._config.seed}
+        settings: dict[str, Any] = {"gen_length": self._config.logging.sample_length, "seed": self._config.data.seed}
         if diffusion:
             settings["execution"] = "eager"  # nothing of it stays behind in the device's memory
         training = model.training
@@ -96,7 +96,7 @@ def read_prompts(given: Sequence[str]) -> list[str]:
 
 def check_trackers(config: TrainConfig) -> None:
     """Raise DlmBridgeError where a tracker's package is missing."""
-    for name in names(config.trackers):
+    for name in config.logging.tracker_names:
         if importlib.util.find_spec(name) is None:
             raise DlmBridgeError(f"--trackers {name}: the package is not installed: pip install {name}")
 
@@ -110,14 +110,14 @@ class Trackers:
 
         PartialState()  # which Accelerate's trackers and their logger look at; a Megatron run has no Accelerator
         self.trackers: list[Any] = []
-        for name in names(config.trackers):
+        for name in config.logging.tracker_names:
             if name == "tensorboard":
                 tracker: Any = TensorBoardTracker("tensorboard", str(output))
             else:
                 tracker = WandBTracker(output.name, dir=str(output))
             tracker.start()
             if name == "wandb":  # TensorBoard's form of this is a folder a call; config.yaml lies beside it already
-                tracker.store_init_configuration(dataclasses.asdict(config))
+                tracker.store_init_configuration(config.as_flags())
             self.trackers.append(tracker)
 
     def log(self, row: StepMetrics) -> None:

@@ -16,13 +16,13 @@ from dlm_bridge.train.config import TrainConfig
 def learning_rate(config: TrainConfig, step: int) -> float:
     """The rate of `step`, which counts from 1: linear warm-up to `lr`, then the schedule down to `min_lr` at the last
     step. A pure function, so that a resume needs no scheduler state."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.lr_schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / (config.steps - config.warmup_steps))
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
-    return config.min_lr + (config.lr - config.min_lr) * share
+    if step <= config.schedule.warmup_steps:
+        return config.optimizer.lr * step / config.schedule.warmup_steps
+    if config.schedule.name == "constant":
+        return config.optimizer.lr
+    progress = min(1.0, (step - config.schedule.warmup_steps) / (config.schedule.steps - config.schedule.warmup_steps))
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule.name == "cosine" else 1 - progress
+    return config.schedule.min_lr + (config.optimizer.lr - config.schedule.min_lr) * share
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -33,10 +33,10 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 def adamw(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -> torch.optim.AdamW:
     """The optimizer of a Hub-side model's trained parameters; without `fused` torch chooses how it is computed."""
     return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.adam_eps,
+        parameter_groups(model, config.optimizer.weight_decay),
+        lr=config.optimizer.lr,
+        betas=(config.optimizer.beta1, config.optimizer.beta2),
+        eps=config.optimizer.adam_eps,
         fused=fused,
     )
 

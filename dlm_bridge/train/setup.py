@@ -46,7 +46,7 @@ class RunStart:
 
 def start_run(config: TrainConfig, resume: bool, accelerator: Any, console: Any) -> RunStart:
     """Open the output folder on the main process and find the newest checkpoint of a run that goes on."""
-    output = Path(config.output)
+    output = Path(config.checkpoint.output)
     if accelerator.is_main_process:
         open_output(output, resume)
     accelerator.wait_for_everyone()
@@ -54,16 +54,16 @@ def start_run(config: TrainConfig, resume: bool, accelerator: Any, console: Any)
     step, checkpoint = found[-1] if found else (0, None)
     if checkpoint is not None:
         check_same_model(config, checkpoint)
-    finished = checkpoint is not None and step >= config.steps
+    finished = checkpoint is not None and step >= config.schedule.steps
     if finished and accelerator.is_main_process:
-        console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
+        console.print(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}", soft_wrap=True)
     return RunStart(output, step, checkpoint, finished)
 
 
 def trains_on_cpu(config: TrainConfig) -> bool:
     """Whether this machine trains on its CPU. Raises DlmBridgeError for a precision that a CPU does not have."""
     cpu = not torch.accelerator.is_available()
-    if cpu and config.precision == "fp16":
+    if cpu and config.precision.name == "fp16":
         raise DlmBridgeError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
     return cpu
 
@@ -76,7 +76,7 @@ def remove_empty_output_on_error(
 
     @functools.wraps(train)
     def run(config: Config, *arguments: Rest.args, **options: Rest.kwargs) -> Path:
-        output = Path(config.output)
+        output = Path(config.checkpoint.output)
         main = os.environ.get("RANK", "0") == "0"
         made = [folder for folder in (output, *output.parents) if not folder.exists()] if main else []
         try:
@@ -109,15 +109,15 @@ def check_output(output: Path, resume: bool) -> None:
 def check_same_model(config: TrainConfig, saved: Path) -> None:
     """Raise DlmBridgeError where `--model` has another family or other sizes than what the run has `saved`, with which
     a resume goes on. A model that is no longer there says nothing, nor does one on the Hub."""
-    if not Path(config.model).is_dir():
+    if not Path(config.model.path).is_dir():
         return
     try:
-        asked, own = (_family_and_dims(place, config.family) for place in (config.model, saved))
+        asked, own = (_family_and_dims(place, config.model.family) for place in (config.model.path, saved))
     except DlmBridgeError:  # an adapter's checkpoint, which has no config of the model
         return
     if asked != own:
         raise DlmBridgeError(
-            f"--model {config.model} is another model than that of the run in {config.output}: resume with that, or "
+            f"--model {config.model.path} is another model than that of the run in {config.checkpoint.output}: resume with that, or "
             "choose another --output"
         )
 
@@ -142,38 +142,45 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     family = model_family(model)
     if family is None:
         raise DlmBridgeError(
-            f"--model {config.model}: {type(model).__name__} is of no known family: see dlm-bridge families for what "
+            f"--model {config.model.path}: {type(model).__name__} is of no known family: see dlm-bridge families for what "
             f"{config.task} takes"
         )
-    objective = config.objective or family.objective
-    check_objective(objective, family, f"--objective {objective}" if config.objective else f"--model {config.model}")
+    objective = config.objective.name or family.objective
+    check_objective(
+        objective, family, f"--objective {objective}" if config.objective.name else f"--model {config.model.path}"
+    )
     limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and config.seq_length > limit:
-        raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
-    config = dataclasses.replace(config, objective=objective)
+    if limit is not None and config.data.seq_length > limit:
+        raise DlmBridgeError(f"--seq-length {config.data.seq_length} is more than the model's {limit} positions")
+    config = config.replace(objective=objective)
     if config.task == "sft":
         config = with_family_defaults(config, family)
     check_adaptation(config, family)
     check_trackers(config)
-    read_prompts(config.sample_prompt)
+    read_prompts(config.logging.sample_prompt)
     return config
 
 
 def make_objective(config: TrainConfig, model: Any) -> Objective:
     """The objective of a configuration that `with_objective` gave. Raises DlmBridgeError for a model's config that
     lacks what it needs."""
-    name = str(config.objective)
+    name = str(config.objective.name)
     token = mask_token_id(model) if OBJECTIVES[name].kind.masks else -1
     return build_objective(
-        name, token, config.length_variation, model.config, config.loss_weighting, config.loss_normalisation
+        name,
+        token,
+        config.objective.length_variation,
+        model.config,
+        config.objective.loss_weighting,
+        config.objective.loss_normalisation,
     )
 
 
 def check_data(config: TrainConfig, load: bool = True) -> DataSources:
     """What `--data` names; `load` as for `find_data`. Raises DlmBridgeError where it names nothing, a blend is not
     W PATH W PATH ..., or a Megatron pair is damaged or shorter than a block: what can be told without a model."""
-    found = find_data(config.data, load)
-    found.check(config.seq_length)
+    found = find_data(config.data.paths, load)
+    found.check(config.data.seq_length)
     if config.task == "sft":
         for part in found.parts:
             check_sources(part)
@@ -183,21 +190,21 @@ def check_data(config: TrainConfig, load: bool = True) -> DataSources:
 def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Samples, Samples, Any]:
     """The training and validation samples and the tokenizer (None where nothing needs one and the model has none);
     `mask_token` is None where the objective masks nothing. Raises DlmBridgeError."""
-    found = find_data(config.data)
+    found = find_data(config.data.paths)
     if config.task == "sft":
         return load_conversations(config, model, found, mask_token)
     reader = ReaderSettings(
-        seq_length=config.seq_length,
-        seed=config.seed,
-        shares=config.shares,
+        seq_length=config.data.seq_length,
+        seed=config.data.seed,
+        shares=config.data.split_fractions,
         fit=TokenLimits(model.get_input_embeddings().weight.shape[0], mask_token),
-        with_documents=config.document_attention,
+        with_documents=config.data.document_attention,
     )
     tokenizer = None
     try:
         tokenizer = load_tokenizer(config)
     except DlmBridgeError:
-        if found.has_text or config.tokenizer or config.sample_prompt:
+        if found.has_text or config.model.tokenizer or config.logging.sample_prompt:
             raise
     train, valid = found.sections(reader, tokenizer)
     return train, valid, tokenizer

@@ -67,14 +67,21 @@ class TrainingLoop(abc.ABC):
         """Train from after `step` and return the last checkpoint's folder."""
         config = self.config
         metrics = MetricsFile(self.output / "metrics.jsonl", step) if self.main else None
-        trackers = Trackers(config, self.output) if self.main and config.trackers else None
+        trackers = Trackers(config, self.output) if self.main and config.logging.trackers else None
         samples = None
-        if config.sample_interval:
+        if config.logging.sample_interval:
             samples = TextSamples(config, self.tokenizer, self.output, step, self.main)
             if step == 0:  # to compare with, and a prompt that cannot be sampled ends the run before it began
                 self.sample(samples, 0)
-        deadline = math.inf if config.exit_duration is None else time.monotonic() + 60 * config.exit_duration
-        with catch_sigterm() as terminated, TrainingProgress(self.console, config.steps, step, self.main) as progress:
+        deadline = (
+            math.inf
+            if config.schedule.exit_duration is None
+            else time.monotonic() + 60 * config.schedule.exit_duration
+        )
+        with (
+            catch_sigterm() as terminated,
+            TrainingProgress(self.console, config.schedule.steps, step, self.main) as progress,
+        ):
 
             def write(row: StepMetrics) -> None:
                 if metrics is not None:
@@ -92,12 +99,18 @@ class TrainingLoop(abc.ABC):
                     if before is not None:
                         write(before())
                         before = None
-                last = stop or step == config.steps
+                last = stop or step == config.schedule.steps
                 evaluates = bool(
-                    len(self.valid) and config.eval_interval and (step % config.eval_interval == 0 or last)
+                    len(self.valid)
+                    and config.logging.eval_interval
+                    and (step % config.logging.eval_interval == 0 or last)
                 )
-                saves = last or step in config.saves or (config.save_interval and step % config.save_interval == 0)
-                samples_now = samples is not None and (step % config.sample_interval == 0 or last)
+                saves = (
+                    last
+                    or step in config.checkpoint.saves
+                    or (config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0)
+                )
+                samples_now = samples is not None and (step % config.logging.sample_interval == 0 or last)
                 if not (evaluates or saves or samples_now):
                     before = figures
                     continue
@@ -113,7 +126,7 @@ class TrainingLoop(abc.ABC):
             trackers.close()
         if metrics is not None:
             metrics.close()
-            done = "done" if step == config.steps else f"stopped early (continue with --resume), step {step}"
+            done = "done" if step == config.schedule.steps else f"stopped early (continue with --resume), step {step}"
             self.console.print(f"{done}: the model is at {folder}", highlight=False, soft_wrap=True)
         return folder
 

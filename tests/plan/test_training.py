@@ -22,8 +22,8 @@ def training_plan(config: TrainConfig, hub_config: dict[str, Any], gpus: int) ->
 
     Raises DlmBridgeError for a layout that the model or the number of GPUs cannot have.
     """
-    model = model_of(hub_config, config.model, config.family)
-    return memory_plan(model, run_of(config, config.objective or model.family.objective, gpus))
+    model = model_of(hub_config, config.model.path, config.model.family)
+    return memory_plan(model, run_of(config, config.objective.name or model.family.objective, gpus))
 
 
 def settings(**changes: Any) -> TrainConfig:
@@ -39,7 +39,7 @@ def settings(**changes: Any) -> TrainConfig:
         "micro_batch_size": 2,
         "seq_length": 4096,
     }
-    return TrainConfig(**{**values, **changes})
+    return TrainConfig.from_flags(**{**values, **changes})
 
 
 def test_is_the_plan_of_the_same_settings() -> None:

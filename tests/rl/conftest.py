@@ -109,7 +109,7 @@ def run(policy_folder: Path, problems: Path, reward: str) -> Run:
             "save_interval": 0,
         }
         values |= {"reward": [reward]} if changes.get("method", "diffu-grpo") != "vrpo" else {}
-        train(RLConfig(**{**values, **changes}), resume, Console(quiet=True))
+        train(RLConfig.from_flags(**{**values, **changes}), resume, Console(quiet=True))
         return read_metrics(output)
 
     return _run

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.config import RLConfig, load_rl_config
+from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.files import load_rl_config
 from dlm_bridge.train.rl.rows import Shuffled, load_pairs, load_problems
 from tests.rl.conftest import Run, letters
 from tests.train.chats import chatty
@@ -109,9 +110,9 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         tmp_path / "rl.yaml", "method: block-grpo\nreward: [countdown, 0.1*countdown_form]\ngeneration: steps=4"
     )
     config = load_rl_config({"model": "m", "data": ["d"], "output": str(tmp_path), "steps": 3}, file)
-    assert config.reward == ["countdown", "0.1*countdown_form"]
-    assert config.sampler == {"steps": 4}
-    assert (config.steps, config.lr, config.kl_weight) == (3, 1e-6, 0.04)
+    assert config.rl.reward == ["countdown", "0.1*countdown_form"]
+    assert config.rl.sampler == {"steps": 4}
+    assert (config.schedule.steps, config.optimizer.lr, config.rl.kl_weight) == (3, 1e-6, 0.04)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert load_rl_config({"output": str(tmp_path)}, resume=True) == config
     with pytest.raises(DlmBridgeError, match=r"^--group-size 4 differs from the 8 that the run"):

@@ -112,7 +112,7 @@ def run(values: dict[str, Any]) -> Run:
 
     def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
         AcceleratorState._reset_state(reset_partial_state=True)
-        config = TrainConfig(**{**values, "output": str(output), **changes})
+        config = TrainConfig.from_flags(**{**values, "output": str(output), **changes})
         train(config, resume, Console(quiet=True))
         return read_metrics(output)
 
@@ -128,9 +128,9 @@ def bf16_run(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
         fixed = {"engine": "megatron", "precision": "bf16", "lr_schedule": "constant", "eval_interval": 0}
-        config = TrainConfig(**{**values, **fixed, "output": str(output), **changes})
+        config = TrainConfig.from_flags(**{**values, **fixed, "output": str(output), **changes})
         with pytest.MonkeyPatch.context() as patch:
-            if config.megatron:
+            if config.engine.megatron:
                 precision_aware.install(patch)
             train(config, resume, Console(quiet=True))
         return read_metrics(output) if (output / "metrics.jsonl").exists() else []

@@ -77,7 +77,7 @@ def gradients(strategy: str, overlapped: bool | None, equal: bool, experts: bool
     alone = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), last)
     rows = torch.randn(2, MICRO, 5, 8)
     config = data_parallel_config(
-        TrainConfig(
+        TrainConfig.from_flags(
             task="pretrain", model="model", data=["data"], output="run", engine="megatron", steps=1, fsdp=strategy
         )
     )

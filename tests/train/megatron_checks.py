@@ -26,7 +26,7 @@ from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.parallelize import build_megatron_model
-from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config import TrainConfig, nested
 from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.megatron import engine
 from dlm_bridge.train.megatron import trainer as trainer_module
@@ -76,10 +76,10 @@ def masters_are_as_stored(files: Files, cell: Cell, **changes: Any) -> None:
     """In half precision the optimizer's fp32 weights begin with the checkpoint's, bit for bit."""
     options = files.options(cell, optimizer="adamw", **changes)
     _fit_groups(options)
-    config = TrainConfig(**options, precision="bf16")
+    config = TrainConfig.from_flags(**options, precision="bf16")
     trainer = engine.assemble(config, Console(quiet=True))
     trainer.close()
-    stored = build_megatron_model(trainer.source.bridge, config.layout, "fp32", config.context)
+    stored = build_megatron_model(trainer.source.bridge, config.parallel.layout, "fp32", config.parallel.context)
     rounded = 0
     for wrapped, plain in zip(trainer.chunks, stored, strict=True):
         wanted = dict(plain.named_parameters())
@@ -253,7 +253,7 @@ def run_cli(files: Files, options: dict[str, Any], *flags: str) -> tuple[int, st
     """`dlm-bridge pretrain` in this process: its exit code and what it says on stderr."""
     _fit_groups(options)
     path = files.root / f"options_{os.environ['RANK']}.yaml"
-    path.write_text(yaml.safe_dump(options))
+    path.write_text(yaml.safe_dump(nested(TrainConfig, options)))
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
         patch.setattr(sys, "argv", ["dlm-bridge", "pretrain", "--config", str(path), *flags])
         with pytest.raises(SystemExit) as exit_code:
@@ -265,7 +265,7 @@ def run_cli(files: Files, options: dict[str, Any], *flags: str) -> tuple[int, st
 def _measured(options: dict[str, Any]) -> dict[str, Any]:
     """The figures of one step, and by how much it moved every Hub tensor."""
     _fit_groups(options)
-    config = TrainConfig(**options)
+    config = TrainConfig.from_flags(**options)
     trainer = engine.assemble(config, Console(quiet=True))
     trainer.prefetcher = Prefetcher(trainer._produce, 1, depth=1)
     try:
@@ -283,7 +283,7 @@ def _measured(options: dict[str, Any]) -> dict[str, Any]:
 
 def _train(options: dict[str, Any], resume: bool = False) -> None:
     _fit_groups(options)
-    engine.train(TrainConfig(**options), resume, Console(quiet=True))
+    engine.train(TrainConfig.from_flags(**options), resume, Console(quiet=True))
 
 
 def _fit_groups(options: dict[str, Any]) -> None:
@@ -291,8 +291,8 @@ def _fit_groups(options: dict[str, Any]) -> None:
     if not dist.is_initialized():
         return
     with contextlib.suppress(DlmBridgeError):
-        config = TrainConfig(**options)
-        if groups.fit(config.layout, ContextParallelConfig(config.cp)):
+        config = TrainConfig.from_flags(**options)
+        if groups.fit(config.parallel.layout, ContextParallelConfig(config.parallel.cp)):
             return
     groups.destroy()
 

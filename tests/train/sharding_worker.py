@@ -80,7 +80,7 @@ def train(root: Path, name: str, subject: str, resume: bool = False, **changes: 
     """Run, and keep the gradients of the first step."""
     AcceleratorState._reset_state(reset_partial_state=True)
     options = {**OPTIONS, "steps": STEPS, "model": str(root / subject), "data": [str(root / "chats.jsonl")], **changes}
-    config = TrainConfig(**options, output=str(root / name), tokenizer=str(root / "tokenizer"))
+    config = TrainConfig.from_flags(**options, output=str(root / name), tokenizer=str(root / "tokenizer"))
     step = torch.optim.AdamW.step
     kept: list[list[torch.Tensor]] = []
 

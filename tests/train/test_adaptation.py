@@ -20,7 +20,8 @@ from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import ShiftedDiffusion
 from dlm_bridge.train.adaptation import anneal_mask, open_probability, with_block_size
-from dlm_bridge.train.config import TrainConfig, load_config
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.files import load_config
 from tests.families import a2d, dream, sdar, wedlm
 from tests.families.case import FamilyCase
 from tests.train.conftest import Run, without_speed
@@ -54,7 +55,7 @@ def _loss(model: Any, objective: Any, noisy: NoisyBatch) -> float:
 
 def test_annealing_begins_causal_and_ends_bidirectional(tmp_path: Path) -> None:
     model, objective, noisy = _dream(tmp_path)
-    config = TrainConfig(**GIVEN, mask_annealing_steps=10)
+    config = TrainConfig.from_flags(**GIVEN, mask_annealing_steps=10)
     stock = transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(**{**model.config.to_dict(), "model_type": "qwen2"})
     )
@@ -66,14 +67,14 @@ def test_annealing_begins_causal_and_ends_bidirectional(tmp_path: Path) -> None:
     assert _loss(model, objective, first) == pytest.approx(causal, rel=1e-5)
     assert _loss(model, objective, last) == bidirectional
     # The share just below one opens every pair but a few: its mask is the padding's, too.
-    nearly = anneal_mask(noisy, TrainConfig(**GIVEN, mask_annealing_steps=10**9), 10**9, range(4))
+    nearly = anneal_mask(noisy, TrainConfig.from_flags(**GIVEN, mask_annealing_steps=10**9), 10**9, range(4))
     assert nearly.pairs is not None
     assert nearly.pairs.dim() == 4
     assert _loss(model, objective, nearly) == pytest.approx(bidirectional, rel=1e-5)
 
 
 def test_the_share_of_open_pairs_grows_linearly() -> None:
-    length, config = 128, TrainConfig(**{**GIVEN, "seq_length": 128}, mask_annealing_steps=100)
+    length, config = 128, TrainConfig.from_flags(**{**GIVEN, "seq_length": 128}, mask_annealing_steps=100)
     ids = torch.zeros(4, length, dtype=torch.long)
     empty = torch.zeros(0)
     noisy = NoisyBatch(ids, None, None, None, ids.bool(), ids.bool(), empty, empty, None, empty)
@@ -94,7 +95,7 @@ def test_the_share_of_open_pairs_grows_linearly() -> None:
 
 
 def test_packed_documents_stay_apart_while_attention_opens() -> None:
-    config = TrainConfig(**GIVEN, mask_annealing_steps=10)
+    config = TrainConfig.from_flags(**GIVEN, mask_annealing_steps=10)
     ids = torch.zeros(2, 12, dtype=torch.long)
     documents = (torch.arange(12) >= 5).long().expand(2, -1)
     uniforms = Uniforms.keyed(0, 1, range(2), 12)
@@ -148,7 +149,7 @@ def _check_resume(tmp_path: Path, run: Run, whole: list[dict[str, Any]], options
     run(tmp_path / "resumed", steps=2, **options)
     own = load_config({"output": str(tmp_path / "resumed"), "steps": 4}, resume=True)
     resumed = run(
-        tmp_path / "resumed", resume=True, **{key: value for key, value in vars(own).items() if key != "output"}
+        tmp_path / "resumed", resume=True, **{key: value for key, value in own.as_flags().items() if key != "output"}
     )
     assert without_speed(resumed) == without_speed(whole)
     ours, theirs = (
@@ -162,7 +163,7 @@ def _check_resume(tmp_path: Path, run: Run, whole: list[dict[str, Any]], options
 def test_the_block_size_of_a_step_is_what_the_streams_see(step: int, size: int, tmp_path: Path) -> None:
     case = sdar.CASES[0]
     model = case.load(case.write(tmp_path / "sdar", mask_token_id=99))
-    config = TrainConfig(**GIVEN, block_schedule="0:2,10:7")
+    config = TrainConfig.from_flags(**GIVEN, block_schedule="0:2,10:7")
     objective = with_block_size(family_objective(model), model, config, step)
     ids = torch.arange(LENGTH)[None]
     noisy = objective.noise(ids, Uniforms.keyed(0, step, [0], LENGTH))
@@ -198,7 +199,7 @@ def test_the_block_size_of_a_step_is_what_the_streams_see(step: int, size: int, 
 )
 def test_bad_schedules_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
-        TrainConfig(**GIVEN, **changes)
+        TrainConfig.from_flags(**GIVEN, **changes)
     assert "\n" not in str(raised.value)
 
 
@@ -215,9 +216,9 @@ def test_models_and_objectives_that_cannot_follow_are_refused(tmp_path: Path, ru
 
 def test_a_resume_with_another_schedule_is_refused(tmp_path: Path) -> None:
     began = {**GIVEN, "output": str(tmp_path), "mask_annealing_steps": 5, "block_schedule": "0:2"}
-    (tmp_path / "config.yaml").write_text(TrainConfig(**began).to_yaml())
+    (tmp_path / "config.yaml").write_text(TrainConfig.from_flags(**began).to_yaml())
     again = load_config({"output": str(tmp_path)}, resume=True)
-    assert (again.mask_annealing_steps, again.block_sizes) == (5, ((0, 2),))
+    assert (again.objective.mask_annealing_steps, again.objective.block_sizes) == (5, ((0, 2),))
     for change in ({"mask_annealing_steps": 6}, {"block_schedule": "0:7"}, {"family": "dream"}):
         flag = "--" + next(iter(change)).replace("_", "-")
         with pytest.raises(DlmBridgeError, match=f"{flag} .* differs from the .* began with"):

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.plan.dry_run import DryRun, dry_run
-from dlm_bridge.train.config import TrainConfig, read_yaml
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.files import read_yaml
 from dlm_bridge.train.data.indexed import IndexedWriter
 from dlm_bridge.train.loading import load_model
 
@@ -33,7 +33,7 @@ def show(values: dict[str, Any], tmp_path: Path) -> Any:
     """dry_run of the short run's options, changed."""
 
     def _show(gpus: int | None = None, resume: bool = False, **changes: Any) -> DryRun:
-        return dry_run(TrainConfig(**{**values, "output": str(tmp_path / "run"), **changes}), gpus, resume)
+        return dry_run(TrainConfig.from_flags(**{**values, "output": str(tmp_path / "run"), **changes}), gpus, resume)
 
     return _show
 
@@ -62,7 +62,9 @@ def test_shows_a_config_file_a_layout_and_every_stage(
     shown = capsys.readouterr().out
     settings = shown[: shown.index("\n\n")]
     (tmp_path / "again.yaml").write_text(settings)
-    assert read_yaml(tmp_path / "again.yaml") | {"objective": "masked", "tp": 2, "pp": 2} == yaml.safe_load(settings)
+    found = read_yaml(tmp_path / "again.yaml")
+    assert (found["objective"], found["tp"], found["pp"]) == ("masked", 2, 2)
+    assert TrainConfig.from_flags(**found).to_yaml().strip() == settings.strip()
     assert "8 device(s), --engine megatron" in shown
     assert "each of 4 ranks a stage, GiB" in shown
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "again.yaml"} == before
@@ -214,12 +216,12 @@ def test_weights_that_are_cut_take_less_and_adapters_have_no_plan(
     offloaded = show(gpus=4, sharding="fsdp", cpu_offload=True)
     assert any("in the CPU's memory" in note for note in offloaded.notes)
     model = tmp_path / "model"
-    load_model(TrainConfig(model=str(seed_folder), data=["mock"], output="o", from_scratch=True)).save_pretrained(
-        model
-    )
+    load_model(
+        TrainConfig.from_flags(model=str(seed_folder), data=["mock"], output="o", from_scratch=True)
+    ).save_pretrained(model)
     options = {"model": str(model), "from_scratch": False, "tokenizer": str(seed_folder), "lora_rank": 4}
     planned = show(**options)
     assert planned.memory is None
-    assert planned.config.lora_targets == "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    assert planned.config.model.lora_targets == "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
     with pytest.raises(DlmBridgeError, match="--lora-targets lm_head: the model has no such linear layer"):
         show(**options, lora_targets="lm_head")

@@ -164,7 +164,9 @@ def test_learning_rates_follow_the_schedule(tmp_path: Path, run: Run, values: di
 
 @pytest.mark.parametrize(("name", "middle"), [("linear", 0.55), ("constant", 1.0), ("cosine", 0.55)])
 def test_schedules(name: str, middle: float, values: dict[str, Any]) -> None:
-    config = TrainConfig(**{**values, "output": "x", "steps": 12, "lr": 1.0, "min_lr": 0.1, "lr_schedule": name})
+    config = TrainConfig.from_flags(
+        **{**values, "output": "x", "steps": 12, "lr": 1.0, "min_lr": 0.1, "lr_schedule": name}
+    )
     assert learning_rate(config, 1) == 0.5
     assert learning_rate(config, 2) == 1.0
     assert learning_rate(config, 7) == pytest.approx(middle)
@@ -205,7 +207,7 @@ def test_objective_must_be_the_one_that_the_model_is_read_with(
     values: dict[str, Any], family: FamilySpec | None, message: str | None
 ) -> None:
     model = SimpleNamespace(family=family, config=SimpleNamespace(max_position_embeddings=None))
-    config = TrainConfig(**values, output="o")
+    config = TrainConfig.from_flags(**values, output="o")
     if message is None:
         assert with_objective(config, model).objective == "masked"
     else:

@@ -36,13 +36,13 @@ def test_a_run_of_a_named_family(case: Any, model_class: type, objective: str, t
     whole = run(tmp_path / "whole", steps=2, **options)
     written = (tmp_path / "whole/config.yaml").read_text()
     assert f"family: {case.name}\n" in written
-    assert f"objective: {objective}\n" in written
+    assert f"objective:\n  name: {objective}\n" in written
     run(tmp_path / "resumed", steps=1, **options)
     assert without_speed(run(tmp_path / "resumed", resume=True, steps=2, **options)) == without_speed(whole)
     # What was saved is what the family's own class reads, and a second run starts from.
     saved = str(tmp_path / "whole/checkpoints/step-0000002")
     given = {**options, "model": saved, "output": "unused", "from_scratch": False}
-    assert type(load_model(TrainConfig(**given))) is model_class
+    assert type(load_model(TrainConfig.from_flags(**given))) is model_class
 
 
 def test_a_llama_config_is_a_llama_unless_it_is_named(tmp_path: Path, run: Run) -> None:
@@ -51,7 +51,7 @@ def test_a_llama_config_is_a_llama_unless_it_is_named(tmp_path: Path, run: Run) 
     )
     saved = str(tmp_path / "run/checkpoints/step-0000001")
     assert len(scratch) == 1
-    config = TrainConfig(model=saved, data=["mock"], output="unused")
+    config = TrainConfig.from_flags(model=saved, data=["mock"], output="unused")
     assert type(load_model(config)) is transformers.LlamaForCausalLM
 
 

@@ -97,14 +97,14 @@ def test_another_tensor_parallel_size_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000007"
     fsdp_checkpoints.save(folder, 7, {}, rank, rank.optimizer, {})
     asked = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron"}
-    checkpoints.check_resumable(folder, TrainConfig(**asked, fsdp="optim"))
+    checkpoints.check_resumable(folder, TrainConfig.from_flags(**asked, fsdp="optim"))
     with pytest.raises(DlmBridgeError, match="resumed at their own --tp only, which is 1 and not 2"):
-        checkpoints.check_resumable(folder, TrainConfig(**asked, fsdp="optim", tp=2))
+        checkpoints.check_resumable(folder, TrainConfig.from_flags(**asked, fsdp="optim", tp=2))
     with pytest.raises(DlmBridgeError, match="was saved with --fsdp: resume it so"):
-        checkpoints.check_resumable(folder, TrainConfig(**asked))
+        checkpoints.check_resumable(folder, TrainConfig.from_flags(**asked))
     (folder / ".metadata").write_bytes(b"torn")
     with pytest.raises(DlmBridgeError, match="iter_0000007: cannot be resumed from"):
-        checkpoints.check_resumable(folder, TrainConfig(**asked, fsdp="optim"))
+        checkpoints.check_resumable(folder, TrainConfig.from_flags(**asked, fsdp="optim"))
 
 
 def test_halves_of_tensor_parallel_ranks_lie_apart() -> None:

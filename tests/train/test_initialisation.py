@@ -76,7 +76,9 @@ def test_a_model_from_scratch_holds_exactly_these_tensors(tmp_path: Path, tied: 
     config = llada_config(weight_tying=tied, n_kv_heads=2)
     del config["auto_map"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = load_model(TrainConfig(model=str(tmp_path), data=["mock"], output="o", from_scratch=True, seed=5))
+    model = load_model(
+        TrainConfig.from_flags(model=str(tmp_path), data=["mock"], output="o", from_scratch=True, seed=5)
+    )
     model.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved/model.safetensors")
     weights = dict(find_family(config).initial_weights(config, 5))

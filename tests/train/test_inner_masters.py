@@ -134,9 +134,9 @@ def test_what_an_offloaded_optimizer_cannot_be(
     monkeypatch.setattr(platform, "current", lambda: SimpleNamespace(name="cuda"))
     options = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron", "precision": "bf16"}
     options["optimizer_cpu_offload"] = True
-    assert optimizer_config(TrainConfig(**options)).use_precision_aware_optimizer
+    assert optimizer_config(TrainConfig.from_flags(**options)).use_precision_aware_optimizer
     with pytest.raises(DlmBridgeError, match=said):
-        optimizer_config(TrainConfig(**options, **changes))
+        optimizer_config(TrainConfig.from_flags(**options, **changes))
 
 
 def test_weights_in_fp32_are_not_offloaded(tmp_path: Path, bf16_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

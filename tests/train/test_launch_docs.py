@@ -3,7 +3,6 @@ and the table of layouts is what the tests of the engine run."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 from pathlib import Path
@@ -11,12 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dlm_bridge.train.config import TrainConfig, flag
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import options_of
 from tests.train.megatron_cases import LARGE, LAYOUTS, SUBJECTS, cells, refusal
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs/launch.md", ROOT / "docs/support_matrix.md", ROOT / "configs/README.md"]
-OPTIONS = {flag(field.name) for field in dataclasses.fields(TrainConfig)}
+OPTIONS = {option.flag for option in options_of(TrainConfig).values()}
 # Of this command, of preprocess, of the benchmarks and of the launchers.
 OTHERS = {
     *("--resume", "--config", "--dry-run", "--gpus", "--from-scratch", "--append-eod", "--smoke"),

@@ -45,9 +45,9 @@ LINEAR = 2 * 7  # in the two layers of the base
 def base(tmp_path_factory: pytest.TempPathFactory, seed_folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A LLaDA with weights and a chat template."""
     folder = tmp_path_factory.mktemp("base") / "llada"
-    load_model(TrainConfig(model=str(seed_folder), data=["mock"], output="o", from_scratch=True)).save_pretrained(
-        folder
-    )
+    load_model(
+        TrainConfig.from_flags(model=str(seed_folder), data=["mock"], output="o", from_scratch=True)
+    ).save_pretrained(folder)
     chatty(tokenizer).save_pretrained(folder)
     return folder
 
@@ -139,7 +139,7 @@ def test_an_adapter_goes_on_and_only_on_its_own_base(tmp_path: Path, tune: Any, 
         for name, tensor in _adapter(tmp_path / "second", 1).items()
     )
     other = tmp_path / "other"
-    config = TrainConfig(model=str(seed_folder), data=["mock"], output="o", from_scratch=True, seed=7)
+    config = TrainConfig.from_flags(model=str(seed_folder), data=["mock"], output="o", from_scratch=True, seed=7)
     load_model(config).save_pretrained(other)
     with pytest.raises(DlmBridgeError, match=f"is an adapter of {base}, which has other weights than --model {other}"):
         tune(tmp_path / "third", **going_on, model=str(other), tokenizer=str(base))
@@ -147,13 +147,13 @@ def test_an_adapter_goes_on_and_only_on_its_own_base(tmp_path: Path, tune: Any, 
     smaller = json.loads((base / "config.json").read_text()) | {"mlp_hidden_size": 40}
     (tmp_path / "smaller").mkdir()
     (tmp_path / "smaller/config.json").write_text(json.dumps(smaller))
-    config = TrainConfig(model=str(tmp_path / "smaller"), data=["mock"], output="o", from_scratch=True)
+    config = TrainConfig.from_flags(model=str(tmp_path / "smaller"), data=["mock"], output="o", from_scratch=True)
     load_model(config).save_pretrained(tmp_path / "weights")
     with pytest.raises(DlmBridgeError, match=r"is no adapter of --model .*weights: .*size mismatch"):
         tune(tmp_path / "fourth", **going_on, model=str(tmp_path / "weights"), tokenizer=str(base))
     set_config(start, base_model_name_or_path="owner/base")
     resolved = with_objective(
-        TrainConfig(**{**OPTIONS, **going_on, "model": "owner/other", "data": ["d"], "output": "o"}),
+        TrainConfig.from_flags(**{**OPTIONS, **going_on, "model": "owner/other", "data": ["d"], "output": "o"}),
         load_model(config),
     )
     with pytest.raises(DlmBridgeError, match="is an adapter of owner/base, not of --model owner/other"):
@@ -175,7 +175,9 @@ def test_an_autoregressive_model(tmp_path: Path, tune: Any, base: Path) -> None:
     (tmp_path / "body").mkdir()
     config = {**case.config, "vocab_size": 288, "eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 256}
     (tmp_path / "body/config.json").write_text(json.dumps(config))
-    model = load_model(TrainConfig(model=str(tmp_path / "body"), data=["mock"], output="o", from_scratch=True))
+    model = load_model(
+        TrainConfig.from_flags(model=str(tmp_path / "body"), data=["mock"], output="o", from_scratch=True)
+    )
     model.save_pretrained(tmp_path / "model")
     rows = tune(tmp_path / "run", steps=4, model=str(tmp_path / "model"), tokenizer=str(base), packing=True)
     assert rows[-1]["loss"] < rows[0]["loss"]

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from typer.testing import CliRunner
@@ -139,7 +138,7 @@ def _kill_a_run(files: Files) -> None:
 
     options = files.run_options("killed", layout="tp2-sp", steps=1000, async_save=True)
     path = files.root / "killed.yaml"
-    path.write_text(yaml.safe_dump(options))
+    path.write_text(TrainConfig.from_flags(**options).to_yaml())
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "dlm_bridge.cli", "pretrain", "--config", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DLM_BRIDGE_PLATFORM": "cpu"}
@@ -165,7 +164,7 @@ def _train_with_accelerate(options: dict[str, Any]) -> list[dict[str, Any]]:
     from dlm_bridge.train.accelerate.trainer import train
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    train(TrainConfig(**options), False, Console(quiet=True))
+    train(TrainConfig.from_flags(**options), False, Console(quiet=True))
     return read_metrics(Path(options["output"]))
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.config import TrainConfig, flag
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import options_of
 from dlm_bridge.train.megatron.settings import CLASSES, NEEDS, OURS, REFUSED, check_settings, default_values, passed_on
 
 PAGE = Path(__file__).parents[2] / "docs/megatron_flags.md"
 MEGATRON_LM = Path(__file__).parent / "megatron_lm_flags.txt"  # what its argument parser has
 COMMAND = {"--resume", "--dry-run", "--gpus", "--json", "--config"}
-OPTIONS = {flag(field.name) for field in dataclasses.fields(TrainConfig)} | COMMAND
+OPTIONS = {option.flag for option in options_of(TrainConfig).values()} | COMMAND
 FIELDS = {group: {field.name for field in dataclasses.fields(kind)} for group, kind in CLASSES.items()}
 # On the page too: in groups of inference and of experiments.
 ELSEWHERE = (
@@ -53,7 +54,7 @@ def rows() -> list[tuple[list[str], str, str]]:
 
 
 def settings(*values: str) -> TrainConfig:
-    return TrainConfig(model="m", data=["mock"], output="o", engine="megatron", megatron=list(values))
+    return TrainConfig.from_flags(model="m", data=["mock"], output="o", engine="megatron", megatron=list(values))
 
 
 def test_every_flag_has_one_line() -> None:
@@ -169,7 +170,7 @@ def test_what_something_else_turns_on_is_refused_alone() -> None:
 )
 def test_what_is_turned_on_may_be_set(values: list[str], options: dict[str, Any]) -> None:
     given = settings(*values)
-    check_settings(dataclasses.replace(given, **options))
+    check_settings(given.replace(**options))
     for value in values:
         passed_on(given, value.partition(".")[0])
 

@@ -47,7 +47,7 @@ def test_rows_are_strict_json() -> None:
 
 
 def test_flops_follow_the_formula(seed_folder: Path) -> None:
-    model = load_model(TrainConfig(model=str(seed_folder), data=["mock"], output="o", from_scratch=True))
+    model = load_model(TrainConfig.from_flags(model=str(seed_folder), data=["mock"], output="o", from_scratch=True))
     layers, hidden, ffn, vocab = 2, 32, 48, 288
     parameters = layers * (4 * hidden**2 + 3 * hidden * ffn + 2 * hidden) + hidden + vocab * hidden
     assert flops_per_token(model, seq_length=16) == 6 * parameters + 12 * layers * hidden * 16

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dlm_bridge.plan.dry_run import DryRun, dry_run
-from dlm_bridge.train.config import load_config
+from dlm_bridge.train.config.files import load_config
 from tests.train.chats import conversation, write_rows
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -42,7 +42,7 @@ def test_passes_its_dry_run_and_fits(recipe: Path, prepared: dict[str, str], mon
     assert found.memory is not None
     assert found.memory.peak.total < MEMORY
     assert found.config.task == recipe.stem
-    assert found.micro_batches * found.micro_batch_size * found.groups[2].size == found.config.global_batch_size
+    assert found.micro_batches * found.micro_batch_size * found.groups[2].size == found.config.data.global_batch_size
 
 
 def test_there_is_a_recipe_of_every_kind() -> None:
@@ -58,4 +58,4 @@ def test_there_is_a_recipe_of_every_kind() -> None:
 
 def test_the_command_line_wins(prepared: dict[str, str]) -> None:
     found = show(CONFIGS / "llada-8b/pretrain.yaml", prepared, tp=4, lr=1e-3)
-    assert (found.config.tp, found.config.lr, found.config.precision) == (4, 1e-3, "bf16")
+    assert (found.config.parallel.tp, found.config.optimizer.lr, found.config.precision.name) == (4, 1e-3, "bf16")

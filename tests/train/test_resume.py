@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.accelerate import trainer
-from dlm_bridge.train.config import load_config
+from dlm_bridge.train.config.files import load_config
 from tests.train.conftest import Run, read_metrics, without_speed
 
 STEPS = 14

@@ -19,7 +19,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.families import families, family_by_name
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import OBJECTIVES
-from dlm_bridge.train.config import load_config
+from dlm_bridge.train.config.files import load_config
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.families import dream, fast_dllm_v2, nemotron_labs_diffusion, sdar, wedlm
 from tests.train.chats import chatty, conversation, write_rows

@@ -39,7 +39,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
         (root / name / "config.json").write_text(json.dumps({**config, **own, "max_position_embeddings": 256}))
     chatty(tokenizer).save_pretrained(root / "tokenizer")
     write_rows(root / "chats.jsonl", [conversation(number) for number in range(24)])
-    weights = TrainConfig(model=str(root / "masked"), data=["mock"], output="o", from_scratch=True)
+    weights = TrainConfig.from_flags(model=str(root / "masked"), data=["mock"], output="o", from_scratch=True)
     load_model(weights).save_pretrained(root / "weights")
     launch("tests.train.sharding_worker", root, processes=1)  # the reports say what failed
     return root
@@ -51,7 +51,7 @@ def test_check(processes: int, name: str, root: Path) -> None:
 
 
 def _config(**changes: Any) -> TrainConfig:
-    return TrainConfig(model="m", data=["d"], output="o", **changes)
+    return TrainConfig.from_flags(model="m", data=["d"], output="o", **changes)
 
 
 def test_what_accelerate_launch_says_of_fsdp_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,11 @@ def test_what_accelerate_launch_says_of_fsdp_is_done(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     config = with_launcher_settings(_config(precision="bf16"))
-    assert (config.sharding, config.cpu_offload, config.gradient_checkpointing) == ("fsdp", True, True)
+    assert (config.parallel.sharding, config.parallel.cpu_offload, config.engine.gradient_checkpointing) == (
+        "fsdp",
+        True,
+        True,
+    )
     sharding = fsdp_config(config, torch.device("cpu"))
     assert sharding is not None
     assert (sharding.dtype, sharding.offload, sharding.reshard) == (torch.bfloat16, True, False)

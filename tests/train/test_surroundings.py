@@ -50,7 +50,7 @@ def test_further_save_steps(tmp_path: Path, run: Run) -> None:
 )
 def test_refuses(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DlmBridgeError, match=message):
-        TrainConfig(model="m", data=["mock"], output="o", **options)
+        TrainConfig.from_flags(model="m", data=["mock"], output="o", **options)
 
 
 def test_a_tracker_that_is_not_installed(

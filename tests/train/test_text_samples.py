@@ -38,7 +38,7 @@ def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iter
     from dlm_bridge.train.megatron.engine import train
 
     def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
-        config = TrainConfig(**{**values, "engine": "megatron", "output": str(output), **changes})
+        config = TrainConfig.from_flags(**{**values, "engine": "megatron", "output": str(output), **changes})
         train(config, resume, Console(quiet=True))
         return read_metrics(output)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -55,9 +54,9 @@ def with_launcher_settings(config: TrainConfig) -> TrainConfig:
     """The configuration with what `accelerate launch` was told about FSDP and precision. Raises DlmBridgeError for
     what this engine does not do, or does otherwise."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", config.precision):
+    if precision not in ("no", config.precision.name):
         raise DlmBridgeError(
-            f"accelerate is configured for {precision}, the run for --precision {config.precision}: give --precision "
+            f"accelerate is configured for {precision}, the run for --precision {config.precision.name}: give --precision "
             f"{precision}, or launch with --mixed_precision no"
         )
     if not _env_flag("ACCELERATE_USE_FSDP"):
@@ -70,18 +69,17 @@ def with_launcher_settings(config: TrainConfig) -> TrainConfig:
             f"accelerate is configured for {wrapping}: decoder layers are FSDP's units here, launch with "
             f"--fsdp_auto_wrap_policy {WRAPPING}"
         )
-    return dataclasses.replace(
-        config,
+    return config.replace(
         sharding="fsdp",
-        cpu_offload=config.cpu_offload or _env_flag("FSDP_OFFLOAD_PARAMS"),
-        gradient_checkpointing=config.gradient_checkpointing or _env_flag("FSDP_ACTIVATION_CHECKPOINTING"),
+        cpu_offload=config.parallel.cpu_offload or _env_flag("FSDP_OFFLOAD_PARAMS"),
+        gradient_checkpointing=config.engine.gradient_checkpointing or _env_flag("FSDP_ACTIVATION_CHECKPOINTING"),
     )
 
 
 @contextlib.contextmanager
 def process_group(config: TrainConfig) -> Iterator[None]:
     """A group of one process, which can be cut too (its weights onto the CPU), unless a launcher has made a larger."""
-    own = config.shards and not dist.is_initialized()
+    own = config.parallel.shards and not dist.is_initialized()
     if own:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -94,12 +92,12 @@ def process_group(config: TrainConfig) -> Iterator[None]:
 
 def fsdp_config(config: TrainConfig, device: torch.device) -> FSDPConfig | None:
     """How a configuration that `as_launched` gave cuts the model; None where every process has all of it."""
-    if not config.shards:
+    if not config.parallel.shards:
         return None
     return FSDPConfig(
         device=device,
-        dtype=None if config.precision == "fp32" else torch.bfloat16,
-        offload=config.cpu_offload,
+        dtype=None if config.precision.name == "fp32" else torch.bfloat16,
+        offload=config.parallel.cpu_offload,
         reshard=_env_flag("FSDP_RESHARD_AFTER_FORWARD", "true"),
     )
 

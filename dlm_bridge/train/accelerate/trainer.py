@@ -87,7 +87,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     console = console or Console(stderr=True)
     config = with_launcher_settings(config)
     accelerator = _accelerator(config)
-    micro_batch_size, _ = config.accumulation(accelerator.num_processes)
+    micro_batch_size, _ = config.data.accumulation(accelerator.num_processes)
     beginning = start_run(config, resume, accelerator, console)
     output, step, checkpoint = beginning.output, beginning.step, beginning.checkpoint
     if beginning.finished and checkpoint is not None:
@@ -112,7 +112,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
             config=config,
             accelerator=accelerator,
             model=model,
-            adapter=add_adapter(config, model, checkpoint) if config.adapts else None,
+            adapter=add_adapter(config, model, checkpoint) if config.model.adapts else None,
             tokenizer=tokenizer,
             objective=objective,
             train=train,
@@ -125,7 +125,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
             write_config(config, output)
             begun = "training" if step == 0 else f"resuming at step {step}:"
             console.print(
-                f"{begun} {len(train):,} blocks of {config.seq_length} tokens, {len(valid):,} for validation",
+                f"{begun} {len(train):,} blocks of {config.data.seq_length} tokens, {len(valid):,} for validation",
                 highlight=False,
             )
             if trainer.adapter is not None:
@@ -155,30 +155,30 @@ class AccelerateTrainer(TrainingLoop):
 
     def __post_init__(self) -> None:
         config = self.config
-        if config.attention_backend not in (None, FLASH):
-            set_attention(self.model, config.attention_backend)
+        if config.engine.attention_backend not in (None, FLASH):
+            set_attention(self.model, config.engine.attention_backend)
         self.uses_flash = uses_flash_attention(
-            self.model, config.attention_backend, self.accelerator.device, config.precision
+            self.model, config.engine.attention_backend, self.accelerator.device, config.precision.name
         )
         self.model.train()  # transformers loads models for inference: no dropout, no gradient checkpointing
-        if config.gradient_checkpointing:
+        if config.engine.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         device = self.accelerator.device
-        self.flops_per_token = flops_per_token(self.model, config.seq_length) * self.objective.tokens_read
+        self.flops_per_token = flops_per_token(self.model, config.data.seq_length) * self.objective.tokens_read
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        self.peak_flops = peak_flops(name, config.precision)
-        self.sampler = BatchSampler(config.global_batch_size)
+        self.peak_flops = peak_flops(name, config.precision.name)
+        self.sampler = BatchSampler(config.data.global_batch_size)
         self.sharding = fsdp_config(config, device)
         # What will be cut gets to the device in parts; what is quantized is there.
-        stays = self.sharding is not None or config.lora_quantize is not None
+        stays = self.sharding is not None or config.model.lora_quantize is not None
         self.plain_model = self.model if stays else self.model.to(device)
         # In half precision one process computes with copies of the weights, several under autocast, or FSDP's.
-        half = config.precision in HALF and self.accelerator.mixed_precision == "no" and self.sharding is None
+        half = config.precision.name in HALF and self.accelerator.mixed_precision == "no" and self.sharding is None
         self.half = HalfPrecisionParams(self.plain_model) if half else None
         self.computing = self.plain_model if self.half is None else self.half.model
-        if config.precision == "fp8":
+        if config.precision.name == "fp8":
             convert_to_float8(self.computing)
-        self.compiled = device.type == "cuda" if config.compile is None else config.compile
+        self.compiled = device.type == "cuda" if config.engine.compile is None else config.engine.compile
         if self.compiled:
             compile_layers(self.computing)
         self.head = LossHead(self.computing)
@@ -219,7 +219,7 @@ class AccelerateTrainer(TrainingLoop):
         config, accelerator = self.config, self.accelerator
         began = CudaTimer(accelerator.device)
         # Dropout's numbers, too, depend on nothing that a restart forgets.
-        torch.manual_seed(torch_seed(config.seed, step, accelerator.process_index))
+        torch.manual_seed(torch_seed(config.data.seed, step, accelerator.process_index))
         self.objective = with_block_size(self.objective, self.plain_model, config, step)
         batches = self.batches.get()
         counted = torch.stack([batch.normaliser for batch, _ in batches]).sum(dim=0)
@@ -241,7 +241,7 @@ class AccelerateTrainer(TrainingLoop):
                 accelerator.backward(loss * accelerator.num_processes)
             sums += terms
         sums = self._sum(sums)
-        bound = config.clip_grad or math.inf  # which only measures
+        bound = config.optimizer.clip_grad or math.inf  # which only measures
         if self.sharding is not None:
             norm = clip_grad_norm(list(self.plain_model.parameters()), bound, accelerator.device)
         else:
@@ -263,7 +263,7 @@ class AccelerateTrainer(TrainingLoop):
             raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
         if not math.isfinite(norm) and accelerator.scaler is None:
             raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
-        tokens = config.global_batch_size * config.seq_length
+        tokens = config.data.global_batch_size * config.data.seq_length
         rate_of_tokens = tokens / seconds
         return StepMetrics(
             step=step,
@@ -284,7 +284,7 @@ class AccelerateTrainer(TrainingLoop):
         """The validation loss, over the same blocks with the same noise every time; of the model as a checkpoint of
         this step is used: with its block size, and with its family's own attention, annealed or not."""
         accelerator = self.accelerator
-        count = min(len(self.valid), EVAL_BATCHES * self.config.global_batch_size)
+        count = min(len(self.valid), EVAL_BATCHES * self.config.data.global_batch_size)
         objective = dataclasses.replace(self.objective, length_variation=0.0)
         totals = torch.zeros(2, objective.terms, dtype=torch.float64)  # loss sums and normalisers
         self.model.eval()
@@ -293,7 +293,9 @@ class AccelerateTrainer(TrainingLoop):
         samples = samples[:: accelerator.num_processes]
         for start in range(0, len(samples), self.micro_batch_size):
             chosen = list(samples[start : start + self.micro_batch_size])
-            uniforms = Uniforms.keyed(self.config.seed, 0, chosen, self.config.seq_length, Purpose.EVAL_NOISE)
+            uniforms = Uniforms.keyed(
+                self.config.data.seed, 0, chosen, self.config.data.seq_length, Purpose.EVAL_NOISE
+            )
             batch = objective.noise(uniforms=uniforms, **vars(_evaluation_rows(self.valid, chosen, count)))
             with self._attention(batch):
                 _, sums = self._loss(self.computing, batch, loss_positions(batch), torch.ones(objective.terms))
@@ -329,7 +331,7 @@ class AccelerateTrainer(TrainingLoop):
             state["optimizer"] = self.optimizer.state_dict()
             save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
         if metrics is not None:
-            remove_old_checkpoints(self.output, self.config.keep_last)
+            remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
             plot_loss(metrics.rows, self.output / "loss.png")
         self.accelerator.wait_for_everyone()
         return find_checkpoints(self.output)[-1][1]
@@ -353,7 +355,7 @@ class AccelerateTrainer(TrainingLoop):
         for samples in self.sampler.samples(
             step, accelerator.process_index, accelerator.num_processes, self.micro_batch_size
         ):
-            uniforms = Uniforms.keyed(config.seed, step, samples, config.seq_length)
+            uniforms = Uniforms.keyed(config.data.seed, step, samples, config.data.seq_length)
             noisy = objective.noise(uniforms=uniforms, **vars(self.train.rows(samples)))
             noisy = anneal_mask(noisy, config, step, samples)
             batch = (noisy, loss_positions(noisy))
@@ -407,10 +409,10 @@ def _evaluation_rows(blocks: Samples, samples: list[int], count: int) -> Rows:
 
 def _accelerator(config: TrainConfig) -> Accelerator:
     cpu = trains_on_cpu(config)
-    if config.precision == "fp8":
+    if config.precision.name == "fp8":
         check_float8()
-    mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}[config.precision]
-    if config.shards or (config.precision in HALF and PartialState(cpu=cpu).num_processes == 1):
+    mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}[config.precision.name]
+    if config.parallel.shards or (config.precision.name in HALF and PartialState(cpu=cpu).num_processes == 1):
         mixed = "no"
     accelerator = Accelerator(cpu=cpu, mixed_precision=mixed)
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):

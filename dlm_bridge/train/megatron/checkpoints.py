@@ -65,13 +65,13 @@ def newest_checkpoint(output: Path) -> tuple[int, Path | None]:
 
 def check_resumable(folder: Path, config: TrainConfig) -> None:
     """Raise DlmBridgeError for an iteration of a form that a resume with these options does not take."""
-    fsdp = config.fsdp is not None
+    fsdp = config.parallel.fsdp is not None
     if (folder / "metadata.json").is_file() == fsdp:
         how = "without" if fsdp else "with"
         raise DlmBridgeError(f"{folder}: was saved {how} --fsdp: resume it so, or export it and start from that")
     if fsdp:
         with _readable(folder):
-            fsdp_checkpoints.check_size(folder, config.tp)
+            fsdp_checkpoints.check_size(folder, config.parallel.tp)
 
 
 def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any) -> None:

@@ -71,15 +71,15 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     check_settings(config)
     initialize_parallel(config)
     main = dist.get_rank() == 0
-    output = Path(config.output)
+    output = Path(config.checkpoint.output)
     _first_on_main(lambda: open_output(output, resume) if main else None)
     step, checkpoint = newest_checkpoint(output) if resume else (0, None)
     if checkpoint is not None:
         check_same_model(config, checkpoint_root(output))
         check_resumable(checkpoint, config)
-    if checkpoint is not None and step >= config.steps:
+    if checkpoint is not None and step >= config.schedule.steps:
         if main:
-            console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
+            console.print(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}", soft_wrap=True)
         return checkpoint
     trainer = assemble(config, console, checkpoint, step)
     if main:
@@ -89,7 +89,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         write_config(trainer.config, output)
         console.print(
             f"{'training' if step == 0 else f'resuming at step {step}:'} {len(trainer.train):,} blocks of "
-            f"{config.seq_length} tokens, {len(trainer.valid):,} for validation; {describe_layout(config)}",
+            f"{config.data.seq_length} tokens, {len(trainer.valid):,} for validation; {describe_layout(config)}",
             highlight=False,
         )
         if layers := trainer.source.bridge.dims.mtp:
@@ -103,8 +103,8 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
 def initialize_parallel(config: TrainConfig) -> None:
     """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
     check_sequence(config)
-    groups.initialize(config.layout, config.seed, config.context)
-    config.accumulation(parallel_state.get_data_parallel_world_size())
+    groups.initialize(config.parallel.layout, config.data.seed, config.parallel.context)
+    config.data.accumulation(parallel_state.get_data_parallel_world_size())
 
 
 def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = None, step: int = 0) -> MegatronTrainer:
@@ -123,14 +123,16 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     mask_token = objective.mask_token_id if objective.masks else None
     # The main process reads and packs, the others find it in the cache.
     blocks, valid, tokenizer = _first_on_main(lambda: load_data(config, source.model, mask_token))
-    dtype = DTYPES[config.precision]
+    dtype = DTYPES[config.precision.name]
     build = (
         build_model_to_resume
         if checkpoint is not None and checkpoint_sets_all_weights(config)
         else build_megatron_model
     )
     with refusals.named(AssertionError):  # of settings, and of NVTE_... variables
-        chunks = wrap_chunks(build(source.bridge, config.layout, dtype, config.context, **overrides), config)
+        chunks = wrap_chunks(
+            build(source.bridge, config.parallel.layout, dtype, config.parallel.context, **overrides), config
+        )
         optimizer = build_optimizer(chunks, config)
     if checkpoint is None and dtype != torch.float32:
         load_main_params(chunks, optimizer, source.bridge.checkpoint)
@@ -143,7 +145,7 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
         objective=objective,
         train=blocks,
         valid=valid,
-        output=Path(config.output),
+        output=Path(config.checkpoint.output),
         console=console,
     )
     if checkpoint is not None:
@@ -167,7 +169,7 @@ def _first_on_main(action: Callable[[], T]) -> T:
 
 def describe_layout(config: TrainConfig) -> str:
     """The layout of a run in words."""
-    sizes = {name: getattr(config, name) for name in ("tp", "pp", "vp", "cp", "ep")}
+    sizes = {name: getattr(config.parallel, name) for name in ("tp", "pp", "vp", "cp", "ep")}
     sizes["dp"] = parallel_state.get_data_parallel_world_size()
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
@@ -179,18 +181,18 @@ def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
         # Only the first chunk's communication is on the critical path of an interleaved pipeline.
         ddp_config = data_parallel_config(config)
         wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
-        if config.fsdp is not None:
+        if config.parallel.fsdp is not None:
             patch_unshared_gradients(wrapped[-1].module)
     return wrapped
 
 
 def _wrapper(config: TrainConfig) -> Any:
-    if config.fsdp is None:
+    if config.parallel.fsdp is None:
         return DistributedDataParallel
     if platform.current().name == "cpu":
-        raise DlmBridgeError(f"--fsdp {config.fsdp}: megatron-core's FSDP needs a GPU: leave it out")
+        raise DlmBridgeError(f"--fsdp {config.parallel.fsdp}: megatron-core's FSDP needs a GPU: leave it out")
     if importlib.util.find_spec("einops") is None:
-        raise DlmBridgeError(f"--fsdp {config.fsdp}: megatron-core's FSDP needs einops: pip install einops")
+        raise DlmBridgeError(f"--fsdp {config.parallel.fsdp}: megatron-core's FSDP needs einops: pip install einops")
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
     return FullyShardedDataParallel
@@ -200,13 +202,13 @@ def checkpoint_sets_all_weights(config: TrainConfig) -> bool:
     """Whether a resume sets every weight, and every master of one, from the checkpoint alone: where neither FSDP's
     buffers nor the optimizer inside megatron-core's nor weights in FP8 begin with what the model was built with."""
     inside = optimizer_config(config).use_precision_aware_optimizer
-    return config.fsdp is None and not config.fp8_params and not inside
+    return config.parallel.fsdp is None and not config.precision.fp8_params and not inside
 
 
 def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
     """megatron-core's optimizer over wrapped chunks, and what its schedules need of both. The learning rate is set
     before every step. Raises DlmBridgeError."""
-    if config.optimizer_cpu_offload:
+    if config.optimizer.cpu_offload:
         for name, parameter in itertools.chain(*(chunk.named_parameters() for chunk in chunks)):
             if parameter.dtype == torch.float32:  # as routers may be
                 raise DlmBridgeError(

@@ -78,40 +78,51 @@ class MegatronTrainer(TrainingLoop):
         self.device = self.platform.device()
         self.replica = parallel_state.get_data_parallel_rank()
         self.replicas = parallel_state.get_data_parallel_world_size()
-        self.micro_batch_size, _ = config.accumulation(self.replicas)
+        self.micro_batch_size, _ = config.data.accumulation(self.replicas)
         carried = training_state.read_mtp_shard(self.source.bridge.checkpoint)
         self.saver = CheckpointManager(
-            self.output, self.chunks, self.optimizer, config.async_save, config.keep_last, carried
+            self.output,
+            self.chunks,
+            self.optimizer,
+            config.checkpoint.async_save,
+            config.checkpoint.keep_last,
+            carried,
         )
         # Counts travel between CPUs: agreeing on them never waits for the device.
         self.cpu_group = dist.group.WORLD if self.platform.backend == "gloo" else dist.new_group(backend="gloo")
         self.collection = GCSchedule()
-        self.update = ClippedOptimizerStep(self.optimizer, config.clip_grad, config.fsdp is not None)
+        self.update = ClippedOptimizerStep(
+            self.optimizer, config.optimizer.clip_grad, config.parallel.fsdp is not None
+        )
         self.schedule = get_forward_backward_func()
         self.batcher = Batcher(config, self.train, self.replica, self.replicas, self.micro_batch_size, self._cut)
         self.attention_pattern = self.source.bridge.family.attention_pattern
         # Transformer Engine takes documents of variable length where they alone say who looks at whom.
         self.takes_packed = (
             self.platform.uses_transformer_engine()
-            and config.cp == 1
+            and config.parallel.cp == 1
             and self.attention_pattern != "block_causal"
             and not isinstance(self.objective, TwoStreamObjective)
-            and config.mask_annealing_steps == 0
+            and config.objective.mask_annealing_steps == 0
             # The balance over a sequence would be one over all rows of a micro-batch.
-            and not (config.moe_aux_loss_coeff and config.moe_aux_loss == "seq_aux_loss" and self.micro_batch_size > 1)
+            and not (
+                config.objective.moe_aux_loss_coeff
+                and config.objective.moe_aux_loss == "seq_aux_loss"
+                and self.micro_batch_size > 1
+            )
         )
-        self.stragglers = self._stragglers() if config.straggler_interval else None
+        self.stragglers = self._stragglers() if config.logging.straggler_interval else None
         self.prefetcher: Prefetcher[StepBatches] | None = None
         self.producing = threading.Lock()
-        self.flops_per_token = flops_per_token(self.source.model, config.seq_length) * self.objective.tokens_read
-        self.peak_flops = peak_flops(self.platform.device_name(), config.precision)
+        self.flops_per_token = flops_per_token(self.source.model, config.data.seq_length) * self.objective.tokens_read
+        self.peak_flops = peak_flops(self.platform.device_name(), config.precision.name)
 
     @property
     def main(self) -> bool:
         return dist.get_rank() == 0
 
     def run(self, step: int) -> Path:
-        if self.config.sample_interval and self.main:
+        if self.config.logging.sample_interval and self.main:
             self.hub_model  # noqa: B018 (read now: on a resume, --keep-last may remove what it is read from)
         self.prefetcher = Prefetcher(self._produce, step + 1)
         folder = super().run(step)
@@ -137,7 +148,7 @@ class MegatronTrainer(TrainingLoop):
     def _cut(self, noisy: Sequence[NoisyBatch]) -> list[MicroBatch]:
         """This rank's part of each, all of one form: pipeline stages expect one shape throughout a step."""
         packed = self.takes_packed and any(_has_documents(batch) for batch in noisy)
-        rank, size = parallel_state.get_context_parallel_rank(), self.config.cp
+        rank, size = parallel_state.get_context_parallel_rank(), self.config.parallel.cp
         block = getattr(self.source.model.config, "block_size", None)
         absolute = scales_queries(self.chunks[0].config)
         parts = [micro_batch(batch, self.attention_pattern, block, rank, size, packed, absolute) for batch in noisy]
@@ -157,13 +168,13 @@ class MegatronTrainer(TrainingLoop):
         assert self.prefetcher is not None
         batches = self.prefetcher.get()
         self.objective = with_block_size(self.objective, self.source.model, config, step)
-        self.platform.manual_seed(torch_seed(config.seed, step, dist.get_rank()))
+        self.platform.manual_seed(torch_seed(config.data.seed, step, dist.get_rank()))
         summed = self._sum_on_cpu(torch.cat([self._once(batches.normaliser), torch.tensor([float(want_stop)])]))
         normaliser, stop = divisors(summed[:-1]), bool(summed[-1] > 0)
         rate = learning_rate(config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            group["weight_decay"] = config.optimizer.weight_decay * group["wd_mult"]
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -197,7 +208,7 @@ class MegatronTrainer(TrainingLoop):
 
         if self.stragglers is not None and (line := self.stragglers.end_step(step, timed or [])) and self.main:
             self.console.print(line, highlight=False, soft_wrap=True)
-        tokens = config.global_batch_size * config.seq_length
+        tokens = config.data.global_batch_size * config.data.seq_length
         world = dist.get_world_size()
         per_s = tokens / seconds
         return StepMetrics(
@@ -215,7 +226,7 @@ class MegatronTrainer(TrainingLoop):
     @torch.no_grad()
     def evaluate(self) -> float:
         config = self.config
-        count = min(len(self.valid), EVAL_BATCHES * config.global_batch_size)
+        count = min(len(self.valid), EVAL_BATCHES * config.data.global_batch_size)
         objective = dataclasses.replace(self.objective, length_variation=0.0)
         totals = torch.zeros(2, objective.terms, dtype=torch.float64)
         with self._without_gather(), self._without_dropout():
@@ -244,13 +255,13 @@ class MegatronTrainer(TrainingLoop):
     @functools.cached_property
     def hub_model(self) -> Any:
         """The Hub-side model that samples, on the CPU in between."""
-        return self.source.bridge.build_hf_model(dtype=DTYPES[self.config.precision])
+        return self.source.bridge.build_hf_model(dtype=DTYPES[self.config.precision.name])
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         self._check_finite(step)
         if metrics is not None:
             metrics.sync()
-            if self.config.block_sizes:
+            if self.config.objective.block_sizes:
                 write_hub_config(self.output, self.source)
         # A save in the background forks this process, which no thread should be in the middle of something for.
         with self.producing, self._without_gather():
@@ -293,7 +304,7 @@ class MegatronTrainer(TrainingLoop):
             data_iterator=[iter(batches) for _ in self.chunks] if several else iter(batches),
             model=self.chunks if several else self.chunks[0],
             num_microbatches=len(batches),
-            seq_length=length * self.config.cp,
+            seq_length=length * self.config.parallel.cp,
             micro_batch_size=rows,
             forward_only=forward_only,
         )
@@ -305,7 +316,7 @@ class MegatronTrainer(TrainingLoop):
 
     def _stragglers(self) -> StragglerDetector:
         return StragglerDetector(
-            self.config.straggler_interval,
+            self.config.logging.straggler_interval,
             parallel_state.get_pipeline_model_parallel_rank(),
             self.device,
             self.cpu_group,
@@ -415,19 +426,19 @@ class Batcher:
 
     def training(self, objective: Objective, step: int) -> StepBatches:
         """The micro-batches of a training step, counted from 1."""
-        sampler = BatchSampler(self.config.global_batch_size)
+        sampler = BatchSampler(self.config.data.global_batch_size)
         noisy = []
         for samples in sampler.samples(step, self.replica, self.replicas, self.micro_batch_size):
             rows = self.train.rows(samples)
-            uniforms = Uniforms.keyed(self.config.seed, step, samples, self.config.seq_length)
+            uniforms = Uniforms.keyed(self.config.data.seed, step, samples, self.config.data.seq_length)
             noisy.append(anneal_mask(objective.noise(uniforms=uniforms, **vars(rows)), self.config, step, samples))
         return self._finished(noisy)
 
     def evaluation(self, objective: Objective, blocks: Samples, count: int) -> Iterator[StepBatches]:
         """The first `count` blocks, a global batch at a time, in as many micro-batches as a training step has: experts
         and pipelines want all ranks to take as many turns. What is beyond the last block counts nothing."""
-        sampler = BatchSampler(self.config.global_batch_size)
-        for turn in range(1, -(-count // self.config.global_batch_size) + 1):
+        sampler = BatchSampler(self.config.data.global_batch_size)
+        for turn in range(1, -(-count // self.config.data.global_batch_size) + 1):
             noisy = []
             for samples in sampler.samples(turn, self.replica, self.replicas, self.micro_batch_size):
                 there = torch.tensor([sample < count for sample in samples])
@@ -435,7 +446,7 @@ class Batcher:
                 labels = rows.input_ids if rows.labels is None else rows.labels
                 rows = replace(rows, labels=torch.where(there[:, None], labels, IGNORE_INDEX))
                 uniforms = Uniforms.keyed(
-                    self.config.seed, EVALUATION_STEP, samples, self.config.seq_length, Purpose.EVAL_NOISE
+                    self.config.data.seed, EVALUATION_STEP, samples, self.config.data.seq_length, Purpose.EVAL_NOISE
                 )
                 noisy.append(objective.noise(uniforms=uniforms, **vars(rows)))
             yield self._finished(noisy)

@@ -17,7 +17,8 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Purpose
 from dlm_bridge.objectives.registry import mask_token_id
 from dlm_bridge.train.checkpoints import load_state
-from dlm_bridge.train.config import AUTOREGRESSIVE, SAMPLED, RLConfig
+from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.sections import AUTOREGRESSIVE, SAMPLED
 from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.loading import load_tokenizer, model_family, starting_model
 from dlm_bridge.train.lora import add_adapter, with_lora
@@ -39,7 +40,7 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
     With `resume` the run in `config.output` goes on from its newest checkpoint. Raises DlmBridgeError for bad input,
     for rewards that fail and where a loss stops being a number.
     """
-    if config.method in AUTOREGRESSIVE:
+    if config.rl.method in AUTOREGRESSIVE:
         from dlm_bridge.train.rl.trl_engine import train_with_trl
 
         return train_with_trl(config, resume, console or Console(stderr=True))
@@ -54,17 +55,17 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
     check_method(config, model_family(model))
     check_length(config, model)
     config = with_lora(config, model)
-    adapter = add_adapter(config, model, checkpoint) if config.adapts else None
+    adapter = add_adapter(config, model, checkpoint) if config.model.adapts else None
     token = mask_token_id(model)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], token)
-    if config.method in SAMPLED:
+    if config.rl.method in SAMPLED:
         check_sampler(config, model)
     state = None if checkpoint is None else load_state(checkpoint)
-    kind: type[RLTrainer[Any]] = PolicyTrainer if config.method in SAMPLED else PreferenceTrainer
+    kind: type[RLTrainer[Any]] = PolicyTrainer if config.rl.method in SAMPLED else PreferenceTrainer
     with accelerator.main_process_first():
-        rows = kind.load(config, config.data, tokenizer, token)
-        held_out = kind.load(config, config.eval_data, tokenizer, token) if config.eval_data else []
+        rows = kind.load(config, config.data.paths, tokenizer, token)
+        held_out = kind.load(config, config.rl.eval_data, tokenizer, token) if config.rl.eval_data else []
     trainer = kind(config, accelerator, model, adapter, tokenizer, rows, held_out, output, console)
     if accelerator.is_main_process:
         write_config(config, output)
@@ -88,36 +89,36 @@ class PolicyTrainer(RLTrainer[Problem]):
 
     @staticmethod
     def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int) -> list[Problem]:
-        return load_problems(items, tokenizer, config.seq_length - config.gen_length, mask_token)
+        return load_problems(items, tokenizer, config.data.seq_length - config.rl.gen_length, mask_token)
 
     def set_up(self) -> None:
         config = self.config
         config.groups(self.accelerator.num_processes)
-        self.judge = RewardWorkers(config.reward, config.reward_timeout, config.reward_failure)
+        self.judge = RewardWorkers(config.rl.reward, config.rl.reward_timeout, config.rl.reward_failure)
         self.rollouts = Rollouts(
             model=self.plain_model,
             tokenizer=self.tokenizer,
             judge=self.judge,
-            seed=config.seed,
-            group_size=config.group_size,
-            gen_length=config.gen_length,
-            temperature=config.temperature,
-            sampler=config.sampler,
-            batch_size=config.micro_batch_size,
-            scaled=config.advantages == "scaled",
+            seed=config.data.seed,
+            group_size=config.rl.group_size,
+            gen_length=config.rl.gen_length,
+            temperature=config.rl.temperature,
+            sampler=config.rl.sampler,
+            batch_size=config.data.micro_batch_size,
+            scaled=config.rl.advantages == "scaled",
         )
         self.updater = PolicyUpdater(
             accelerator=self.accelerator,
             model=self.model,
             optimizer=self.optimizer,
             ask=self._query,
-            reference=self._reference_logps if config.kl_weight else None,
-            updates=config.updates,
-            micro_batch_size=config.micro_batch_size or self.share,
-            total=config.global_batch_size,
-            clip_range=config.clip_range,
-            beta=config.kl_weight,
-            clip_grad=config.clip_grad,
+            reference=self._reference_logps if config.rl.kl_weight else None,
+            updates=config.rl.updates,
+            micro_batch_size=config.data.micro_batch_size or self.share,
+            total=config.data.global_batch_size,
+            clip_range=config.rl.clip_range,
+            beta=config.rl.kl_weight,
+            clip_grad=config.optimizer.clip_grad,
         )
 
     def close(self) -> None:
@@ -125,12 +126,12 @@ class PolicyTrainer(RLTrainer[Problem]):
 
     def train_step(self, step: int) -> tuple[UpdateMetrics, dict[str, float]]:
         config = self.config
-        first = (step - 1) * config.global_batch_size + self.accelerator.process_index * self.share
-        groups = range(first // config.group_size, (first + self.share) // config.group_size)
+        first = (step - 1) * config.data.global_batch_size + self.accelerator.process_index * self.share
+        groups = range(first // config.rl.group_size, (first + self.share) // config.rl.group_size)
         problems = [self.order[group] for group in groups]
         rollout = self.rollouts.sample(problems, step, first)
         figures = self.updater.update(rollout, step)
-        grouped = rollout.rewards.reshape(-1, config.group_size)
+        grouped = rollout.rewards.reshape(-1, config.rl.group_size)
         return figures, {
             "tokens": float((rollout.sequences.prompt | rollout.sequences.scored).sum()),
             "scored": float(rollout.sequences.scored.sum()),
@@ -142,7 +143,7 @@ class PolicyTrainer(RLTrainer[Problem]):
         }
 
     def row(self, common: dict[str, Any], sums: dict[str, float]) -> StepMetrics:
-        count = self.config.global_batch_size
+        count = self.config.data.global_batch_size
         mean = sums["reward"] / count
         return RolloutRow(
             **common,
@@ -150,8 +151,8 @@ class PolicyTrainer(RLTrainer[Problem]):
             reward_std=math.sqrt(max(0.0, sums["reward_squares"] / count - mean**2)),
             rewards={name[3:]: value / count for name, value in sums.items() if name.startswith("of ")},
             failed_rewards=int(sums["failed"]),
-            idle_groups=sums["idle"] * self.config.group_size / count,
-            kl=sums["kl"] / count if self.config.kl_weight else None,
+            idle_groups=sums["idle"] * self.config.rl.group_size / count,
+            kl=sums["kl"] / count if self.config.rl.kl_weight else None,
             clip_fraction=sums["clipped"] / sums["scored"],
             completion_length=sums["scored"] / count,
         )
@@ -173,9 +174,9 @@ class PolicyTrainer(RLTrainer[Problem]):
 
     def _query(self, sequences: Sequences, draw: int, samples: list[int]) -> LikelihoodQuery:
         config, model = self.config, self.plain_model
-        if config.method == "block-grpo":
-            return blockwise(model, sequences, config.trace_steps)
-        return one_step(model, sequences, config.seed, draw, samples, config.prompt_masking)
+        if config.rl.method == "block-grpo":
+            return blockwise(model, sequences, config.rl.trace_steps)
+        return one_step(model, sequences, config.data.seed, draw, samples, config.rl.prompt_masking)
 
     def _reference_logps(self, query: LikelihoodQuery) -> torch.Tensor:
         with self.as_it_began() as model:
@@ -187,12 +188,12 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
 
     @staticmethod
     def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int) -> list[PreferencePair]:
-        return load_pairs(items, tokenizer, config.seq_length, mask_token)
+        return load_pairs(items, tokenizer, config.data.seq_length, mask_token)
 
     def set_up(self) -> None:
         config = self.config
-        config.accumulation(self.accelerator.num_processes)
-        if not config.kl_weight:
+        config.data.accumulation(self.accelerator.num_processes)
+        if not config.rl.kl_weight:
             raise DlmBridgeError("--beta 0: vrpo compares with the model as it began, give a positive number")
         self.updater = PreferenceUpdater(
             accelerator=self.accelerator,
@@ -200,17 +201,17 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
             plain_model=self.plain_model,
             reference=self._reference_bounds,
             optimizer=self.optimizer,
-            seed=config.seed,
-            micro_batch_size=config.micro_batch_size or self.share,
-            total=config.global_batch_size,
-            levels=config.elbo_levels,
-            masks=config.elbo_masks,
-            beta=config.kl_weight,
-            clip_grad=config.clip_grad,
+            seed=config.data.seed,
+            micro_batch_size=config.data.micro_batch_size or self.share,
+            total=config.data.global_batch_size,
+            levels=config.rl.elbo_levels,
+            masks=config.rl.elbo_masks,
+            beta=config.rl.kl_weight,
+            clip_grad=config.optimizer.clip_grad,
         )
 
     def train_step(self, step: int) -> tuple[UpdateMetrics, dict[str, float]]:
-        first = (step - 1) * self.config.global_batch_size + self.accelerator.process_index * self.share
+        first = (step - 1) * self.config.data.global_batch_size + self.accelerator.process_index * self.share
         samples = list(range(first, first + self.share))
         pairs = [self.order[sample] for sample in samples]
         figures = self.updater.update(pairs, samples, step)
@@ -218,7 +219,7 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
         return figures, {"tokens": float(tokens)}
 
     def row(self, common: dict[str, Any], sums: dict[str, float]) -> StepMetrics:
-        count = self.config.global_batch_size
+        count = self.config.data.global_batch_size
         return PreferenceRow(**common, preferred=sums["preferred"] / count, margin=sums["margin"] / count)
 
     def evaluate(self) -> float:
@@ -231,7 +232,7 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
 
     @torch.no_grad()
     def _held_out(self) -> dict[str, float]:
-        accelerator, size = self.accelerator, self.config.micro_batch_size or self.share
+        accelerator, size = self.accelerator, self.config.data.micro_batch_size or self.share
         samples = range(len(self.valid))[accelerator.process_index :: accelerator.num_processes]
         sums = {"loss": 0.0, "preferred": 0.0}
         self.plain_model.eval()
@@ -239,7 +240,7 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
             chosen = list(samples[start : start + size])
             pairs = [self.valid[sample] for sample in chosen]
             margins = self.updater.margins(pairs, chosen, 0, self.plain_model, Purpose.EVAL_NOISE)
-            sums["loss"] += float(preference_loss(margins, self.config.kl_weight).sum())
+            sums["loss"] += float(preference_loss(margins, self.config.rl.kl_weight).sum())
             sums["preferred"] += float((margins > 0).sum())
         self.plain_model.train()
         return {name: value / len(self.valid) for name, value in self.summed(sums).items()}
@@ -251,7 +252,7 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
 
 def _accelerator(config: RLConfig) -> Accelerator:
     cpu = trains_on_cpu(config)
-    mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[config.precision]
+    mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[config.precision.name]
     accelerator = Accelerator(cpu=cpu, mixed_precision=mixed)
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise DlmBridgeError(

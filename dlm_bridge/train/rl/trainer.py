@@ -22,7 +22,8 @@ from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.checkpoints import find_checkpoints, remove_old_checkpoints, save_checkpoint
-from dlm_bridge.train.config import AUTOREGRESSIVE, METHODS, RLConfig
+from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.sections import AUTOREGRESSIVE, METHODS
 from dlm_bridge.train.loading import load_model
 from dlm_bridge.train.lora import Adapter, add_adapter
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics, plot_loss
@@ -73,25 +74,27 @@ class PreferenceRow(StepMetrics):
 def check_method(config: RLConfig, family: FamilySpec | None) -> None:
     """Raise DlmBridgeError for a model of no known family, and a method of the other kind of model."""
     if family is None:
-        raise DlmBridgeError(f"--model {config.model}: of no known family: see dlm-bridge families for what rl takes")
+        raise DlmBridgeError(
+            f"--model {config.model.path}: of no known family: see dlm-bridge families for what rl takes"
+        )
     autoregressive = family.kind == "autoregressive"
-    if autoregressive != (config.method in AUTOREGRESSIVE):
+    if autoregressive != (config.rl.method in AUTOREGRESSIVE):
         fits = [name for name in METHODS if (name in AUTOREGRESSIVE) == autoregressive]
         raise DlmBridgeError(
-            f"--method {config.method} is not for {family.title}, which is {family.kind}: use {', '.join(fits)}"
+            f"--method {config.rl.method} is not for {family.title}, which is {family.kind}: use {', '.join(fits)}"
         )
 
 
 def check_length(config: RLConfig, model: Any) -> None:
     """Raise DlmBridgeError for rows that may be longer than the model."""
     limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and config.seq_length > limit:
-        raise DlmBridgeError(f"--seq-length {config.seq_length} is more than the model's {limit} positions")
+    if limit is not None and config.data.seq_length > limit:
+        raise DlmBridgeError(f"--seq-length {config.data.seq_length} is more than the model's {limit} positions")
 
 
 def check_sampler(config: RLConfig, model: Any) -> None:
     """Raise DlmBridgeError for settings of `--generation` that the model's sampler cannot run."""
-    keywords = {"gen_length": config.gen_length, "temperature": config.temperature, **config.sampler}
+    keywords = {"gen_length": config.rl.gen_length, "temperature": config.rl.temperature, **config.rl.sampler}
     settings = resolve_settings(model, None, keywords, prompt_width=1)
     settings.algorithm.recipe(SpecialTokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
 
@@ -116,14 +119,14 @@ class RLTrainer(TrainingLoop, Generic[Item]):
 
     def __post_init__(self) -> None:
         config = self.config
-        if config.attention_backend is not None:
-            set_attention(self.model, config.attention_backend)
+        if config.engine.attention_backend is not None:
+            set_attention(self.model, config.engine.attention_backend)
         self.model.train()
-        if config.gradient_checkpointing:
+        if config.engine.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.reference_model = self._reference()
         optimizer = adamw(config, self.model)
-        self.order = Shuffled(self.rows, config.seed)
+        self.order = Shuffled(self.rows, config.data.seed)
         self.plain_model = self.model
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
         self.set_up()
@@ -155,7 +158,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
     @property
     def share(self) -> int:
         """Completions, or pairs, of this process in a step."""
-        return self.config.global_batch_size // self.accelerator.num_processes
+        return self.config.data.global_batch_size // self.accelerator.num_processes
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Set the optimizer's state, and the gradient scaler's, to what a checkpoint has."""
@@ -171,7 +174,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
 
     def step(self, step: int, want_stop: bool) -> tuple[StepMetrics, bool]:
         config, began = self.config, time.perf_counter()
-        torch.manual_seed(torch_seed(config.seed, step, self.accelerator.process_index))
+        torch.manual_seed(torch_seed(config.data.seed, step, self.accelerator.process_index))
         rate = learning_rate(config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -207,7 +210,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
                 "tokens": self.tokens,
             }
             save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
-            remove_old_checkpoints(self.output, self.config.keep_last)
+            remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
             plot_loss(metrics.rows, self.output / "loss.png")
         self.accelerator.wait_for_everyone()
         return find_checkpoints(self.output)[-1][1]
@@ -222,13 +225,13 @@ class RLTrainer(TrainingLoop, Generic[Item]):
     def _reference(self) -> Any:
         """The model as it began, on this process's device; None where nothing asks for it, and where it is the model
         without the adapter that this run began."""
-        if self.config.kl_weight == 0 or self.config.lora_rank:
+        if self.config.rl.kl_weight == 0 or self.config.model.lora_rank:
             return None
         reference = load_model(self.config)
-        if self.config.adapter is not None:
+        if self.config.model.adapter is not None:
             add_adapter(self.config, reference)
-        if self.config.attention_backend is not None:
-            set_attention(reference, self.config.attention_backend)
+        if self.config.engine.attention_backend is not None:
+            set_attention(reference, self.config.engine.attention_backend)
         return reference.requires_grad_(False).eval().to(self.accelerator.device)
 
     @contextlib.contextmanager

@@ -20,7 +20,8 @@ from dlm_bridge.convert.checkpoints.torch_dist import TRACKER
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.checkpoints import NAME, step_folder
-from dlm_bridge.train.config import SAMPLED, RLConfig
+from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.sections import SAMPLED
 from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.loading import load_model, load_tokenizer, model_family
 from dlm_bridge.train.lora import add_adapter, with_lora
@@ -40,10 +41,10 @@ def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
     """As `dlm_bridge.train.rl.engine.train`, for `grpo` and `dpo`."""
     if importlib.util.find_spec("trl") is None:
         raise DlmBridgeError(
-            f"--method {config.method} is TRL's, which is not installed: pip install 'dlm-bridge[rl]'"
+            f"--method {config.rl.method} is TRL's, which is not installed: pip install 'dlm-bridge[rl]'"
         )
     main = os.environ.get("RANK", "0") == "0"
-    output = Path(config.output)
+    output = Path(config.checkpoint.output)
     if main:
         open_output(output, resume)
         for folder in (output / "checkpoints").glob("checkpoint-*"):
@@ -51,21 +52,21 @@ def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
                 shutil.rmtree(folder)
     found = find_checkpoints(output) if resume else []
     step, checkpoint = found[-1] if found else (0, None)
-    if checkpoint is not None and step >= config.steps:
+    if checkpoint is not None and step >= config.schedule.steps:
         if main:
-            console.print(f"the run is finished: step {step} of {config.steps}, {checkpoint}", soft_wrap=True)
+            console.print(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}", soft_wrap=True)
         return checkpoint
-    if (Path(config.model) / TRACKER).is_file():
+    if (Path(config.model.path) / TRACKER).is_file():
         raise DlmBridgeError(
-            f"--model {config.model}: TRL reads models in the Hub's layout: dlm-bridge export it first"
+            f"--model {config.model.path}: TRL reads models in the Hub's layout: dlm-bridge export it first"
         )
     model = load_model(config)  # on a resume, too: TRL makes the reference of it, then reads the checkpoint
     check_method(config, model_family(model))
     check_length(config, model)
-    if config.attention_backend is not None:
-        set_attention(model, config.attention_backend)
+    if config.engine.attention_backend is not None:
+        set_attention(model, config.engine.attention_backend)
     config = with_lora(config, model)
-    if config.adapts:
+    if config.model.adapts:
         model = add_adapter(config, model).peft
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], None)
@@ -73,7 +74,7 @@ def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
         tokenizer.pad_token = tokenizer.eos_token
     if main:
         write_config(config, output)
-    judges = [RewardWorkers([name], config.reward_timeout, config.reward_failure) for name in config.reward]
+    judges = [RewardWorkers([name], config.rl.reward_timeout, config.rl.reward_failure) for name in config.rl.reward]
     try:
         trainer = _trainer(config, model, tokenizer, judges)
         trainer.remove_callback(PrinterCallback)
@@ -93,29 +94,29 @@ def find_checkpoints(output: Path) -> list[tuple[int, Path]]:
 
 def trainer_arguments(config: RLConfig, processes: int) -> dict[str, Any]:
     """What TRL's two trainers are told alike. A step of ours is `updates` of theirs."""
-    micro, accumulation = config.accumulation(processes)
-    interval = config.save_interval or config.steps
+    micro, accumulation = config.data.accumulation(processes)
+    interval = config.checkpoint.save_interval or config.schedule.steps
     return {
-        "output_dir": str(Path(config.output) / "checkpoints"),
-        "max_steps": config.steps * config.updates,
+        "output_dir": str(Path(config.checkpoint.output) / "checkpoints"),
+        "max_steps": config.schedule.steps * config.rl.updates,
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": accumulation,
-        "learning_rate": config.lr,
-        "max_grad_norm": config.clip_grad,
-        "gradient_checkpointing": config.gradient_checkpointing,
-        "bf16": config.precision == "bf16",
-        "fp16": config.precision == "fp16",
+        "learning_rate": config.optimizer.lr,
+        "max_grad_norm": config.optimizer.clip_grad,
+        "gradient_checkpointing": config.engine.gradient_checkpointing,
+        "bf16": config.precision.name == "bf16",
+        "fp16": config.precision.name == "fp16",
         "use_cpu": not torch.accelerator.is_available(),
-        "seed": config.seed,
-        "data_seed": config.seed,
-        "logging_steps": config.updates,
+        "seed": config.data.seed,
+        "data_seed": config.data.seed,
+        "logging_steps": config.rl.updates,
         "logging_first_step": False,
         "save_strategy": "steps",
-        "save_steps": interval * config.updates,
+        "save_steps": interval * config.rl.updates,
         "report_to": "none",
         "disable_tqdm": True,
         "disable_dropout": True,
-        "beta": config.kl_weight,
+        "beta": config.rl.kl_weight,
     }
 
 
@@ -128,31 +129,37 @@ def _trainer(config: RLConfig, model: Any, tokenizer: Any, judges: Sequence[Rewa
     optimizer = adamw(config, model)
 
     def share(update: int) -> float:
-        return learning_rate(config, update // config.updates + 1) / config.lr if config.lr else 0.0
+        return (
+            learning_rate(config, update // config.rl.updates + 1) / config.optimizer.lr
+            if config.optimizer.lr
+            else 0.0
+        )
 
     shared = {
         "model": model,
         "processing_class": tokenizer,
         "optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share)),
     }
-    if config.method == "dpo":
-        load_pairs(config.data, tokenizer, config.seq_length, None)  # which names a bad row, its file and line
+    if config.rl.method == "dpo":
+        load_pairs(
+            config.data.paths, tokenizer, config.data.seq_length, None
+        )  # which names a bad row, its file and line
         return _own(DPOTrainer)(
-            args=DPOConfig(**common, max_length=config.seq_length),
-            train_dataset=Dataset.from_list(_preferences(config.data)),
+            args=DPOConfig(**common, max_length=config.data.seq_length),
+            train_dataset=Dataset.from_list(_preferences(config.data.paths)),
             **shared,
         )
     config.groups(processes)
-    problems = load_problems(config.data, tokenizer, config.seq_length - config.gen_length, None)
+    problems = load_problems(config.data.paths, tokenizer, config.data.seq_length - config.rl.gen_length, None)
     arguments = GRPOConfig(
         **common,
-        num_generations=config.group_size,
-        num_iterations=config.updates,
-        max_completion_length=config.gen_length,
-        temperature=config.temperature,
-        generation_kwargs=config.sampler or None,
-        epsilon=config.clip_range,
-        scale_rewards="group" if config.advantages == "scaled" else "none",
+        num_generations=config.rl.group_size,
+        num_iterations=config.rl.updates,
+        max_completion_length=config.rl.gen_length,
+        temperature=config.rl.temperature,
+        generation_kwargs=config.rl.sampler or None,
+        epsilon=config.rl.clip_range,
+        scale_rewards="group" if config.rl.advantages == "scaled" else "none",
         loss_type="grpo",
         reward_weights=[judge.functions[0].weight for judge in judges],
     )
@@ -216,14 +223,14 @@ class _Reporter(TrainerCallback):
         tokenizer: Any,
     ) -> None:
         self.config, self.trainer, self.judges, self.tokenizer = config, trainer, judges, tokenizer
-        self.output, self.console = Path(config.output), console
+        self.output, self.console = Path(config.checkpoint.output), console
         self.main: bool = trainer.accelerator.is_main_process
         self.metrics = MetricsFile(self.output / "metrics.jsonl", step) if self.main else None
         self.stack = contextlib.ExitStack()
-        self.progress = TrainingProgress(console, config.steps, step, self.main)
+        self.progress = TrainingProgress(console, config.schedule.steps, step, self.main)
         self.problems = (
-            load_problems(config.eval_data, tokenizer, config.seq_length - config.gen_length, None)
-            if config.eval_data and config.method in SAMPLED
+            load_problems(config.rl.eval_data, tokenizer, config.data.seq_length - config.rl.gen_length, None)
+            if config.rl.eval_data and config.rl.method in SAMPLED
             else []
         )
         trainer.finish_checkpoint = self.finish_checkpoint
@@ -235,24 +242,24 @@ class _Reporter(TrainerCallback):
         self.began = self.last = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.config.updates:
+        if state.global_step % self.config.rl.updates:
             return
-        limit = self.config.exit_duration
+        limit = self.config.schedule.exit_duration
         late = limit is not None and time.monotonic() - self.began >= 60 * limit
         own = torch.tensor(float(late or self.terminated.is_set()), device=self.trainer.accelerator.device)
-        step = state.global_step // self.config.updates
+        step = state.global_step // self.config.rl.updates
         last = bool(self.trainer.accelerator.reduce(own, "sum") > 0)
-        if last or step == self.config.steps or step in self.config.saves:
+        if last or step == self.config.schedule.steps or step in self.config.checkpoint.saves:
             control.should_save = True
         control.should_training_stop = control.should_training_stop or last
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if logs is None or "loss" not in logs or state.global_step % self.config.updates:
+        if logs is None or "loss" not in logs or state.global_step % self.config.rl.updates:
             return
-        step = state.global_step // self.config.updates
+        step = state.global_step // self.config.rl.updates
         held_out: dict[str, Any] = {}
-        interval = self.config.eval_interval
-        if self.problems and interval and (step % interval == 0 or step == self.config.steps):
+        interval = self.config.logging.eval_interval
+        if self.problems and interval and (step % interval == 0 or step == self.config.schedule.steps):
             held_out = self._held_out()
         now = time.monotonic()
         tokens = logs["num_tokens"]
@@ -270,7 +277,9 @@ class _Reporter(TrainerCallback):
             "peak_memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         }
         if self.metrics is not None:
-            row = self._sampled(common, logs, held_out) if self.config.method == "grpo" else _preferred(common, logs)
+            row = (
+                self._sampled(common, logs, held_out) if self.config.rl.method == "grpo" else _preferred(common, logs)
+            )
             self.metrics.append(row)
             self.progress.show(row)
 
@@ -279,11 +288,11 @@ class _Reporter(TrainerCallback):
         root = self.output / "checkpoints"
         for folder in root.glob("checkpoint-*"):
             if UNFINISHED.fullmatch(folder.name) and (folder / STATE).is_file():
-                step = int(folder.name.rpartition("-")[2]) // self.config.updates
+                step = int(folder.name.rpartition("-")[2]) // self.config.rl.updates
                 shutil.rmtree(step_folder(self.output, step), ignore_errors=True)
                 os.replace(folder, step_folder(self.output, step))
-        if self.config.keep_last:
-            for _, folder in find_checkpoints(self.output)[: -self.config.keep_last]:
+        if self.config.checkpoint.keep_last:
+            for _, folder in find_checkpoints(self.output)[: -self.config.checkpoint.keep_last]:
                 shutil.rmtree(folder)
         if self.metrics is not None:
             self.metrics.sync()
@@ -331,7 +340,7 @@ class _Reporter(TrainerCallback):
             output = model.generate(
                 **batch,
                 do_sample=False,
-                max_new_tokens=self.config.gen_length,
+                max_new_tokens=self.config.rl.gen_length,
                 pad_token_id=self.tokenizer.pad_token_id,
             )
             texts += self.tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,0 +1,130 @@
+"""Configuration files: nested YAML, and what a resume takes from its run."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from dlm_bridge.train.config import RLConfig, TrainConfig
+from dlm_bridge.train.config.options import Option, OptionError, options_of, typed
+
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+def load_config(
+    flags: dict[str, Any], file: Path | None = None, resume: bool = False, task: str = "pretrain"
+) -> TrainConfig:
+    """The configuration of a run of `pretrain` or `sft`, see `load_config_as`."""
+    return load_config_as(TrainConfig, flags, file, resume, task)
+
+
+def load_rl_config(flags: dict[str, Any], file: Path | None = None, resume: bool = False) -> RLConfig:
+    """The configuration of a run of `rl`, see `load_config_as`."""
+    return load_config_as(RLConfig, flags, file, resume, "rl")
+
+
+def load_config_as(
+    config_class: type[Config], flags: dict[str, Any], file: Path | None, resume: bool, task: str
+) -> Config:
+    """A configuration: `flags` over the YAML `file` over, on a resume, the run's own config.yaml, over the defaults of
+    the `task`.
+
+    Raises DlmBridgeError for bad values, and on a resume for a value that would change the data's order or the noise.
+    """
+    values = ({} if file is None else read_yaml(file, config_class)) | flags
+    if values.setdefault("task", task) != task:
+        raise OptionError("--config", f"{file}: it is for dlm-bridge {values['task']}, this is dlm-bridge {task}")
+    own = Path(values.get("output", "")) / "config.yaml"
+    if not (resume and "output" in values and own.is_file()):
+        return config_class.from_flags(**values)
+    began = read_run_config(own, config_class)
+    if began.get("task", "pretrain") != task:
+        raise OptionError("--output", f"{values['output']}: the run there is of dlm-bridge {began['task']}")
+    for key, option in options_of(config_class).items():
+        before = began.get(key, option.default_for(task))
+        if option.fixed and values.get(key) is not None and values[key] != before:
+            raise OptionError(
+                option.flag,
+                f"{values[key]} differs from the {before} that the run in {values['output']} began with: "
+                "resume with that, or choose another --output",
+            )
+    if _weights(values.get("data") or began["data"]) != _weights(began["data"]):
+        raise OptionError(
+            "--data", f": other weights than those that the run in {values['output']} began with: resume with those"
+        )
+    return config_class.from_flags(**(began | values))
+
+
+def read_yaml(path: Path, config_class: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
+    """The options of a nested file, by their flags with underscores. Raises OptionError for a flat file and for unknown
+    keys, naming the section or the nearest known key."""
+    options = options_of(config_class)
+    sections: dict[str, dict[str, Option]] = {}
+    for option in options.values():
+        sections.setdefault(option.section, {})[option.name] = option
+    where, values = f"--config {path}", _mapping(path)
+    flags: dict[str, Any] = {}
+    for name, section in values.items():
+        if name == "task" and isinstance(section, str):
+            flags["task"] = section
+        elif name in sections and isinstance(section, Mapping):
+            for key, value in section.items():
+                if key not in sections[name]:
+                    raise OptionError(where, _unknown(f"{name}.{key}", str(key), options.values()))
+                option = sections[name][key]
+                flags[option.key] = typed(option, value, where)
+        elif name in sections and section is None:
+            continue  # an empty section
+        elif name in options:
+            option = options[name]
+            raise OptionError(where, f": options stand in sections: write '{option.section}: {{{option.name}: ...}}'")
+        elif name in sections:
+            raise OptionError(where, f": '{name}' is a section, a mapping of its options is needed")
+        else:
+            near = difflib.get_close_matches(str(name), [*sections, *options], n=1, cutoff=0.0)
+            raise OptionError(where, f": unknown key '{name}', the nearest is '{near[0]}'")
+    return flags
+
+
+def read_run_config(path: Path, config_class: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
+    """The options of a run's own config.yaml, by their flags with underscores. Runs of earlier versions have a flat
+    one, whose keys are the flags. Raises OptionError."""
+    values, options = _mapping(path), options_of(config_class)
+    if not values.keys() <= {"task", *options} or any(isinstance(value, Mapping) for value in values.values()):
+        return read_yaml(path, config_class)
+    where = f"--config {path}"
+    return {key: value if key == "task" else typed(options[key], value, where) for key, value in values.items()}
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise OptionError(f"--config {path}", ": no such file")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise OptionError(f"--config {path}", f": not YAML: {' '.join(str(error).split())}") from None
+    if values is not None and not isinstance(values, dict):
+        raise OptionError(f"--config {path}", ": a mapping of sections to options is needed")
+    return values or {}
+
+
+def _unknown(name: str, key: str, options: Iterable[Option]) -> str:
+    """A key that its section does not have; the nearest may stand in another section."""
+    known = [(option.name, f"{option.section}.{option.name}") for option in options]
+    same = [full for short, full in known if short == key]
+    near = same or difflib.get_close_matches(name, [full for _, full in known], n=1, cutoff=0.0)
+    return f": unknown key '{name}', the nearest is '{near[0]}'"
+
+
+def _weights(data: list[str]) -> list[float]:
+    """The numbers of a blend."""
+    numbers = []
+    for item in data:
+        with contextlib.suppress(ValueError):
+            numbers.append(float(item))
+    return numbers

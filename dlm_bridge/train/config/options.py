@@ -1,0 +1,189 @@
+"""One declaration per option: a dataclass field that also gives the flag, its help, its YAML key and its constraints.
+
+    @dataclass(frozen=True)
+    class OptimizerOptions:
+        lr: float = option(3e-4, "Peak learning rate.", minimum=0, task_defaults={"sft": 2.5e-5})
+
+is `--lr`, `optimizer: {lr: ...}` in YAML, and `config.optimizer.lr`; `options_of` lists the options of a configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+
+TASKS = ("pretrain", "sft", "rl")  # the commands that train
+TRAINING = ("pretrain", "sft")
+
+
+class OptionError(DlmBridgeError):
+    """An option's value is refused; `flag` names the option."""
+
+    def __init__(self, flag: str, message: str) -> None:
+        super().__init__(f"{flag}{message if message.startswith(':') else f' {message}'}")
+        self.flag = flag
+
+
+@dataclass(frozen=True)
+class Option:
+    """What `option` declares, and where `options_of` found it."""
+
+    help: str
+    flag: str = ""  # "--name-of-the-field" where nothing else is declared
+    negative: str = ""  # the flag that sets a bool to False, "--no-..." where nothing else is declared
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    maximum: float | None = None
+    engine: str | None = None  # the only engine that has it
+    tasks: tuple[str, ...] = TASKS
+    needs: tuple[str, str | None] | None = (
+        None  # another flag, and the value that it must have (None: any but default)
+    )
+    fixed: bool = False  # a resume must not change it
+    task_defaults: Mapping[str, Any] = field(default_factory=dict)  # where a task's default differs
+    section: str = ""
+    name: str = ""  # of the field, and the key in YAML
+    type: Any = None
+    default: Any = None
+
+    @property
+    def key(self) -> str:
+        """The flag with underscores: the name in flat dictionaries of options."""
+        return self.flag[2:].replace("-", "_")
+
+    def default_for(self, task: str) -> Any:
+        return self.task_defaults.get(task, self.default)
+
+    def belongs_to(self, task: str) -> bool:
+        """Whether the command `task` has the option; reinforcement learning runs under Accelerate only."""
+        return task in self.tasks and not (task == "rl" and self.engine == "megatron")
+
+
+def option(default: Any, help: str, flag: str = "", negative: str = "", **constraints: Any) -> Any:
+    """A field of a section of the configuration. `constraints` are the other fields of `Option`."""
+    metadata = {"option": Option(help, flag, negative, **constraints)}
+    if isinstance(default, list):
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def options_of(config_class: type) -> Mapping[str, Option]:
+    """Every option of a configuration class by its key, in the order of declaration. The fields of the class are
+    sections; a field without a section class (the task) is no option."""
+    return _declared(config_class)
+
+
+@functools.cache
+def _declared(config_class: type) -> Mapping[str, Option]:
+    found: dict[str, Option] = {}
+    sections = typing.get_type_hints(config_class)
+    for section in dataclasses.fields(config_class):
+        kind = sections[section.name]
+        if not dataclasses.is_dataclass(kind):
+            continue
+        hints = typing.get_type_hints(kind)
+        for known in dataclasses.fields(kind):
+            declared: Option = known.metadata["option"]
+            flag = declared.flag or "--" + known.name.replace("_", "-")
+            bound = dataclasses.replace(
+                declared,
+                flag=flag,
+                negative=declared.negative or f"--no-{flag[2:]}",
+                section=section.name,
+                name=known.name,
+                type=hints[known.name],
+                default=[] if known.default is dataclasses.MISSING else known.default,
+            )
+            found[bound.key] = bound
+    return types.MappingProxyType(found)
+
+
+def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]) -> None:
+    """Raise OptionError for a value out of range, or one that the engine, the task or another option excludes.
+
+    Args:
+        flags: every option's value by key, for `engine` and `needs`.
+    """
+    if option.choices and value is not None and value not in option.choices:
+        raise OptionError(option.flag, f"{value!r} is unknown: known are {', '.join(option.choices)}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
+        raise OptionError(option.flag, f"must be {_range(option)}, not {value}")
+    if value in (None, option.default, option.default_for(task)):
+        return
+    if not option.belongs_to(task):
+        raise OptionError(option.flag, f"is not an option of dlm-bridge {task}")
+    if option.engine not in (None, flags["engine"]):
+        raise OptionError(option.flag, f"needs --engine {option.engine}")
+    if option.needs is not None:
+        flag, needed = option.needs
+        given = flags[flag[2:].replace("-", "_")]
+        if given != needed if needed is not None else not given:
+            raise OptionError(option.flag, f"needs {flag}{'' if needed is None else f' {needed}'}")
+
+
+def _in_range(option: Option, value: float) -> bool:
+    return (
+        math.isfinite(value)
+        and (option.minimum is None or value >= option.minimum)
+        and (option.above is None or value > option.above)
+        and (option.below is None or value < option.below)
+        and (option.maximum is None or value <= option.maximum)
+    )
+
+
+def _range(option: Option) -> str:
+    low = option.minimum if option.above is None else option.above
+    high = option.maximum if option.below is None else option.below
+    if high is None:
+        if low is None:
+            return "a finite number"
+        return f"{'at least' if option.above is None else 'above'} {low}"
+    return f"in {'[' if option.above is None else '('}{low}, {high}{']' if option.below is None else ')'}"
+
+
+def typed(option: Option, value: Any, where: str) -> Any:
+    """`value` as the option's type, where YAML's reading of it is harmless (1 for 1.0, 1e-3, one path for a list).
+    Raises OptionError, whose message begins with `where`."""
+    kinds = typing.get_args(option.type) if isinstance(option.type, types.UnionType) else (option.type,)
+    if value is None and type(None) in kinds:
+        return None
+    if list[str] in kinds:
+        value = [value] if isinstance(value, str) else value
+        found = {type(item) for item in value} if isinstance(value, list) else {None}
+        if found <= {str, int, float} and (str in found or not value):
+            return [str(item) for item in value]  # a blend's weights are numbers
+    for kind in kinds:
+        if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                return float(value)  # YAML reads 1e-3 as text
+            except ValueError:
+                continue
+        if isinstance(kind, type) and type(value) is kind:
+            return value
+    names = [
+        "list of texts" if kind == list[str] else "null" if kind is type(None) else kind.__name__ for kind in kinds
+    ]
+    raise OptionError(where, f": {option.section}.{option.name} must be {' or '.join(names)}, not {value!r}")
+
+
+def comma_separated(text: str | None) -> list[str]:
+    """The words of a comma-separated option."""
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def whole_numbers(flag: str, text: str | None) -> list[int]:
+    """The numbers of a comma-separated option. Raises OptionError."""
+    try:
+        return [int(word) for word in comma_separated(text)]
+    except ValueError:
+        raise OptionError(flag, f"{text}: whole numbers with commas are needed") from None

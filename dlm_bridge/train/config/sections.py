@@ -1,0 +1,495 @@
+"""The sections of a training configuration: every option, declared once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from dlm_bridge.train.config.options import TRAINING, OptionError, comma_separated, option, whole_numbers
+
+if TYPE_CHECKING:
+    from dlm_bridge.mapping.layout import Layout
+    from dlm_bridge.parallel.context_parallel import ContextParallelConfig
+
+ENGINES = ("accelerate", "megatron")
+PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
+TRACKERS = ("tensorboard", "wandb")
+SAMPLED = ("grpo", "diffu-grpo", "block-grpo")  # methods on sampled completions and their rewards
+PREFERRED = ("dpo", "vrpo")  # methods on rows of preferred and rejected answers
+METHODS = (*SAMPLED, *PREFERRED)
+AUTOREGRESSIVE = ("grpo", "dpo")  # what TRL trains
+BETAS = {"grpo": 0.04, "diffu-grpo": 0.04, "block-grpo": 0.04, "dpo": 0.1, "vrpo": 0.2}
+# Arguments of `generate` that a rollout sets, or that would return other rows than one completion per prompt.
+ROLLOUT_ARGUMENTS = (
+    "attention_mask", "commit_rule", "generation_config", "generator", "infill", "input_ids", "inputs",
+    "num_return_sequences", "output_history", "return_dict_in_generate", "span_lengths", "streamer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model is trained: its weights, or an adapter of them."""
+
+    path: str = option("", "Hub folder or id, Megatron checkpoint, or a config.json's folder.", "--model")
+    family: str | None = option(None, "The model family, where config.json does not determine it.", fixed=True)
+    mask_token_id: int | None = option(None, "Where the model's config has none; the family's by default.", fixed=True)
+    tokenizer: str | None = option(None, "Folder or id; the model's own by default.")
+    from_scratch: bool = option(
+        False, "Initialise from config.json and --seed.", negative="--from-weights", tasks=TRAINING
+    )
+    lora_rank: int = option(
+        0, "Train a LoRA adapter of this rank instead of the weights, 0: none.", minimum=0, engine="accelerate",
+        fixed=True,
+    )  # fmt: skip
+    lora_alpha: float | None = option(
+        None, "Scale of the adapter times its rank; twice the rank by default.", above=0, engine="accelerate",
+        needs=("--lora-rank", None), fixed=True,
+    )  # fmt: skip
+    lora_dropout: float = option(
+        0.0, "Dropout before the adapter.", minimum=0, below=1, engine="accelerate", needs=("--lora-rank", None)
+    )
+    lora_targets: str | None = option(
+        None, "Linear layers with an adapter, such as q_proj,v_proj; the family's by default.", engine="accelerate",
+        needs=("--lora-rank", None), fixed=True,
+    )  # fmt: skip
+    lora_quantize: str | None = option(
+        None, "Quantize the base's linear layers to 4bit (NF4) or 8bit, with bitsandbytes.", engine="accelerate",
+        choices=("4bit", "8bit"), fixed=True,
+    )  # fmt: skip
+    adapter: str | None = option(
+        None, "Folder of a PEFT LoRA adapter of --model to continue training.", engine="accelerate", fixed=True
+    )
+
+    @property
+    def adapts(self) -> bool:
+        """Whether an adapter is trained instead of the weights."""
+        return self.lora_rank > 0 or self.adapter is not None
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What a step reads."""
+
+    paths: list[str] = option([], "Training data. May be repeated.", "--data")
+    split: str = option(
+        "99,1,0", "Training, validation and test fractions, such as 99,1,0.", tasks=TRAINING, fixed=True
+    )
+    seq_length: int = option(1024, "Tokens per sequence.", minimum=1, fixed=True)
+    global_batch_size: int = option(32, "Sequences per step, over all processes.", minimum=1, fixed=True)
+    micro_batch_size: int | None = option(None, "Sequences per forward pass of a process.", minimum=1)
+    seed: int = option(0, "Seed of data order, noise and initial weights.", minimum=0, fixed=True)
+    document_attention: bool = option(
+        False, "Mask attention between the documents of a block.", tasks=("pretrain",), fixed=True
+    )
+    packing: bool = option(
+        False, "Several conversations in a row, with attention masked between them.", tasks=("sft",), fixed=True
+    )
+    truncate: bool = option(
+        False, "Truncate conversations that are longer than --seq-length.", tasks=("sft",), fixed=True
+    )
+    eos_padding: str | None = option(
+        None, "EOS tokens trained as part of the answer: none, to the end of a block, or of the row; the family's.",
+        choices=("none", "block", "row"), tasks=("sft",), fixed=True,
+    )  # fmt: skip
+    train_on_prompt: bool | None = option(
+        None, "Mask and count prompts as well; the family's default.", tasks=("sft",), fixed=True
+    )
+
+    @property
+    def split_fractions(self) -> tuple[float, float, float]:
+        """The train, validation and test fractions, which add up to one. Raises OptionError."""
+        try:
+            numbers = [float(part) for part in self.split.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) != 3 or min(numbers) < 0 or numbers[0] <= 0 or not math.isfinite(sum(numbers)):
+            raise OptionError(
+                "--split", f"{self.split!r} must be three fractions such as 99,1,0, the first of them positive"
+            )
+        return (numbers[0] / sum(numbers), numbers[1] / sum(numbers), numbers[2] / sum(numbers))
+
+    def accumulation(self, processes: int) -> tuple[int, int]:
+        """(micro-batch size, micro-batches per step) of each process. Raises OptionError where the global batch is not
+        micro-batch size x processes x a whole number."""
+        if self.global_batch_size % processes:
+            raise OptionError(
+                "--global-batch-size",
+                f"{self.global_batch_size} does not divide over {processes} processes: make it a multiple of {processes}",
+            )
+        per_process = self.global_batch_size // processes
+        micro = self.micro_batch_size or per_process
+        if per_process % micro:
+            raise OptionError(
+                "--global-batch-size",
+                f"{self.global_batch_size} is not --micro-batch-size {micro} x {processes} processes x a whole number: "
+                f"make it a multiple of {micro * processes}",
+            )
+        return micro, per_process // micro
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """What is minimised."""
+
+    name: str | None = option(
+        None, "masked, shifted, block, causal, ...; the family's own by default.", "--objective", tasks=TRAINING,
+        fixed=True,
+    )  # fmt: skip
+    length_variation: float = option(
+        0.01, "Fraction of sequences truncated to a random length.", minimum=0, maximum=1, tasks=TRAINING, fixed=True,
+        task_defaults={"sft": 0.0, "rl": 0.0},
+    )  # fmt: skip
+    loss_weighting: str | None = option(
+        None, "Weight of a masked token: level (1/t), fraction (1/masked fraction), uniform, cart; the objective's own.",
+        choices=("level", "fraction", "uniform", "cart"), tasks=TRAINING, fixed=True,
+    )  # fmt: skip
+    loss_normalisation: str | None = option(
+        None, "Divisor of the loss: tokens, sequences (a mean over them) or predicted (tokens); the objective's own.",
+        choices=("tokens", "sequences", "predicted"), tasks=TRAINING, fixed=True,
+    )  # fmt: skip
+    mask_annealing_steps: int = option(
+        0, "Steps over which causal attention opens to bidirectional.", minimum=0, tasks=TRAINING, fixed=True
+    )
+    block_schedule: str | None = option(
+        None, "step:block size pairs, growing, such as 0:4,1000:8,2000:32.", tasks=TRAINING, fixed=True
+    )
+    moe_aux_loss: str = option(
+        "seq_aux_loss", "Load balancing loss: aux_loss, seq_aux_loss, global_aux_loss.", engine="megatron",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    )  # fmt: skip
+    moe_aux_loss_coeff: float = option(
+        0.0, "Weight of the load balancing loss, 0: none.", minimum=0, engine="megatron"
+    )
+    moe_z_loss_coeff: float = option(0.0, "Weight of the router's z-loss, 0: none.", minimum=0, engine="megatron")
+    moe_expert_bias_update_rate: float = option(
+        0.0, "Update rate per step of routers' expert bias, 0: constant.", minimum=0, engine="megatron"
+    )
+
+    @property
+    def block_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(first step, block size) pairs of `block_schedule`, in order; empty without one. Raises OptionError."""
+        if self.block_schedule is None:
+            return ()
+        try:
+            pairs = [
+                (int(step), int(size)) for step, size in (part.split(":") for part in self.block_schedule.split(","))
+            ]
+        except ValueError:
+            raise self._schedule_error("must be step:size pairs such as 0:4,1000:8,2000:32") from None
+        if pairs[0][0] != 0:
+            raise self._schedule_error(f"must begin with step 0, not {pairs[0][0]}")
+        if pairs[0][1] < 1:
+            raise self._schedule_error(f"has block size {pairs[0][1]}")
+        for (step, size), (later, larger) in itertools.pairwise(pairs):
+            if later <= step or larger <= size:
+                raise self._schedule_error(
+                    f"must grow in steps and sizes: {step}:{size} stands before {later}:{larger}"
+                )
+        return tuple(pairs)
+
+    def _schedule_error(self, message: str) -> OptionError:
+        return OptionError("--block-schedule", f"{self.block_schedule!r} {message}")
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """The optimizer and its peak learning rate."""
+
+    name: str = option(
+        "adamw", "adamw or sgd.", "--optimizer", choices=("adamw", "sgd"), engine="megatron", fixed=True
+    )
+    lr: float = option(3e-4, "Peak learning rate.", minimum=0, task_defaults={"sft": 2.5e-5, "rl": 1e-6})
+    weight_decay: float = option(0.1, "Of all but biases and norms.", minimum=0, task_defaults={"rl": 0.0})
+    beta1: float = option(0.9, "AdamW's first beta.", minimum=0, below=1)
+    beta2: float = option(0.95, "AdamW's second beta.", minimum=0, below=1)
+    adam_eps: float = option(1e-8, "AdamW's epsilon.", minimum=0)
+    clip_grad: float = option(1.0, "Largest gradient norm, 0: no clipping.", minimum=0)
+    cpu_offload: bool = option(
+        False, "Keep the optimizer's state and step on the CPU.", "--optimizer-cpu-offload", engine="megatron"
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """How long a run takes, and the learning rate over its steps."""
+
+    steps: int = option(1000, "Optimizer steps.", minimum=1)
+    name: str = option(
+        "cosine", "cosine, linear or constant.", "--lr-schedule", choices=("cosine", "linear", "constant"),
+        task_defaults={"rl": "constant"},
+    )  # fmt: skip
+    warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
+    min_lr: float = option(0.0, "Learning rate at the last step.", minimum=0)
+    exit_duration: float | None = option(None, "Save and exit after so many minutes.", minimum=0)
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How weights, optimizer state, sequences and experts are distributed over the processes."""
+
+    sharding: str = option(
+        "none", "Over processes: none (replicated) or fsdp (FSDP2: weights, gradients and optimizer state).",
+        choices=("none", "fsdp"), engine="accelerate", tasks=TRAINING,
+    )  # fmt: skip
+    cpu_offload: bool = option(
+        False, "With --sharding fsdp: keep weights and optimizer state in CPU memory.", engine="accelerate",
+        tasks=TRAINING, needs=("--sharding", "fsdp"),
+    )  # fmt: skip
+    tp: int = option(1, "Tensor parallel size.", minimum=1, engine="megatron")
+    pp: int = option(1, "Pipeline parallel size.", minimum=1, engine="megatron")
+    vp: int = option(1, "Virtual pipeline chunks per pipeline rank.", minimum=1, engine="megatron")
+    pipeline_split: str | None = option(
+        None, "Layers of uneven stages: FIRST,LAST or one number per stage.", engine="megatron"
+    )
+    cp: int = option(1, "Context parallel size.", minimum=1, engine="megatron")
+    cp_comm_type: str = option(
+        "p2p", "Context parallel communication: p2p, a2a, allgather or a2a+p2p.", engine="megatron"
+    )
+    hierarchical_cp_sizes: str | None = option(None, "Inner,outer sizes of a2a+p2p, such as 2,4.", engine="megatron")
+    ep: int = option(1, "Expert parallel size.", minimum=1, engine="megatron")
+    etp: int | None = option(None, "Expert tensor parallel size; tp by default.", minimum=1, engine="megatron")
+    sequence_parallel: bool | None = option(
+        None, "Shard activations over tp; on by default where tp is above 1.", engine="megatron"
+    )
+    distributed_optimizer: bool = option(
+        True, "Shard AdamW's state over data parallel ranks (ZeRO-1).", engine="megatron", fixed=True
+    )
+    fsdp: str | None = option(
+        None, "Megatron FSDP instead: optim, optim_grads, optim_grads_params.", engine="megatron",
+        choices=("optim", "optim_grads", "optim_grads_params"),
+    )  # fmt: skip
+    overlap_communication: bool = option(
+        True, "Overlap gradient and parameter communication with computation.", engine="megatron"
+    )
+    moe_dispatcher: str = option(
+        "alltoall", "Dispatch of tokens to experts: auto, alltoall, allgather, flex.", engine="megatron",
+        choices=("auto", "alltoall", "allgather", "flex"),
+    )  # fmt: skip
+    moe_shared_expert_overlap: bool = option(
+        False, "Compute shared experts during the dispatcher's communication.", engine="megatron"
+    )
+
+    @property
+    def shards(self) -> bool:
+        """Whether each process of the Accelerate engine holds a shard of the weights."""
+        return self.sharding == "fsdp"
+
+    @property
+    def expert_tp(self) -> int:
+        """The tensor parallel size of experts."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def hierarchy(self) -> tuple[int, ...] | None:
+        """The sizes of `hierarchical_cp_sizes`; None without. Raises OptionError."""
+        return tuple(whole_numbers("--hierarchical-cp-sizes", self.hierarchical_cp_sizes)) or None
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the weights. Raises DlmBridgeError."""
+        from dlm_bridge.mapping.layout import Layout, parse_pipeline_split  # which import torch
+
+        split = {} if self.pipeline_split is None else parse_pipeline_split(self.pipeline_split, self.pp, self.vp)
+        return Layout(tp=self.tp, pp=self.pp, vp=self.vp, ep=self.ep, etp=self.etp, **split)
+
+    @property
+    def context(self) -> ContextParallelConfig:
+        """The layout of the sequences. Raises DlmBridgeError."""
+        from dlm_bridge.parallel.context_parallel import ContextParallelConfig  # which imports torch
+
+        return ContextParallelConfig(self.cp, self.cp_comm_type, self.hierarchy)
+
+    @property
+    def sharded_sequence(self) -> bool:
+        """Whether sequence parallelism is on."""
+        return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel and self.tp > 1
+
+
+@dataclass(frozen=True)
+class PrecisionOptions:
+    """Number formats of weights and matrix products."""
+
+    name: str = option("fp32", "fp32, bf16, fp16 or fp8.", "--precision", choices=("fp32", "bf16", "fp16", "fp8"))
+    fp8_format: str = option(
+        "hybrid", "With --precision fp8: hybrid or e4m3.", choices=("hybrid", "e4m3"), engine="megatron",
+        needs=("--precision", "fp8"),
+    )  # fmt: skip
+    fp8_recipe: str = option(
+        "delayed", "With --precision fp8: delayed, tensorwise, blockwise, mxfp8 scaling.", engine="megatron",
+        choices=("delayed", "tensorwise", "blockwise", "mxfp8"), needs=("--precision", "fp8"),
+    )  # fmt: skip
+    fp8_params: bool = option(
+        False, "Keep the weights themselves in FP8.", engine="megatron", needs=("--precision", "fp8")
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where a run writes, and when it saves."""
+
+    output: str = option("", "The run's folder.")
+    save_interval: int = option(1000, "Steps between checkpoints, 0: only the last.", minimum=0)
+    save_steps: str | None = option(None, "Further steps to save at, such as 10,50.")
+    keep_last: int = option(0, "Checkpoints to keep, 0: all.", minimum=0)
+    async_save: bool = option(False, "Write checkpoints in the background.", engine="megatron")
+
+    @property
+    def saves(self) -> frozenset[int]:
+        """The steps of `save_steps`. Raises OptionError."""
+        steps = frozenset(whole_numbers("--save-steps", self.save_steps))
+        if steps and min(steps) < 1:
+            raise OptionError("--save-steps", f"{self.save_steps}: steps count from 1")
+        return steps
+
+
+@dataclass(frozen=True)
+class LoggingOptions:
+    """What is measured beside the training loss."""
+
+    eval_interval: int = option(100, "Steps between validations, 0: never.", minimum=0)
+    sample_interval: int = option(
+        0, "Steps between sampled texts in DIR/samples.jsonl, 0: never.", minimum=0, tasks=TRAINING
+    )
+    sample_prompt: list[str] = option(
+        [], "Prompt of a sampled text; @FILE: one prompt per line. May be repeated.", tasks=TRAINING
+    )
+    sample_length: int = option(64, "Tokens of a sampled text.", minimum=1, tasks=TRAINING)
+    trackers: str | None = option(None, "tensorboard, wandb, or both with a comma.")
+    straggler_interval: int = option(
+        0, "Steps between reports of the slowest rank, 0: none.", minimum=0, engine="megatron"
+    )
+
+    @property
+    def tracker_names(self) -> list[str]:
+        """The trackers. Raises OptionError for an unknown one."""
+        names = comma_separated(self.trackers)
+        for name in names:
+            if name not in TRACKERS:
+                raise OptionError("--trackers", f"{name} is unknown: known are {', '.join(TRACKERS)}")
+        return names
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The engine, its kernels and its memory."""
+
+    name: str = option(
+        "accelerate", "accelerate (one machine) or megatron (megatron-core).", "--engine", choices=ENGINES,
+        tasks=TRAINING, fixed=True,
+    )  # fmt: skip
+    attention_backend: str | None = option(
+        None,
+        "flash: FlashAttention 4. With --engine accelerate: sdpa, eager, ...; with megatron: auto, fused, unfused.",
+    )
+    compile: bool | None = option(
+        None, "Compile the decoder layers; on by default on a GPU.", engine="accelerate", tasks=TRAINING
+    )
+    gradient_checkpointing: bool = option(False, "Recompute activations to save memory.", engine="accelerate")
+    recompute: str = option(
+        "none", "Activations to recompute: none, selective or full.", choices=("none", "selective", "full"),
+        engine="megatron",
+    )  # fmt: skip
+    recompute_modules: str | None = option(
+        None, "For selective: core_attn,layernorm,mlp,moe,moe_act,...", engine="megatron",
+        needs=("--recompute", "selective"),
+    )  # fmt: skip
+    recompute_layers: int | None = option(
+        None, "For full: recomputed layers per stage; all by default.", minimum=1, engine="megatron",
+        needs=("--recompute", "full"),
+    )  # fmt: skip
+    moe_grouped_gemm: bool | None = option(
+        None, "All experts of a rank in one matrix product; on with Transformer Engine.", engine="megatron"
+    )
+    megatron: list[str] = option(
+        [], "megatron-core's other settings: transformer.KEY=VALUE, ddp.KEY=VALUE, optimizer.KEY=VALUE.",
+        engine="megatron",
+    )  # fmt: skip
+
+    @property
+    def recomputed(self) -> list[str]:
+        """The modules of selective recomputation."""
+        return comma_separated(self.recompute_modules) or ["core_attn"]
+
+    def passed_through(self, group: str) -> dict[str, Any]:
+        """The `--megatron GROUP.KEY=VALUE` settings of one of `PASSED_THROUGH`, values read as YAML. Raises
+        OptionError."""
+        found = {}
+        for setting in self.megatron:
+            name, equals, value = setting.partition("=")
+            target, dot, key = name.partition(".")
+            if not (equals and dot and key) or target not in PASSED_THROUGH:
+                raise OptionError(
+                    "--megatron", f"{setting}: write GROUP.KEY=VALUE with a group of {', '.join(PASSED_THROUGH)}"
+                )
+            if target == group:
+                try:
+                    found[key] = yaml.safe_load(value)
+                except yaml.YAMLError:
+                    raise OptionError("--megatron", f"{setting}: {value} is no value in YAML") from None
+        return found
+
+
+@dataclass(frozen=True)
+class RLOptions:
+    """Reinforcement learning and preference optimisation."""
+
+    method: str = option(
+        "", f"{', '.join(METHODS)}; grpo and dpo are for autoregressive models.", choices=("", *METHODS), fixed=True
+    )
+    reward: list[str] = option(
+        [], "Function (prompts, completions, rows) -> numbers: package.module.name, file.py:name, countdown, maths, "
+        "...; 0.1*NAME weights it. May be repeated.", fixed=True,
+    )  # fmt: skip
+    reward_timeout: float = option(10.0, "Seconds that a reward may take for a step's completions.", above=0)
+    reward_failure: str = option(
+        "stop", "When a reward raises or hangs: stop, or zero (its row gets 0).", choices=("stop", "zero")
+    )
+    eval_data: list[str] = option([], "Held-out rows, answered greedily (or compared). May be repeated.", fixed=True)
+    group_size: int = option(8, "Completions per prompt, compared with each other.", minimum=1, fixed=True)
+    updates: int = option(1, "Optimizer steps with each step's completions.", minimum=1, fixed=True)
+    gen_length: int = option(256, "Longest completion, in tokens.", minimum=1, fixed=True)
+    temperature: float = option(1.0, "Of sampling; held-out prompts are answered at 0.", above=0, fixed=True)
+    generation: list[str] = option(
+        [], "Further settings of the sampler, NAME=VALUE such as steps=64. May be repeated.", fixed=True
+    )
+    advantages: str = option(
+        "centred", "Rewards minus their group's mean (centred), or divided by its deviation too (scaled).",
+        choices=("centred", "scaled"), fixed=True,
+    )  # fmt: skip
+    clip_range: float = option(0.2, "Clipping range of a token's probability ratio.", above=0)
+    beta: float | None = option(
+        None, "Weight of the KL term (0.04, 0: no reference model), of dpo and vrpo 0.1, 0.2.", minimum=0
+    )
+    prompt_masking: float = option(
+        0.15, "Of diffu-grpo: fraction of prompt tokens masked in a likelihood estimate.", minimum=0, below=1,
+        fixed=True,
+    )  # fmt: skip
+    trace_steps: int = option(
+        32, "Of block-grpo and bidirectional models: sampler steps per likelihood forward pass.", minimum=1, fixed=True
+    )
+    elbo_levels: int = option(8, "Of vrpo: noise levels per likelihood bound.", minimum=1, fixed=True)
+    elbo_masks: int = option(1, "Of vrpo: masks per noise level.", minimum=1, fixed=True)
+
+    @property
+    def kl_weight(self) -> float:
+        """`beta`, or the method's default."""
+        return BETAS[self.method] if self.beta is None else self.beta
+
+    @property
+    def sampler(self) -> dict[str, Any]:
+        """The settings of `generation`, as keyword arguments of a model's generate. Raises OptionError."""
+        settings = {}
+        for item in self.generation:
+            name, equals, value = item.partition("=")
+            if not (name.isidentifier() and equals and value):
+                raise OptionError("--generation", f"{item}: NAME=VALUE is needed, such as steps=64")
+            if name in ("gen_length", "max_new_tokens", "temperature", "seed"):
+                raise OptionError("--generation", f"{item}: use --{name.replace('_', '-')}")
+            if name in ROLLOUT_ARGUMENTS:
+                raise OptionError("--generation", f"{item}: a rollout is one completion per prompt: leave it out")
+            settings[name] = yaml.safe_load(value)
+        return settings
