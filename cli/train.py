@@ -130,7 +130,7 @@ def _annotation(option: Option, help: str, task: str) -> Any:
 def _show(config: TrainConfig, gpus: int | None, resume: bool, as_json: bool) -> None:
     """The dry run, on the first of a launcher's processes."""
     from dlm_bridge.cli.dry_run_views import show_dry_run
-    from dlm_bridge.train.dry_run import dry_run
+    from dlm_bridge.plan.dry_run import dry_run
 
     if os.environ.get("RANK", "0") == "0":
         show_dry_run(dry_run(config, gpus, resume), as_json)
@@ -138,10 +138,10 @@ def _show(config: TrainConfig, gpus: int | None, resume: bool, as_json: bool) ->
 
 def _train(config: TrainConfig, resume: bool) -> None:
     quieten()
-    if config.engine == "megatron":
+    if config.engine.name == "megatron":
         from dlm_bridge.train.megatron.engine import train
     else:
-        from dlm_bridge.train.accelerate_engine import train
+        from dlm_bridge.train.accelerate.trainer import train
     train(config, resume)
 
 

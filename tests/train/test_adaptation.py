@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from dlm_bridge.objectives.single_stream import ShiftedDiffusion
 from dlm_bridge.train.adaptation import anneal_mask, open_probability, with_block_size
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
+from dlm_bridge.train.config.options import OptionError
 from tests.families import a2d, dream, sdar, wedlm
 from tests.families.case import FamilyCase
 from tests.train.conftest import Run, without_speed
@@ -184,23 +184,23 @@ def test_the_block_size_of_a_step_is_what_the_streams_see(step: int, size: int, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("flag", "value"),
     [
-        ({"mask_annealing_steps": -1}, "--mask-annealing-steps must not be negative, not -1"),
-        ({"block_schedule": ""}, "--block-schedule '' must be step:size pairs such as 0:4"),
-        ({"block_schedule": "0:4,x:7"}, "--block-schedule '0:4,x:7' must be step:size pairs"),
-        ({"block_schedule": "0:2:4"}, "must be step:size pairs"),
-        ({"block_schedule": "5:2"}, "--block-schedule '5:2' must begin with step 0, not 5"),
-        ({"block_schedule": "0:7,5:2"}, "must grow in steps and sizes: 0:7 stands before 5:2"),
-        ({"block_schedule": "0:1,5:2,5:7"}, "must grow in steps and sizes: 5:2 stands before 5:7"),
-        ({"block_schedule": "0:2,5:4"}, "block size 4 does not divide --seq-length 14"),
-        ({"block_schedule": "0:0"}, "block size 0 does not divide --seq-length 14"),
+        ("--mask-annealing-steps", -1),
+        ("--block-schedule", ""),
+        ("--block-schedule", "0:4,x:7"),
+        ("--block-schedule", "0:2:4"),
+        ("--block-schedule", "5:2"),
+        ("--block-schedule", "0:7,5:2"),
+        ("--block-schedule", "0:1,5:2,5:7"),
+        ("--block-schedule", "0:2,5:4"),
+        ("--block-schedule", "0:0"),
     ],
 )
-def test_bad_schedules_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
-        TrainConfig.from_flags(**GIVEN, **changes)
-    assert "\n" not in str(raised.value)
+def test_bad_schedules_are_refused(flag: str, value: Any) -> None:
+    with pytest.raises(OptionError) as raised:
+        TrainConfig.from_flags(**GIVEN, **{flag[2:].replace("-", "_"): value})
+    assert raised.value.flag == flag
 
 
 def test_models_and_objectives_that_cannot_follow_are_refused(tmp_path: Path, run: Run) -> None:

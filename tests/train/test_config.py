@@ -162,7 +162,7 @@ def test_each_option_is_declared_once() -> None:
 def test_the_global_batch_is_micro_batches_times_processes_times_accumulation() -> None:
     config = TrainConfig.from_flags(**GIVEN, global_batch_size=24, micro_batch_size=4)
     assert config.data.accumulation(processes=3) == (4, 2)
-    assert TrainConfig.from_flags(**GIVEN, global_batch_size=24).accumulation(processes=3) == (8, 1)
+    assert TrainConfig.from_flags(**GIVEN, global_batch_size=24).data.accumulation(processes=3) == (8, 1)
     with pytest.raises(OptionError, match="16"):
         config.data.accumulation(processes=4)
     with pytest.raises(OptionError, match="5"):

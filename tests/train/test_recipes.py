@@ -37,7 +37,7 @@ def show(recipe: Path, prepared: dict[str, str], **changes: object) -> DryRun:
 @pytest.mark.parametrize("recipe", RECIPES, ids=[f"{path.parent.name}-{path.stem}" for path in RECIPES])
 def test_passes_its_dry_run_and_fits(recipe: Path, prepared: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     # The models' own tokenizers are not here.
-    monkeypatch.setattr("dlm_bridge.train.data.documents.check_tokenizer", lambda *_: None)
+    monkeypatch.setattr("dlm_bridge.plan.dry_run.check_tokenizer", lambda *_: None)
     found = show(recipe, prepared)
     assert found.memory is not None
     assert found.memory.peak.total < MEMORY
