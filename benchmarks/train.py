@@ -236,13 +236,13 @@ def ours(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     from dlm_bridge.train.megatron.engine import assemble
 
     trainer = assemble(config, Console(quiet=True))
-    trainer.prefetcher = Prefetcher(trainer._produce, 1)
+    trainer.prefetcher = Prefetcher(trainer.produce, 1)
 
     before: list[Callable[[], Any]] = []
 
     def step(number: int) -> Callable[[], float]:
         """As the loop of a run: the figures of a step are read when the device has the next one's work."""
-        figures, _ = trainer.start(number, False)
+        figures, _ = trainer.start_step(number, False)
         for read in before:
             read()
         before[:] = [figures]

@@ -166,12 +166,12 @@ def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]
             **({"sharding": "fsdp"} if WORLD > 1 else {}),
             **{name: yaml.safe_load(value) for name, value in (pair.split("=", 1) for pair in arguments.set)},
         )
-        trainer = assemble(config, batch)
+        trainer = assemble(config)
         rows = []
         with trainer_batches(trainer):
             before: Callable[[], Any] | None = None
             for number in range(1, arguments.warmup + arguments.steps + 1):
-                figures, _ = trainer.start(number, False)
+                figures, _ = trainer.start_step(number, False)
                 if before is not None:
                     rows.append(before())
                 before = figures
@@ -190,7 +190,7 @@ def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]
     return found | ({} if mfu is None else {"mfu": round(mfu / speeds[0] * statistics.median(speeds), 4)})
 
 
-def assemble(config: Any, batch: int) -> Any:
+def assemble(config: Any) -> Any:
     """The engine's trainer, with weights that are drawn on the GPU, which takes seconds where a CPU takes minutes."""
     from dlm_bridge.train.accelerate import trainer as engine
     from dlm_bridge.train.loading import empty_model
@@ -204,27 +204,15 @@ def assemble(config: Any, batch: int) -> Any:
     config = with_objective(config, model)
     objective = make_objective(config, model)
     with accelerator.main_process_first():
-        train, valid, tokenizer = load_data(config, model, objective.mask_token_id)
-    return engine.AccelerateTrainer(
-        config=config,
-        accelerator=accelerator,
-        model=model,
-        adapter=None,
-        tokenizer=tokenizer,
-        objective=objective,
-        train=train,
-        valid=valid,
-        micro_batch_size=batch,
-        output=Path(config.checkpoint.output),
-        console=Console(quiet=True),
-    )
+        data = load_data(config, model, objective.mask_token_id)
+    return engine.AccelerateTrainer(config, accelerator, model, None, objective, data, Console(quiet=True))
 
 
 @contextlib.contextmanager
 def trainer_batches(trainer: Any) -> Any:
     from dlm_bridge.train.data.loader import Prefetcher
 
-    with Prefetcher(trainer._produce, 1) as trainer.batches:
+    with Prefetcher(trainer.produce, 1) as trainer.prefetcher:
         yield
 
 

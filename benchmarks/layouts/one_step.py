@@ -273,19 +273,19 @@ class Bench:
         trainer = assemble(config, Console(quiet=True))
         try:
             if precision == EXACT:
-                trainer.takes_packed = False  # Transformer Engine's kernels for packed rows have no fp32
+                trainer.packs_documents = False  # Transformer Engine's kernels for packed rows have no fp32
                 for chunk in trainer.chunks:
                     for parameter in chunk.parameters():
                         parameter.data.copy_(parameter.data.bfloat16())
-            trainer.prefetcher = Prefetcher(trainer._produce, 1)
+            trainer.prefetcher = Prefetcher(trainer.produce, 1)
             row, _ = trainer.step(1, False)
             bridge = trainer.source.bridge
-            with trainer._without_gather():
+            with trainer.gathered_weights():
                 weights = {name: tensor.float().cpu() for name, tensor in stream_hf_weights(bridge, trainer.chunks)}
         finally:
             trainer.close()
-            if trainer.cpu_group is not dist.group.WORLD:
-                dist.destroy_process_group(trainer.cpu_group)
+            if trainer.processes.cpu_group is not dist.group.WORLD:
+                dist.destroy_process_group(trainer.processes.cpu_group)
         return row.loss, weights
 
     def config(self, task: Task, precision: str, flags: dict[str, Any]) -> Any:

@@ -330,8 +330,8 @@ class Runs:
     def _closed(self, made: list[Any]) -> None:
         for trainer in made:
             trainer.close()
-            if trainer.cpu_group is not dist.group.WORLD:
-                dist.destroy_process_group(trainer.cpu_group)
+            if trainer.processes.cpu_group is not dist.group.WORLD:
+                dist.destroy_process_group(trainer.processes.cpu_group)
 
     def _leave(self, config: Any) -> None:
         from dlm_bridge.parallel import groups
@@ -363,7 +363,7 @@ class Runs:
     def _weights(self, trainer: Any) -> dict[str, torch.Tensor]:
         from dlm_bridge.parallel.handover import stream_hf_weights
 
-        with trainer._without_gather():
+        with trainer.gathered_weights():
             return {name: tensor.cpu() for name, tensor in stream_hf_weights(trainer.source.bridge, trainer.chunks)}
 
     def _exported(self, output: Path, live: dict[str, torch.Tensor]) -> str:

@@ -1,19 +1,18 @@
-"""Checkpoints of a run: a Hub folder each, with the trainer state and the tokenizer files of the source, written atomically."""
+"""Checkpoints of a run: a Hub folder each, with trainer state and tokenizer files, written atomically."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
+from dlm_bridge.convert.atomic import atomic_folder
 from dlm_bridge.errors import DlmBridgeError
 
 STATE = "trainer_state.pt"
@@ -35,30 +34,19 @@ def find_checkpoints(output: Path) -> list[tuple[int, Path]]:
 
 
 def temporary_folder(output: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written, until it is whole."""
+    """Where the checkpoint of `step` is written, until it is complete."""
     folder = step_folder(output, step)
     return folder.with_name(f".{folder.name}.tmp")
 
 
-@contextlib.contextmanager
-def atomic_checkpoint(output: Path, step: int) -> Iterator[Path]:
-    """The empty folder `unfinished`, which becomes the checkpoint of `step` when the block ends without an exception.
-    A kill leaves no folder of this name or a whole one. Raises DlmBridgeError where the disk refuses."""
-    folder, temporary = step_folder(output, step), temporary_folder(output, step)
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        sync_tree(temporary)
-        os.replace(temporary, folder)
-        sync(folder.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise DlmBridgeError(f"{folder}: cannot be written: {' '.join(str(error).split())}") from error
+def atomic_checkpoint(output: Path, step: int) -> AbstractContextManager[Path]:
+    """The empty `temporary_folder`, which becomes the checkpoint of `step` when the block ends without an exception.
+    A kill leaves no folder of this name or a complete one. Raises DlmBridgeError where the disk refuses."""
+    return atomic_folder(step_folder(output, step), temporary_folder(output, step))
 
 
 def save_checkpoint(output: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any]) -> Path:
-    """Write a `save_pretrained` folder of a model or an adapter, with the tokenizer and `state`, as `writing` does."""
+    """Write a `save_pretrained` folder of a model or an adapter, with the tokenizer and `state`, atomically."""
     with atomic_checkpoint(output, step) as folder:
         model.save_pretrained(folder)
         write_state(folder, step, tokenizer, state)
@@ -66,7 +54,7 @@ def save_checkpoint(output: Path, step: int, model: Any, tokenizer: Any, state: 
 
 
 def write_state(folder: Path, step: int, tokenizer: Any, state: dict[str, Any]) -> None:
-    """Write what a checkpoint has beside the weights; `state` is what `load_state` gives."""
+    """Write what a checkpoint has beside the weights; `state` is what `load_state` returns."""
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
     torch.save({"step": step, **state}, folder / STATE)
@@ -94,23 +82,8 @@ def remove_old_checkpoints(output: Path, keep_last: int = 0) -> None:
             _remove(folder)
 
 
-def sync_tree(folder: Path) -> None:
-    """`sync` a folder and all that is below it."""
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _remove(folder: Path) -> None:
-    """Out of sight first, so that a kill in the middle leaves nothing that looks like a checkpoint."""
+    """Remove a checkpoint, renamed first, so that a kill in the middle leaves nothing that looks like one."""
     hidden = folder.with_name(f".{folder.name}.old")
     os.replace(folder, hidden)
     shutil.rmtree(hidden)
@@ -123,8 +96,8 @@ TOKENIZER_FILES = (
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer. Where it is still what its files say, they are copied byte for byte, with the code that they
-    name: transformers 5 writes names of its own into what it saves, which older versions do not know."""
+    """Write a tokenizer. Unless it was changed, its files are copied byte for byte, with the code files that they
+    name: transformers 5 saves class names that older versions do not know."""
     sources = _tokenizer_sources(tokenizer.name_or_path)
     if "tokenizer_config.json" in sources and _is_unchanged(tokenizer):
         for name, path in sources.items():
@@ -134,7 +107,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _tokenizer_sources(place: str) -> dict[str, str]:
-    """The tokenizer's files at a folder or in the Hub's cache, by name."""
+    """The tokenizer's files in a folder or in the Hub's cache, by name."""
     if not place:
         return {}
     found = {name: _find_cached(place, name) for name in TOKENIZER_FILES}
@@ -158,7 +131,7 @@ def _find_cached(place: str, name: str) -> str | None:
 
 
 def _is_unchanged(tokenizer: Any) -> bool:
-    """Whether a tokenizer does what the one of its files does."""
+    """Whether a tokenizer behaves as the one that its files make."""
     from transformers import AutoTokenizer
 
     try:

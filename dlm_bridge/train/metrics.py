@@ -222,8 +222,8 @@ class TrainingProgress:
 
 
 class CudaTimer:
-    """Elapsed time of a device's work from construction to `stop`, by CUDA events; on other devices by the CPU's clock.
-    Neither waits for the device."""
+    """Elapsed time of a device's work from construction to `stop`, by CUDA events; on other devices by the CPU's
+    clock. Neither waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None

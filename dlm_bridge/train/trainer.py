@@ -1,35 +1,63 @@
-"""The base class of every engine's trainer: the training loop, evaluation, checkpoints, metrics, and when to stop."""
+"""The training loop and the base class of both engines' trainers: a step, evaluation, checkpoints and metrics.
+
+`TrainingLoop.run` decides when to step, evaluate, sample, save and stop. `Trainer.start_step` is one optimizer step
+from top to bottom; an engine overrides the parts of it that depend on its model: `prepare`, `forward_backward`,
+`optimizer_step`, `evaluation_sums`, `save_checkpoint` and `load_checkpoint`.
+"""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import dataclasses
+import functools
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
 
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
+from dlm_bridge.objectives.loss import divisors
+from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
+from dlm_bridge.train.adaptation import anneal_mask, at_step, with_block_size
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.metrics import MetricsFile, StepMetrics, TrainingProgress
+from dlm_bridge.train.data.blocks import Samples
+from dlm_bridge.train.data.loader import BatchSampler, Prefetcher
+from dlm_bridge.train.metrics import (
+    CudaTimer,
+    DeferredMetrics,
+    MetricsFile,
+    StepMetrics,
+    TrainingProgress,
+    flops_per_token,
+    peak_flops,
+    plot_loss,
+)
 from dlm_bridge.train.monitoring import TextSamples, Trackers
+from dlm_bridge.train.optimizer import check_finite, learning_rate
 
 EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always the same
+EVALUATION_STEP = 0  # of the noise's key: every evaluation draws the same
 
 
 class TrainingLoop(abc.ABC):
-    """One process's share of a run. The main process writes the metrics; all processes take every step together."""
+    """One process's part of a run. The main process writes the metrics; all processes take every step together."""
 
     config: TrainConfig
     output: Path
     console: Console
     tokenizer: Any
-    plain_model: Any  # the Hub-side model that is trained, without its wrappers
+    plain_model: Any  # the Hub model that is trained, without its wrappers
     valid: Sized  # validation blocks
 
     @property
@@ -38,97 +66,358 @@ class TrainingLoop(abc.ABC):
         """Whether this process writes and shows what all of them share."""
 
     @abc.abstractmethod
-    def step(self, step: int, want_stop: bool) -> tuple[StepMetrics, bool]:
-        """One optimizer step, counted from 1: its figures, and whether any process wants to stop after it."""
+    def start_step(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
+        """One optimizer step, counted from 1: its metrics, and whether any process wants to stop after it.
+
+        Returns as soon as the device has been given the step's work; the returned function waits for the metrics.
+        """
 
     @abc.abstractmethod
     def evaluate(self) -> float:
         """The validation loss, over the same blocks with the same noise every time."""
 
-    def start(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
-        """As `step`, but the figures are asked for once they are needed: by default they are there at once. An engine
-        whose device works on its own returns as soon as the device has the step's work."""
-        row, stop = self.step(step, want_stop)
-        return (lambda: row), stop
-
-    def evaluated(self, row: StepMetrics) -> StepMetrics:
-        """A step's figures with those of an evaluation after it."""
-        return dataclasses.replace(row, eval_loss=self.evaluate())
-
     @abc.abstractmethod
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step`; the main process has the metrics."""
 
+    def evaluated(self, metrics: StepMetrics) -> StepMetrics:
+        """A step's metrics with those of an evaluation after it."""
+        return dataclasses.replace(metrics, eval_loss=self.evaluate())
+
     def sample(self, samples: TextSamples, step: int) -> None:
-        """Let the model write, as it is after `step`. All processes call it."""
+        """Sample texts from the model as it is after `step`. All processes call it."""
         samples.write(step, self.plain_model)
+
+    def step(self, step: int, want_stop: bool) -> tuple[StepMetrics, bool]:
+        """As `start_step`, with the metrics themselves."""
+        metrics, stop = self.start_step(step, want_stop)
+        return metrics(), stop
 
     def run(self, step: int) -> Path:
         """Train from after `step` and return the last checkpoint's folder."""
         config = self.config
-        metrics = MetricsFile(self.output / "metrics.jsonl", step) if self.main else None
+        metrics_file = MetricsFile(self.output / "metrics.jsonl", step) if self.main else None
         trackers = Trackers(config, self.output) if self.main and config.logging.trackers else None
         samples = None
         if config.logging.sample_interval:
             samples = TextSamples(config, self.tokenizer, self.output, step, self.main)
             if step == 0:  # to compare with, and a prompt that cannot be sampled ends the run before it began
                 self.sample(samples, 0)
-        deadline = (
-            math.inf
-            if config.schedule.exit_duration is None
-            else time.monotonic() + 60 * config.schedule.exit_duration
-        )
-        with (
-            catch_sigterm() as terminated,
-            TrainingProgress(self.console, config.schedule.steps, step, self.main) as progress,
-        ):
+        limit = config.schedule.exit_duration
+        deadline = math.inf if limit is None else time.monotonic() + 60 * limit
+        steps = config.schedule.steps
+        with catch_sigterm() as terminated, TrainingProgress(self.console, steps, step, self.main) as progress:
 
-            def write(row: StepMetrics) -> None:
-                if metrics is not None:
-                    metrics.append(row)
+            def write(metrics: StepMetrics) -> None:
+                if metrics_file is not None:
+                    metrics_file.append(metrics)
                 if trackers is not None:
-                    trackers.log(row)
-                progress.show(row)
+                    trackers.log(metrics)
+                progress.show(metrics)
 
-            before: Callable[[], StepMetrics] | None = None  # the figures of a step that the device may still work on
+            pending: Callable[[], StepMetrics] | None = None  # of a step that the device may still work on
             while True:
                 step += 1
                 try:
-                    figures, stop = self.start(step, terminated.is_set() or time.monotonic() >= deadline)
+                    metrics, stop = self.start_step(step, terminated.is_set() or time.monotonic() >= deadline)
                 finally:
-                    if before is not None:
-                        write(before())
-                        before = None
-                last = stop or step == config.schedule.steps
-                evaluates = bool(
-                    len(self.valid)
-                    and config.logging.eval_interval
-                    and (step % config.logging.eval_interval == 0 or last)
-                )
-                saves = (
-                    last
-                    or step in config.checkpoint.saves
-                    or (config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0)
-                )
-                samples_now = samples is not None and (step % config.logging.sample_interval == 0 or last)
+                    if pending is not None:
+                        write(pending())
+                        pending = None
+                last = stop or step == steps
+                evaluates, saves, samples_now = self._due(step, last)
                 if not (evaluates or saves or samples_now):
-                    before = figures
+                    pending = metrics
                     continue
-                row = figures()
-                write(self.evaluated(row) if evaluates else row)
+                write(self.evaluated(metrics()) if evaluates else metrics())
                 if samples is not None and samples_now:
                     self.sample(samples, step)
                 if saves:
-                    folder = self.save(step, metrics)
+                    folder = self.save(step, metrics_file)
                 if last:
                     break
         if trackers is not None:
             trackers.close()
-        if metrics is not None:
-            metrics.close()
-            done = "done" if step == config.schedule.steps else f"stopped early (continue with --resume), step {step}"
+        if metrics_file is not None:
+            metrics_file.close()
+            done = "done" if step == steps else f"stopped early (continue with --resume), step {step}"
             self.console.print(f"{done}: the model is at {folder}", highlight=False, soft_wrap=True)
         return folder
+
+    def _due(self, step: int, last: bool) -> tuple[bool, bool, bool]:
+        """Whether the run evaluates, saves and samples after `step`, in the `last` one in any case."""
+        logging, checkpoint = self.config.logging, self.config.checkpoint
+
+        def due(interval: int) -> bool:
+            return bool(interval) and (last or step % interval == 0)
+
+        evaluates = bool(len(self.valid)) and due(logging.eval_interval)
+        saves = last or step in checkpoint.saves or due(checkpoint.save_interval)
+        return evaluates, saves, due(logging.sample_interval)
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """Micro-batches of one data parallel rank in one step, in the form that the engine's model takes."""
+
+    batches: list[Any]
+    normaliser: torch.Tensor  # [K] float64, what the rank adds to the divisors of the global loss
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the run."""
+
+    rank: int
+    world_size: int
+    replica: int  # data parallel rank
+    replicas: int
+    device: torch.device
+    device_name: str | None  # None on CPU
+    cpu_group: Any = None  # group of all processes between CPUs; None: the default group
+
+
+class Trainer(TrainingLoop):
+    """What both engines' trainers share; see the module's docstring for what an engine overrides."""
+
+    plain_model: Any  # its family, config and parameters; in the Megatron engine without weights
+    optimizer: Any
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: Any,
+        objective: Objective,
+        data: tuple[Samples, Samples, Any],
+        console: Console,
+        processes: Processes,
+    ) -> None:
+        """`data` has the training and the validation blocks and the tokenizer."""
+        self.config = config
+        self.plain_model = model
+        self.objective = objective
+        self.train, self.valid, self.tokenizer = data
+        self.output = Path(config.checkpoint.output)
+        self.console = console
+        self.processes = processes
+        self.device = processes.device
+        self.micro_batch_size, _ = config.data.accumulation(processes.replicas)
+        self.sampler = BatchSampler(config.data.global_batch_size)
+        self.flops_per_token = flops_per_token(model, config.data.seq_length) * objective.tokens_read
+        self.peak_flops = peak_flops(processes.device_name, config.precision.name)
+        self.prefetcher: Prefetcher[StepBatches] | None = None
+
+    @property
+    def main(self) -> bool:
+        return self.processes.rank == 0
+
+    def announce(self, step: int, layout: str = "") -> None:
+        """Print what starts, or resumes after `step`, on the main process."""
+        if self.main:
+            begun = "training" if step == 0 else f"resuming at step {step}:"
+            self.console.print(
+                f"{begun} {len(self.train):,} blocks of {self.config.data.seq_length} tokens, {len(self.valid):,} for "
+                f"validation{layout}",
+                highlight=False,
+            )
+
+    def run(self, step: int) -> Path:
+        self.prefetcher = Prefetcher(self.produce, step + 1)
+        try:
+            return super().run(step)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        if self.prefetcher is not None:
+            self.prefetcher.close()
+
+    # -- one step, in the order in which it runs
+
+    def start_step(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
+        """One optimizer step, counted from 1. Nothing in it waits for the device, but for an optimizer that does."""
+        timer = CudaTimer(self.device)
+        self.between_steps()
+        assert self.prefetcher is not None
+        batches = self.prefetcher.get()
+        self.objective = with_block_size(self.objective, self.plain_model, self.config, step)
+        # Dropout too depends on nothing that a restart forgets.
+        self.manual_seed(torch_seed(self.config.data.seed, step, self.processes.rank))
+        divisors_K, stop = self._global_divisors(batches.normaliser, want_stop)
+        lr = learning_rate(self.config, step)
+        self.set_learning_rate(lr)
+        sums_K = self.forward_backward(batches.batches, divisors_K)
+        finite, norm = self.optimizer_step()
+        metrics = DeferredMetrics(torch.cat([sums_K, norm.detach().to(sums_K)[None]]), timer)
+        return functools.partial(self._step_metrics, step, lr, metrics, finite, self.peak_memory()), stop
+
+    def produce(self, step: int) -> StepBatches:
+        """The batches of a training step, made in the background and ahead of it.
+
+        The noise is drawn on the CPU, where it costs little and is the same for every engine and layout.
+        """
+        config, objective = self.config, at_step(self.objective, self.config, step)
+        noisy = []
+        for samples in self.rank_samples(step):
+            uniforms = Uniforms.keyed(config.data.seed, step, samples, config.data.seq_length)
+            batch = objective.noise(uniforms=uniforms, **vars(self.train.rows(samples)))
+            noisy.append(anneal_mask(batch, config, step, samples))
+        return self.step_batches(noisy)
+
+    def rank_samples(self, step: int) -> list[list[int]]:
+        """The global sample indices of this data parallel rank's micro-batches."""
+        return self.sampler.samples(step, self.processes.replica, self.processes.replicas, self.micro_batch_size)
+
+    def step_batches(self, noisy: Sequence[NoisyBatch]) -> StepBatches:
+        """Noisy batches of one step with their normaliser, as the engine's model takes them."""
+        return StepBatches(self.prepare(noisy), torch.stack([batch.normaliser for batch in noisy]).sum(dim=0))
+
+    @abc.abstractmethod
+    def prepare(self, noisy: Sequence[NoisyBatch]) -> list[Any]:
+        """The micro-batches of a step as the engine's model takes them, in pinned memory where there is a GPU."""
+
+    def between_steps(self) -> None:
+        """What an engine does while the device still works on the step before."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed torch's generators."""
+        torch.manual_seed(seed)
+
+    def _global_divisors(self, normaliser_K: torch.Tensor, want_stop: bool) -> tuple[torch.Tensor, bool]:
+        """The divisors of the global batch's loss, and whether any process wants to stop."""
+        told = torch.tensor([float(want_stop)], dtype=torch.float64)
+        summed = self.sum_on_cpu(torch.cat([self.counted_once(normaliser_K), told]))
+        return divisors(summed[:-1]), bool(summed[-1] > 0)
+
+    def counted_once(self, normaliser_K: torch.Tensor) -> torch.Tensor:
+        """What this process adds to a sum over all processes, of a value that all ranks of a replica have."""
+        return normaliser_K
+
+    def sum_on_cpu(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, on the CPU, summed over all processes in place: it never waits for the device."""
+        if self.processes.world_size > 1:
+            dist.all_reduce(values, group=self.processes.cpu_group)
+        return values
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Give every parameter group its learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    @abc.abstractmethod
+    def forward_backward(self, batches: list[Any], divisors_K: torch.Tensor) -> torch.Tensor:
+        """Accumulate the gradients of the global batch's loss; its terms [K], float64 on the device, summed over all
+        processes and divided by `divisors_K`."""
+
+    @abc.abstractmethod
+    def optimizer_step(self) -> tuple[bool, torch.Tensor]:
+        """Clip the gradients, update the weights and clear the gradients.
+
+        Returns:
+            Whether the norm has to be finite: under fp16's loss scale gradients may overflow, and the step is skipped.
+            The gradient norm before clipping, a scalar on the device.
+        """
+
+    @abc.abstractmethod
+    def peak_memory(self) -> int | None:
+        """Bytes that the device with the largest peak has allocated at once so far; None on CPU."""
+
+    def _step_metrics(
+        self, step: int, lr: float, metrics: DeferredMetrics, finite: bool, peak_memory: int | None
+    ) -> StepMetrics:
+        """The metrics of a step, once the device has finished it. Raises DlmBridgeError where the loss or the gradient
+        norm is not finite: the next step may have started by then, but no checkpoint has been written."""
+        (*losses, norm), seconds = metrics.read()
+        loss = sum(losses)
+        if not math.isfinite(loss):
+            raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
+        if finite and not math.isfinite(norm):
+            raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
+        tokens = self.config.data.global_batch_size * self.config.data.seq_length
+        tokens_per_s = tokens / seconds
+        devices = self.processes.world_size
+        peak = None if self.peak_flops is None else self.peak_flops * devices
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=norm if math.isfinite(norm) else None,
+            lr=lr,
+            tokens=step * tokens,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_device=tokens_per_s / devices,
+            mfu=None if peak is None else tokens_per_s * self.flops_per_token / peak,
+            peak_memory=peak_memory,
+        )
+
+    # -- evaluation
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The validation loss, over the same blocks with the same noise every time, of the model as a checkpoint of
+        this step is used: with its block size and its family's own attention, annealed or not."""
+        count = min(len(self.valid), EVAL_BATCHES * self.config.data.global_batch_size)
+        objective = dataclasses.replace(self.objective, length_variation=0.0)
+        sums_K, normaliser_K = self.evaluation_sums(objective, count)
+        return float((sums_K / divisors(normaliser_K)).sum())
+
+    @abc.abstractmethod
+    def evaluation_sums(self, objective: Objective, count: int) -> torch.Tensor:
+        """[2, K] float64 on the CPU: loss sums and normalisers of the first `count` validation blocks."""
+
+    def evaluation_batch(self, objective: Objective, samples: Sequence[int], count: int) -> NoisyBatch:
+        """Validation blocks with their noise; those from `count` on do not exist and count nothing."""
+        exists = torch.tensor([sample < count for sample in samples])
+        rows = self.valid.rows([sample if sample < count else 0 for sample in samples])
+        if not exists.all():
+            labels = rows.input_ids if rows.labels is None else rows.labels
+            rows = dataclasses.replace(rows, labels=torch.where(exists[:, None], labels, IGNORE_INDEX))
+        data = self.config.data
+        uniforms = Uniforms.keyed(data.seed, EVALUATION_STEP, samples, data.seq_length, Purpose.EVAL_NOISE)
+        return objective.noise(uniforms=uniforms, **vars(rows))
+
+    # -- checkpoints
+
+    def save(self, step: int, metrics: MetricsFile | None) -> Path:
+        """Write the checkpoint of `step`. Every process calls it; the main process has the metrics."""
+        self._check_finite(step)
+        if metrics is not None:
+            metrics.sync()
+        folder = self.save_checkpoint(step)
+        if metrics is not None:
+            plot_loss(metrics.rows, self.output / "loss.png")
+        return folder
+
+    @abc.abstractmethod
+    def save_checkpoint(self, step: int) -> Path:
+        """Write weights, optimizer state and what else a resume needs; every process calls it."""
+
+    @abc.abstractmethod
+    def load_checkpoint(self, folder: Path) -> None:
+        """Set weights and optimizer state to a checkpoint's. Raises DlmBridgeError where it is damaged or of other
+        data (`check_same_data`)."""
+
+    @abc.abstractmethod
+    def trained_parameters(self) -> Iterable[torch.Tensor]:
+        """The parameters that this process updates."""
+
+    def check_same_data(self, train_blocks: int) -> None:
+        """Raise DlmBridgeError where a checkpoint's run had another number of training blocks."""
+        if train_blocks != len(self.train):
+            raise DlmBridgeError(
+                f"--data gives {len(self.train)} training blocks, the run began with {train_blocks}: "
+                "resume with the data that it began with"
+            )
+
+    def _check_finite(self, step: int) -> None:
+        """Stop every process where one of them has weights that are not finite."""
+        error: DlmBridgeError | None = None
+        try:
+            check_finite(step, self.trained_parameters())
+        except DlmBridgeError as found:
+            error = found
+        if self.sum_on_cpu(torch.tensor(float(error is not None))):
+            raise error or DlmBridgeError(f"step {step}: another process has weights that are not finite")
 
 
 @contextlib.contextmanager

@@ -190,7 +190,7 @@ def crashes_while_a_save_is_written(files: Files, name: str, step: int, **change
 def saves_when_terminated(files: Files, name: str, step: int, kept: Sequence[int], **changes: Any) -> None:
     """One of the processes is told to stop during a step: all do, after the next one. What they have started is told
     the same, as by Slurm."""
-    take = trainer_module.MegatronTrainer.start
+    take = trainer_module.MegatronTrainer.start_step
 
     def terminated(self: Any, number: int, want_stop: bool) -> Any:
         if number == step:
@@ -201,7 +201,7 @@ def saves_when_terminated(files: Files, name: str, step: int, kept: Sequence[int
         return take(self, number, want_stop)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module.MegatronTrainer, "start", terminated)
+        patch.setattr(trainer_module.MegatronTrainer, "start_step", terminated)
         _train(files.run_options(name, **changes))
     checkpoints_are(files, name, kept)
 
@@ -267,11 +267,11 @@ def _measured(options: dict[str, Any]) -> dict[str, Any]:
     _fit_groups(options)
     config = TrainConfig.from_flags(**options)
     trainer = engine.assemble(config, Console(quiet=True))
-    trainer.prefetcher = Prefetcher(trainer._produce, 1, depth=1)
+    trainer.prefetcher = Prefetcher(trainer.produce, 1, depth=1)
     try:
         row, _ = trainer.step(1, False)
         eval_loss = trainer.evaluate()
-        with trainer._without_gather():
+        with trainer.gathered_weights():
             after = dict(trainer.source.bridge.stream_hf_weights(trainer.chunks))
     finally:
         trainer.close()

@@ -121,13 +121,13 @@ def test_a_loss_that_is_no_number_ends_the_run(
 ) -> None:
     from dlm_bridge.train.megatron import trainer
 
-    step_of, seen = trainer.MegatronTrainer._forward_backward, []
+    step_of, seen = trainer.MegatronTrainer._run_schedule, []
 
     def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(step_of(*args, **kwargs))
         return seen[-1] * (float("nan") if len(seen) == 3 else 1.0)
 
-    monkeypatch.setattr(trainer.MegatronTrainer, "_forward_backward", broken)
+    monkeypatch.setattr(trainer.MegatronTrainer, "_run_schedule", broken)
     with pytest.raises(DlmBridgeError, match=r"^step 3: the loss is nan"):
         on_megatron(tmp_path / "run", steps=5, save_interval=1, eval_interval=0)
     assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"

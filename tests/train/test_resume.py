@@ -89,7 +89,7 @@ def test_crash_between_checkpoints(
     class CrashError(Exception):
         pass
 
-    step = trainer.AccelerateTrainer.start
+    step = trainer.AccelerateTrainer.start_step
 
     def crashing(self: Any, number: int, want_stop: bool) -> Any:
         if number == 7:
@@ -97,7 +97,7 @@ def test_crash_between_checkpoints(
         return step(self, number, want_stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.AccelerateTrainer, "start", crashing)
+        patch.setattr(trainer.AccelerateTrainer, "start_step", crashing)
         with pytest.raises(CrashError):
             run(tmp_path / "crashed", steps=STEPS)
     assert [row["step"] for row in read_metrics(tmp_path / "crashed")] == [1, 2, 3, 4, 5, 6]

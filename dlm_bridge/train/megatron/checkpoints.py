@@ -20,6 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dlm_bridge.convert.atomic import atomic_file, publish_folder, sync
+from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.torch_dist import TRACKER
 from dlm_bridge.convert.manifest import Manifest, digests_of, write_digests
 from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, write_passthrough, write_side_files
@@ -35,7 +37,7 @@ from dlm_bridge.parallel.core import (
 from dlm_bridge.parallel.mcore_patches import modules, optimizers
 from dlm_bridge.parallel.mcore_patches.optimizers import whole_main_params
 from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
-from dlm_bridge.train.checkpoints import save_tokenizer, sync, sync_tree
+from dlm_bridge.train.checkpoints import save_tokenizer
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron import fp8_state, fsdp_checkpoints, training_state
@@ -52,7 +54,7 @@ def checkpoint_root(output: Path) -> Path:
 
 
 def newest_checkpoint(output: Path) -> tuple[int, Path | None]:
-    """(step, folder) of a run's newest whole checkpoint; (0, None) where it has none. Raises DlmBridgeError."""
+    """(step, folder) of a run's newest complete checkpoint; (0, None) where it has none. Raises DlmBridgeError."""
     tracker = checkpoint_root(output) / TRACKER
     if not tracker.is_file():
         return 0, None
@@ -64,19 +66,19 @@ def newest_checkpoint(output: Path) -> tuple[int, Path | None]:
 
 
 def check_resumable(folder: Path, config: TrainConfig) -> None:
-    """Raise DlmBridgeError for an iteration of a form that a resume with these options does not take."""
+    """Raise DlmBridgeError for an iteration of a format that these options do not resume from."""
     fsdp = config.parallel.fsdp is not None
     if (folder / "metadata.json").is_file() == fsdp:
         how = "without" if fsdp else "with"
         raise DlmBridgeError(f"{folder}: was saved {how} --fsdp: resume it so, or export it and start from that")
     if fsdp:
-        with _readable(folder):
+        with _named_load_errors(folder):
             fsdp_checkpoints.check_size(folder, config.parallel.tp)
 
 
 def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any) -> None:
     """Write what every iteration shares, the Hub side of the model: config, tokenizer, side files, the manifest. One
-    process calls it, for a run that begins."""
+    process calls it, when a run starts."""
     folder = checkpoint_root(output) / HUB_FOLDER
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its first checkpoint
     folder.mkdir(parents=True)
@@ -107,7 +109,7 @@ def write_hub_config(output: Path, source: MegatronSource) -> None:
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove what a killed writer left."""
+    """Remove what a killed run left unfinished."""
     for leftover in checkpoint_root(output).glob(".iter_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -117,25 +119,24 @@ class CheckpointManager:
 
     def __init__(
         self,
-        output: Path,
+        config: TrainConfig,
         chunks: Sequence[Any],
         optimizer: Any,
-        in_background: bool,
-        keep_last: int,
-        carried: training_state.MTPShard,
+        source: Checkpoint,
     ) -> None:
-        self.root = checkpoint_root(output)
+        """`source` is what the run started from, of which the layers that are not trained are kept."""
+        self.root = checkpoint_root(Path(config.checkpoint.output))
         self.chunks = chunks
         self.optimizer = optimizer
-        self.keep_last = keep_last
-        self.carried = carried
-        self.queue = AsyncCallsQueue() if in_background else None
+        self.keep_last = config.checkpoint.keep_last
+        self.mtp = training_state.read_mtp_shard(source)
+        self.queue = AsyncCallsQueue() if config.checkpoint.async_save else None
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
         modules.patch_grouped_linear_state(chunks)
 
     def save(self, step: int, values: dict[str, Any]) -> Path:
-        """Write the iteration `step` with our own `values` (numbers and strings); in the background where asked for,
-        after the one before is whole. Raises DlmBridgeError where the disk refuses."""
+        """Write the iteration `step` with our own `values` (numbers and strings); with `--async-save` in the
+        background, after the one before is complete. Raises DlmBridgeError where the disk refuses."""
         self.finish()
         folder = self.root / f"iter_{step:07d}"
         hidden = self.root / f".{folder.name}"
@@ -145,14 +146,14 @@ class CheckpointManager:
         dist.barrier()
         if self.fsdp:
             try:
-                fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer, self.carried)
+                fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer, self.mtp)
                 _write_rank_digests(hidden, dist.get_rank())
             except (OSError, CheckpointException) as error:
                 raise DlmBridgeError(f"{folder}: cannot be written: {_reason(error)}") from error
             self._publish(hidden, folder, step)
             return folder
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **self._state(is_loading=False)}
-        state["mtp"] = training_state.sharded_mtp(self.carried)
+        state["mtp"] = training_state.sharded_mtp(self.mtp)
         start_results_queue()
         try:
             request = dist_checkpointing.save(
@@ -174,7 +175,7 @@ class CheckpointManager:
         return folder
 
     def poll(self) -> None:
-        """Publish a background save that has come to its end. Called once a step."""
+        """Publish a background save that has ended. Called once a step."""
         if self.queue is not None:
             self.queue.maybe_finalize_async_calls(blocking=False)
 
@@ -191,13 +192,13 @@ class CheckpointManager:
 
     def _load(self, folder: Path) -> dict[str, Any]:
         chunks = list(zip(_chunk_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True))
-        with _readable(folder):
+        with _named_load_errors(folder):
             if self.fsdp:
                 return fsdp_checkpoints.load(folder, self.chunks[0], self.optimizer)
-            asked = self._state(is_loading=True)
-            parts = training_state.optimizer_request(self.optimizer, asked.pop(training_state.OPTIMIZER_KEY))
+            request = self._state(is_loading=True)
+            parts = training_state.optimizer_request(self.optimizer, request.pop(training_state.OPTIMIZER_KEY))
             wanted = training_state.copy_tree(parts)
-            state = dist_checkpointing.load({**asked, training_state.REQUEST_KEY: parts}, str(folder))
+            state = dist_checkpointing.load({**request, training_state.REQUEST_KEY: parts}, str(folder))
         try:
             weights = {key: fp8_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in chunks}
             for key, chunk in chunks:
@@ -207,7 +208,7 @@ class CheckpointManager:
         except DlmBridgeError as error:
             raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
         for key, chunk in chunks:
-            # Again: to have a state at all, an offloading optimizer takes a step of random gradients.
+            # Again: an offloading optimizer initialises its state by a step with random gradients.
             chunk.load_state_dict(weights[key], strict=True)
         return dict(state[STATE])
 
@@ -231,30 +232,26 @@ class CheckpointManager:
         return {**model, training_state.OPTIMIZER_KEY: optimizer}
 
     def _publish(self, hidden: Path, folder: Path, step: int) -> None:
-        """Give a whole iteration its name, and let the tracker name it; then remove what is too old."""
-        dist.barrier()  # every rank has noted its digests
+        """Give a complete iteration its name, and let the tracker name it; then remove the oldest ones."""
+        dist.barrier()  # every rank has written its digests
         if dist.get_rank() == 0:
             _gather_digests(hidden)
-            sync_tree(hidden)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(hidden, folder)
-            temporary = self.root / f".{TRACKER}"
-            temporary.write_text(str(step))
-            sync(temporary)
-            os.replace(temporary, self.root / TRACKER)
+            publish_folder(hidden, folder)
+            with atomic_file(self.root / TRACKER, overwrite=True) as tracker:
+                tracker.write(str(step))
             sync(self.root)
             if self.keep_last:
                 found = sorted(path for path in self.root.iterdir() if NAME.fullmatch(path.name))
                 for old in found[: -self.keep_last]:
-                    gone = self.root / f".{old.name}"
-                    os.replace(old, gone)  # out of sight first: a kill leaves nothing that looks like a checkpoint
-                    shutil.rmtree(gone)
+                    removed = self.root / f".{old.name}"
+                    os.replace(old, removed)  # first: a kill leaves nothing that looks like a checkpoint
+                    shutil.rmtree(removed)
         dist.barrier()
 
 
 @contextlib.contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    """What megatron-core and torch raise as they read an iteration, which may be anything, as one line."""
+def _named_load_errors(folder: Path) -> Iterator[None]:
+    """Turn whatever megatron-core and torch raise as they read an iteration into one line."""
     try:
         yield
     except DlmBridgeError:
@@ -264,27 +261,26 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What is wrong; of what torch gathered from all ranks, with their tracebacks, the first one's, without the list
-    of all that there is in its place."""
+    """The error as one line; of those that torch gathered from all ranks, with their tracebacks, the first."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return textwrap.shorten(one_line(error), 400, placeholder=" ...")
 
 
 def _write_with_digests(write: Callable[..., None], folder: Path, rank: int, *arguments: Any, **options: Any) -> None:
-    """A background save's work, in a process of its own."""
+    """The work of a background save, in a process of its own."""
     write(*arguments, **options)
     _write_rank_digests(folder, rank)
 
 
 def _write_rank_digests(folder: Path, rank: int) -> None:
-    """Digests of what this rank has just written, for the first rank to gather."""
+    """Write the digests of this rank's files, for the first rank to gather."""
     own = [file for file in folder.iterdir() if (match := WRITER.search(file.name)) and int(match[1]) == rank]
     (folder / f"{RANK_DIGESTS}{rank}").write_text(json.dumps(digests_of(own)))
 
 
 def _gather_digests(folder: Path) -> None:
-    """All ranks' digests in one file, with those of what no rank calls its own."""
+    """Write all ranks' digests in one file, with those of files that belong to no rank."""
     digests: dict[str, str] = {}
     for notes in folder.glob(f"{RANK_DIGESTS}*"):
         digests |= json.loads(notes.read_text())
@@ -293,7 +289,7 @@ def _gather_digests(folder: Path) -> None:
 
 
 def _content_metadata() -> dict[str, Any]:
-    """How the state is laid out, as megatron-core names it: loaded again on any layout."""
+    """megatron-core's words for a state that is loaded on any layout."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,

@@ -1,4 +1,8 @@
-"""The Megatron engine: process groups, configuration, model, weights, wrapping, optimizer, schedule, and the run."""
+"""The Megatron engine: a run from its configuration to its last checkpoint.
+
+`assemble` reads in the order in which megatron-core wants its parts: process groups, configuration, layer spec, model
+and weights (`parallel.parallelize`), wrapping, optimizer, schedule, fp32 main params.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,6 @@ from dlm_bridge.parallel.weights import load_main_params
 from dlm_bridge.train.adaptation import scheduled_block_size
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import open_megatron_source
-from dlm_bridge.train.megatron import training_state
 from dlm_bridge.train.megatron.checkpoints import (
     check_resumable,
     checkpoint_root,
@@ -62,10 +65,10 @@ T = TypeVar("T")
 
 @remove_empty_output_on_error
 def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
-    """Train until `config.steps`, a SIGTERM or `config.exit_duration`, and return the last checkpoint's folder.
+    """Train until `config.schedule.steps`, a SIGTERM or `exit_duration`, and return the last checkpoint's folder.
 
-    With `resume` the run in `config.output` goes on from its newest checkpoint (from the start where it has none), at
-    the layout that `config` asks for now. Every process of the launcher calls it. Raises DlmBridgeError.
+    With `resume` the run continues from its newest checkpoint (from the start where it has none), at the layout that
+    `config` asks for now. Every process of the launcher calls it. Raises DlmBridgeError.
     """
     console = console or Console(stderr=True)
     check_settings(config)
@@ -77,9 +80,10 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     if checkpoint is not None:
         check_same_model(config, checkpoint_root(output))
         check_resumable(checkpoint, config)
-    if checkpoint is not None and step >= config.schedule.steps:
+    steps = config.schedule.steps
+    if checkpoint is not None and step >= steps:
         if main:
-            console.print(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}", soft_wrap=True)
+            console.print(f"the run is finished: step {step} of {steps}, {checkpoint}", soft_wrap=True)
         return checkpoint
     trainer = assemble(config, console, checkpoint, step)
     if main:
@@ -87,17 +91,53 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
             write_hub_files(output, trainer.source, trainer.tokenizer)
         remove_leftovers(output)
         write_config(trainer.config, output)
-        console.print(
-            f"{'training' if step == 0 else f'resuming at step {step}:'} {len(trainer.train):,} blocks of "
-            f"{config.data.seq_length} tokens, {len(trainer.valid):,} for validation; {describe_layout(config)}",
-            highlight=False,
-        )
-        if layers := trainer.source.bridge.dims.mtp:
-            console.print(training_state.describe_mtp(layers), highlight=False)
-    try:
-        return trainer.run(step)
-    finally:
-        trainer.close()
+    trainer.announce(step, f"; {describe_layout(config)}")
+    return trainer.run(step)
+
+
+def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = None, step: int = 0) -> MegatronTrainer:
+    """Model, optimizer, objective and data of a run, as they are after `step`, which `checkpoint` holds (None: as
+    `--model` has them). Nothing is written. Every process calls it. Raises DlmBridgeError."""
+    check_data(config)
+    check_mcore_config(config)
+
+    # Process groups.
+    initialize_parallel(config)
+
+    # Model source, objective and data.
+    source = open_megatron_source(config, checkpoint)
+    config = with_objective(config, source.model)
+    if (size := scheduled_block_size(config, step + 1)) is not None:
+        source.model.config.block_size = size  # which a model that begins with a schedule need not have
+    objective = make_objective(config, source.model)
+    check_sizes(config, objective)
+
+    # Configuration of megatron-core.
+    overrides = transformer_overrides(config, source.bridge, objective)
+    dtype = DTYPES[config.precision.name]
+
+    # The main process reads and packs the data, the others find them in the cache.
+    mask_token = objective.mask_token_id if objective.masks else None
+    data = _first_on_main(lambda: load_data(config, source.model, mask_token))
+
+    with refusals.named(AssertionError):  # of settings, and of NVTE_... variables
+        # Layer spec, model and weights; those that the checkpoint sets anyway are not loaded twice.
+        resumes = checkpoint is not None and checkpoint_sets_all_weights(config)
+        build = build_model_to_resume if resumes else build_megatron_model
+        chunks = build(source.bridge, config.parallel.layout, dtype, config.parallel.context, **overrides)
+        # Wrapping, optimizer, schedule.
+        wrapped = wrap_chunks(chunks, config)
+        optimizer = build_optimizer(wrapped, config)
+        connect_schedule(wrapped, optimizer)
+
+    # fp32 main params begin with what the source stores, not with the params' rounding of it.
+    if checkpoint is None and dtype != torch.float32:
+        load_main_params(wrapped, optimizer, source.bridge.checkpoint)
+
+    trainer = MegatronTrainer(config, source, wrapped, optimizer, objective, data, console)
+    if checkpoint is not None:
+        trainer.load_checkpoint(checkpoint)
+    return trainer
 
 
 def initialize_parallel(config: TrainConfig) -> None:
@@ -107,76 +147,9 @@ def initialize_parallel(config: TrainConfig) -> None:
     config.data.accumulation(parallel_state.get_data_parallel_world_size())
 
 
-def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = None, step: int = 0) -> MegatronTrainer:
-    """Model, optimizer, objective and data of a run, as they are after `step`, which `checkpoint` holds (None: as
-    `--model` has them). Nothing is written. Every process calls it. Raises DlmBridgeError."""
-    check_data(config)
-    check_mcore_config(config)
-    initialize_parallel(config)
-    source = open_megatron_source(config, checkpoint)
-    config = with_objective(config, source.model)
-    if (size := scheduled_block_size(config, step + 1)) is not None:
-        source.model.config.block_size = size  # which a model that begins with a schedule need not have
-    objective = make_objective(config, source.model)
-    check_sizes(config, objective)
-    overrides = transformer_overrides(config, source.bridge, objective)
-    mask_token = objective.mask_token_id if objective.masks else None
-    # The main process reads and packs, the others find it in the cache.
-    blocks, valid, tokenizer = _first_on_main(lambda: load_data(config, source.model, mask_token))
-    dtype = DTYPES[config.precision.name]
-    build = (
-        build_model_to_resume
-        if checkpoint is not None and checkpoint_sets_all_weights(config)
-        else build_megatron_model
-    )
-    with refusals.named(AssertionError):  # of settings, and of NVTE_... variables
-        chunks = wrap_chunks(
-            build(source.bridge, config.parallel.layout, dtype, config.parallel.context, **overrides), config
-        )
-        optimizer = build_optimizer(chunks, config)
-    if checkpoint is None and dtype != torch.float32:
-        load_main_params(chunks, optimizer, source.bridge.checkpoint)
-    trainer = MegatronTrainer(
-        config=config,
-        source=source,
-        chunks=chunks,
-        optimizer=optimizer,
-        tokenizer=tokenizer,
-        objective=objective,
-        train=blocks,
-        valid=valid,
-        output=Path(config.checkpoint.output),
-        console=console,
-    )
-    if checkpoint is not None:
-        trainer.load(checkpoint)
-    return trainer
-
-
-def _first_on_main(action: Callable[[], T]) -> T:
-    """What `action` gives, done on the main process before the others; what is refused there is refused everywhere."""
-    refused: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            result = action()
-        except DlmBridgeError as error:
-            refused = [str(error)]
-    dist.broadcast_object_list(refused)
-    if refused[0] is not None:
-        raise DlmBridgeError(refused[0])
-    return result if dist.get_rank() == 0 else action()
-
-
-def describe_layout(config: TrainConfig) -> str:
-    """The layout of a run in words."""
-    sizes = {name: getattr(config.parallel, name) for name in ("tp", "pp", "vp", "cp", "ep")}
-    sizes["dp"] = parallel_state.get_data_parallel_world_size()
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
-
-
 def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
     """The model's chunks in megatron-core's data parallelism, DDP or FSDP, in training mode."""
-    wrapper, wrapped = _wrapper(config), []
+    wrapper, wrapped = _data_parallel_class(config), []
     for number, chunk in enumerate(chunks):
         # Only the first chunk's communication is on the critical path of an interleaved pipeline.
         ddp_config = data_parallel_config(config)
@@ -186,28 +159,9 @@ def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
     return wrapped
 
 
-def _wrapper(config: TrainConfig) -> Any:
-    if config.parallel.fsdp is None:
-        return DistributedDataParallel
-    if platform.current().name == "cpu":
-        raise DlmBridgeError(f"--fsdp {config.parallel.fsdp}: megatron-core's FSDP needs a GPU: leave it out")
-    if importlib.util.find_spec("einops") is None:
-        raise DlmBridgeError(f"--fsdp {config.parallel.fsdp}: megatron-core's FSDP needs einops: pip install einops")
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-
-    return FullyShardedDataParallel
-
-
-def checkpoint_sets_all_weights(config: TrainConfig) -> bool:
-    """Whether a resume sets every weight, and every master of one, from the checkpoint alone: where neither FSDP's
-    buffers nor the optimizer inside megatron-core's nor weights in FP8 begin with what the model was built with."""
-    inside = optimizer_config(config).use_precision_aware_optimizer
-    return config.parallel.fsdp is None and not config.precision.fp8_params and not inside
-
-
 def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
-    """megatron-core's optimizer over wrapped chunks, and what its schedules need of both. The learning rate is set
-    before every step. Raises DlmBridgeError."""
+    """megatron-core's optimizer over wrapped chunks. The learning rate is set before every step. Raises
+    DlmBridgeError."""
     if config.optimizer.cpu_offload:
         for name, parameter in itertools.chain(*(chunk.named_parameters() for chunk in chunks)):
             if parameter.dtype == torch.float32:  # as routers may be
@@ -215,20 +169,65 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
                     f"--optimizer-cpu-offload: megatron-core offloads no weights in fp32, and {name} is kept so: "
                     "leave it out"
                 )
-    # Its own rule is ours: biases and 1-D parameters do not decay.
+    # Its rule of weight decay is ours: biases and 1-D parameters do not decay.
     optimizer = get_megatron_optimizer(optimizer_config(config), list(chunks))
     patch_offloading_resume(optimizer)
     patch_param_order(optimizer)
     patch_sgd_resume(optimizer)
+    return optimizer
+
+
+def connect_schedule(chunks: Sequence[Any], optimizer: Any) -> None:
+    """Give megatron-core's schedules what they call: loss scaling, gradient reduction, no_sync."""
     transformer = chunks[0].config
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = _finalize_model_grads
     if chunks[0].ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return optimizer
+
+
+def checkpoint_sets_all_weights(config: TrainConfig) -> bool:
+    """Whether a resume sets every weight, and every main param, from the checkpoint alone: where neither FSDP's
+    buffers nor the optimizer inside megatron-core's nor weights in FP8 begin with what the model was built with."""
+    inside = optimizer_config(config).use_precision_aware_optimizer
+    return config.parallel.fsdp is None and not config.precision.fp8_params and not inside
+
+
+def describe_layout(config: TrainConfig) -> str:
+    """The layout of a run in words."""
+    sizes = {name: getattr(config.parallel, name) for name in ("tp", "pp", "vp", "cp", "ep")}
+    sizes["dp"] = parallel_state.get_data_parallel_world_size()
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+
+
+def _data_parallel_class(config: TrainConfig) -> Any:
+    fsdp = config.parallel.fsdp
+    if fsdp is None:
+        return DistributedDataParallel
+    if platform.current().name == "cpu":
+        raise DlmBridgeError(f"--fsdp {fsdp}: megatron-core's FSDP needs a GPU: leave it out")
+    if importlib.util.find_spec("einops") is None:
+        raise DlmBridgeError(f"--fsdp {fsdp}: megatron-core's FSDP needs einops: pip install einops")
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    return FullyShardedDataParallel
 
 
 def _finalize_model_grads(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
     """Sum the gradients over ranks without dividing by a number of tokens: the loss's weights did that."""
     finalize_model_grads(model, None, **kwargs)
+
+
+def _first_on_main(action: Callable[[], T]) -> T:
+    """What `action` returns, run on the main process before the others; an error there is raised everywhere."""
+    message: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except DlmBridgeError as error:
+            message = [str(error)]
+    dist.broadcast_object_list(message)
+    if message[0] is not None:
+        raise DlmBridgeError(message[0])
+    return result if dist.get_rank() == 0 else action()

@@ -284,8 +284,8 @@ def check_sequence(config: TrainConfig) -> None:
 
 
 def check_experts(config: TrainConfig, dims: Dims, described: dict[str, Any]) -> None:
-    """Raise DlmBridgeError for a layout in which megatron-core trains no experts, and for an expert option that a model with
-    these `dims` and TransformerConfig fields cannot follow. A dense model has none of it."""
+    """Raise DlmBridgeError for a layout in which megatron-core trains no experts, and for an expert option that a
+    model with these `dims` and TransformerConfig fields cannot follow. A dense model has none of it."""
     if not dims.experts:
         return
     if config.objective.moe_expert_bias_update_rate and not described.get("moe_router_enable_expert_bias"):

@@ -1,12 +1,12 @@
-"""What a training checkpoint holds beside the weights: optimizer state on any layout, and multi-token prediction layers.
+"""What a training checkpoint holds beside the weights: optimizer state for any layout, multi-token prediction layers.
 
-megatron-core makes an optimizer of their own for experts that are sharded, and writes what its optimizers count (steps,
-settings) as many times as there are of them. The tensors are global ones under names that no layout changes. What is
-counted is the same for all parameters; it lies in param groups, which differ in weight decay and in whether they are of
-sharded experts.
+megatron-core makes an optimizer of their own for experts that are sharded, and writes what its optimizers count
+(steps, settings) as many times as there are of them. The tensors are global ones under names that no layout changes.
+What is counted is the same for all parameters; it lies in param groups, which differ in weight decay and in whether
+they are of sharded experts.
 
-Multi-token prediction (MTP) layers are not trained: every checkpoint of a run keeps them as they were. Each rank holds a
-part of them on the CPU, from the start, because what a run began with may be gone when it saves.
+Multi-token prediction (MTP) layers are not trained: every checkpoint of a run keeps them as they were. Each rank holds
+a part of them on the CPU, from the start, because what a run began with may be gone when it saves.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase, ShardedTensor
 from dlm_bridge.parallel.mcore_patches.optimizers import offloads, parts_of
 
-OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # keys in a checkpoint, and of what is asked of it
+# Whole Megatron tensors of one layer (and expert), in the dtype that they came in.
+MTPShard = dict[ParamMapping, torch.Tensor]
+OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # in a checkpoint; in what is requested of it
 _EXPERT_GROUP = "is_expert_parallel"
-_GROUP_SETTINGS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # what else tells megatron-core's groups apart
+_GROUP_SETTINGS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # the others that distinguish megatron-core's param groups
 
 
 def optimizer_request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:
@@ -35,8 +37,8 @@ def optimizer_request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:
 
 
 def drop_offload_settings(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Take out of what is to be saved of an optimizer how it offloads: two classes, which a reader would have to
-    import, and switches. They are no state, and a run that goes on has its own."""
+    """Remove the settings of offloading from an optimizer state that is saved: two classes, which a reader would have
+    to import, and switches. They are no state, and a resumed run has its own."""
     for number, saved in optimizer_request(optimizer, state).items():
         inner = parts_of(optimizer)[number].optimizer
         if offloads(inner):
@@ -46,15 +48,15 @@ def drop_offload_settings(optimizer: Any, state: dict[Any, Any]) -> None:
 
 
 def copy_tree(state: Any) -> Any:
-    """The same tree, whose leaves are shared: loading replaces what a request holds."""
+    """The same tree with the same leaves: loading replaces those of the request."""
     if isinstance(state, Mapping):
         return {key: copy_tree(value) for key, value in state.items()}
     return [copy_tree(value) for value in state] if isinstance(state, list) else state
 
 
 def restore_optimizer(optimizer: Any, wanted: dict[int, Any], loaded: Mapping[str, Any]) -> None:
-    """Set every optimizer of a rank to what was `loaded` of a `request`, whose outline is `wanted`. Raises
-    DlmBridgeError where the checkpoint's optimizer has no such groups."""
+    """Set every optimizer of a rank to what was `loaded` of an `optimizer_request`, of which `wanted` is a copy.
+    Raises DlmBridgeError where the checkpoint's optimizer has no such param groups."""
     saved = _saved_parts(loaded[OPTIMIZER_KEY])
     found = loaded.get(REQUEST_KEY, {})
     states = {number: _filled(part, found.get(number)) for number, part in wanted.items()}
@@ -70,7 +72,7 @@ def restore_optimizer(optimizer: Any, wanted: dict[int, Any], loaded: Mapping[st
 
 
 def _saved_parts(saved: Any) -> list[Any]:
-    """The states of the optimizers of the rank that wrote what is counted."""
+    """The states of the optimizers of the rank that wrote steps and settings."""
     if "optimizer" in saved or "param_groups" in saved:
         return [saved]
     return [part for key, part in sorted(saved.items(), key=lambda item: str(item[0])) if isinstance(part, Mapping)]
@@ -82,7 +84,7 @@ def _inner(state: Any) -> Any:
 
 
 def _with_saved_settings(group: dict[str, Any], saved: list[Any]) -> dict[str, Any]:
-    """A group with the settings and the steps of the saved one of its kind, whether that is of experts or not."""
+    """A param group with the settings and the steps of the saved one of its kind, of experts or not."""
     groups = [known for part in saved for known in _inner(part)["param_groups"]]
     alike = [known for known in groups if all(known[name] == group[name] for name in _GROUP_SETTINGS)]
     alike.sort(key=lambda known: known[_EXPERT_GROUP] != group[_EXPERT_GROUP])
@@ -94,8 +96,8 @@ def _with_saved_settings(group: dict[str, Any], saved: list[Any]) -> dict[str, A
 
 
 def _filled(wanted: Any, found: Any) -> Any:
-    """`wanted` with what was loaded in the places where something is to be loaded; lists may come back as mappings
-    from their indices."""
+    """`wanted` with what was loaded where something was requested; lists may come back as mappings from their
+    indices."""
     if isinstance(wanted, ShardedBase | LocalNonpersistentObject):
         return found
     if isinstance(wanted, Mapping):
@@ -111,20 +113,15 @@ def _at(found: Any, key: Any) -> Any:
     return found[key] if isinstance(found, list) and isinstance(key, int) and key < len(found) else None
 
 
-MTPShard = dict[
-    ParamMapping, torch.Tensor
-]  # whole Megatron tensors of one layer (and expert), in the dtype that they came in
-
-
 def read_mtp_shard(checkpoint: Checkpoint) -> MTPShard:
-    """What this rank keeps of a checkpoint's multi-token prediction layers; nothing where it has none."""
+    """This rank's part of a checkpoint's multi-token prediction layers; empty where it has none."""
     params = [param for param in checkpoint.params if param.is_mtp]
     mine = params[dist.get_rank() :: dist.get_world_size()]
     return {param: param.to_megatron(checkpoint.read_param(param)) for param in mine}
 
 
-def sharded_mtp(share: MTPShard) -> dict[str, ShardedTensor]:
-    """The share as megatron-core saves it, under the names that its own multi-token prediction layers have."""
+def sharded_mtp(shard: MTPShard) -> dict[str, ShardedTensor]:
+    """The shard as megatron-core saves it, under the names of its own multi-token prediction layers."""
     return {
         param.megatron_name: ShardedTensor.from_rank_offsets(
             param.megatron_key,
@@ -132,11 +129,11 @@ def sharded_mtp(share: MTPShard) -> dict[str, ShardedTensor]:
             *((axis, index, size) for axis, (index, size) in enumerate(param.stack)),
             prepend_axis_num=len(param.stack),
         )
-        for param, tensor in share.items()
+        for param, tensor in shard.items()
     }
 
 
 def describe_mtp(layers: int) -> str:
-    """What becomes of so many layers, for people."""
+    """The line for the console about so many layers that are not trained."""
     many = "s are" if layers > 1 else " is"
     return f"{layers} multi-token prediction layer{many} not trained: every checkpoint keeps what it came with"

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -172,7 +172,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 
-    def step(self, step: int, want_stop: bool) -> tuple[StepMetrics, bool]:
+    def start_step(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
         config, began = self.config, time.perf_counter()
         torch.manual_seed(torch_seed(config.data.seed, step, self.accelerator.process_index))
         rate = learning_rate(config, step)
@@ -195,7 +195,8 @@ class RLTrainer(TrainingLoop, Generic[Item]):
             "mfu": None,
             "peak_memory": torch.cuda.max_memory_allocated() if self.accelerator.device.type == "cuda" else None,
         }
-        return self.row(common, sums), sums["stop"] > 0
+        row = self.row(common, sums)
+        return (lambda: row), sums["stop"] > 0
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step` on the main process, while the others wait."""
