@@ -215,7 +215,8 @@ def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
 
     with contextlib.suppress(NotInstalledError):  # it may be where the run is
         check_mcore_config(config)
-    check_experts(config, model.dims, model.family.mapping.transformer(model.config))
+    if model.dims.experts:
+        check_experts(config)
     check_sequence(config)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.parallel.sharded_sequence} | passed_on(config, "transformer")

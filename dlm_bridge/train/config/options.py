@@ -4,8 +4,7 @@
     class OptimizerOptions:
         lr: float = option(3e-4, "Peak learning rate.", minimum=0, task_defaults={"sft": 2.5e-5})
 
-is `--lr`, `optimizer: {lr: ...}` in YAML, and `config.optimizer.lr`; `options_of` lists the options of a
-configuration.
+is `--lr`, `optimizer: {lr: ...}` in YAML, and `config.optimizer.lr`; `options_of` lists the options of a configuration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`--megatron GROUP.KEY=VALUE`: megatron-core's own settings, checked before a process or a GPU is used.
 
-Refused are fields that an option of ours or config.json determines, and those that would make a run silently wrong:
-what the engine computes itself, and maths that no export carries. All others are passed through, untested.
+Refused are fields that an option of ours or config.json determines, and those that would make a run silently wrong: what
+the engine computes itself, and maths that no export carries. All others are passed through, untested.
 """
 
 from __future__ import annotations
