@@ -20,9 +20,9 @@ from dlm_bridge.train.config import TrainConfig
 
 
 def load_model(config: TrainConfig) -> Any:
-    """The PreTrainedModel that `--model` means: a Hub folder or id, a Megatron checkpoint, or, from scratch, a
-    config.json, of the family that `--family` or the config names. In fp32, but for the frozen base of an adapter,
-    which is in the precision of the run, or quantized. Raises DlmBridgeError."""
+    """The PreTrainedModel that `--model` names: a Hub folder or id, a Megatron checkpoint, or with `--from-scratch` a
+    config.json, of the family that `--family` or the config names. In fp32; the frozen base of an adapter in the run's
+    precision, or quantized. Raises DlmBridgeError."""
     model = _load(config)
     if config.model.mask_token_id is not None:
         model.config.mask_token_id = config.model.mask_token_id  # saved with every checkpoint
@@ -30,8 +30,8 @@ def load_model(config: TrainConfig) -> Any:
 
 
 def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> Any:
-    """What a run starts from: `load_model`, or its own checkpoint, of an adapter the base. Where weights are cut over
-    processes, those that are not `main` get theirs from it, and have a model without weights until then. Raises
+    """The model that a run starts with: `load_model`'s, or that of its own `checkpoint`; with an adapter the base
+    model. Under FSDP only the `main` process loads weights, the others have a model on the meta device. Raises
     DlmBridgeError."""
     if checkpoint is not None and not config.model.adapts:
         config = config.replace(model=str(checkpoint), from_scratch=False)
@@ -43,8 +43,6 @@ def _load(config: TrainConfig) -> Any:
     if config.model.from_scratch:
         return _from_scratch(folder, config.data.seed, config.model.family)
     if (folder / TRACKER).is_file():
-        from dlm_bridge.bridge import Bridge
-
         check_quantization(config)
         return Bridge.from_megatron(config.model.path, family=config.model.family).build_hf_model(base_dtype(config))
     check_weights(config.model.path)
@@ -52,7 +50,7 @@ def _load(config: TrainConfig) -> Any:
 
 
 def base_dtype(config: TrainConfig) -> torch.dtype:
-    """What weights are loaded in: fp32 where they are trained, else what the run computes in."""
+    """The dtype of loaded weights: fp32 where they are trained, otherwise that of the run."""
     if not config.model.adapts:
         return torch.float32
     return {"fp32": torch.float32, "fp16": torch.float16}.get(config.precision.name, torch.bfloat16)
@@ -64,14 +62,15 @@ def check_quantization(config: TrainConfig) -> None:
         return
     if (Path(config.model.path) / TRACKER).is_file():
         raise DlmBridgeError(
-            f"--lora-quantize: --model {config.model.path} is a Megatron checkpoint: export it to the Hub's layout first"
+            f"--lora-quantize: --model {config.model.path} is a Megatron checkpoint: export it to the Hub's layout "
+            "first"
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise DlmBridgeError("--lora-quantize needs bitsandbytes: pip install 'dlm-bridge[quantize]'")
 
 
 def check_weights(model: str) -> None:
-    """Raise DlmBridgeError where `--model` is no Hub folder with weights, nor a Hub id."""
+    """Raise DlmBridgeError where `--model` is neither a Hub folder with weights nor a Hub id."""
     check_exists("--model", model)
     if (Path(model) / "adapter_config.json").is_file():
         raise DlmBridgeError(f"--model {model}: is an adapter: give its base as --model and it as --adapter")
@@ -80,8 +79,7 @@ def check_weights(model: str) -> None:
 
 
 def empty_model(config: TrainConfig) -> Any:
-    """The PreTrainedModel that `--model` means, without weights: on the meta device, from config.json alone. Raises
-    DlmBridgeError."""
+    """The PreTrainedModel that `--model` names on the meta device, from config.json alone. Raises DlmBridgeError."""
     from transformers import AutoModelForCausalLM
 
     import dlm_bridge  # noqa: F401  registers the families
@@ -89,8 +87,6 @@ def empty_model(config: TrainConfig) -> Any:
     folder = Path(config.model.path)
     spec = None if config.model.family is None else family_by_name(config.model.family)
     if (folder / TRACKER).is_file():
-        from dlm_bridge.bridge import Bridge
-
         bridge = Bridge.from_megatron(config.model.path, family=config.model.family)
         spec, hub_config = bridge.family, bridge.family.load("config_class").from_dict(bridge.config)
     else:
@@ -121,7 +117,7 @@ def load_hub_model(
 
     try:
         config = _hub_config(model, None if family is None else family_by_name(family))
-        # Not every family's output layer is behind AutoModelForCausalLM.
+        # AutoModelForCausalLM does not know every family's model class.
         spec = getattr(type(config), "family", None)
         model_class: Any = AutoModelForCausalLM if spec is None else spec.load("model_class")
         loaded, info = model_class.from_pretrained(
@@ -135,7 +131,7 @@ def load_hub_model(
 
 
 def model_family(model: Any) -> FamilySpec | None:
-    """The family of a live model: its own, or that of its class, where it is one of transformers' own."""
+    """The family of a live model: its own, or that of its class, for transformers' own classes."""
     own: FamilySpec | None = getattr(model, "family", None)
     named = [
         spec for spec in families() if spec.kind == "autoregressive" and type(model).__name__ in spec.architectures
@@ -191,7 +187,7 @@ def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The config.json that --from-scratch goes by."""
+    """The config.json of a folder for --from-scratch."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -229,8 +225,8 @@ def _hub_config(model: str, family: FamilySpec | None) -> Any:
 
 
 def check_exists(flag: str, place: str) -> None:
-    """Raise DlmBridgeError for a place that is not there and is no Hub id either: those have at most one slash and do
-    not look like a path."""
+    """Raise DlmBridgeError for a folder that does not exist and is no Hub id either: those have at most one slash and
+    do not look like a path."""
     looks_like_path = place.startswith((".", "/", "~")) or place.count("/") > 1
     if looks_like_path and not Path(place).is_dir():
         raise DlmBridgeError(f"{flag} {place}: no such folder")
@@ -238,7 +234,8 @@ def check_exists(flag: str, place: str) -> None:
 
 @dataclass(frozen=True)
 class MegatronSource:
-    """`model` is the Hub model on the meta device: its family, config and sizes are what both engines go by."""
+    """What a Megatron run starts with: the weights behind `bridge`, and `model`, the Hub model on the meta device,
+    whose family, config and sizes both engines use."""
 
     bridge: Bridge
     model: Any
@@ -252,8 +249,8 @@ def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> Megatr
         bridge = Bridge.from_scratch(config.model.path, config.data.seed, family=config.model.family)
     elif (Path(config.model.path).parent / TRACKER).is_file():
         raise DlmBridgeError(
-            f"--model {config.model.path}: it is an iteration of a Megatron checkpoint: give the folder that holds it and "
-            f"{TRACKER}, which says the iteration, or export this one"
+            f"--model {config.model.path}: it is an iteration of a Megatron checkpoint: give the folder that holds it "
+            f"and {TRACKER}, or export this one"
         )
     elif (Path(config.model.path) / TRACKER).is_file():
         bridge = Bridge.from_megatron(config.model.path, family=config.model.family)
@@ -268,7 +265,7 @@ def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> Megatr
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a model repeats, by the class names in transformers' `_no_split_modules`."""
+    """The decoder layers of a Hub model, by the class names in transformers' `_no_split_modules`."""
     names = {
         name
         for module in model.modules()

@@ -20,7 +20,12 @@ from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import find_family
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.registry import OBJECTIVES, build_objective, check_objective, mask_token_id
-from dlm_bridge.train.adaptation import check_adaptation, load_conversations, with_family_defaults
+from dlm_bridge.train.adaptation import (
+    check_adaptation,
+    scheduled_block_size,
+    load_conversations,
+    with_family_defaults,
+)
 from dlm_bridge.train.checkpoints import find_checkpoints, remove_old_checkpoints
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
@@ -36,16 +41,16 @@ Rest = ParamSpec("Rest")
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run of one machine's engines begins."""
+    """Where a run under Accelerate starts or resumes."""
 
     output: Path
-    step: int  # the last one that was taken
+    step: int  # the last one that was finished
     checkpoint: Path | None  # of that step
-    finished: bool  # there is nothing left to do
+    finished: bool  # it was the run's last one
 
 
 def start_run(config: TrainConfig, resume: bool, accelerator: Any, console: Any) -> RunStart:
-    """Open the output folder on the main process and find the newest checkpoint of a run that goes on."""
+    """Open the output folder on the main process and find the newest checkpoint of a run that resumes."""
     output = Path(config.checkpoint.output)
     if accelerator.is_main_process:
         open_output(output, resume)
@@ -61,7 +66,7 @@ def start_run(config: TrainConfig, resume: bool, accelerator: Any, console: Any)
 
 
 def trains_on_cpu(config: TrainConfig) -> bool:
-    """Whether this machine trains on its CPU. Raises DlmBridgeError for a precision that a CPU does not have."""
+    """Whether this machine trains on its CPU. Raises DlmBridgeError for a precision that needs a GPU."""
     cpu = not torch.accelerator.is_available()
     if cpu and config.precision.name == "fp16":
         raise DlmBridgeError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
@@ -71,8 +76,8 @@ def trains_on_cpu(config: TrainConfig) -> bool:
 def remove_empty_output_on_error(
     train: Callable[Concatenate[Config, Rest], Path],
 ) -> Callable[Concatenate[Config, Rest], Path]:
-    """For the functions that take a run from its beginning to its end: where nothing was written into the output
-    folder, because the run was refused first, the folder and those above it that had to be made are gone again."""
+    """Decorator of functions that train: remove the output folder, and the parents made for it, where a run ends
+    before anything was written there."""
 
     @functools.wraps(train)
     def run(config: Config, *arguments: Rest.args, **options: Rest.kwargs) -> Path:
@@ -90,7 +95,7 @@ def remove_empty_output_on_error(
 
 
 def open_output(output: Path, resume: bool) -> None:
-    """Make the folder; without `resume`, refuse one that holds a run. Clears what a killed writer left."""
+    """Make the folder, or without `resume` refuse one that holds a run; remove what a killed run left unfinished."""
     check_output(output, resume)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -100,15 +105,15 @@ def open_output(output: Path, resume: bool) -> None:
 
 
 def check_output(output: Path, resume: bool) -> None:
-    """Raise DlmBridgeError for a folder that holds a run, unless it is to `resume`."""
+    """Raise DlmBridgeError for a folder that holds a run, unless it is resumed."""
     traces = [name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()]
     if traces and not resume:
         raise DlmBridgeError(f"--output {output} already holds a run ({traces[0]}): add --resume or choose another")
 
 
 def check_same_model(config: TrainConfig, saved: Path) -> None:
-    """Raise DlmBridgeError where `--model` has another family or other sizes than what the run has `saved`, with which
-    a resume goes on. A model that is no longer there says nothing, nor does one on the Hub."""
+    """Raise DlmBridgeError where `--model` has another family or other sizes than the run's `saved` checkpoint. A
+    model that no longer exists, or is on the Hub, is not compared."""
     if not Path(config.model.path).is_dir():
         return
     try:
@@ -117,8 +122,8 @@ def check_same_model(config: TrainConfig, saved: Path) -> None:
         return
     if asked != own:
         raise DlmBridgeError(
-            f"--model {config.model.path} is another model than that of the run in {config.checkpoint.output}: resume with that, or "
-            "choose another --output"
+            f"--model {config.model.path} is another model than that of the run in {config.checkpoint.output}: resume "
+            "with that, or choose another --output"
         )
 
 
@@ -136,14 +141,14 @@ def write_config(config: TrainConfig, output: Path) -> None:
 
 
 def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
-    """The configuration with its objective resolved. Raises DlmBridgeError where the objective would be another than
-    the model is read with (a shifted or block-causal model trained as a bidirectional one is silently broken), and for
-    what else of a run can be told with its model alone."""
+    """The configuration with its objective resolved. Raises DlmBridgeError where the objective does not fit the
+    model's attention pattern and shift (a shifted or block-causal model trained as a bidirectional one is silently
+    broken), and for other settings that do not fit the model."""
     family = model_family(model)
     if family is None:
         raise DlmBridgeError(
-            f"--model {config.model.path}: {type(model).__name__} is of no known family: see dlm-bridge families for what "
-            f"{config.task} takes"
+            f"--model {config.model.path}: {type(model).__name__} is of no known family: see dlm-bridge families for "
+            f"what {config.task} takes"
         )
     objective = config.objective.name or family.objective
     check_objective(
@@ -162,8 +167,8 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
 
 
 def make_objective(config: TrainConfig, model: Any) -> Objective:
-    """The objective of a configuration that `with_objective` gave. Raises DlmBridgeError for a model's config that
-    lacks what it needs."""
+    """The objective of a configuration that `with_objective` has resolved. Raises DlmBridgeError for a model's config
+    that lacks what it needs."""
     name = str(config.objective.name)
     token = mask_token_id(model) if OBJECTIVES[name].kind.masks else -1
     return build_objective(
@@ -174,6 +179,15 @@ def make_objective(config: TrainConfig, model: Any) -> Objective:
         config.objective.loss_weighting,
         config.objective.loss_normalisation,
     )
+
+
+def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[TrainConfig, Objective]:
+    """The configuration with its objective resolved (`with_objective`), and that objective, for the step after `step`.
+    The model's config gets the block size of `--block-schedule`, which a model that starts with one need not have."""
+    config = with_objective(config, model)
+    if (size := scheduled_block_size(config, step + 1)) is not None:
+        model.config.block_size = size
+    return config, make_objective(config, model)
 
 
 def check_data(config: TrainConfig, load: bool = True) -> DataSources:

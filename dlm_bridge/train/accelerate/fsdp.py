@@ -56,8 +56,8 @@ def with_launcher_settings(config: TrainConfig) -> TrainConfig:
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", config.precision.name):
         raise DlmBridgeError(
-            f"accelerate is configured for {precision}, the run for --precision {config.precision.name}: give --precision "
-            f"{precision}, or launch with --mixed_precision no"
+            f"accelerate is configured for {precision}, the run for --precision {config.precision.name}: give "
+            f"--precision {precision}, or launch with --mixed_precision no"
         )
     if not _env_flag("ACCELERATE_USE_FSDP"):
         return config

@@ -40,7 +40,6 @@ from dlm_bridge.train.accelerate.transforms import (
     normalised_positions,
     pin_positions,
 )
-from dlm_bridge.train.adaptation import scheduled_block_size
 from dlm_bridge.train.checkpoints import find_checkpoints, load_state, remove_old_checkpoints, save_checkpoint
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
@@ -50,11 +49,10 @@ from dlm_bridge.train.optimizer import adamw
 from dlm_bridge.train.setup import (
     check_data,
     load_data,
-    make_objective,
     remove_empty_output_on_error,
+    resolve_objective,
     start_run,
     trains_on_cpu,
-    with_objective,
     write_config,
 )
 from dlm_bridge.train.trainer import Processes, Trainer
@@ -81,10 +79,8 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
 
     check_data(config)
     model = starting_model(config, start.checkpoint, accelerator.is_main_process)
-    config = with_lora(with_objective(config, model), model)
-    if (size := scheduled_block_size(config, start.step + 1)) is not None:
-        model.config.block_size = size  # which a model that begins with a schedule need not have
-    objective = make_objective(config, model)
+    config, objective = resolve_objective(config, model, start.step)
+    config = with_lora(config, model)
     with accelerator.main_process_first():
         data = load_data(config, model, objective.mask_token_id if objective.masks else None)
     with process_group(config):

@@ -28,7 +28,6 @@ from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
 from dlm_bridge.parallel.mcore_patches.optimizers import patch_offloading_resume, patch_param_order, patch_sgd_resume
 from dlm_bridge.parallel.parallelize import build_megatron_model, build_model_to_resume
 from dlm_bridge.parallel.weights import load_main_params
-from dlm_bridge.train.adaptation import scheduled_block_size
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import open_megatron_source
 from dlm_bridge.train.megatron.checkpoints import (
@@ -53,10 +52,9 @@ from dlm_bridge.train.setup import (
     check_data,
     check_same_model,
     load_data,
-    make_objective,
     open_output,
     remove_empty_output_on_error,
-    with_objective,
+    resolve_objective,
     write_config,
 )
 
@@ -106,10 +104,7 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
 
     # Model source, objective and data.
     source = open_megatron_source(config, checkpoint)
-    config = with_objective(config, source.model)
-    if (size := scheduled_block_size(config, step + 1)) is not None:
-        source.model.config.block_size = size  # which a model that begins with a schedule need not have
-    objective = make_objective(config, source.model)
+    config, objective = resolve_objective(config, source.model, step)
     check_sizes(config, objective)
 
     # Configuration of megatron-core.
