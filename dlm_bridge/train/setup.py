@@ -22,8 +22,8 @@ from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.registry import OBJECTIVES, build_objective, check_objective, mask_token_id
 from dlm_bridge.train.adaptation import (
     check_adaptation,
-    scheduled_block_size,
     load_conversations,
+    scheduled_block_size,
     with_family_defaults,
 )
 from dlm_bridge.train.checkpoints import find_checkpoints, remove_old_checkpoints

@@ -128,8 +128,6 @@ def test_experts_need_sequence_parallelism(show: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_expert_bias_update_rate": 1e-3}, "--moe-expert-bias-update-rate: this model's router has no"),
-        ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap: this model has no shared experts"),
         ({"moe_dispatcher": "flex"}, "--moe-dispatcher flex needs --ep above 1"),
     ],
 )
