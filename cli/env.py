@@ -1,4 +1,4 @@
-"""`dlm-bridge env`: what this machine has for training, and what is overridden there."""
+"""`dlm-bridge env`: platform, devices, versions, and the patches of megatron-core."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ PACKAGES = (
 # What changes where or how a run computes; tokens and passwords are never among them.
 VARIABLES = (
     "DLM_BRIDGE_PLATFORM",
+    "DLM_BRIDGE_ALLOW_UNTESTED_MCORE",
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "NVTE_FLASH_ATTN",
@@ -60,7 +61,7 @@ def register(app: typer.Typer) -> None:
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Platform, devices, versions, and what of megatron-core is overridden here.
+    """Platform, devices, versions, and the patches of megatron-core that are active here.
 
     Example: dlm-bridge env --json
     """
@@ -75,12 +76,14 @@ def env(
 
 def environment() -> dict[str, Any]:
     """What `--json` prints. Raises DlmBridgeError where DLM_BRIDGE_PLATFORM names what is not there."""
-    from dlm_bridge.parallel import platform
+    from dlm_bridge.parallel import mcore_patches, platform
     from dlm_bridge.parallel.fused import flash_attention
+    from dlm_bridge.parallel.overrides import SUPPORTED
 
     chosen = platform.current()
-    overrides = chosen.overrides()
+    overrides = mcore_patches.overrides_of(chosen)
     megatron = _version("megatron-core")
+    made_for = overrides.made_for if overrides else SUPPORTED
     return {
         "platform": {
             "chosen": chosen.name,
@@ -104,10 +107,22 @@ def environment() -> dict[str, Any]:
             "os": machine.platform(),
         },
         "overrides": {
-            "made_for": overrides.made_for if overrides else None,
-            "fits": overrides is None or megatron in (None, overrides.made_for),
+            "made_for": made_for,
+            "fits": megatron in (None, made_for),
             "names": sorted(overrides.table) if overrides else [],
         },
+        "patches": [
+            {
+                "target": patch.target,
+                "how": patch.how,
+                "what": patch.what,
+                "why": patch.why,
+                "source": f"megatron/core/{patch.source}",
+                "when": patch.when,
+                "active": patch.active(chosen),
+            }
+            for patch in mcore_patches.PATCHES
+        ],
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
@@ -142,9 +157,10 @@ def _show(found: dict[str, Any]) -> None:
             for name, value in cells.items():
                 table.add_row(name, "-" if value is None else value)
             console.print(table)
-    if not overrides["names"]:
-        return console.print("Nothing of megatron-core is overridden here.")
-    fits = "" if overrides["fits"] else ", which is not the one installed: training refuses"
-    console.print(f"Overrides, for megatron-core {overrides['made_for']}{fits}")
-    for name in overrides["names"]:
-        console.print(f"  {name}", highlight=False, soft_wrap=True)
+    fits = "" if overrides["fits"] else ", which is not the one installed: training refuses it"
+    title = f"Patches of megatron-core {overrides['made_for']}{fits}"
+    table = Table("", "patched", "what", "when", title=title, title_justify="left")
+    for patch in found["patches"]:
+        style = None if patch["active"] else "dim"
+        table.add_row("active" if patch["active"] else "-", patch["target"], patch["what"], patch["when"], style=style)
+    console.print(table)

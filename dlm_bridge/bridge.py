@@ -170,22 +170,22 @@ class Bridge:
     def build_megatron_model(
         self, layout: Layout, dtype: str | torch.dtype | None = None, **overrides: Any
     ) -> list[Any]:
-        """This rank's megatron-core GPTModel chunks with the weights loaded; see parallel.model."""
+        """This rank's megatron-core GPTModel chunks with the weights loaded; see parallel.parallelize."""
         from dlm_bridge.parallel.parallelize import build_megatron_model
 
-        return build_megatron_model(self, layout, dtype, **overrides)
+        return build_megatron_model(self.checkpoint, layout, dtype, **overrides)
 
     def refresh_hf_model(self, hf_model: PreTrainedModel, megatron_model: Any) -> None:
         """Copy a live Megatron model's weights into `hf_model` in place; see parallel.handover."""
         from dlm_bridge.parallel.handover import refresh_hf_model
 
-        refresh_hf_model(self, hf_model, megatron_model)
+        refresh_hf_model(self.checkpoint, hf_model, megatron_model)
 
     def stream_hf_weights(self, megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a live Megatron model's weights under their Hub names, one at a time; see parallel.handover."""
         from dlm_bridge.parallel.handover import stream_hf_weights
 
-        return stream_hf_weights(self, megatron_model)
+        return stream_hf_weights(self.checkpoint, megatron_model)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every Hub tensor that the transformers model has and that is not a copy of another; each is read once."""

@@ -180,9 +180,9 @@ class Bench:
 
     def begin(self) -> None:
         """This process's device, and the sizes that fit it."""
-        from dlm_bridge.parallel import platform
+        from dlm_bridge.parallel import mcore_patches, platform
 
-        platform.current().prepare()
+        mcore_patches.install(platform.current())
         self.root.mkdir(parents=True, exist_ok=True)
         self.on_cpu = platform.current().name == "cpu"
         torch._dynamo.config.recompile_limit = 256  # each layout has shapes of its own
@@ -281,7 +281,9 @@ class Bench:
             row, _ = trainer.step(1, False)
             bridge = trainer.source.bridge
             with trainer.gathered_weights():
-                weights = {name: tensor.float().cpu() for name, tensor in stream_hf_weights(bridge, trainer.chunks)}
+                weights = {
+                    name: tensor.float().cpu() for name, tensor in stream_hf_weights(bridge.checkpoint, trainer.chunks)
+                }
         finally:
             trainer.close()
             if trainer.processes.cpu_group is not dist.group.WORLD:

@@ -364,7 +364,10 @@ class Runs:
         from dlm_bridge.parallel.handover import stream_hf_weights
 
         with trainer.gathered_weights():
-            return {name: tensor.cpu() for name, tensor in stream_hf_weights(trainer.source.bridge, trainer.chunks)}
+            return {
+                name: tensor.cpu()
+                for name, tensor in stream_hf_weights(trainer.source.bridge.checkpoint, trainer.chunks)
+            }
 
     def _exported(self, output: Path, live: dict[str, torch.Tensor]) -> str:
         """What is wrong with `dlm-bridge export` and `verify` of a run's last checkpoint; nothing: ""."""

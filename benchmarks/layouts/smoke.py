@@ -31,11 +31,11 @@ HALF_LOGITS = 3e-2  # relative to the largest
 
 def smoke(output: Path, pattern: str) -> int:
     """Run every check, print a table, write OUTPUT.md and OUTPUT.json; 1 where one failed."""
-    from dlm_bridge.parallel import platform
+    from dlm_bridge.parallel import mcore_patches, platform
 
     for name in LAUNCHER:
         os.environ.pop(name, None)
-    platform.current().prepare()
+    mcore_patches.install(platform.current())
     bench = Bench(output.with_name(output.name + ".work"))
     shutil.rmtree(bench.root, ignore_errors=True)
     bench.root.mkdir(parents=True)
@@ -184,7 +184,7 @@ class Checks:
         live, hub, noisy = self._both(task, precision)
         batch = self._micro_batch(live, noisy)
         with torch.no_grad():
-            found = live.model.eval()(batch.input_ids, batch.position_ids, batch.attention)
+            found = live.model.eval()(batch.input_ids, batch.position_ids, batch.attention_mask)
             wanted = _hub_logits(hub, noisy)
         vocab = wanted.shape[-1]
         apart = float((found[..., :vocab].cpu() - wanted).abs().max() / wanted.abs().max())
@@ -205,7 +205,7 @@ class Checks:
         with torch.no_grad():
             packed = self._packed_logits(live, noisy)
             batch = self._micro_batch(live, noisy)
-            masked = live.model.eval()(batch.input_ids, batch.position_ids, batch.attention)
+            masked = live.model.eval()(batch.input_ids, batch.position_ids, batch.attention_mask)
         return float((packed - masked.flatten(0, 1)).abs().max() / masked.abs().max()), HALF_LOGITS, ""
 
     def packed_alone(self, task: Task) -> tuple[float, float, str]:
@@ -269,7 +269,9 @@ class Checks:
 
         attention_pattern = live.bridge.family.attention_pattern
         absolute = scales_queries(live.model.config)
-        batch = micro_batch(noisy, attention_pattern, block_size(live.bridge), packed=packed, absolute=absolute)
+        batch = micro_batch(
+            noisy, attention_pattern, block_size(live.bridge.checkpoint), packed=packed, absolute=absolute
+        )
         return batch.to(platform.current().device())
 
     def _tokens(self) -> torch.Tensor:
@@ -303,7 +305,7 @@ class Live:
         overrides = transformer_overrides(config, self.bridge, self.objective)
         # Without a wrapper for data parallelism there is no buffer to accumulate into.
         overrides["gradient_accumulation_fusion"] = False
-        (self.model,) = build_megatron_model(self.bridge, Layout(), DTYPES[precision], **overrides)
+        (self.model,) = build_megatron_model(self.bridge.checkpoint, Layout(), DTYPES[precision], **overrides)
 
 
 RECOMPUTE: dict[str, dict[str, Any]] = {

@@ -194,7 +194,7 @@ def megatron_logits(bridge: Bridge, tokens_BS: torch.Tensor) -> torch.Tensor:
         (model,) = bridge.build_megatron_model(Layout(), torch.float32)
         tokens_BS = tokens_BS.to(megatron_device())
         positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
-        mask = attention_mask(bridge.family.attention_pattern, positions_BS, block_size(bridge))
+        mask = attention_mask(bridge.family.attention_pattern, positions_BS, block_size(bridge.checkpoint))
         return model.eval()(tokens_BS, positions_BS, mask).cpu()
 
 

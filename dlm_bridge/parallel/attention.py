@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dlm_bridge.attention_mask import MaskDescriptor, can_attend, can_attend_by_columns, document_ids
+from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.context_parallel import rank_positions
 from dlm_bridge.parallel.core import AttnMaskType
 
-if TYPE_CHECKING:
-    from dlm_bridge.bridge import Bridge
-
-
-# Set in the layer spec: who looks at whom where a call has no mask.
+# Of the layer spec: the attention pattern of a call without a mask.
 MASK_TYPES = {
     "bidirectional": AttnMaskType.no_mask,
     "causal": AttnMaskType.causal,
@@ -32,11 +29,11 @@ def attention_mask(
     block_size: int | None = None,
     real_BS: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """The `attention_mask` that a live model's call takes: `Visibility` codes [B or 1, S, 5]; None where the layers'
-    own mask type says it all. With one, it is all there is: the mask type counts no more.
+    """The `attention_mask` of a forward pass: a mask descriptor [B or 1, S, 5], or None where the layers' own mask
+    type is enough. A descriptor replaces the mask type.
 
-    `position_ids_BS` count from 0 in each row; `block_size` is what block-causal attention goes by (`block_size(...)`
-    has a family's); `real_BS` is False at padding, which nobody looks at but itself. Raises DlmBridgeError.
+    `position_ids_BS` count from 0 in each row; `block_size` is that of block-causal attention (`block_size(...)` gives
+    a model's); `real_BS` is False at padding, which attends to itself only. Raises DlmBridgeError.
     """
     check_attention_pattern(attention_pattern)
     everywhere = torch.ones_like(position_ids_BS, dtype=torch.bool)
@@ -56,20 +53,18 @@ def check_attention_pattern(attention_pattern: str) -> None:
         raise DlmBridgeError(f"the Megatron engine has no {attention_pattern} attention, only {', '.join(MASK_TYPES)}")
 
 
-def block_size(bridge: Bridge) -> int | None:
+def block_size(checkpoint: Checkpoint) -> int | None:
     """The block size of a block-causal model, by its config or its family's default; None for other patterns."""
-    if bridge.family.attention_pattern != "block_causal":
+    if checkpoint.family.attention_pattern != "block_causal":
         return None
-    return int(bridge.family.load("config_class").from_dict(bridge.config).block_size)
+    return int(checkpoint.family.load("config_class").from_dict(checkpoint.config).block_size)
 
 
-CACHED_MICRO_BATCHES = (
-    16  # micro-batches whose masks are kept; what a pipeline has in flight beyond that is built again
-)
+CACHED_MICRO_BATCHES = 16  # masks of more micro-batches in flight in a pipeline are built again
 
 
 class MaskCache:
-    """What was made of a tensor, found again by whoever has the tensor or a view of the same memory.
+    """Masks made of a tensor, looked up by the tensor or a view of the same memory.
 
     Recomputation hands detached tensors to the layers, and a pipeline has several micro-batches in flight. An entry
     holds its tensor, so that no other can take its memory; writing into the tensor makes the entry void.
@@ -99,29 +94,29 @@ class MaskCache:
 
 
 def dense_mask(mask: torch.Tensor, rank: int, queries: int) -> torch.Tensor:
-    """[B or 1, 1, Q, K] bool, True where a query may look: the `queries` of one context parallel rank over all keys,
-    of codes [B or 1, K, 5] or of a dense mask [B or 1, 1, K, K] in rank order."""
+    """[B or 1, 1, Q, K] bool, True where a query attends: the `queries` of one context parallel rank over all keys,
+    from a descriptor [B or 1, K, 5] or a dense mask [B or 1, 1, K, K] in rank order."""
     mine = slice(rank * queries, (rank + 1) * queries)
     if mask.dim() == 4:
         return mask[:, :, mine]
     return can_attend(mask[:, mine, None], mask[:, None])[:, None]
 
 
-def block_mask(codes: torch.Tensor, rank: int, queries: int) -> Any:
+def block_mask(descriptor: torch.Tensor, rank: int, queries: int) -> Any:
     """FlexAttention's `BlockMask` of the queries of one context parallel rank over all keys."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    rows, keys, _ = codes.shape
+    rows, keys, _ = descriptor.shape
     batch = None if rows == 1 else rows
     # Eagerly it would write out the dense mask and every term of the rule.
-    make = _compiled_create_block_mask() if codes.is_cuda else create_block_mask
-    return make(mask_mod(codes, rank * queries), batch, None, queries, keys, device=codes.device)
+    make = _compiled_create_block_mask() if descriptor.is_cuda else create_block_mask
+    return make(mask_mod(descriptor, rank * queries), batch, None, queries, keys, device=descriptor.device)
 
 
-def mask_mod(codes: torch.Tensor, first_query: int) -> Callable[..., torch.Tensor]:
+def mask_mod(descriptor: torch.Tensor, first_query: int) -> Callable[..., torch.Tensor]:
     """The rule as FlexAttention asks it: (batch, head, query, key) -> bool, where query 0 is at `first_query`."""
-    columns = codes.permute(2, 0, 1).contiguous().unbind(0)  # a kernel reads single numbers
-    if codes.shape[0] == 1:
+    columns = descriptor.permute(2, 0, 1).contiguous().unbind(0)  # a kernel reads single numbers
+    if descriptor.shape[0] == 1:
         shared = tuple(column[0] for column in columns)
 
         def of_all_rows(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -141,8 +136,8 @@ def mask_mod(codes: torch.Tensor, first_query: int) -> Callable[..., torch.Tenso
 def plain_mask(
     queries: int, rank: int, ranks: int, window: tuple[int, int] | None, device: torch.device
 ) -> torch.Tensor:
-    """[1, 1, Q, K] bool of causal attention without codes: the queries of a rank, in the order in which Transformer
-    Engine deals positions to context parallel ranks. `window`: how far back and ahead a query may look."""
+    """[1, 1, Q, K] bool of causal attention without a descriptor: the queries of a rank, in the order in which
+    Transformer Engine deals positions to context parallel ranks. `window`: how far back and ahead a query attends."""
     order = rank_positions(queries * ranks, ranks).to(device)
     back = order[rank][:, None] - order.flatten()[None]
     seen = back >= 0

@@ -1,4 +1,4 @@
-"""One micro-batch as a rank takes it: its context parallel part, who looks at whom, and the positions with a loss."""
+"""One micro-batch of one rank: its context parallel part, its attention mask and the loss positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dlm_bridge.objectives.batches import NoisyBatch
 
 
-FEWEST = 64  # positions with a loss that a micro-batch is padded to
+SMALLEST_BUCKET = 64  # loss positions
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a live model takes and what it is asked for. S is this context parallel rank's part of a row, M the number
-    of its positions with a loss, padded to one of a few sizes (index 0, weight 0) so that there are few shapes."""
+    """The inputs and targets of a forward pass. S is this context parallel rank's part of a row, M the number of its
+    loss positions, padded to one of a few sizes (index 0, weight 0) so that there are few shapes."""
 
     input_ids: torch.Tensor  # [B, S] int64
     position_ids: torch.Tensor | None  # [B or 1, S]; None for 0..S-1, or for those of `packed`
-    # Of all ranks' parts, rank after rank: `Visibility` codes [B or 1, cp * S, 5], or where no rule gives it
-    # [B or 1, 1, cp * S, cp * S] bool (True: may look); None where the layers' own mask type says it all.
-    attention: torch.Tensor | None
+    # Of all ranks' parts, rank after rank: a mask descriptor [B or 1, cp * S, 5], or where none describes it
+    # [B or 1, 1, cp * S, cp * S] bool (True: attends); None where the layers' own mask type is enough.
+    attention_mask: torch.Tensor | None
     packed: PackedDocuments | None
-    chosen: torch.Tensor  # [M] int64, b * S + s, ascending up to the padding
+    loss_positions: torch.Tensor  # [M] int64, b * S + s, ascending up to the padding
     targets: torch.Tensor  # [M] int64
     weights: torch.Tensor  # [M] fp32
     terms: torch.Tensor | None  # [M] int64, as in `NoisyBatch`
@@ -84,32 +84,32 @@ def micro_batch(
 ) -> MicroBatch:
     """A rank's part of `noisy`, on the CPU.
 
-    `attention_pattern` and `block_size` are the model's, for batches without a rule of their own. With `packed` (Transformer
-    Engine, without context parallelism) the rows become one row of documents for a kernel of variable length; else
-    documents and padding become codes. `absolute`: the model's attention goes by the positions themselves, not only by
-    how far apart they are (queries scaled by position). Raises DlmBridgeError where the sequence length does not
-    divide, and where documents alone do not say who looks at whom.
+    `attention_pattern` and `block_size` are the model's, for batches without a rule of their own. With `packed`
+    (Transformer Engine, without context parallelism) the rows become one row of documents for a kernel of variable
+    length; else documents and padding become a mask descriptor. `absolute`: the model's attention goes by the
+    positions themselves, not only by how far apart they are (queries scaled by position). Raises DlmBridgeError where
+    the sequence length does not divide, and where documents alone do not describe the mask.
     """
     rows, length = noisy.input_ids.shape
-    codes = _codes(noisy, attention_pattern, block_size)
+    descriptor = _descriptor(noisy, attention_pattern, block_size)
     plain = torch.arange(length)[None]
-    streams = 1 if codes is None or not bool((codes[..., MaskColumn.NOISY_BLOCK] >= 0).any()) else 2
+    streams = 1 if descriptor is None or not bool((descriptor[..., MaskColumn.NOISY_BLOCK] >= 0).any()) else 2
     # Rotary embeddings are relative: documents of one stream need not begin anew, and rows then share their positions.
     positions = plain
     if noisy.position_ids is not None and (streams == 2 or absolute):
-        positions = _shared_positions(noisy.position_ids, codes)
+        positions = _shared_positions(noisy.position_ids, descriptor)
     if packed:
         if cp_size > 1:
-            raise DlmBridgeError(f"--cp {cp_size}: packed documents are masked by codes under context parallelism")
+            raise DlmBridgeError(f"--cp {cp_size}: packed documents need a mask descriptor under context parallelism")
         if noisy.pairs is not None:
-            raise DlmBridgeError("documents of variable length cannot say which pairs look at each other")
+            raise DlmBridgeError("documents of variable length cannot express a mask of pairs")
         whole = _loss_positions(noisy, torch.arange(length))
-        documents = _packed(codes, attention_pattern, rows, length)
+        documents = _packed(descriptor, attention_pattern, rows, length)
         ids = noisy.input_ids.reshape(1, -1)
         return _padded(MicroBatch(ids, None, None, documents, *whole), rows * length)
     order = rank_positions(length, cp_size, streams)
     mine = order[cp_rank]
-    attention = None if codes is None else codes[:, order.flatten()]
+    attention = None if descriptor is None else descriptor[:, order.flatten()]
     if noisy.pairs is not None:
         attention = noisy.pairs[:, :, order.flatten()][..., order.flatten()]
     shown = None if cp_size == 1 and torch.equal(positions, plain) else positions[:, mine]
@@ -118,13 +118,14 @@ def micro_batch(
 
 
 def loss_bucket(count: int, most: int) -> int:
-    """What `count` positions with a loss are padded to: `FEWEST` or more, in steps of an eighth, at most `most`."""
-    step = max(FEWEST, 2 ** (max(count, 1).bit_length() - 4))
+    """The size to which `count` loss positions are padded: `SMALLEST_BUCKET` or more, in steps of an eighth, at most
+    `most`."""
+    step = max(SMALLEST_BUCKET, 2 ** (max(count, 1).bit_length() - 4))
     return min(max(-(-count // step), 1) * step, most)
 
 
-def _codes(noisy: NoisyBatch, attention_pattern: str, block_size: int | None) -> torch.Tensor | None:
-    """[B or 1, S, 5], or None where the attention pattern says it all."""
+def _descriptor(noisy: NoisyBatch, attention_pattern: str, block_size: int | None) -> torch.Tensor | None:
+    """[B or 1, S, 5], or None where the attention pattern is enough."""
     if noisy.pairs is not None:
         return None
     if noisy.mask_descriptor is not None:
@@ -134,10 +135,10 @@ def _codes(noisy: NoisyBatch, attention_pattern: str, block_size: int | None) ->
     if attention_pattern != "block_causal" and not padded:
         return None
     documents = document_ids(real if real is not None and padded else torch.ones_like(noisy.input_ids[:1]))
-    return _of_topology(attention_pattern, documents, noisy.position_ids, block_size).codes
+    return _of_pattern(attention_pattern, documents, noisy.position_ids, block_size).codes
 
 
-def _of_topology(
+def _of_pattern(
     attention_pattern: str, documents: torch.Tensor, positions: torch.Tensor | None, block_size: int | None
 ) -> MaskDescriptor:
     if attention_pattern == "causal":
@@ -150,30 +151,34 @@ def _of_topology(
     return MaskDescriptor.block_causal(documents, positions, block_size)
 
 
-def _shared_positions(position_ids: torch.Tensor, codes: torch.Tensor | None) -> torch.Tensor:
-    """[B or 1, S] the same positions, in one row where all rows agree: those of padding, which nobody looks at, are
+def _shared_positions(position_ids: torch.Tensor, descriptor: torch.Tensor | None) -> torch.Tensor:
+    """[B or 1, S] the same positions, in one row where all rows agree: those of padding, to which nothing attends, are
     whatever a row without padding there has."""
     if len(position_ids) == 1:
         return position_ids
-    if codes is not None:
-        padding = (codes[..., MaskColumn.DOCUMENT] < 0).expand_as(position_ids)
+    if descriptor is not None:
+        padding = (descriptor[..., MaskColumn.DOCUMENT] < 0).expand_as(position_ids)
         usual = position_ids.masked_fill(padding, 0).amax(dim=0, keepdim=True)
         position_ids = torch.where(padding, usual, position_ids)
     agreed = bool((position_ids == position_ids[:1]).all())
     return position_ids[:1] if agreed else position_ids
 
 
-def _packed(codes: torch.Tensor | None, attention_pattern: str, rows: int, length: int) -> PackedDocuments:
+def _packed(descriptor: torch.Tensor | None, attention_pattern: str, rows: int, length: int) -> PackedDocuments:
     """Where the documents of all rows begin when the rows stand one after the other; padding that stands together is
     one document, in which there is no loss."""
-    documents = torch.zeros(1, length, dtype=torch.int32) if codes is None else codes[..., MaskColumn.DOCUMENT]
+    documents = (
+        torch.zeros(1, length, dtype=torch.int32) if descriptor is None else descriptor[..., MaskColumn.DOCUMENT]
+    )
     documents = documents.expand(rows, length)
-    if codes is not None and (
+    if descriptor is not None and (
         attention_pattern == "block_causal"
-        or not torch.equal(_of_topology(attention_pattern, documents, None, None).codes, codes.expand(rows, -1, -1))
+        or not torch.equal(
+            _of_pattern(attention_pattern, documents, None, None).codes, descriptor.expand(rows, -1, -1)
+        )
     ):
         raise DlmBridgeError(
-            f"documents of variable length cannot say what this batch's attention is ({attention_pattern})"
+            f"documents of variable length cannot express this batch's attention mask ({attention_pattern})"
         )
     documents = documents.clamp(min=-1)
     begins = torch.ones(rows, length, dtype=torch.bool)
@@ -190,7 +195,8 @@ def _packed(codes: torch.Tensor | None, attention_pattern: str, rows: int, lengt
 def _loss_positions(
     noisy: NoisyBatch, mine: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Of the positions `mine` [S] of each row: where a loss is, as b * S + s, and its targets, weights and terms."""
+    """The loss positions, b * S + s, among the positions `mine` [S] of each row, and their targets, weights and
+    terms."""
     number = (noisy.mask.flatten().cumsum(0) - 1).view_as(noisy.mask)  # of each position in `targets`
     mask = noisy.mask[:, mine]
     which = number[:, mine][mask]
@@ -199,8 +205,8 @@ def _loss_positions(
 
 
 def _padded(batch: MicroBatch, most: int) -> MicroBatch:
-    """The same batch with its positions with a loss padded to a bucket."""
-    more = loss_bucket(len(batch.chosen), most) - len(batch.chosen)
-    names = ("chosen", "targets", "weights") + (() if batch.terms is None else ("terms",))
+    """The batch with its loss positions padded to a bucket."""
+    more = loss_bucket(len(batch.loss_positions), most) - len(batch.loss_positions)
+    names = ("loss_positions", "targets", "weights") + (() if batch.terms is None else ("terms",))
     padded: dict[str, Any] = {name: torch.nn.functional.pad(getattr(batch, name), (0, more)) for name in names}
     return dataclasses.replace(batch, **padded)

@@ -10,11 +10,11 @@ import torch
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Mapping
-from dlm_bridge.parallel import refusals, self_attention
+from dlm_bridge.parallel import self_attention
 from dlm_bridge.parallel.context_parallel import CP_COMMUNICATION, ContextParallelConfig
-from dlm_bridge.parallel.core import MLATransformerConfig, TransformerConfig
+from dlm_bridge.parallel.core import MLATransformerConfig, TransformerConfig, named_refusals
 
-# What `Mapping.transformer` says that belongs to the whole model and not to TransformerConfig.
+# Keys of `Mapping.transformer` that are arguments of GPTModel, not fields of TransformerConfig.
 MODEL_ARGUMENTS = (
     "max_sequence_length",
     "position_embedding_type",
@@ -24,7 +24,7 @@ MODEL_ARGUMENTS = (
     "rope_scaling_factor",
     "seq_len_interpolation_factor",
 )
-# Begin the names of attributes of a TransformerConfig, which has no such fields: GPTModel looks for the first ones.
+# Prefixes of attributes that are set on a TransformerConfig, which has no such fields: GPTModel reads the first ones.
 YARN = "yarn_"
 ATTRIBUTES = (YARN, self_attention.PREFIX)
 
@@ -103,7 +103,7 @@ def model_config(
     }
     if unknown := sorted(arguments.keys() - known):
         raise DlmBridgeError(f"megatron-core's TransformerConfig has no field '{unknown[0]}'")
-    with refusals.named():
+    with named_refusals():
         transformer = kind(**arguments)
     for name, value in attributes.items():
         setattr(transformer, name, value)

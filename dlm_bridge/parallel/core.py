@@ -1,66 +1,81 @@
-"""The one door to megatron-core: every name that the engine uses of it, or one clear line where it is missing."""
+"""The one door to megatron-core: the version check, every name that the engine uses of it, and its errors as one
+line."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import re
+import traceback
 import warnings
+from collections.abc import Iterator
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.parallel.overrides import check_version, installed_version
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     raise DlmBridgeError("this needs megatron-core, which is not installed: pip install 'dlm-bridge[megatron]'")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine) that it does without
-    from megatron.core import __version__ as version
-    from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
-    from megatron.core.dist_checkpointing.serialization import (
-        get_default_load_sharded_strategy,
-        get_default_save_sharded_strategy,
-    )
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-        FullyParallelLoadStrategyWrapper,
-        FullyParallelSaveStrategyWrapper,
-    )
-    from megatron.core.dist_checkpointing.validation import StrictHandling
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
-    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-        _yarn_get_concentration_factor_from_config as concentration_factor,
-    )
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import layers as tensor_parallel_layers
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, param_is_not_tensor_parallel_duplicate
-    from megatron.core.tensor_parallel.mappings import (
-        copy_to_tensor_model_parallel_region,
-        gather_from_sequence_parallel_region,
-        reduce_scatter_to_sequence_parallel_region,
-    )
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.attention import SelfAttention
-    from megatron.core.transformer.enums import AttnBackend, AttnMaskType
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.module import MegatronModule, param_is_not_shared
-    from megatron.core.transformer.moe.moe_utils import permute, track_moe_metrics
-    from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
-    from megatron.core.transformer.utils import is_layer_window_attention
-    from megatron.core.utils import unwrap_model
+version = installed_version()
+check_version(version)  # once, whatever the platform: everything that uses megatron-core imports it from here
+
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine) that it does without
+        from megatron.core import dist_checkpointing, parallel_state
+        from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
+        from megatron.core.dist_checkpointing.serialization import (
+            get_default_load_sharded_strategy,
+            get_default_save_sharded_strategy,
+        )
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+            FullyParallelLoadStrategyWrapper,
+            FullyParallelSaveStrategyWrapper,
+        )
+        from megatron.core.dist_checkpointing.validation import StrictHandling
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+        from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+            _yarn_get_concentration_factor_from_config as concentration_factor,
+        )
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_local_spec,
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, param_is_not_tensor_parallel_duplicate
+        from megatron.core.tensor_parallel.mappings import (
+            copy_to_tensor_model_parallel_region,
+            gather_from_sequence_parallel_region,
+            reduce_scatter_to_sequence_parallel_region,
+        )
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+        from megatron.core.transformer import multi_latent_attention
+        from megatron.core.transformer.attention import SelfAttention
+        from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+        from megatron.core.transformer.identity_op import IdentityOp
+        from megatron.core.transformer.module import MegatronModule, param_is_not_shared
+        from megatron.core.transformer.moe.moe_utils import permute, track_moe_metrics
+        from megatron.core.transformer.moe.router import TopKRouter
+        from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+        from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+        from megatron.core.transformer.spec_utils import ModuleSpec
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+        from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+        from megatron.core.transformer.utils import is_layer_window_attention
+        from megatron.core.utils import unwrap_model
+except ImportError as error:
+    raise DlmBridgeError(f"megatron-core {version} cannot be used: {one_line(error)}") from error
 
 __all__ = [
     "AsyncCallsQueue",
@@ -81,6 +96,7 @@ __all__ = [
     "MegatronModule",
     "MoEAllGatherTokenDispatcher",
     "ModuleSpec",
+    "NotInstalledError",
     "OptimizerConfig",
     "SelfAttention",
     "ShardedBase",
@@ -111,6 +127,7 @@ __all__ = [
     "is_layer_window_attention",
     "model_parallel_cuda_manual_seed",
     "multi_latent_attention",
+    "named_refusals",
     "parallel_state",
     "param_is_not_shared",
     "param_is_not_tensor_parallel_duplicate",
@@ -121,3 +138,35 @@ __all__ = [
     "unwrap_model",
     "version",
 ]
+
+_BUILD_MODULE = re.compile(r"( when instantiating \w+)+$")  # what its build_module adds to any message, ours too
+
+
+class NotInstalledError(DlmBridgeError):
+    """A setting that is refused for what this machine lacks: another one may take it."""
+
+
+@contextlib.contextmanager
+def named_refusals(kind: type[Exception] = Exception) -> Iterator[None]:
+    """Raise whatever megatron-core raises inside as it checks a configuration, or only what is of this `kind`, as a
+    DlmBridgeError of one line; where a package is missing as a NotInstalledError."""
+    try:
+        yield
+    except DlmBridgeError as error:
+        if not _BUILD_MODULE.search(str(error)):
+            raise
+        raise type(error)(_BUILD_MODULE.sub("", str(error))) from error
+    except kind as error:  # it asserts, looks words up and imports as it checks
+        missing = isinstance(error, ImportError | RuntimeError) or "install TE" in str(error)
+        refusal = NotInstalledError if missing else DlmBridgeError
+        raise refusal(f"megatron-core refuses this configuration: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The message; of an assertion without one, the assertion itself."""
+    if isinstance(error, KeyError):
+        return f"it does not know {one_line(error)}"
+    if str(error):
+        return one_line(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line if frames else None) or one_line(error)

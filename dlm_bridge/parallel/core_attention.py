@@ -1,5 +1,5 @@
-"""Core attention of the engine's layers: FlashAttention 4, Transformer Engine, FlexAttention or SDPA. Each takes every mask
-that a call may have, or refuses it.
+"""Core attention of the engine's layers: FlashAttention 4, Transformer Engine, FlexAttention or SDPA. Each takes every
+mask that a call may have, or refuses it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class LocalAttention(MegatronModule):
             return masked_attention(query, key, value, attention_mask, self.scale, self.cp_group)
         causal = self.attn_mask_type == AttnMaskType.causal
         if self.flash:
-            return flash_attention_SBHD(query, key, value, self.scale, causal)
+            return flash_rows(query, key, value, self.scale, causal)
         key, value = gather_keys_values(key, value, self.cp_group)
         mask = None
         if causal and (self.cp_group.size() > 1 or self.window is not None):
@@ -120,7 +120,7 @@ def transformer_engine_attention() -> type:
                 check_mask(None, self._mask_type, query, self._gather_group.size())
                 if self._flash and is_flash_call(packed_seq_params, kwargs.get("attention_bias")):
                     causal = self._mask_type == AttnMaskType.causal
-                    return flash_attention_SBHD(query, key, value, self._scale, causal, packed_seq_params)
+                    return flash_rows(query, key, value, self._scale, causal, packed_seq_params)
                 return super().forward(query, key, value, None, *args, packed_seq_params=packed_seq_params, **kwargs)
             check_mask(attention_mask, self._mask_type, query, self._gather_group.size())
             check_settings(self.config, self._window)
@@ -138,11 +138,11 @@ def masked_attention(
     cp_group: torch.distributed.ProcessGroup,
 ) -> torch.Tensor:
     """[S, B, H * Dv] of this context parallel rank's queries over all ranks' keys and values, under a mask in rank
-    order: FlexAttention where it is codes on a GPU, else a dense mask."""
+    order: FlexAttention for a mask descriptor on a GPU, else a dense mask."""
     key, value = gather_keys_values(key, value, cp_group)
     rank, queries = cp_group.rank(), len(query)
     if mask.is_cuda and mask.dim() == 3:
-        blocks = MASKS.get(mask, ("blocks", rank, queries), lambda codes: block_mask(codes, rank, queries))
+        blocks = MASKS.get(mask, ("blocks", rank, queries), lambda descriptor: block_mask(descriptor, rank, queries))
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         grouped, options = q.shape[1] != k.shape[1], tile_options(q, v)
         flex = _compiled_flex_attention()
@@ -150,7 +150,7 @@ def masked_attention(
     if mask.dim() == 4:
         dense = dense_mask(mask, rank, queries)
     else:
-        dense = MASKS.get(mask, ("dense", rank, queries), lambda codes: dense_mask(codes, rank, queries))
+        dense = MASKS.get(mask, ("dense", rank, queries), lambda descriptor: dense_mask(descriptor, rank, queries))
     return _torch_attention(query, key, value, dense, False, scale)
 
 
@@ -190,12 +190,12 @@ def check_mask(mask: torch.Tensor | None, mask_type: AttnMaskType, query: torch.
             )
         return
     keys, batch = query.shape[0] * ranks, query.shape[1]
-    codes = mask.dtype == torch.int32 and tuple(mask.shape[1:]) == (keys, 5)
-    pairs = mask.dtype == torch.bool and tuple(mask.shape[1:]) == (1, keys, keys)
-    if not (codes or pairs) or mask.shape[0] not in (1, batch):
+    is_descriptor = mask.dtype == torch.int32 and tuple(mask.shape[1:]) == (keys, 5)
+    is_dense = mask.dtype == torch.bool and tuple(mask.shape[1:]) == (1, keys, keys)
+    if not (is_descriptor or is_dense) or mask.shape[0] not in (1, batch):
         raise DlmBridgeError(
-            f"attention_mask must be int32 codes [{batch} or 1, {keys}, 5] or bool [{batch} or 1, 1, {keys}, {keys}], "
-            f"True where a query may look, not {mask.dtype} {list(mask.shape)}"
+            f"attention_mask must be an int32 descriptor [{batch} or 1, {keys}, 5] or bool [{batch} or 1, 1, {keys}, "
+            f"{keys}], True where a query attends, not {mask.dtype} {list(mask.shape)}"
         )
 
 
@@ -208,7 +208,7 @@ def check_settings(config: TransformerConfig, window: tuple[int, int] | None) ->
 
 
 def unsupported(config: TransformerConfig) -> str | None:
-    """The first setting that torch's kernels have not and Transformer Engine has; None where there is none."""
+    """The first setting that Transformer Engine has and torch's kernels lack; None where there is none."""
     settings = {
         "attention_dropout": config.attention_dropout > 0,
         f"softmax_type {config.softmax_type}": config.softmax_type != "vanilla",
@@ -220,7 +220,7 @@ def unsupported(config: TransformerConfig) -> str | None:
 
 
 def _window(config: TransformerConfig, layer_number: int) -> tuple[int, int] | None:
-    """How far back and ahead the layer looks; None for all the way."""
+    """How far back and ahead the layer attends; None for all the way."""
     slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
     return tuple(config.window_size) if slides else None
 
@@ -295,7 +295,7 @@ def is_flash_call(packed: Any, bias: torch.Tensor | None) -> bool:
     )
 
 
-def flash_attention_SBHD(
+def flash_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, packed: Any = None
 ) -> torch.Tensor:
     """[S, B, H * D] of `query` [S, B, H, D], `key` and `value` [S, B, G, D]; of `packed` documents [T, H * D] of

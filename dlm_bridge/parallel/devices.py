@@ -1,4 +1,9 @@
-"""Platforms that megatron-core runs on: the interface, whatever PyTorch has a module like `torch.cuda` for, CUDA, and the CPU."""
+"""Platforms that megatron-core runs on: the interface, CUDA and devices with a module like `torch.cuda`, and the CPU.
+
+A platform is the one place that knows a device, its memory, random numbers and streams. Another vendor's chip is a
+class that an installed package offers under the entry point group `dlm_bridge.platforms`; where PyTorch has a module
+for it that is made like `torch.cuda`, the class is `Accelerator` with a name and a backend of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import overrides
 from dlm_bridge.parallel.overrides import Overrides
 
 
@@ -100,17 +104,8 @@ class Platform(ABC):
         return False
 
     def overrides(self) -> Overrides | None:
-        """What of megatron-core and torch has to be replaced here."""
+        """What of megatron-core and torch has to be replaced here, beside what `mcore_patches` replaces."""
         return None
-
-    def prepare(self) -> None:
-        """Make this process ready for megatron-core; calling it again changes nothing.
-
-        The overrides are process-wide, until `overrides.uninstall`. Raises DlmBridgeError.
-        """
-        self.set_device()
-        if (wanted := self.overrides()) is not None:
-            overrides.install(wanted)
 
 
 class Accelerator(Platform):
@@ -190,11 +185,6 @@ class CUDA(Accelerator):
     def uses_transformer_engine(self) -> bool:
         return importlib.util.find_spec("transformer_engine") is not None
 
-    def overrides(self) -> Overrides | None:
-        from dlm_bridge.parallel.mcore_patches import process_wide
-
-        return process_wide.TORCH_ADAM if process_wide.uses_torch_adam() else None
-
 
 class CPU(Platform):
     """gloo on CPU: slow and exact, for tests and for machines without a GPU. Each process is a device of its own."""
@@ -266,8 +256,3 @@ class CPU(Platform):
     def reset_peak_memory(self) -> None:
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-
-    def overrides(self) -> Overrides | None:
-        from dlm_bridge.parallel.mcore_patches import process_wide
-
-        return process_wide.CPU_OVERRIDES

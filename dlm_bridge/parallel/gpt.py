@@ -1,4 +1,4 @@
-"""A live GPTModel as training needs it: explicit positions, packed documents, the loss of chosen positions only."""
+"""megatron-core's GPTModel for training: explicit positions, packed documents, the loss at the loss positions only."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.batch import MicroBatch
-from dlm_bridge.parallel.core import (
-    GPTModel,
-)
+from dlm_bridge.parallel.core import GPTModel
 from dlm_bridge.parallel.mcore_patches.modules import (
-    AllGatherDispatcher,
     LossPositionsLayer,
-    OutputLayer,
+    patch_last_layer,
+    patch_output_layer,
+    patch_token_dispatchers,
     patched_gradient_accumulation,
 )
 from dlm_bridge.parallel.output_layer import LossPositions
@@ -27,7 +26,7 @@ from dlm_bridge.parallel.self_attention import (
     with_query_scale,
 )
 
-# Settings of megatron-core that a forward pass of our own would not follow.
+# Settings of megatron-core that this forward pass would ignore.
 IGNORED_SETTINGS = {
     "defer_embedding_wgrad_compute": "the output layer keeps no logits for later",
     "fused_single_qkv_rope": "the engine has a kernel of its own for it, where it can",
@@ -37,25 +36,26 @@ IGNORED_SETTINGS = {
 
 
 def model_inputs(batch: MicroBatch, num_terms: int = 1) -> dict[str, Any]:
-    """What a call takes of a micro-batch: `model(**arguments(batch))`, through any wrapper, on every pipeline stage.
+    """Keyword arguments of a forward pass: `model(**model_inputs(batch))`, through any wrapper, on every pipeline
+    stage.
 
-    `num_terms` is the objective's number of sums.
+    `num_terms` is the objective's number of loss terms.
     """
     return {
         "input_ids": batch.input_ids,
         "position_ids": batch.position_ids,
         "attention_mask": batch.attention,
         "packed_seq_params": None if batch.packed is None else batch.packed.params(),
-        "chosen": LossPositions(batch.chosen, batch.targets, batch.weights, batch.terms, num_terms),
+        "loss_positions": LossPositions(batch.loss_positions, batch.targets, batch.weights, batch.terms, num_terms),
     }
 
 
 class BridgeGPTModel(GPTModel):
-    """One pipeline stage of a model; `vocab` is its true vocabulary, without padding. Arguments else as GPTModel's.
-    Raises DlmBridgeError for a setting that it would not follow.
+    """One virtual pipeline stage. `vocab` is the true vocabulary, without padding; other arguments as GPTModel's.
+    Raises DlmBridgeError for a setting that it would ignore.
 
-    It has the dtype of its parameters and is not to be wrapped in megatron-core's Float16Module, which would also cast
-    what is fp32 on purpose: what the last stage returns is fp32 by itself.
+    Do not wrap it in megatron-core's Float16Module, which would also cast what is fp32 on purpose: the last stage's
+    output is fp32 anyway.
     """
 
     def __init__(self, *args: Any, vocab: int, **kwargs: Any) -> None:
@@ -64,11 +64,11 @@ class BridgeGPTModel(GPTModel):
         for setting, reason in IGNORED_SETTINGS.items():
             if getattr(self.config, setting):
                 raise DlmBridgeError(f"{setting} would be ignored ({reason}): leave it off")
-        AllGatherDispatcher.take_over(self)
+        patch_token_dispatchers(self)
         if self.post_process:
-            OutputLayer.take_over(self.output_layer, vocab)
+            patch_output_layer(self.output_layer, vocab)
             for layer in self.decoder.layers[-1:]:
-                LossPositionsLayer.take_over(layer, self.config)
+                patch_last_layer(layer, self.config)
 
     def forward(
         self,
@@ -76,38 +76,38 @@ class BridgeGPTModel(GPTModel):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: Any = None,
-        chosen: LossPositions | None = None,
+        loss_positions: LossPositions | None = None,
     ) -> Any:
-        """This stage's hidden states; on the last stage logits, or the loss of the `chosen` positions.
+        """This stage's hidden states; on the last stage logits, or the loss at the `loss_positions`.
 
         Args:
             input_ids: [B, S], of this context parallel rank.
             position_ids: [B or 1, S]; None for 0..S-1, or for those of `packed_seq_params`.
-            attention_mask: what the layers' attention takes; see `parallel.attention`.
+            attention_mask: mask descriptor or dense mask, as of `parallel.attention`.
             packed_seq_params: megatron-core's PackedSeqParams.
 
         Returns:
             logits: [B, S, V / tp] fp32 of every position, -inf at padded columns.
-            loss, sums: with `chosen`; see `output.chosen_loss`.
+            loss, sums: with `loss_positions`; see `output_layer.linear_cross_entropy`.
         """
-        last = self._last_layer() if chosen is not None and len(chosen.positions) else None
-        with nullcontext() if last is None or chosen is None else last.at(chosen.positions):
+        last = self._loss_positions_layer() if loss_positions is not None and len(loss_positions.positions) else None
+        with nullcontext() if last is None or loss_positions is None else last.at(loss_positions.positions):
             hidden_SBH = super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
         if not self.post_process:
             return hidden_SBH
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        if chosen is not None:
-            return self.output_layer(hidden_SBH, weight, chosen=chosen, whole=last is None)
+        if loss_positions is not None:
+            return self.output_layer(hidden_SBH, weight, loss_positions=loss_positions, selected=last is not None)
         logits_SBV, _ = self.output_layer(hidden_SBH, weight)
         return logits_SBV.transpose(0, 1).contiguous().float()
 
-    def _last_layer(self) -> LossPositionsLayer | None:
-        """The layer that can give hidden states of chosen positions only; None where this stage has none."""
+    def _loss_positions_layer(self) -> LossPositionsLayer | None:
+        """The last layer, where it can compute the loss positions only."""
         found = [layer for layer in self.decoder.layers[-1:] if isinstance(layer, LossPositionsLayer)]
         return found[0] if found else None
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """megatron-core's embedding and rotary angles, but the angles of the positions that were given."""
+        """megatron-core's embedding, and the rotary angles of `position_ids`."""
         embedded, angles, *rest = super()._preprocess(*args, **kwargs)
         position_ids = kwargs["position_ids"]
         if position_ids is not None and (rotary := self._rotary()) is not None:
@@ -126,5 +126,5 @@ class BridgeGPTModel(GPTModel):
         return next((layer.self_attention.rotary_pos_emb.own for layer in self.decoder.layers), None)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Nothing: `forward` knows what is asked of the hidden states."""
+        """Leave the hidden states as they are: `forward` calls the output layer."""
         return hidden_states

@@ -1,23 +1,24 @@
-"""Process groups: torch.distributed and megatron-core's parallel state, from a Layout and a ParallelConfig."""
+"""Process groups: torch.distributed and megatron-core's parallel state, from a Layout and a ContextParallelConfig."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 
 import torch.distributed as dist
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
-from dlm_bridge.parallel import devices, platform
+from dlm_bridge.parallel import mcore_patches, platform
 from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import get_cuda_rng_tracker, model_parallel_cuda_manual_seed, parallel_state
+from dlm_bridge.parallel.devices import Platform
+from dlm_bridge.parallel.mcore_patches.process_wide import destroy_process_groups
 
 
 def initialize(layout: Layout, seed: int = 1234, parallel: ContextParallelConfig | None = None) -> None:
-    """Bring this process into the groups that `layout` and `parallel` (context parallel size 1 where None) ask for;
-    ranks that are left over are data parallel.
+    """Initialise the process groups of `layout` and `parallel` (None: no context parallelism); the remaining ranks are
+    data parallel.
 
     Every process calls it. Started by torchrun (or with its environment variables set) it joins the others; started
     plainly it is a world of one. Groups that already exist are kept if they fit. Where megatron-core's random number
@@ -27,7 +28,7 @@ def initialize(layout: Layout, seed: int = 1234, parallel: ContextParallelConfig
     """
     parallel = parallel or ContextParallelConfig()
     chosen = platform.current()
-    chosen.prepare()
+    mcore_patches.install(chosen)
     _check_communication(chosen, parallel)
     _join(chosen, layout, parallel)
     if parallel_state.model_parallel_is_initialized():
@@ -55,33 +56,21 @@ def fit(layout: Layout, parallel: ContextParallelConfig | None = None) -> bool:
 
 
 def destroy() -> None:
-    """Leave megatron-core's groups, so that another layout can be initialised. torch.distributed stays up.
-
-    Every process calls it. megatron-core itself only forgets its groups: their threads and sockets would pile up.
-    """
+    """Destroy megatron-core's groups, so that another layout can be initialised. torch.distributed stays up. Every
+    process calls it."""
     if parallel_state.model_parallel_is_initialized():
-        mine = [group for group in parallel_state._global_process_group_list or [] if group is not None]
-        dist.barrier()  # a group must not close while another process still talks in it
-        for group in mine:
-            dist.destroy_process_group(group)
-        parallel_state.destroy_model_parallel()
-        parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # which it forgets to forget
-        if "torch.distributed.tensor" in sys.modules:
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-            # Operators remember their results' device mesh, and take another one over the same ranks for the same.
-            _clear_sharding_prop_cache()
+        destroy_process_groups()
     get_cuda_rng_tracker().reset()
 
 
-def _check_communication(chosen: devices.Platform, parallel: ContextParallelConfig) -> None:
+def _check_communication(chosen: Platform, parallel: ContextParallelConfig) -> None:
     if parallel.cp_comm_type in ("a2a", "a2a+p2p") and not chosen.uses_transformer_engine():
         raise DlmBridgeError(f"--cp-comm-type {parallel.cp_comm_type} needs Transformer Engine: leave it out")
     if parallel.hierarchical_cp_sizes is not None and importlib.util.find_spec("einops") is None:
         raise DlmBridgeError("megatron-core makes hierarchical groups with einops: pip install einops")
 
 
-def _join(chosen: devices.Platform, layout: Layout, parallel: ContextParallelConfig) -> None:
+def _join(chosen: Platform, layout: Layout, parallel: ContextParallelConfig) -> None:
     """Initialise torch.distributed where nobody has."""
     need = parallel.world_size(layout)
     if dist.is_initialized():

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from dlm_checkpoint.mapping.rules import ParamMapping, Passthrough
 
+from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.rules import ParamMapping, Passthrough
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import original, unwrapped
@@ -26,36 +27,34 @@ from dlm_bridge.parallel.weights import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from dlm_bridge.bridge import Bridge
-
 
 @torch.no_grad()
-def stream_hf_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def stream_hf_weights(checkpoint: Checkpoint, megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hub tensor of a live model as (Hub name, whole tensor), in the mapping's order.
 
     Collective: every rank iterates to the end, and every rank gets every tensor, on the model's device and in the
     model's dtype. At most one tensor is gathered at a time, and what is yielded is a copy. `megatron_model` is this
     rank's chunks (a GPTModel or a list, wrapped for data parallelism or not). Padded vocabulary rows are left out.
-    What the live model does not have (passthrough tensors, multi-token prediction layers) comes last, as the bridge's
-    source has it. Raises DlmBridgeError where the model and the mapping do not cover each other.
+    What the live model lacks (passthrough tensors, multi-token prediction layers) comes last, from `checkpoint`,
+    which it was built from. Raises DlmBridgeError where the model and the mapping do not cover each other.
     """
-    yield from stream_live_weights(bridge, megatron_model)
-    for param in bridge.checkpoint.params:
+    yield from stream_live_weights(checkpoint, megatron_model)
+    for param in checkpoint.params:
         if param.is_mtp:
-            yield from zip(param.hub_names, bridge.checkpoint.read_param(param), strict=True)
-    for name, entry in _passthrough(bridge).items():
+            yield from zip(param.hub_names, checkpoint.read_param(param), strict=True)
+    for name, entry in _passthrough(checkpoint).items():
         if not entry.copy_of:
-            yield name, bridge.read(name)
+            yield name, checkpoint.read(name)
 
 
 @torch.no_grad()
-def stream_live_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """`stream_hf_weights` without what the live model does not have: nothing is read."""
+def stream_live_weights(checkpoint: Checkpoint, megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """`stream_hf_weights` without what the live model lacks: nothing is read."""
     chunks = list(megatron_model) if isinstance(megatron_model, Sequence | torch.nn.ModuleList) else [megatron_model]
     gather = _Gather(unwrapped(chunks))
-    params = _live_params(bridge)
-    gather.check(params, tied=bridge.dims.tied)
-    passthrough = _passthrough(bridge)
+    params = _live_params(checkpoint)
+    gather.check(params, tied=checkpoint.dims.tied)
+    passthrough = _passthrough(checkpoint)
     for param in params:
         for name, tensor in zip(param.hub_names, param.to_hub(gather(param)), strict=True):
             yield name, tensor.contiguous()
@@ -65,7 +64,7 @@ def stream_live_weights(bridge: Bridge, megatron_model: Any) -> Iterator[tuple[s
 
 
 @torch.no_grad()
-def refresh_hf_model(bridge: Bridge, hf_model: PreTrainedModel, megatron_model: Any) -> None:
+def refresh_hf_model(checkpoint: Checkpoint, hf_model: PreTrainedModel, megatron_model: Any) -> None:
     """Copy a live Megatron model's weights into `hf_model` in place, so that optimizers and tied weights keep theirs.
 
     Collective, as `stream_hf_weights`; the Hub model keeps its own dtype and device. Raises DlmBridgeError, before
@@ -74,7 +73,7 @@ def refresh_hf_model(bridge: Bridge, hf_model: PreTrainedModel, megatron_model: 
     writer = InPlaceWriter(hf_model)
     wanted = {
         name: shape
-        for param in _live_params(bridge)
+        for param in _live_params(checkpoint)
         for name, shape in zip(param.hub_names, param.hub_shapes, strict=True)
     }
     for name, shape in wanted.items():
@@ -82,21 +81,25 @@ def refresh_hf_model(bridge: Bridge, hf_model: PreTrainedModel, megatron_model: 
             raise DlmBridgeError(f"{name}: the Hub model does not have this tensor")
         if writer.shapes[name] != shape:
             raise DlmBridgeError(f"{name} has shape {writer.shapes[name]} in the Hub model, but {shape} here")
-    if extra := sorted(writer.shapes.keys() - wanted.keys() - bridge.mapping.passthrough_names(bridge.dims).keys()):
+    if extra := sorted(
+        writer.shapes.keys() - wanted.keys() - checkpoint.mapping.passthrough_names(checkpoint.dims).keys()
+    ):
         raise DlmBridgeError(f"{extra[0]}: the Hub model has this tensor, but the mapping does not know it")
-    for name, tensor in stream_live_weights(bridge, megatron_model):
+    for name, tensor in stream_live_weights(checkpoint, megatron_model):
         if name in wanted:
             writer.write(name, tensor)
 
 
-def _live_params(bridge: Bridge) -> list[ParamMapping]:
+def _live_params(checkpoint: Checkpoint) -> list[ParamMapping]:
     """Those of a live model, which has no multi-token prediction layers, nor has transformers' model."""
-    return [param for param in bridge.mapping.params(bridge.dims) if not param.is_mtp]
+    return [param for param in checkpoint.mapping.params(checkpoint.dims) if not param.is_mtp]
 
 
-def _passthrough(bridge: Bridge) -> dict[str, Passthrough]:
-    names = set(bridge.hub_names())
-    return {name: entry for name, entry in bridge.mapping.passthrough_names(bridge.dims).items() if name in names}
+def _passthrough(checkpoint: Checkpoint) -> dict[str, Passthrough]:
+    names = set(checkpoint.hub_names())
+    return {
+        name: entry for name, entry in checkpoint.mapping.passthrough_names(checkpoint.dims).items() if name in names
+    }
 
 
 class _Gather:

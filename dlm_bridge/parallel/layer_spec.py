@@ -1,4 +1,4 @@
-"""The transformer layers of a model in megatron-core's terms: which modules, dense or with experts, and which mask."""
+"""Layer specs of megatron-core: the modules of each layer, dense or with experts, and its attention pattern."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dlm_bridge.parallel.self_attention import (
 )
 
 PRE_MLP_NORM = "pre_mlp_layernorm."
-# What latent attention's norms are called where Transformer Engine fuses them with the linear layers that follow.
+# Names of latent attention's norms where Transformer Engine fuses them with the linear layers that follow.
 LATENT_NAMES = {
     PRE_MLP_NORM: "mlp.linear_fc1.layer_norm_",
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
@@ -119,7 +119,8 @@ def _layer(config: TransformerConfig, attention_pattern: str, engine: bool, expe
 
 
 def _make_local(layer: Any, has_experts: bool) -> None:
-    """Our modules where megatron-core's local ones do not do, and the names that Transformer Engine's layers have."""
+    """Replace local modules of megatron-core that do not fit, and use the names that Transformer Engine's layers
+    have."""
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
     attention = layer.self_attention.submodules
     if isinstance(attention, MLASelfAttentionSubmodules):

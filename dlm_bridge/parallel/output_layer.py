@@ -1,4 +1,5 @@
-"""Fused linear cross-entropy of a vocabulary-parallel output layer at the loss positions only, without keeping logits."""
+"""Fused linear cross-entropy of a vocabulary-parallel output layer at the loss positions only, without keeping
+logits."""
 
 from __future__ import annotations
 

@@ -1,18 +1,23 @@
-"""Overrides: functions of megatron-core and torch replaced in this process, by their full dotted names.
+"""Overrides: functions of megatron-core and torch replaced in this process, and the version that all patches are made
+for.
 
-A platform declares what it needs, for one version of megatron-core, because an override that no longer fits would be
-silently wrong. They are all installed or none is, and whatever does not fit is an error that names the override.
+A platform declares what it needs by full dotted names, for one version of megatron-core, because an override that no
+longer fits would be silently wrong. Either all are installed or none; one that does not fit is an error that names it.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 
+SUPPORTED = "0.16.1"  # megatron-core's version, by which `mcore_patches` were written and tested
+ALLOW_UNTESTED = "DLM_BRIDGE_ALLOW_UNTESTED_MCORE"
 _ABSENT = object()
 
 
@@ -29,22 +34,37 @@ _installed: Overrides | None = None
 _originals: dict[str, Any] = {}  # what the owner itself held, or _ABSENT where it inherits the name
 
 
+def installed_version() -> str:
+    """The version of megatron-core that this process imports."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine) that it does without
+        from megatron.core.package_info import __version__
+    return str(__version__)
+
+
+def check_version(found: str, wanted: str = SUPPORTED, owner: str = "dlm-bridge") -> None:
+    """Raise DlmBridgeError for another version of megatron-core than the one that `owner` is made for; with
+    DLM_BRIDGE_ALLOW_UNTESTED_MCORE=1 only warn."""
+    if found == wanted:
+        return
+    problem = f"megatron-core {found} is installed, but {owner} is made for {wanted}"
+    if os.environ.get(ALLOW_UNTESTED) != "1":
+        raise DlmBridgeError(
+            f"{problem}: pip install megatron-core=={wanted}, or set {ALLOW_UNTESTED}=1 to try this one untested"
+        )
+    warnings.warn(f"{problem}: its patches are untested there ({ALLOW_UNTESTED}=1)", stacklevel=2)
+
+
 def install(overrides: Overrides) -> None:
     """Replace every name of the table, process-wide, until `uninstall`; installing the same again changes nothing.
 
-    Raises DlmBridgeError, and changes nothing, on another version of megatron-core, where a name does not exist, where
-    a replacement cannot be made, or where another platform's overrides are in force.
+    Raises DlmBridgeError, and changes nothing, on another version of megatron-core (see `check_version`), where a name
+    does not exist, where a replacement cannot be made, or where another platform's overrides are installed.
     """
     global _installed  # noqa: PLW0603 (the names replaced are global too)
-    from dlm_bridge.parallel import core
-
-    if core.version != overrides.made_for:
-        raise DlmBridgeError(
-            f"megatron-core {core.version} is installed, but {overrides.owner} is made for {overrides.made_for}: "
-            f"pip install megatron-core=={overrides.made_for}, or choose another platform"
-        )
     if _installed == overrides:
         return
+    check_version(installed_version(), overrides.made_for, overrides.owner)
     if _installed is not None:
         raise DlmBridgeError(
             f"{overrides.owner} cannot override megatron-core while {_installed.owner} does: one platform a process"
@@ -68,11 +88,6 @@ def uninstall() -> None:
             setattr(owner, attribute, original)
     _originals.clear()
     _installed = None
-
-
-def in_force() -> Overrides | None:
-    """What is installed now."""
-    return _installed
 
 
 def _replacement(overrides: Overrides, name: str) -> Any:

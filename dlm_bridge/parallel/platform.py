@@ -1,9 +1,4 @@
-"""The platform that megatron-core runs on: the one place that knows a device, its memory, random numbers and streams.
-
-CUDA and the CPU are in `devices`. Another vendor's chip is a class that an installed package offers under the entry
-point group `dlm_bridge.platforms`; where PyTorch has a module for it that is made like `torch.cuda`, the class is
-`devices.Accelerator` with a name and a backend of its own.
-"""
+"""The platform of this process: the one that DLM_BRIDGE_PLATFORM names, or the first that this machine has."""
 
 from __future__ import annotations
 
@@ -19,8 +14,8 @@ GROUP = "dlm_bridge.platforms"
 
 
 def current() -> Platform:
-    """The platform that DLM_BRIDGE_PLATFORM names; else the first that this machine has, of those that packages offer,
-    CUDA and CPU. Raises DlmBridgeError."""
+    """The platform that DLM_BRIDGE_PLATFORM names; else the first available one of those that packages offer, CUDA and
+    CPU. Raises DlmBridgeError."""
     platforms = known()
     name = os.environ.get(VARIABLE)
     if not name:

@@ -1,5 +1,5 @@
-"""Self-attention layers on megatron-core's, and the rotary embeddings that they take: explicit positions, queries scaled
-by position, a fused QK-norm and RoPE kernel, multi-head latent attention.
+"""Self-attention layers on megatron-core's, and the rotary embeddings that they take: explicit positions, queries
+scaled by position, a fused QK-norm and RoPE kernel, multi-head latent attention.
 """
 
 from __future__ import annotations

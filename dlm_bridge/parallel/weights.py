@@ -22,6 +22,7 @@ from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, fsdp_shards, is_sh
 from dlm_bridge.parallel.mcore_patches.optimizers import (
     inner_main_params,
     keeps_inner_main_params,
+    param_range,
     parts_of,
     write_main_param,
 )
@@ -189,7 +190,7 @@ def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, param: ParamMapp
         target.data[rows:].zero_()
     else:
         target.copy_(shard)  # whole, because a slice of FP8 weights may be a copy
-    if hasattr(target, "get_high_precision_init_val"):  # of FP8 weights, from which the optimizer's masters start
+    if hasattr(target, "get_high_precision_init_val"):  # of FP8 weights, from which the main params start
         target.get_high_precision_init_val().copy_(shard)
 
 
@@ -208,8 +209,8 @@ def vocabulary_range(param: ParamMapping, tp_rank: int, rows: int) -> tuple[int,
 
 @dataclass(frozen=True)
 class MainParamShard:
-    """The fp32 values of `size` elements from `start` on of a flattened parameter: all of them, or a data parallel
-    rank's share. `write` takes them, flat."""
+    """The fp32 main param of `size` elements from `start` on of a flattened parameter: all of it, or a data parallel
+    rank's shard. `write` sets it from flat values."""
 
     start: int
     size: int
@@ -217,27 +218,26 @@ class MainParamShard:
 
     @classmethod
     def of(cls, values: torch.Tensor, start: int) -> MainParamShard:
-        """A master that is a tensor."""
+        """A main param that is a tensor."""
         return cls(start, values.numel(), values.copy_)
 
 
 def load_main_params(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoint) -> None:
-    """Set the masters of a rank's wrapped chunks to the values in `checkpoint`, from which the chunks were loaded.
-
-    Read are only tensors that are stored in another dtype than the parameters', of which this rank has masters.
+    """Set the fp32 main params of a rank's wrapped chunks to the values in `checkpoint`, not to the rounding of them
+    that the parameters hold. Reads only tensors that are stored in another dtype than the parameters'.
     """
     sharded = chunks[0].ddp_config.use_megatron_fsdp
     live = live_tensors([chunk.module.module for chunk in chunks] if sharded else unwrap_model(list(chunks)))
-    masters = dict(_fsdp_main_params(chunks, live) if sharded else _main_params(optimizer))
-    if not masters:
+    main_params = dict(_fsdp_main_params(chunks, live) if sharded else _main_params(optimizer))
+    if not main_params:
         return
     tasks = []
     for param in checkpoint.params:
-        targets = [live[name] for name in places(param) if name in live and live[name] in masters]
+        targets = [live[name] for name in places(param) if name in live and live[name] in main_params]
         stored = {checkpoint.spec(name)[0] for name in param.hub_names}
-        targets = [target for target in targets if stored != {original(target).dtype} and masters[target].size]
+        targets = [target for target in targets if stored != {original(target).dtype} and main_params[target].size]
         if targets:
-            pairs = [(original(target), masters[target]) for target in targets]
+            pairs = [(original(target), main_params[target]) for target in targets]
             tasks.append((param_bytes(checkpoint, param), partial(_load_main_param, checkpoint, param, pairs)))
     run_tasks(tasks, worker_count(None))
 
@@ -245,20 +245,14 @@ def load_main_params(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoi
 def _main_params(optimizer: Any) -> Iterator[tuple[torch.Tensor, MainParamShard]]:
     for part in parts_of(optimizer):
         if keeps_inner_main_params(part):
-            for parameter, share in inner_main_params(part):
-                write = partial(write_main_param, part.optimizer, share)
-                yield (
-                    parameter,
-                    MainParamShard(part._get_model_param_range_map(parameter)["param"].start, share.numel(), write),
-                )
+            for parameter, shard in inner_main_params(part):
+                write = partial(write_main_param, part.optimizer, shard)
+                yield parameter, MainParamShard(param_range(part, parameter).start, shard.numel(), write)
         elif hasattr(part, "shard_fp32_from_float16_groups"):  # the distributed optimizer
             for parameters, shards in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
                 for parameter, shard in zip(parameters, shards, strict=True):
                     if shard is not None:
-                        yield (
-                            parameter,
-                            MainParamShard.of(shard, part._get_model_param_range_map(parameter)["param"].start),
-                        )
+                        yield parameter, MainParamShard.of(shard, param_range(part, parameter).start)
         elif hasattr(part, "fp32_from_float16_groups"):
             for parameters, wholes in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
                 for parameter, whole in zip(parameters, wholes, strict=True):
@@ -268,7 +262,7 @@ def _main_params(optimizer: Any) -> Iterator[tuple[torch.Tensor, MainParamShard]
 def _fsdp_main_params(
     chunks: Sequence[Any], live: dict[str, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, MainParamShard]]:
-    """Megatron FSDP's optimizer updates fp32 rows in place of the parameters, as whose they are known to the model."""
+    """Megatron FSDP's optimizer updates fp32 rows, which the model knows as its parameters."""
     parts: dict[int, FSDPShard] = {}
     for chunk in chunks:
         for part in fsdp_shards(chunk):
@@ -276,7 +270,7 @@ def _fsdp_main_params(
     for tensor in live.values():
         if (found := parts.get(id(tensor))) is None:
             continue
-        rows = found.parameter._local_tensor.detach()
+        rows = found.parameter.to_local().detach()
         if rows.dtype == torch.float32:
             yield tensor, MainParamShard.of(rows.view(-1), found.start * prod(found.part[1:]))
 
@@ -286,9 +280,9 @@ def _load_main_param(
     checkpoint: Checkpoint, param: ParamMapping, pairs: Sequence[tuple[torch.Tensor, MainParamShard]]
 ) -> None:
     whole = param.to_megatron(checkpoint.read_param(param))
-    for target, master in pairs:
+    for target, main_param in pairs:
         flat = shard_of(param, whole, target).reshape(-1)
-        values = flat[master.start : master.start + master.size]
-        values = torch.nn.functional.pad(values, (0, master.size - len(values)))  # rows of a padded vocabulary
+        values = flat[main_param.start : main_param.start + main_param.size]
+        values = torch.nn.functional.pad(values, (0, main_param.size - len(values)))  # rows of a padded vocabulary
         with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
-            master.write(values)
+            main_param.write(values)

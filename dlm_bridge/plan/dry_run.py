@@ -209,7 +209,7 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
 def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
     """What megatron-core, and the engine on it, refuse of this model in this layout."""
     from dlm_bridge.parallel.config import model_config
-    from dlm_bridge.parallel.refusals import NotInstalledError
+    from dlm_bridge.parallel.core import NotInstalledError
     from dlm_bridge.train.megatron.mcore_config import DTYPES, check_experts, check_mcore_config, check_sequence
     from dlm_bridge.train.megatron.settings import passed_on
 

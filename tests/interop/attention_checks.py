@@ -26,7 +26,7 @@ def a_mask_is_honoured(files: Files) -> None:
     """Causal, block-causal and padding masks on a bidirectional model, against the Hub-side model."""
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("gqa"))
-    chunks, hf_model = build_megatron_model(bridge, Layout(tp=2)), bridge.build_hf_model()
+    chunks, hf_model = build_megatron_model(bridge.checkpoint, Layout(tp=2)), bridge.build_hf_model()
     ids, positions = models()["gqa"].tokens(), torch.arange(12)[None]
     real = torch.ones(1, 12, dtype=torch.bool)
     for mask in (attention_mask("causal", positions, real_BS=real), attention_mask("block_causal", positions, 5)):
@@ -50,7 +50,7 @@ def an_ignored_mask_is_refused(files: Files) -> None:
 
     def logits(model: str, given: torch.Tensor | None, **overrides: Any) -> torch.Tensor:
         groups.destroy()
-        chunks = build_megatron_model(Bridge.from_hf(files.hub(model)), Layout(), **overrides)
+        chunks = build_megatron_model(Bridge.from_hf(files.hub(model)).checkpoint, Layout(), **overrides)
         return engine.run(chunks, models()[model].tokens()[:1, :12], models()[model].vocab, mask=given)
 
     def refused(model: str, message: str, given: torch.Tensor | None, **overrides: Any) -> None:
@@ -76,7 +76,7 @@ def rope_matches_beyond_the_original_context(files: Files) -> None:
     for model in ("llama3", "qwen3_yarn", "glm4_moe"):
         groups.destroy()
         bridge = Bridge.from_hf(files.hub(model))
-        (chunk,) = build_megatron_model(bridge, Layout())
+        (chunk,) = build_megatron_model(bridge.checkpoint, Layout())
         config = bridge.config
         original = (config["rope_scaling"] or {}).get("original_max_position_embeddings", 8192)
         positions = torch.tensor([0, 1, 7, original - 1, original, original + 1, original + 4097])
@@ -94,7 +94,7 @@ def what_megatron_core_cannot_hold_is_refused(files: Files) -> None:
     for model, message in REFUSED.items():
         groups.destroy()
         with pytest.raises(DlmBridgeError, match=message):
-            build_megatron_model(Bridge.from_hf(files.hub(model)), Layout())
+            build_megatron_model(Bridge.from_hf(files.hub(model)).checkpoint, Layout())
 
 
 def experts_have_global_names(files: Files) -> None:

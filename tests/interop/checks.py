@@ -34,7 +34,7 @@ def _build(files: Files, model: str, layout: str, **overrides: Any) -> tuple[Bri
     if not groups.fit(LAYOUTS[layout]):
         groups.destroy()
     bridge = Bridge.from_hf(files.hub(model), family=models()[model].family)
-    return bridge, build_megatron_model(bridge, LAYOUTS[layout], **overrides)
+    return bridge, build_megatron_model(bridge.checkpoint, LAYOUTS[layout], **overrides)
 
 
 def _run(
@@ -43,7 +43,7 @@ def _run(
     """Whole logits of the model's tokens (or of others) under its family's mask."""
     case = models()[model]
     positions = torch.arange(case.length)[None]
-    mask = attention_mask(bridge.family.attention_pattern, positions, block_size(bridge))
+    mask = attention_mask(bridge.family.attention_pattern, positions, block_size(bridge.checkpoint))
     ids = case.tokens() if input_ids is None else input_ids
     return engine.run(chunks, ids, case.vocab, case.logit_weights() if backward else None, mask)
 
@@ -87,11 +87,11 @@ def one_process_without_torchrun(files: Files) -> None:
         with pytest.raises(DlmBridgeError, match="needs a multiple of 4 processes, but 1 run"):
             groups.initialize(Layout(tp=2, pp=2))
         bridge = Bridge.from_hf(files.hub("gqa"))
-        chunks = build_megatron_model(bridge, Layout())
+        chunks = build_megatron_model(bridge.checkpoint, Layout())
         assert dist.get_world_size() == 1
         logits = _run(bridge, chunks, "gqa")
         torch.testing.assert_close(logits, _reference(files, "gqa")["logits"], **TOLERANCE)
-        _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), _source("gqa"))
+        _assert_same_tensors(dict(stream_hf_weights(bridge.checkpoint, chunks)), _source("gqa"))
         groups.destroy()
         dist.destroy_process_group()
 
@@ -119,7 +119,7 @@ def gradients_match(files: Files, model: str, layout: str, **overrides: Any) -> 
         for parameter in chunk.parameters():
             parameter.data = parameter.grad
     wanted = _reference(files, model)["gradients"]
-    found = dict(stream_hf_weights(bridge, chunks))
+    found = dict(stream_hf_weights(bridge.checkpoint, chunks))
     # A router's bias has no gradient: it chooses experts and weighs nothing.
     assert found.keys() - wanted.keys() == {name for name in found if name.endswith(ROUTER_BIAS)}
     for name, gradient in wanted.items():
@@ -135,7 +135,7 @@ def imported_checkpoint_loads_strictly(files: Files, model: str, layout: str) ->
     engine.load(chunks, files.imported(model, layout))
     logits = _run(bridge, chunks, model)
     torch.testing.assert_close(logits, _reference(files, model)["logits"], **TOLERANCE)
-    _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), _source(model))
+    _assert_same_tensors(dict(stream_hf_weights(bridge.checkpoint, chunks)), _source(model))
 
 
 def megatron_saves(files: Files, model: str, layout: str) -> None:
@@ -146,9 +146,9 @@ def megatron_saves(files: Files, model: str, layout: str) -> None:
 
 def streamed_weights_are_the_source(files: Files, model: str, layout: str) -> None:
     bridge, chunks = _build(files, model, layout)
-    _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), _source(model))
+    _assert_same_tensors(dict(stream_hf_weights(bridge.checkpoint, chunks)), _source(model))
     aliases = {parameter.data_ptr() for chunk in chunks for parameter in chunk.parameters()}
-    assert not any(tensor.data_ptr() in aliases for _, tensor in stream_hf_weights(bridge, chunks))
+    assert not any(tensor.data_ptr() in aliases for _, tensor in stream_hf_weights(bridge.checkpoint, chunks))
 
 
 def more_padding_is_trimmed_by_role(files: Files) -> None:
@@ -160,19 +160,19 @@ def more_padding_is_trimmed_by_role(files: Files) -> None:
         whole = torch.full((2 * rows, 64), 9.0)
         whole[:125] = _source("odd_vocabulary")[f"model.transformer.{hub_name}.weight"]
         parameters[f"{name}.weight"].data = whole[rank * rows : (rank + 1) * rows].clone()
-    _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), _source("odd_vocabulary"))
+    _assert_same_tensors(dict(stream_hf_weights(bridge.checkpoint, chunks)), _source("odd_vocabulary"))
 
 
 def wrapped_models_are_unwrapped(files: Files) -> None:
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("bf16"))
-    (chunk,) = build_megatron_model(bridge, Layout(tp=2))
+    (chunk,) = build_megatron_model(bridge.checkpoint, Layout(tp=2))
     wrapped = DistributedDataParallel(
         chunk.config, DistributedDataParallelConfig(), Float16Module(chunk.config, chunk)
     )
     wanted = {name: tensor.bfloat16() for name, tensor in _source("gqa").items()}
-    _assert_same_tensors(dict(stream_hf_weights(bridge, [wrapped])), wanted)
-    _assert_same_tensors(dict(stream_hf_weights(bridge, wrapped)), wanted)
+    _assert_same_tensors(dict(stream_hf_weights(bridge.checkpoint, [wrapped])), wanted)
+    _assert_same_tensors(dict(stream_hf_weights(bridge.checkpoint, wrapped)), wanted)
 
 
 def each_stage_reads_its_own_tensors(files: Files) -> None:
@@ -185,7 +185,7 @@ def each_stage_reads_its_own_tensors(files: Files) -> None:
         return type(bridge.checkpoint).read_param(bridge.checkpoint, param)
 
     bridge.checkpoint.read_param = recorded
-    build_megatron_model(bridge, Layout(pp=2))
+    build_megatron_model(bridge.checkpoint, Layout(pp=2))
     assert len(set(names)) == len(names)
     read: list[Any] = [None, None]
     dist.all_gather_object(read, set(names))
@@ -203,21 +203,21 @@ def each_rank_reads_its_own_experts(files: Files) -> None:
         return type(bridge.checkpoint).read_param(bridge.checkpoint, param)
 
     bridge.checkpoint.read_param = recorded
-    build_megatron_model(bridge, Layout(ep=2))
+    build_megatron_model(bridge.checkpoint, Layout(ep=2))
     assert read == (set(range(4)) if dist.get_rank() == 0 else set(range(4, 8)))
 
 
 def half_precision_is_kept(files: Files) -> None:
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("bf16"))
-    chunks = build_megatron_model(bridge, Layout(tp=2))
+    chunks = build_megatron_model(bridge.checkpoint, Layout(tp=2))
     assert {parameter.dtype for parameter in chunks[0].parameters()} == {torch.bfloat16}
-    streamed = dict(stream_hf_weights(bridge, chunks))
+    streamed = dict(stream_hf_weights(bridge.checkpoint, chunks))
     _assert_same_tensors(streamed, {name: tensor.bfloat16() for name, tensor in _source("gqa").items()})
     groups.destroy()
-    chunks = build_megatron_model(bridge, Layout(tp=2), dtype=torch.float32)
+    chunks = build_megatron_model(bridge.checkpoint, Layout(tp=2), dtype=torch.float32)
     assert {parameter.dtype for parameter in chunks[0].parameters()} == {torch.float32}
-    streamed = dict(stream_hf_weights(bridge, chunks))
+    streamed = dict(stream_hf_weights(bridge.checkpoint, chunks))
     _assert_same_tensors(streamed, {name: tensor.bfloat16().float() for name, tensor in _source("gqa").items()})
 
 
@@ -225,7 +225,7 @@ def mixed_dtypes_need_a_choice(files: Files) -> None:
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("mixed"))
     with pytest.raises(DlmBridgeError, match=r"wte\.weight is bfloat16 and .*ln_f\.weight is float32: choose"):
-        build_megatron_model(bridge, Layout(tp=2))
+        build_megatron_model(bridge.checkpoint, Layout(tp=2))
 
 
 def a_router_keeps_its_own_dtype(files: Files) -> None:
@@ -235,12 +235,14 @@ def a_router_keeps_its_own_dtype(files: Files) -> None:
     assert {tensor.dtype for tensor in wanted.values()} == {torch.bfloat16, torch.float32}
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("router"))
-    _assert_same_tensors(dict(stream_hf_weights(bridge, build_megatron_model(bridge, Layout(ep=2)))), wanted)
+    _assert_same_tensors(
+        dict(stream_hf_weights(bridge.checkpoint, build_megatron_model(bridge.checkpoint, Layout(ep=2)))), wanted
+    )
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("llada2_moe"))
-    chunks = build_megatron_model(bridge, Layout(ep=2), dtype="bf16")
+    chunks = build_megatron_model(bridge.checkpoint, Layout(ep=2), dtype="bf16")
     wanted = {name: tensor.to(wanted[name].dtype) for name, tensor in _source("llada2_moe").items()}
-    _assert_same_tensors(dict(stream_hf_weights(bridge, chunks)), wanted)
+    _assert_same_tensors(dict(stream_hf_weights(bridge.checkpoint, chunks)), wanted)
 
 
 def changed_weights_refresh_the_hub_model(files: Files, model: str, layout: str) -> None:
@@ -250,7 +252,7 @@ def changed_weights_refresh_the_hub_model(files: Files, model: str, layout: str)
         for tensor in live_tensors(chunks).values():
             tensor.mul_(0.5)
     pointers = {name: parameter.data_ptr() for name, parameter in hf_model.named_parameters()}
-    refresh_hf_model(bridge, hf_model, chunks)
+    refresh_hf_model(bridge.checkpoint, hf_model, chunks)
     assert {name: parameter.data_ptr() for name, parameter in hf_model.named_parameters()} == pointers
     again = Bridge.from_model(hf_model)
     again.checkpoint.check()
@@ -287,17 +289,17 @@ def bad_input_is_named(files: Files) -> None:
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("gqa"))
     with pytest.raises(DlmBridgeError, match="needs a multiple of 4 processes, but 2 run"):
-        build_megatron_model(bridge, Layout(tp=2, pp=2))
+        build_megatron_model(bridge.checkpoint, Layout(tp=2, pp=2))
     with pytest.raises(DlmBridgeError, match="--tp 4 does not divide the 2 query groups"):
-        build_megatron_model(bridge, Layout(tp=4))
+        build_megatron_model(bridge.checkpoint, Layout(tp=4))
     with pytest.raises(DlmBridgeError, match="has no field 'tensor_parallelism'"):
-        build_megatron_model(bridge, Layout(tp=2), tensor_parallelism=2)
-    chunks = build_megatron_model(bridge, Layout(tp=2))
+        build_megatron_model(bridge.checkpoint, Layout(tp=2), tensor_parallelism=2)
+    chunks = build_megatron_model(bridge.checkpoint, Layout(tp=2))
     with pytest.raises(DlmBridgeError, match="already initialised with tp 2, but the layout says tp 1"):
-        build_megatron_model(bridge, Layout(pp=2))
+        build_megatron_model(bridge.checkpoint, Layout(pp=2))
     tied = Bridge.from_hf(files.hub("tied"))
     with pytest.raises(DlmBridgeError, match="output layer is not tied to its embedding, but the Hub config's is"):
-        list(stream_hf_weights(tied, chunks))
+        list(stream_hf_weights(tied.checkpoint, chunks))
     smaller = Bridge.from_hf(files.hub("odd_vocabulary"))
     with pytest.raises(DlmBridgeError, match=r"linear_qkv\.weight has shape \(64, 64\) .* asks for \(96, 64\)"):
-        list(stream_hf_weights(smaller, chunks))
+        list(stream_hf_weights(smaller.checkpoint, chunks))

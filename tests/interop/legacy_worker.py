@@ -42,7 +42,7 @@ def check(folder: Path, name: str) -> None:
     layout = CASES[name]
     rank = int(os.environ["RANK"])
     groups.destroy()
-    chunks = build_megatron_model(Bridge.from_hf(folder / "hub" / name), layout)
+    chunks = build_megatron_model(Bridge.from_hf(folder / "hub" / name).checkpoint, layout)
     place = {"tp": f"{rank:02d}", "pp": f"00_{rank:03d}", "ep": f"00_{rank:03d}"}
     kind = "tp" if layout.tp > 1 else "pp" if layout.pp > 1 else "ep"
     file = f"iter_0000000/mp_rank_{place[kind]}/model_optim_rng.pt"

@@ -79,12 +79,12 @@ def micro_batches_in_flight(root: Path, packed: Case, whole: Case) -> None:
     results = []
     for layout in (Layout(), Layout(pp=2)):
         groups.destroy()
-        chunks = build_megatron_model(bridge, layout, torch.float32, **FULL)
+        chunks = build_megatron_model(bridge.checkpoint, layout, torch.float32, **FULL)
         _through_the_schedule(chunks, batches)
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.data = parameter.grad
-        results.append(dict(stream_hf_weights(bridge, chunks)))
+        results.append(dict(stream_hf_weights(bridge.checkpoint, chunks)))
     for name, gradient in results[0].items():
         torch.testing.assert_close(results[1][name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
 
@@ -97,7 +97,7 @@ def what_cannot_be_is_refused(root: Path, case: Case, window: Case, blocks: Case
     ) -> None:
         groups.destroy()
         with pytest.raises(DlmBridgeError, match=message):
-            build_megatron_model(of, layout or Layout(), parallel=parallel)
+            build_megatron_model(of.checkpoint, layout or Layout(), parallel=parallel)
 
     refused("needs a multiple of 4 processes, but 2 run", ContextParallelConfig(2), layout=Layout(tp=2))
     refused("x cp 3 needs a multiple of 3 processes", ContextParallelConfig(3))
@@ -115,22 +115,22 @@ def what_cannot_be_is_refused(root: Path, case: Case, window: Case, blocks: Case
         patch.setattr(type(platform.current()), "uses_transformer_engine", lambda self: True)
         refused("--cp-comm-type a2a: block-causal attention", ContextParallelConfig(2, "a2a"), bridge_of(root, blocks))
     groups.destroy()
-    build_megatron_model(bridge, Layout(), parallel=ContextParallelConfig(2))
+    build_megatron_model(bridge.checkpoint, Layout(), parallel=ContextParallelConfig(2))
     with pytest.raises(DlmBridgeError, match="already initialised with cp 2, but the layout says cp 1"):
-        build_megatron_model(bridge, Layout())
+        build_megatron_model(bridge.checkpoint, Layout())
 
 
 def what_would_be_ignored_is_refused(root: Path, case: Case) -> None:
     bridge = bridge_of(root, case)
     groups.destroy()
-    (model,) = build_megatron_model(bridge, Layout())
+    (model,) = build_megatron_model(bridge.checkpoint, Layout())
     batch = _cut(bridge, case.noisy())
     whole = micro_batch(case.noisy(), bridge.family.attention_pattern, packed=True)
     assert whole.packed is not None
     with pytest.raises(DlmBridgeError, match="packed_seq_params need Transformer Engine"):
         model(whole.input_ids, None, None, packed_seq_params=whole.packed.params())
     with pytest.raises(DlmBridgeError, match=r"attention_mask must be int32 codes .* not torch.int32 \[2, 20, 5\]"):
-        model(batch.input_ids, batch.position_ids, batch.attention[:, :20])
+        model(batch.input_ids, batch.position_ids, batch.attention_mask[:, :20])
 
 
 def _trained(
@@ -143,11 +143,11 @@ def _trained(
     """The loss of the whole batch and its gradients, each rank having seen its part."""
     groups.destroy()
     MASKS.clear()
-    (model,) = build_megatron_model(bridge, Layout(), dtype, parallel, **_recompute(recompute))
+    (model,) = build_megatron_model(bridge.checkpoint, Layout(), dtype, parallel, **_recompute(recompute))
     batch = _cut(bridge, noisy).to(platform.current().device())
     loss = _loss(model.train(), batch)
     loss.backward()
-    codes = batch.attention is not None and batch.attention.dim() == 3
+    codes = batch.attention_mask is not None and batch.attention_mask.dim() == 3
     assert len(MASKS) == int(codes)  # one mask for all layers and their recomputation
     values = [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
     for value in values:
@@ -166,19 +166,19 @@ def _cut(bridge: Bridge, noisy: NoisyBatch) -> MicroBatch:
     return micro_batch(
         noisy,
         bridge.family.attention_pattern,
-        block_size(bridge),
+        block_size(bridge.checkpoint),
         parallel_state.get_context_parallel_rank(),
         parallel_state.get_context_parallel_world_size(),
     )
 
 
 def _loss(model: Any, batch: MicroBatch) -> torch.Tensor:
-    logits_BSV = model(batch.input_ids, batch.position_ids, batch.attention)
+    logits_BSV = model(batch.input_ids, batch.position_ids, batch.attention_mask)
     return _weighted(logits_BSV, batch)
 
 
 def _weighted(logits_BSV: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    logits_MV = logits_BSV.flatten(0, 1)[batch.chosen]
+    logits_MV = logits_BSV.flatten(0, 1)[batch.loss_positions]
     return (torch.nn.functional.cross_entropy(logits_MV, batch.targets, reduction="none") * batch.weights).sum()
 
 
@@ -194,7 +194,7 @@ def _hub_loss(bridge: Bridge, case: Case, noisy: NoisyBatch) -> float:
 def _through_the_schedule(chunks: list[Any], batches: list[MicroBatch]) -> None:
     def step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(data)
-        output = model.train()(batch.input_ids, batch.position_ids, batch.attention)
+        output = model.train()(batch.input_ids, batch.position_ids, batch.attention_mask)
 
         def loss(logits_BSV: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
             return _weighted(logits_BSV, batch), {}

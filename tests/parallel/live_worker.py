@@ -29,7 +29,6 @@ from dlm_bridge.parallel.core import (
     parallel_state,
 )
 from dlm_bridge.parallel.gpt import model_inputs
-from dlm_bridge.parallel.mcore_patches.modules import OutputLayer
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import live_tensors, load
 from tests.interop.cases import models
@@ -41,7 +40,7 @@ def _build(files: Files, case: Case, **overrides: Any) -> tuple[Bridge, list[Any
     if not groups.fit(case.layout):
         groups.destroy()
     bridge = Bridge.from_hf(files.hub(case.model))
-    chunks = build_megatron_model(bridge, case.layout, **case.overrides, **overrides)
+    chunks = build_megatron_model(bridge.checkpoint, case.layout, **case.overrides, **overrides)
     for chunk in chunks:
         if chunk.post_process:
             chunk.output_layer.accumulates = case.accumulates
@@ -54,7 +53,7 @@ def _micro_batches(bridge: Bridge, model: str) -> list[MicroBatch]:
     found = []
     for number in range(replica, SAMPLES // ROWS, replicas):
         noisy = noisy_batch(model, range(number * ROWS, (number + 1) * ROWS))
-        batch = micro_batch(noisy, bridge.family.attention_pattern, block_size(bridge))
+        batch = micro_batch(noisy, bridge.family.attention_pattern, block_size(bridge.checkpoint))
         if number == 1:
             none = {name: getattr(batch, name)[:0] for name in ("chosen", "targets", "weights", "terms")}
             batch = dataclasses.replace(batch, **none)
@@ -124,7 +123,7 @@ def half_precision_gives_an_fp32_loss(files: Files) -> None:
     """And what the optimizer's fp32 masters start from is not rounded."""
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("odd_vocabulary"))
-    (chunk,) = build_megatron_model(bridge, Layout(tp=2), "bf16")
+    (chunk,) = build_megatron_model(bridge.checkpoint, Layout(tp=2), "bf16")
     weight = chunk.decoder.layers[0].self_attention.linear_qkv.weight
     exact = torch.zeros_like(weight, dtype=torch.float32)
     weight.get_high_precision_init_val = lambda: exact  # as Transformer Engine's FP8 weights have it
@@ -150,7 +149,7 @@ def hand_over_is_bitwise(files: Files, model: str) -> None:
     bridge.refresh_hf_model(hf_model, chunks)
     again = Bridge.from_model(hf_model)
     half = {name: tensor * 0.5 for name, tensor in source.items()}
-    rebuilt = build_megatron_model(again, case.layout)
+    rebuilt = build_megatron_model(again.checkpoint, case.layout)
     _assert_same(dict(again.stream_hf_weights(rebuilt)), half)
     for chunk, other in zip(chunks, rebuilt, strict=True):
         for (name, one), two in zip(chunk.named_parameters(), other.parameters(), strict=True):
@@ -162,7 +161,7 @@ def every_layout_starts_from_the_same_values(files: Files) -> None:
     for layout, dtype in ((Layout(tp=2, pp=2), None), (Layout(ep=2), None), (Layout(tp=2, ep=2), "bf16")):
         groups.destroy()
         bridge = Bridge.from_scratch(files.hub("llada2_moe"), seed=11)
-        values.append(dict(bridge.stream_hf_weights(build_megatron_model(bridge, layout, dtype))))
+        values.append(dict(bridge.stream_hf_weights(build_megatron_model(bridge.checkpoint, layout, dtype))))
     expected = {name: bridge.read(name) for name in bridge.hub_names()}
     _assert_same(values[0], expected)
     _assert_same(values[1], expected)
@@ -197,14 +196,14 @@ def what_would_be_ignored_is_refused(files: Files) -> None:
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("odd_vocabulary"))
     with pytest.raises(DlmBridgeError, match="gradient_accumulation_fusion needs Transformer Engine: leave it off"):
-        build_megatron_model(bridge, Layout(tp=2), gradient_accumulation_fusion=True)
+        build_megatron_model(bridge.checkpoint, Layout(tp=2), gradient_accumulation_fusion=True)
     with pytest.raises(DlmBridgeError, match=r"mtp_num_layers would be ignored \(the engine builds no multi-token"):
-        build_megatron_model(bridge, Layout(tp=2), mtp_num_layers=1)
-    (chunk,) = build_megatron_model(bridge, Layout(tp=2))
+        build_megatron_model(bridge.checkpoint, Layout(tp=2), mtp_num_layers=1)
+    (chunk,) = build_megatron_model(bridge.checkpoint, Layout(tp=2))
     with pytest.raises(
         DlmBridgeError, match=r"a vocabulary of 0 leaves tensor parallel rank [01] of 2 without a token"
     ):
-        OutputLayer.take_over(chunk.output_layer, 0)
+        patch_output_layer(chunk.output_layer, 0)
 
 
 def _assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

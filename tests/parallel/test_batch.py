@@ -47,18 +47,20 @@ def test_every_position_is_on_one_rank_with_its_loss_and_its_view(name: str, cp:
         real = _real(noisy)[:, mine]
         assert torch.equal(held.expand_as(real)[real], positions[:, mine].expand_as(real)[real])
         with_loss = part.weights > 0
-        row, column = part.chosen[with_loss] // len(mine), part.chosen[with_loss] % len(mine)
+        row, column = part.loss_positions[with_loss] // len(mine), part.loss_positions[with_loss] % len(mine)
         which = numbers[row, mine[column]]
         assert torch.equal(part.targets[with_loss], noisy.targets[which])
         assert torch.equal(part.weights[with_loss], noisy.weights[which])
         assert (part.terms is None) == (noisy.terms is None)
         assert part.terms is None or torch.equal(part.terms[with_loss], noisy.terms[which])
-        assert int(part.chosen[~with_loss].sum()) == 0
-        assert len(part.chosen) == loss_bucket(int(with_loss.sum()), part.input_ids.numel())
+        assert int(part.loss_positions[~with_loss].sum()) == 0
+        assert len(part.loss_positions) == loss_bucket(int(with_loss.sum()), part.input_ids.numel())
         seen.append(which)
         wanted = noisy.model_mask()
-        if part.attention is not None and wanted is not None and wanted.dim() == 4:
-            pairs = part.attention if part.attention.dim() == 4 else MaskDescriptor(part.attention).dense()
+        if part.attention_mask is not None and wanted is not None and wanted.dim() == 4:
+            pairs = (
+                part.attention_mask if part.attention_mask.dim() == 4 else MaskDescriptor(part.attention_mask).dense()
+            )
             assert torch.equal(pairs, wanted[:, :, order.flatten()][..., order.flatten()])
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(len(noisy.targets)))
 
@@ -93,7 +95,7 @@ def test_lengths_that_do_not_divide_are_named() -> None:
 def test_what_the_layers_know_needs_no_mask(attention_pattern: str) -> None:
     noisy = plain(MaskedDiffusion(99))
     part = micro_batch(noisy, attention_pattern)
-    assert part.attention is None
+    assert part.attention_mask is None
     assert part.position_ids is None
     whole = dataclasses.replace(noisy, attention_mask=torch.ones_like(noisy.mask))
     assert micro_batch(whole, attention_pattern).attention is None
@@ -131,7 +133,7 @@ def test_documents_of_variable_length(
     noisy = packed(objective)
     part = micro_batch(noisy, attention_pattern, packed=True)
     assert part.packed is not None
-    assert (part.attention, part.position_ids) == (None, None)
+    assert (part.attention_mask, part.position_ids) == (None, None)
     assert part.packed.cu_seqlens.dtype == torch.int32
     assert part.packed.cu_seqlens.tolist() == [0, 5, 16, 24, 40, 48]
     assert part.packed.max_seqlen == 16
@@ -174,5 +176,7 @@ def test_a_device_and_pinned_memory_keep_everything() -> None:
     part = micro_batch(packed(MaskedDiffusion(99)), "bidirectional", packed=True)
     moved = part.to(torch.device("meta"))
     assert moved.packed is not None
-    assert {value.device.type for value in (moved.input_ids, moved.chosen, moved.packed.cu_seqlens)} == {"meta"}
+    assert {value.device.type for value in (moved.input_ids, moved.loss_positions, moved.packed.cu_seqlens)} == {
+        "meta"
+    }
     assert moved.packed.max_seqlen == 16

@@ -116,7 +116,7 @@ def test_a_setting_of_transformer_engine_alone(there: None) -> None:
 
 
 def test_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    platform = "dlm_bridge.parallel.flash.platform.current"
+    platform = "dlm_bridge.parallel.core_attention.platform.current"
     monkeypatch.setattr(platform, lambda: SimpleNamespace(name="cpu"))
     with pytest.raises(DlmBridgeError, match="FlashAttention 4 needs the CUDA platform, this one is cpu"):
         _layer("flash", "causal")

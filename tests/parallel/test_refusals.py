@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel.refusals import NotInstalledError, named
+from dlm_bridge.parallel.core import NotInstalledError, named_refusals
 
 
 def complain(error: Exception) -> None:
@@ -13,7 +13,7 @@ def complain(error: Exception) -> None:
 
 
 def test_other_kinds_pass() -> None:
-    with pytest.raises(KeyError), named(AssertionError):
+    with pytest.raises(KeyError), named_refusals(AssertionError):
         complain(KeyError("x"))
 
 
@@ -30,7 +30,7 @@ def test_other_kinds_pass() -> None:
     ],
 )
 def test_one_line(error: Exception, kind: type[Exception], message: str) -> None:
-    with pytest.raises(DlmBridgeError) as raised, named():
+    with pytest.raises(DlmBridgeError) as raised, named_refusals():
         complain(error)
     assert type(raised.value) is kind
     assert message in str(raised.value)

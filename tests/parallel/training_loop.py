@@ -53,9 +53,11 @@ class Trainer:
         self.bridge, self.steps_done, self.updated = bridge, 0, False
         self.losses_counted = 0  # micro-batches of this rank since the auxiliary losses were last asked for
         self.gradient_norms: list[float] = []
-        self.chunks = build_megatron_model(bridge, setup.layout, setup.dtype, **setup.model)
+        self.chunks = build_megatron_model(bridge.checkpoint, setup.layout, setup.dtype, **setup.model)
         self.config = self.chunks[0].config
-        self.mask = attention_mask(bridge.family.attention_pattern, torch.arange(LENGTH)[None], block_size(bridge))
+        self.mask = attention_mask(
+            bridge.family.attention_pattern, torch.arange(LENGTH)[None], block_size(bridge.checkpoint)
+        )
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=setup.distributed, **setup.ddp
         )

@@ -79,7 +79,8 @@ def masters_are_as_stored(files: Files, cell: Cell, **changes: Any) -> None:
     config = TrainConfig.from_flags(**options, precision="bf16")
     trainer = engine.assemble(config, Console(quiet=True))
     trainer.close()
-    stored = build_megatron_model(trainer.source.bridge, config.parallel.layout, "fp32", config.parallel.context)
+    source = trainer.source.bridge.checkpoint
+    stored = build_megatron_model(source, config.parallel.layout, "fp32", config.parallel.context)
     rounded = 0
     for wrapped, plain in zip(trainer.chunks, stored, strict=True):
         wanted = dict(plain.named_parameters())

@@ -1,5 +1,5 @@
-"""Fused optimizer step, one launch and one pass over memory: gradients are clipped as they are read, and the bf16 or fp16
-params are written with the fp32 main params.
+"""Fused optimizer step, one launch and one pass over memory: gradients are clipped as they are read, and the bf16 or
+fp16 params are written with the fp32 main params.
 
 Transformer Engine's kernels do the update alone; clipping is then a pass over all gradients before it, and rounding
 one over all main params after it. A model with experts has hundreds of small matrices, and a launch takes as long as a
@@ -16,45 +16,46 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096  # numbers that a program has
-ALIGNED = 16  # bytes of an address, and numbers of a parameter, that let a program read several at once
+BLOCK = 4096  # elements of a program
+ALIGNED = 16  # addresses in bytes and sizes in elements that are multiples of it allow vectorised loads
 
 
 class StepTensors(NamedTuple):
-    """What a step reads and writes of one parameter: contiguous tensors of one size on one device."""
+    """Tensors of one parameter that a step reads and writes: contiguous, of one size, on one device."""
 
-    master: torch.Tensor  # fp32
+    main_param: torch.Tensor  # fp32
     gradient: torch.Tensor  # before clipping, in any dtype; left as it is
-    half: torch.Tensor | None = None  # becomes the master's rounding; None where nobody reads one
-    average: torch.Tensor | None = None  # fp32, of gradients
-    square: torch.Tensor | None = None  # fp32, of their squares
+    model_param: torch.Tensor | None = None  # becomes the main param's rounding; None where nothing reads it
+    exp_avg: torch.Tensor | None = None  # fp32, of gradients
+    exp_avg_sq: torch.Tensor | None = None  # fp32, of their squares
 
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """What a parameter group has in common."""
+    """Settings that a parameter group has in common."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float  # decoupled
-    step: int  # from 1; the averages begin at zero, which is made up for
+    step: int  # from 1, for the bias correction
 
 
 class FusedParamGroup:
-    """Parameters that are updated alike, step after step: where they lie goes to the device once, while they stay."""
+    """Parameters with the same settings. Their addresses are copied to the device once, as long as they do not
+    change."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[torch.dtype, torch.dtype | None], PointerTable] = {}
 
-    def adam_step(self, parameters: Sequence[StepTensors], share: torch.Tensor, adam: AdamSettings) -> None:
-        """One step of AdamW, in place. `share`: scalar, fp32, on the device, what gradients are multiplied by. Raises
-        ValueError where tensors of a parameter differ in size or are not contiguous."""
+    def adam_step(self, parameters: Sequence[StepTensors], clip_coef: torch.Tensor, adam: AdamSettings) -> None:
+        """One step of AdamW, in place. `clip_coef`: fp32 scalar on the device by which gradients are multiplied.
+        Raises ValueError where tensors of a parameter differ in size or are not contiguous."""
         self._launch(
             _adam_kernel,
             parameters,
-            share,
+            clip_coef,
             adam.lr,
             adam.beta1,
             adam.beta2,
@@ -66,17 +67,21 @@ class FusedParamGroup:
             1 / (1 - adam.beta2**adam.step),
         )
 
-    def sgd_step(self, parameters: Sequence[StepTensors], share: torch.Tensor, lr: float, weight_decay: float) -> None:
+    def sgd_step(
+        self, parameters: Sequence[StepTensors], clip_coef: torch.Tensor, lr: float, weight_decay: float
+    ) -> None:
         """One step of plain gradient descent, in place; as `adam_step`, but the weight decay is a part of the
         gradient."""
-        self._launch(_sgd_kernel, parameters, share, lr, weight_decay)
+        self._launch(_sgd_kernel, parameters, clip_coef, lr, weight_decay)
 
-    def _launch(self, kernel: Any, parameters: Sequence[StepTensors], share: torch.Tensor, *numbers: float) -> None:
+    def _launch(
+        self, kernel: Any, parameters: Sequence[StepTensors], clip_coef: torch.Tensor, *numbers: float
+    ) -> None:
         kinds: dict[tuple[torch.dtype, torch.dtype | None], list[StepTensors]] = {}
         for parameter in parameters:
-            if parameter.master.numel():
-                half = None if parameter.half is None else parameter.half.dtype
-                kinds.setdefault((parameter.gradient.dtype, half), []).append(parameter)
+            if parameter.main_param.numel():
+                model_param = None if parameter.model_param is None else parameter.model_param.dtype
+                kinds.setdefault((parameter.gradient.dtype, model_param), []).append(parameter)
         for kind, alike in kinds.items():
             table = self._tables.setdefault(kind, PointerTable())
             table.find(alike)
@@ -86,13 +91,13 @@ class FusedParamGroup:
                 table.counts,
                 table.owners,
                 table.blocks,
-                first.master,
+                first.main_param,
                 first.gradient,
-                first.master if first.half is None else first.half,
-                share,
+                first.main_param if first.model_param is None else first.model_param,
+                clip_coef,
                 len(alike),
                 *numbers,
-                HALF=first.half is not None,
+                WRITE_MODEL_PARAM=first.model_param is not None,
                 ALIGNED=ALIGNED if table.aligned else 1,
                 BLOCK=BLOCK,
                 num_warps=8,
@@ -100,12 +105,12 @@ class FusedParamGroup:
 
 
 class PointerTable:
-    """Where parameters lie, on the device."""
+    """Addresses and sizes of parameters, on the device."""
 
-    addresses: torch.Tensor  # [5, n] int64: of Parameter's fields, in their order; the master's for one that is None
-    counts: torch.Tensor  # [n] int64, numbers of each
-    owners: torch.Tensor  # [programs] int32, the parameter that each has a block of
-    blocks: torch.Tensor  # [programs] int32, which block of it
+    addresses: torch.Tensor  # [5, n] int64, by the fields of StepTensors; the main param's for one that is None
+    counts: torch.Tensor  # [n] int64, elements of each
+    owners: torch.Tensor  # [programs] int32, the parameter of each program
+    blocks: torch.Tensor  # [programs] int32, its block in the parameter
     aligned: bool
 
     def __init__(self) -> None:
@@ -114,17 +119,17 @@ class PointerTable:
 
     def find(self, parameters: Sequence[StepTensors]) -> None:
         """Make this the table of `parameters`."""
-        counts = [parameter.master.numel() for parameter in parameters]
+        counts = [parameter.main_param.numel() for parameter in parameters]
         places = []
         for field in range(len(StepTensors._fields)):
             for parameter, count in zip(parameters, counts, strict=True):
                 tensor = parameter[field]
                 if tensor is None:
-                    tensor = parameter.master
+                    tensor = parameter.main_param
                 elif tensor.numel() != count or not tensor.is_contiguous():
-                    raise ValueError(f"{StepTensors._fields[field]}: not {count} numbers one after the other")
+                    raise ValueError(f"{StepTensors._fields[field]}: not {count} contiguous elements")
                 places.append(tensor.data_ptr())
-        device = parameters[0].master.device
+        device = parameters[0].main_param.device
         if counts != self._counts:
             self.counts = torch.tensor(counts, device=device)
             programs = (self.counts + (BLOCK - 1)) // BLOCK
@@ -142,16 +147,16 @@ class PointerTable:
 
 @triton.jit
 def _block(counts, owners, blocks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of this program: its parameter, the numbers it has, and which of them are there."""
+    """This program's parameter, the offsets of its elements, and which of them exist."""
     owner = tl.load(owners + tl.program_id(0))
     size = tl.multiple_of(tl.load(counts + owner), ALIGNED)
-    where = tl.load(blocks + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return owner, where, where < size
+    offsets = tl.load(blocks + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return owner, offsets, offsets < size
 
 
 @triton.jit
 def _tensor(addresses, owner, field, count, like, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A field of a parameter, with numbers as those of `like`."""
+    """Pointer to a field of a parameter, of the dtype of `like`."""
     return tl.multiple_of(tl.load(addresses + field * count + owner).to(like.dtype), ALIGNED)
 
 
@@ -161,42 +166,42 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
     counts,
     owners,
     blocks,
-    masters,
+    main_params,
     gradients,
-    halves,
-    share,
+    model_params,
+    clip_coef,
     count,
     lr,
     beta1,
     beta2,
-    rest1,
-    rest2,
+    one_minus_beta1,
+    one_minus_beta2,
     eps,
     decay,
-    whole1,
-    whole2,
-    HALF: tl.constexpr,
+    inv_bias_correction1,
+    inv_bias_correction2,
+    WRITE_MODEL_PARAM: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    owner, where, there = _block(counts, owners, blocks, ALIGNED, BLOCK)
-    master = _tensor(addresses, owner, 0, count, masters, ALIGNED)
+    owner, offsets, exists = _block(counts, owners, blocks, ALIGNED, BLOCK)
+    main_param = _tensor(addresses, owner, 0, count, main_params, ALIGNED)
     gradient = _tensor(addresses, owner, 1, count, gradients, ALIGNED)
-    average = _tensor(addresses, owner, 3, count, masters, ALIGNED)
-    square = _tensor(addresses, owner, 4, count, masters, ALIGNED)
-    p = tl.load(master + where, mask=there, other=0.0)
-    g = tl.load(gradient + where, mask=there, other=0.0).to(tl.float32) * tl.load(share)
-    m = tl.load(average + where, mask=there, other=0.0)
-    v = tl.load(square + where, mask=there, other=0.0)
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * g * g
-    p -= lr * (m * whole1 / (tl.sqrt(v * whole2) + eps) + decay * p)
-    tl.store(master + where, p, mask=there)
-    tl.store(average + where, m, mask=there)
-    tl.store(square + where, v, mask=there)
-    if HALF:
-        half = _tensor(addresses, owner, 2, count, halves, ALIGNED)
-        tl.store(half + where, p.to(half.dtype.element_ty), mask=there)
+    exp_avg = _tensor(addresses, owner, 3, count, main_params, ALIGNED)
+    exp_avg_sq = _tensor(addresses, owner, 4, count, main_params, ALIGNED)
+    p = tl.load(main_param + offsets, mask=exists, other=0.0)
+    g = tl.load(gradient + offsets, mask=exists, other=0.0).to(tl.float32) * tl.load(clip_coef)
+    m = tl.load(exp_avg + offsets, mask=exists, other=0.0)
+    v = tl.load(exp_avg_sq + offsets, mask=exists, other=0.0)
+    m = beta1 * m + one_minus_beta1 * g
+    v = beta2 * v + one_minus_beta2 * g * g
+    p -= lr * (m * inv_bias_correction1 / (tl.sqrt(v * inv_bias_correction2) + eps) + decay * p)
+    tl.store(main_param + offsets, p, mask=exists)
+    tl.store(exp_avg + offsets, m, mask=exists)
+    tl.store(exp_avg_sq + offsets, v, mask=exists)
+    if WRITE_MODEL_PARAM:
+        model_param = _tensor(addresses, owner, 2, count, model_params, ALIGNED)
+        tl.store(model_param + offsets, p.to(model_param.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -205,24 +210,24 @@ def _sgd_kernel(  # type: ignore[no-untyped-def]
     counts,
     owners,
     blocks,
-    masters,
+    main_params,
     gradients,
-    halves,
-    share,
+    model_params,
+    clip_coef,
     count,
     lr,
     decay,
-    HALF: tl.constexpr,
+    WRITE_MODEL_PARAM: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    owner, where, there = _block(counts, owners, blocks, ALIGNED, BLOCK)
-    master = _tensor(addresses, owner, 0, count, masters, ALIGNED)
+    owner, offsets, exists = _block(counts, owners, blocks, ALIGNED, BLOCK)
+    main_param = _tensor(addresses, owner, 0, count, main_params, ALIGNED)
     gradient = _tensor(addresses, owner, 1, count, gradients, ALIGNED)
-    p = tl.load(master + where, mask=there, other=0.0)
-    g = tl.load(gradient + where, mask=there, other=0.0).to(tl.float32) * tl.load(share)
+    p = tl.load(main_param + offsets, mask=exists, other=0.0)
+    g = tl.load(gradient + offsets, mask=exists, other=0.0).to(tl.float32) * tl.load(clip_coef)
     p -= lr * (g + decay * p)
-    tl.store(master + where, p, mask=there)
-    if HALF:
-        half = _tensor(addresses, owner, 2, count, halves, ALIGNED)
-        tl.store(half + where, p.to(half.dtype.element_ty), mask=there)
+    tl.store(main_param + offsets, p, mask=exists)
+    if WRITE_MODEL_PARAM:
+        model_param = _tensor(addresses, owner, 2, count, model_params, ALIGNED)
+        tl.store(model_param + offsets, p.to(model_param.dtype.element_ty), mask=exists)

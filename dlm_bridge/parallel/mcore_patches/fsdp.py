@@ -1,4 +1,5 @@
-"""Megatron FSDP: what is inside its wrappers, the rows of each parameter that a rank holds, and a patch of its gradients."""
+"""Megatron FSDP: what is inside its wrappers, the rows of each parameter that a rank holds, and a patch of its
+gradients."""
 
 from __future__ import annotations
 
@@ -15,23 +16,23 @@ from dlm_bridge.parallel.core import parallel_state, unwrap_model
 
 
 def unwrapped(chunks: Sequence[Any]) -> list[Any]:
-    """The GPTModels inside any wrappers: megatron-core's own function leaves the inner one of FSDP on."""
+    """The GPTModels inside any wrappers. megatron-core's own function leaves the inner one of FSDP."""
     return [_inner(chunk) for chunk in unwrap_model(list(chunks))]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is one of FSDP's, of which each data parallel rank holds some rows."""
+    """Whether FSDP shards a parameter by rows over data parallel ranks."""
     return isinstance(tensor, DTensor)
 
 
 def original(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter as the model was built with it, whose shape and dtype are a tensor parallel rank's."""
+    """The parameter as the model was built with it: the whole tensor parallel shard, in the model's dtype."""
     return getattr(parameter, "orig_param", parameter)
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor parallel rank's part of an FSDP parameter, in the optimizer's precision. Its data parallel ranks call
-    it together."""
+    """The tensor parallel shard of an FSDP parameter, in the optimizer's precision. Collective over data parallel
+    ranks."""
     assert isinstance(parameter, DTensor)
     local = parameter.to_local().detach()
     if not isinstance(parameter.placements[0], Shard):
@@ -50,20 +51,20 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FSDPShard:
-    """The rows of a parameter that this rank holds: a box of the whole tensor of all tensor parallel ranks."""
+    """The rows of a parameter that this rank holds, as a box of the unsharded tensor."""
 
     name: str  # in the GPTModel of this rank
     parameter: Any  # what the optimizer updates
-    start: int  # the first row of the tensor parallel rank's part
+    start: int  # its first row in the tensor parallel shard
     rows: int
-    part: tuple[int, ...]  # the shape of the tensor parallel rank's part
-    axis: int | None  # along which tensor parallel ranks share the tensor
+    part: tuple[int, ...]  # the shape of the tensor parallel shard
+    axis: int | None  # along which the tensor is tensor parallel
     rank: int
     ranks: int
 
 
 def fsdp_shards(chunk: Any) -> Iterator[FSDPShard]:
-    """What this rank holds of every parameter of a model in FullyShardedDataParallel; rows may be 0."""
+    """This rank's shard of every parameter of a model in FullyShardedDataParallel; it may have no rows."""
     for name, parameter in chunk.param_and_grad_buffer.optimizer_named_parameters:
         part = tuple(original(parameter).shape)
         row = prod(part[1:])
@@ -74,7 +75,7 @@ def fsdp_shards(chunk: Any) -> Iterator[FSDPShard]:
 
 
 def buffers(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a model in FullyShardedDataParallel keeps beside its parameters, as an expert bias: whole on each rank."""
+    """Buffers of a model in FullyShardedDataParallel, such as an expert bias: whole on each rank."""
     for path, module in chunk.module.module.named_modules():
         for name, buffer in module.named_buffers(prefix=path, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -82,11 +83,11 @@ def buffers(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def patch_unshared_gradients(wrapped: Any) -> None:
-    """Mend megatron-core 0.16.1, in a MegatronFSDP: gradients that one data parallel rank alone has stay as they are.
+    """Leave gradients that one data parallel rank alone has as they are, in a MegatronFSDP.
 
     Such are those of experts where expert parallelism takes all data parallel ranks, and all where there is one rank.
-    They are summed where they lie, and each "reduction" would add them to themselves, doubling what the micro-batches
-    before have left (`GradReducePipeline._bucket_group_gradient_reduce`).
+    They are summed in place, and each "reduction" would add them to themselves, doubling what earlier micro-batches
+    left.
     """
     pipeline = wrapped.grad_reduce_pipeline
     reduce = pipeline._bucket_group_gradient_reduce
@@ -101,8 +102,13 @@ def patch_unshared_gradients(wrapped: Any) -> None:
     pipeline._bucket_group_gradient_reduce = reduce_shared
 
 
+def init_optimizer_state(optimizer: Any) -> None:
+    """Allocate the state of a distributed optimizer, so that a checkpoint can be loaded into it."""
+    optimizer._init_optimizer_states_with_dummy_values()
+
+
 def _tensor_parallel(name: str, parameter: torch.Tensor) -> tuple[int | None, int, int]:
-    """The axis that tensor parallel ranks share (None where each has the whole), this rank and their number."""
+    """The axis of tensor parallelism (None: replicated), this rank and the number of ranks."""
     if ".experts." in name:
         rank = parallel_state.get_expert_tensor_parallel_rank()
         ranks = parallel_state.get_expert_tensor_parallel_world_size()

@@ -10,17 +10,19 @@ import torch
 
 from dlm_bridge.parallel.core import is_float8tensor, param_is_not_shared, param_is_not_tensor_parallel_duplicate
 from dlm_bridge.parallel.fused import available
+from dlm_bridge.parallel.mcore_patches.optimizers import param_range
 
 
 class StepInputs(NamedTuple):
-    """What goes with a master."""
+    """What goes with a main param."""
 
     gradient: torch.Tensor | None
-    half: torch.Tensor | None = None  # of the model, the master's rounding
+    model_param: torch.Tensor | None = None  # bf16 or fp16, written with the main param; None where nothing reads it
 
 
 class FusedOptimizerStep:
-    """`part` is one of megatron-core's optimizers, and keeps all state; its checkpoints stay as they are."""
+    """The step of `part`, one of megatron-core's optimizers, which keeps all state: its checkpoints stay as they
+    are."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
@@ -30,103 +32,101 @@ class FusedOptimizerStep:
         # In half precision without a loss scale nothing is to be done to the model's gradients before they are read:
         # megatron-core copies them to fp32 first.
         self.direct = hasattr(part, "float16_groups") and not self.distributed and part.grad_scaler is None
-        self.weights: dict[torch.Tensor, StepInputs] = {}  # by master, as of this step
-        self._groups: dict[int, Any] = {}  # fused.update's Group, by the parameter group's number
+        self.inputs: dict[torch.Tensor, StepInputs] = {}  # by main param, in this step
+        self._groups: dict[int, Any] = {}  # FusedParamGroup by number
         self._shards: DistributedShards | None = None
 
     @classmethod
     def of(cls, part: Any) -> FusedOptimizerStep | None:
-        """None where the kernels would do something else than the part's own optimizer does."""
+        """None where the kernels would compute another step than the part's own optimizer."""
         optimizer = getattr(part, "optimizer", None)
         if not available() or optimizer is None or getattr(part, "is_stub_optimizer", False):
             return None
         return cls(part) if _is_plain_adamw(optimizer) or _is_plain_sgd(optimizer) else None
 
     def prepare_grads(self) -> bool:
-        """As the part's own: whether gradients overflowed."""
+        """Whether gradients overflowed, as the part's own."""
         if self.distributed:
             if self._shards is None or not self._shards.hold():
                 self._shards = DistributedShards(self.part)
             overflowed = not self._shards.give_gradients() and self.part.prepare_grads()
         else:
             overflowed = not self.direct and self.part.prepare_grads()
-        self.weights = {} if overflowed else self._weights()
+        self.inputs = {} if overflowed else self._step_inputs()
         return overflowed
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
-        """As the part's own, but in the model's dtype where they are not copied."""
+        """The gradients as the part's own, in the model's dtype where they are not copied."""
         if not self.direct:
             return self.part.get_main_grads_for_grad_norm()
         group = getattr(self.part, "tp_group", None)
         return [
             weight.gradient
-            for master, weight in self.weights.items()
+            for main, weight in self.inputs.items()
             if weight.gradient is not None
-            and param_is_not_shared(master)
-            and param_is_not_tensor_parallel_duplicate(master, group)
+            and param_is_not_shared(main)
+            and param_is_not_tensor_parallel_duplicate(main, group)
         ]
 
     @contextmanager
-    def clipping(self, share: torch.Tensor) -> Iterator[None]:
-        """Inside, the part's `step_with_ready_grads()` multiplies gradients by `share`, a scalar on the device, while
-        it reads them, and writes the model's weights in half precision with the masters."""
-        rounds = any(weight.half is not None for weight in self.weights.values())
-        self.optimizer.step = lambda: self._step(share)
+    def clipping(self, clip_coef: torch.Tensor) -> Iterator[None]:
+        """Inside, the part's `step_with_ready_grads()` multiplies gradients by `clip_coef`, a scalar on the device, as
+        it reads them, and writes the model's bf16 or fp16 params with the main params."""
+        rounds = any(each.model_param is not None for each in self.inputs.values())
+        self.optimizer.step = lambda: self._step(clip_coef)
         if rounds:
             self.part._copy_main_params_to_model_params = lambda: None
         try:
             yield
         finally:
-            self.weights = {}
+            self.inputs = {}
             del self.optimizer.step
             if rounds:
                 del self.part._copy_main_params_to_model_params
 
-    def _weights(self) -> dict[torch.Tensor, StepInputs]:
-        weights = {
-            master: StepInputs(master.grad) for group in self.optimizer.param_groups for master in group["params"]
-        }
+    def _step_inputs(self) -> dict[torch.Tensor, StepInputs]:
+        weights = {main: StepInputs(main.grad) for group in self.optimizer.param_groups for main in group["params"]}
         if self._shards is not None:
-            halves = self._shards.halves
-            return {master: StepInputs(gradient, halves.get(master)) for master, (gradient, _) in weights.items()}
+            halves = self._shards.model_params
+            return {main: StepInputs(gradient, halves.get(main)) for main, (gradient, _) in weights.items()}
         part = self.part
         if self.direct:
             for group in part.fp32_from_fp32_groups:
-                weights |= {master: StepInputs(master.main_grad) for master in group}
+                weights |= {main: StepInputs(main.main_grad) for main in group}
         pairs = list(_pairs(getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", [])))
         quantised = _quantised(pairs)
-        for model, master in pairs:
-            gradient = model.main_grad if self.direct else master.grad
-            weights[master] = StepInputs(gradient, None if quantised else model.data)
+        for model, main in pairs:
+            gradient = model.main_grad if self.direct else main.grad
+            weights[main] = StepInputs(gradient, None if quantised else model.data)
         return weights
 
-    def _step(self, share: torch.Tensor) -> None:
+    def _step(self, clip_coef: torch.Tensor) -> None:
         from dlm_bridge.parallel.fused.optimizer_step import AdamSettings, FusedParamGroup, StepTensors
 
         state = self.optimizer.state
         for number, group in enumerate(self.optimizer.param_groups):
             together = self._groups.setdefault(number, FusedParamGroup())
             parameters = []
-            for master in group["params"]:
-                if self.adam and not state[master]:
-                    self.optimizer.initialize_state(master, False)
-                gradient, half = self.weights[master]
+            for main in group["params"]:
+                if self.adam and not state[main]:
+                    self.optimizer.initialize_state(main, False)
+                gradient, half = self.inputs[main]
                 if gradient is not None:
-                    averages = (state[master]["exp_avg"], state[master]["exp_avg_sq"]) if self.adam else ()
-                    parameters.append(StepTensors(master.detach(), gradient, half, *averages))
+                    averages = (state[main]["exp_avg"], state[main]["exp_avg_sq"]) if self.adam else ()
+                    parameters.append(StepTensors(main.detach(), gradient, half, *averages))
             lr, decay = float(group["lr"]), float(group["weight_decay"])
             if self.adam:
                 group["step"] = group.get("step", 0) + 1
                 beta1, beta2 = group["betas"]
                 adam = AdamSettings(lr, beta1, beta2, group["eps"], decay, int(group["step"]))
-                together.adam_step(parameters, share, adam)
+                together.adam_step(parameters, clip_coef, adam)
             else:
-                together.sgd_step(parameters, share, lr, decay)
+                together.sgd_step(parameters, clip_coef, lr, decay)
 
 
 class DistributedShards:
-    """This rank's shares of gradients and of weights in half precision, where the distributed optimizer's buffers have
-    them: megatron-core looks each up anew at every step, which takes a GPU's time where there are many experts."""
+    """Views of this rank's shards of gradients and of bf16 or fp16 params in the distributed optimizer's buffers.
+    megatron-core looks each up anew at every step, which a GPU waits for where there are many experts."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
@@ -137,19 +137,19 @@ class DistributedShards:
         as_they_are = all(model.main_grad.dtype == torch.float32 for model, _ in (*halves, *others))
         self.gradients: dict[torch.Tensor, torch.Tensor] | None = None
         if part.grad_scaler is None and as_they_are:
-            self.gradients = {master: self._gradient(model) for model, master in (*halves, *others)}
-        self.halves = {} if _quantised(halves) else {master: self._half(model) for model, master in halves}
+            self.gradients = {main: self._gradient(model) for model, main in (*halves, *others)}
+        self.model_params = {} if _quantised(halves) else {main: self._model_param(model) for model, main in halves}
 
     def hold(self) -> bool:
-        """Whether the buffers lie where they lay."""
+        """Whether the buffers still are where they were."""
         return self._places == self._now()
 
     def give_gradients(self) -> bool:
-        """To the masters. False where that is megatron-core's to do."""
+        """Set the main params' gradients. False where megatron-core has to."""
         if self.gradients is None:
             return False
-        for master, gradient in self.gradients.items():
-            master.grad = gradient
+        for main, gradient in self.gradients.items():
+            main.grad = gradient
         return True
 
     def _now(self) -> list[int]:
@@ -162,24 +162,23 @@ class DistributedShards:
         ]
 
     def _gradient(self, model: Any) -> torch.Tensor:
-        mine = self.part._get_model_param_range_map(model)["param"]
-        return model.main_grad.view(-1)[mine.start : mine.end]
+        return model.main_grad.view(-1)[param_range(self.part, model)]
 
-    def _half(self, model: Any) -> torch.Tensor:
-        """Its place in the bucket, from where other ranks gather it."""
+    def _model_param(self, model: Any) -> torch.Tensor:
+        """The shard in its bucket, from where other ranks gather it."""
         index, _, bucket = self.part.model_param_gbuf_map[model]
-        mine = self.part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-        return self.part.buffers[index].buckets[bucket].param_data.view(-1)[mine.start : mine.end]
+        own = param_range(self.part, model, "gbuf_world_in_bucket")
+        return self.part.buffers[index].buckets[bucket].param_data.view(-1)[own]
 
 
-def _pairs(models: list[list[Any]], masters: list[list[Any]]) -> Iterator[tuple[Any, Any]]:
-    """The model's weights with this rank's masters of them."""
-    for group in zip(models, masters, strict=True):
+def _pairs(models: list[list[Any]], mains: list[list[Any]]) -> Iterator[tuple[Any, Any]]:
+    """The model's params with this rank's main params."""
+    for group in zip(models, mains, strict=True):
         yield from (pair for pair in zip(*group, strict=True) if pair[1] is not None)
 
 
 def _quantised(pairs: list[tuple[Any, Any]]) -> bool:
-    """Whether the model's weights are made from the masters by megatron-core."""
+    """Whether megatron-core quantises the main params into the model's."""
     return any(is_float8tensor(model) for model, _ in pairs)
 
 

@@ -1,4 +1,4 @@
-"""Modules that replace megatron-core's in its layers, and patches of its modules."""
+"""Modules that replace megatron-core's: those of a layer spec first, then class swaps and patches of built modules."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ class LocalHeadNorm(LocalRMSNorm):
 
 
 class LocalRouter(TopKRouter):
-    """megatron-core's router with plain torch, since megatron-core 0.16.1 takes Transformer Engine for granted here:
-    without it the name of its matrix product is undefined."""
+    """megatron-core's router in plain torch. Its own matrix product is undefined without Transformer Engine."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [S, B, E] of hidden states [S, B, H], in `moe_router_dtype` where that is set."""
@@ -99,8 +98,8 @@ class ReplicatedLinear(torch.nn.Module):
 
 @contextmanager
 def patched_latent_linear() -> Iterator[None]:
-    """Build a layer of our linear layers where Transformer Engine is not used: megatron-core asks for its class by
-    name, which without it is no class at all."""
+    """Build a layer with `ReplicatedLinear` where Transformer Engine is not used: megatron-core looks its linear class
+    up by a name that is None without it."""
     theirs = multi_latent_attention.TELinear
     if not platform.current().uses_transformer_engine():
         multi_latent_attention.TELinear = ReplicatedLinear
@@ -111,9 +110,9 @@ def patched_latent_linear() -> Iterator[None]:
 
 
 class TransformerEngineActivation:
-    """What megatron-core builds for `use_te_activation_func`, without a state of its own.
+    """What megatron-core builds for `use_te_activation_func`, without a state in checkpoints.
 
-    A class, because megatron-core takes a function in a layer's description for the activation itself.
+    A class, because megatron-core takes a function in a layer spec for the activation itself.
     """
 
     def __new__(cls, config: Any) -> Any:
@@ -128,11 +127,11 @@ def _te_activation(config: Any) -> nn.Module:
 
 
 def stateless(module: nn.Module) -> nn.Module:
-    """Let a module without parameters have nothing to save.
+    """Swap the class of a module without parameters for one that saves nothing.
 
-    megatron-core 0.16.1 asks every module of a feed-forward for its `sharded_state_dict`, which Transformer Engine's
-    operations do not have; what they call their extra state is that of a quantisation that is never asked of them, and
-    a checkpoint would have to have it in order to be loaded.
+    megatron-core asks every module of a feed-forward for its `sharded_state_dict`, which Transformer Engine's
+    operations lack; their extra state is that of a quantisation that is not used, and a checkpoint would need it to be
+    loaded.
     """
     module.__class__ = _stateless(type(module))  # type: ignore[arg-type]  # mypy's own view of types as keys
     return module
@@ -153,36 +152,35 @@ def _stateless(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """megatron-core's, but the counts are on their way to the CPU while the tokens are gathered."""
+    """Tokens on their way to experts by one all-gather: every rank gets every token and keeps those of its own
+    experts.
+
+    With k experts a token and n ranks, an all-to-all moves k (n - 1) / n copies of each token, an all-gather n - 1:
+    fewer where n < k. megatron-core's dispatcher waits twice a layer for the number of tokens, after they were
+    gathered, and adds up what comes back in the router's dtype. Here the counts are copied to the CPU while tokens are
+    gathered.
+    """
 
     routing_map: Any  # [T, E] bool of this rank's tokens, then [T * ranks, E] of all
 
-    @classmethod
-    def take_over(cls, model: torch.nn.Module) -> None:
-        """Make these of all that a model has."""
-        for module in model.modules():
-            dispatcher = getattr(module, "token_dispatcher", None)
-            if type(dispatcher) is MoEAllGatherTokenDispatcher:
-                dispatcher.__class__ = cls
-
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of all ranks, [T * ranks, H] hidden states and [T * ranks, E] weights of experts."""
-        together = self.tp_size > 1 or self.ep_size > 1
-        if together:
+        """Hidden states [T * ranks, H] and expert weights [T * ranks, E] of all ranks' tokens."""
+        several = self.tp_size > 1 or self.ep_size > 1
+        if several:
             with torch.no_grad():
                 self.routing_map = gather_from_sequence_parallel_region(self.routing_map, group=self.tp_ep_group)
-        mine = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
-        self.local_map = self.routing_map[:, mine].contiguous()
+        own = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        self.local_map = self.routing_map[:, own].contiguous()
         self._counts = _AsyncCounts(self.local_map.sum(dim=0))
-        if together:
+        if several:
             probs = gather_from_sequence_parallel_region(probs, group=self.tp_ep_group)
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=self.tp_ep_group)
-        return hidden_states, probs[:, mine].contiguous()
+        return hidden_states, probs[:, own].contiguous()
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Those of this rank's experts, expert after expert: hidden states, how many each expert has, weights."""
+        """Hidden states, token counts and weights of this rank's experts, expert after expert."""
         self.hidden_shape_before_permute = hidden_states.shape
         counts = self._counts.read()
         permuted, weights, self.reversed_local_input_permutation_mapping = permute(
@@ -196,14 +194,14 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
         return permuted, counts, weights
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[T, H] this rank's tokens, what all ranks' experts made of them added up."""
+        """Hidden states [T, H] of this rank's tokens, summed over all ranks' experts."""
         if self.tp_size > 1 or self.ep_size > 1:
             hidden_states = reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.tp_ep_group)
         return hidden_states
 
 
 class _AsyncCounts:
-    """Numbers that are copied to the CPU behind nothing that is launched later."""
+    """Counts on their way to the CPU, which wait for nothing that is launched later."""
 
     def __init__(self, counts: torch.Tensor) -> None:
         self._event: Any = None
@@ -221,31 +219,22 @@ class _AsyncCounts:
         return self._values
 
 
+def patch_token_dispatchers(model: torch.nn.Module) -> None:
+    """Make every all-gather dispatcher of a model an `AllGatherDispatcher`."""
+    for module in model.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if type(dispatcher) is MoEAllGatherTokenDispatcher:
+            dispatcher.__class__ = AllGatherDispatcher
+
+
 class LossPositionsLayer(TransformerLayer):
-    """megatron-core's layer, whose output has the rows of `positions` only where those are set."""
+    """The last layer, whose feed-forward computes the rows of `positions` only where those are set."""
 
     positions: torch.Tensor | None = None  # [M] int64, b * S + s, during a forward pass
 
-    @classmethod
-    def take_over(cls, layer: Any, config: TransformerConfig) -> None:
-        """Make one of a layer that GPTModel has built, where that can be done.
-
-        It cannot where ranks hold rows of their own (sequence parallelism), which would be left with uneven shares,
-        where the loss depends on how tokens are dealt out to experts, or where a layer is computed again when another
-        micro-batch's positions are set.
-        """
-        fits = (
-            type(layer) is TransformerLayer
-            and not layer.is_moe_layer
-            and not config.sequence_parallel
-            and config.recompute_granularity != "full"
-        )
-        if fits:
-            layer.__class__ = cls
-
     @contextmanager
     def at(self, positions: torch.Tensor) -> Iterator[None]:
-        """Forward passes inside are of `positions`."""
+        """Compute the feed-forward at `positions` [M] in forward passes inside."""
         self.positions = positions
         try:
             yield
@@ -259,6 +248,22 @@ class LossPositionsLayer(TransformerLayer):
         return super()._forward_mlp(hidden_states, *args, **kwargs)
 
 
+def patch_last_layer(layer: Any, config: TransformerConfig) -> None:
+    """Make a layer that GPTModel has built a `LossPositionsLayer` where that is possible.
+
+    It is not under sequence parallelism, where ranks would be left with uneven numbers of rows, with experts, where
+    the loss depends on the tokens that each gets, or under full recomputation, which recomputes a layer when another
+    micro-batch's positions are set.
+    """
+    if (
+        type(layer) is TransformerLayer
+        and not layer.is_moe_layer
+        and not config.sequence_parallel
+        and config.recompute_granularity != "full"
+    ):
+        layer.__class__ = LossPositionsLayer
+
+
 def rows_at(hidden_SBH: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
     """[M, H] at the positions b * S + s."""
     length, batch, size = hidden_SBH.shape
@@ -268,50 +273,33 @@ def rows_at(hidden_SBH: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor
 
 
 class OutputLayer(ColumnParallelLinear):
-    """megatron-core's output layer, which besides logits of every position gives the loss of chosen ones.
+    """megatron-core's output layer, which also computes the loss at the loss positions.
 
-    The loss is a call of this module too, because data parallelism and FSDP wait for a module's weights in its hooks.
+    The loss is a call of this module, because data parallelism and FSDP wait for a module's weights in its hooks.
     """
 
     shard: VocabShard
     accumulates: bool  # into `weight.main_grad`
-
-    @classmethod
-    def take_over(cls, layer: ColumnParallelLinear, vocab: int) -> None:
-        """Make an OutputLayer of the layer that GPTModel has built, for a true vocabulary of `vocab` tokens.
-
-        Raises DlmBridgeError where this rank would hold padding only.
-        """
-        rows, group = layer.output_size_per_partition, layer.tp_group
-        first = group.rank() * rows
-        if first >= vocab:
-            raise DlmBridgeError(
-                f"a vocabulary of {vocab} leaves tensor parallel rank {group.rank()} of {group.size()} without a "
-                "token: choose a smaller --tp"
-            )
-        layer.__class__ = cls
-        layer.shard = VocabShard(first, min(rows, vocab - first), group)
-        layer.accumulates = layer.gradient_accumulation_fusion
-        layer.gradient_accumulation_fusion = False  # of logits: that kernel is another library's
 
     def forward(
         self,
         input_: torch.Tensor,
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
-        chosen: LossPositions | None = None,
-        whole: bool = True,
+        loss_positions: LossPositions | None = None,
+        selected: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As megatron-core's, with -inf at padded columns; with `chosen` the loss and its sums, as `chosen_loss`.
+        """Logits as megatron-core's, minus infinity in padded columns; with `loss_positions` the loss and its sums, as
+        `linear_cross_entropy`.
 
-        `input_` is [S, B, H], under sequence parallelism of this rank's positions only; if not `whole`, [M, 1, H] of
-        the chosen ones.
+        `input_` is [S, B, H], under sequence parallelism of this rank's positions only; where the loss positions are
+        already `selected`, [M, 1, H].
         """
-        if chosen is None:
+        if loss_positions is None:
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
-        hidden_MH = self._rows(input_, chosen.positions if whole else None)
-        return linear_cross_entropy(hidden_MH, weight, chosen, self.shard, self.accumulates)
+        hidden_MH = self._rows(input_, None if selected else loss_positions.positions)
+        return linear_cross_entropy(hidden_MH, weight, loss_positions, self.shard, self.accumulates)
 
     def _forward_impl(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """megatron-core's logits of this rank's columns, before they are gathered."""
@@ -321,8 +309,8 @@ class OutputLayer(ColumnParallelLinear):
         return logits
 
     def _rows(self, hidden_SBH: torch.Tensor, positions_M: torch.Tensor | None) -> torch.Tensor:
-        """[M, H] of the positions b * S + s (None: these they are); the gradients of the tensor parallel ranks are
-        summed."""
+        """Hidden states [M, H] at the positions b * S + s (None: all rows); gradients are summed over the tensor
+        parallel ranks."""
         if self.sequence_parallel:  # the gather's backward sums
             assert positions_M is not None
             return rows_at(gather_from_sequence_parallel_region(hidden_SBH, group=self.tp_group), positions_M)
@@ -330,10 +318,26 @@ class OutputLayer(ColumnParallelLinear):
         return copy_to_tensor_model_parallel_region(hidden_MH, group=self.tp_group)
 
 
+def patch_output_layer(layer: ColumnParallelLinear, vocab: int) -> None:
+    """Make the output layer that GPTModel has built an `OutputLayer`, for a true vocabulary of `vocab` tokens. Raises
+    DlmBridgeError where this rank would hold padding only."""
+    rows, group = layer.output_size_per_partition, layer.tp_group
+    first = group.rank() * rows
+    if first >= vocab:
+        raise DlmBridgeError(
+            f"a vocabulary of {vocab} leaves tensor parallel rank {group.rank()} of {group.size()} without a token: "
+            "choose a smaller --tp"
+        )
+    layer.__class__ = OutputLayer
+    layer.shard = VocabShard(first, min(rows, vocab - first), group)
+    layer.accumulates = layer.gradient_accumulation_fusion
+    layer.gradient_accumulation_fusion = False  # of logits: that kernel is another library's
+
+
 @contextmanager
 def patched_gradient_accumulation() -> Iterator[None]:
-    """Build layers where gradient_accumulation_fusion is on. megatron-core asks apex for it in its own linear layers;
-    under Transformer Engine only the output layer is one of those, and ours does without."""
+    """Build layers with gradient_accumulation_fusion. megatron-core's own linear layers need apex for it; with
+    Transformer Engine only the output layer is one of those, and `OutputLayer` does without."""
     available = tensor_parallel_layers._grad_accum_fusion_available
     tensor_parallel_layers._grad_accum_fusion_available = available or platform.current().uses_transformer_engine()
     try:
@@ -349,8 +353,8 @@ def patched_gradient_accumulation() -> Iterator[None]:
 
 
 def patch_grouped_linear_state(chunks: Sequence[Any]) -> None:
-    """Let layers of grouped experts be saved that are in FP8 with a recipe that keeps nothing. megatron-core 0.16.1
-    (`TEGroupedLinear._split_extra_state`) would cut an empty state, which Transformer Engine 2.20 gives there."""
+    """Let layers of grouped experts be saved whose FP8 recipe keeps no state: megatron-core would split the empty
+    state that Transformer Engine 2.20 has there."""
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "_split_extra_state"):

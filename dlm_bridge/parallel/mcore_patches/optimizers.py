@@ -1,9 +1,9 @@
 """megatron-core's optimizers: access to the fp32 main params inside them, and patches of their checkpoints.
 
-The precision-aware optimizer leaves its fp32 main params to the optimizer inside it: Transformer Engine's Adam, or with
-its state on the CPU megatron-core's own offloading one. Of a bf16 weight Adam may keep but the 16 bits that bf16 lacks
-(`store_param_remainders`): the weight is the upper half of its main param, rounded up where the lower half is 32768 or
-more.
+The precision-aware optimizer leaves its fp32 main params to the optimizer inside it: Transformer Engine's Adam, or
+with its state on the CPU megatron-core's own offloading one. Of a bf16 weight Adam may keep but the 16 bits that bf16
+lacks (`store_param_remainders`): the weight is the upper half of its main param, rounded up where the lower half is
+32768 or more.
 """
 
 from __future__ import annotations
@@ -20,45 +20,52 @@ MAIN_PARAM = "master_param"  # of Adam's state
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """megatron-core's optimizers: under FSDP one alone, otherwise a chain, of one or more."""
+    """The optimizers in megatron-core's `optimizer`: itself alone under FSDP, otherwise those of a chain."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def keeps_inner_main_params(part: Any) -> bool:
-    """Whether `part`, one of megatron-core's optimizers, leaves its masters to Adam and has none itself."""
+    """Whether `part`, one of megatron-core's optimizers, leaves its main params to the optimizer inside."""
     settings = getattr(part, "config", None)
     inside = getattr(settings, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
     return bool(inside) and hasattr(part, "shard_float16_groups")
 
 
+def param_range(part: Any, parameter: torch.Tensor, of: str = "param") -> slice:
+    """The elements that a rank's shard of a parameter has in the distributed optimizer `part`: of the flat parameter,
+    or of its bucket (`of` "gbuf_world_in_bucket")."""
+    found = part._get_model_param_range_map(parameter)[of]
+    return slice(found.start, found.end)
+
+
 def inner_main_params(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The model's half-precision parameters with a rank's share of each, flat, as the inner optimizer has it."""
-    for parameters, shares in zip(part.model_float16_groups, part.shard_float16_groups, strict=True):
-        yield from zip(parameters, shares, strict=True)
+    """The model's bf16 or fp16 params with a rank's shard of each, flat, as the inner optimizer has it."""
+    for parameters, shards in zip(part.model_float16_groups, part.shard_float16_groups, strict=True):
+        yield from zip(parameters, shards, strict=True)
 
 
-def read_main_param(inner: Any, share: torch.Tensor) -> torch.Tensor:
-    """The fp32 values of a share, or of an fp32 parameter itself."""
+def read_main_param(inner: Any, shard: torch.Tensor) -> torch.Tensor:
+    """The fp32 values of a shard, or of an fp32 parameter itself."""
     if offloads(inner):
-        return inner.param_to_inner_param[share].detach()
-    if share.dtype == torch.float32:  # what Adam keeps beside it is as old as the run
-        return share.detach()
-    kept = inner.state[share][MAIN_PARAM]
-    return joined(share, kept) if kept.dtype == torch.int16 else inner.get_unscaled_state(share, MAIN_PARAM)
+        return inner.param_to_inner_param[shard].detach()
+    if shard.dtype == torch.float32:  # what Adam keeps beside it is as old as the run
+        return shard.detach()
+    kept = inner.state[shard][MAIN_PARAM]
+    return joined(shard, kept) if kept.dtype == torch.int16 else inner.get_unscaled_state(shard, MAIN_PARAM)
 
 
 @torch.no_grad()
-def write_main_param(inner: Any, share: torch.Tensor, values: torch.Tensor) -> None:
-    """Set the master of a share, which is the rounding of these fp32 `values`, to them."""
+def write_main_param(inner: Any, shard: torch.Tensor, values: torch.Tensor) -> None:
+    """Set the main param of a shard, which is the rounding of these fp32 `values`, to them."""
     if offloads(inner):
-        inner.param_to_inner_param[share].copy_(values)
+        inner.param_to_inner_param[shard].copy_(values)
         return
-    values = values.to(share.device, torch.float32)
-    lacks = inner.store_param_remainders and share.dtype == torch.bfloat16
-    if not inner.state[share]:
-        inner.initialize_state(share, lacks)
+    values = values.to(shard.device, torch.float32)
+    lacks = inner.store_param_remainders and shard.dtype == torch.bfloat16
+    if not inner.state[shard]:
+        inner.initialize_state(shard, lacks)
     # A copy: Adam scales what it is given in place.
-    inner.set_scaled_state(share, MAIN_PARAM, remainder(values, share) if lacks else values.clone())
+    inner.set_scaled_state(shard, MAIN_PARAM, remainder(values, shard) if lacks else values.clone())
 
 
 def joined(half: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
@@ -75,9 +82,8 @@ def remainder(values: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def whole_main_params(optimizer: Any) -> Iterator[None]:
-    """While this lasts, checkpoints of megatron-core's `optimizer` save and load the masters in Adam as the fp32
-    values that they are, which any setting of the optimizer resumes from. Its own way would save the bits that Adam
-    keeps in their place, and asserts on what it then loads."""
+    """Save and load the main params inside Adam as fp32 values in checkpoints inside this context, which any setting
+    of the optimizer resumes from. Unpatched, the bits that Adam keeps instead are saved, and loading them asserts."""
     parts = [part for part in parts_of(optimizer) if keeps_inner_main_params(part) and not offloads(part.optimizer)]
     try:
         for part in parts:
@@ -102,8 +108,8 @@ def _set_states(part: Any, parameter: torch.Tensor, states: dict[str, torch.Tens
 
 def _main_shard(part: Any, parameter: torch.Tensor) -> torch.Tensor:
     group, place = part.model_param_group_index_map[parameter]
-    share: torch.Tensor = part.optimizer.param_groups[group]["params"][place]
-    return share
+    shard: torch.Tensor = part.optimizer.param_groups[group]["params"][place]
+    return shard
 
 
 def offloads(inner: Any) -> bool:
@@ -112,9 +118,8 @@ def offloads(inner: Any) -> bool:
 
 
 def patch_offloading_resume(optimizer: Any) -> None:
-    """Let the offloading optimizers within megatron-core's `optimizer` take the masters of every parameter from a
-    checkpoint. In megatron-core 0.16.1 (`HybridDeviceOptimizer._update_fp32_params_by_new_state`) a resume ends at the
-    first parameter that is fp32 in the model, of which it has no second copy."""
+    """Let the offloading optimizers in `optimizer` take every main param from a checkpoint. Unpatched, a resume ends
+    at the first parameter that is fp32 in the model, of which `HybridDeviceOptimizer` has no second copy."""
     for part in parts_of(optimizer):
         inner: Any = getattr(part, "optimizer", None)
         if offloads(inner):
@@ -127,13 +132,27 @@ def _take_main_params(inner: Any) -> None:
         inner.param_to_inner_param[parameter].copy_(state[MAIN_PARAM])
 
 
+def patch_optimizer(optimizer: Any) -> None:
+    """Apply the patches that last as long as megatron-core's `optimizer`, which has just been built."""
+    patch_offloading_resume(optimizer)
+    patch_param_order(optimizer)
+    patch_sgd_resume(optimizer)
+
+
+@contextlib.contextmanager
+def patched_checkpoints(optimizer: Any) -> Iterator[None]:
+    """Save or load checkpoints of megatron-core's `optimizer` inside, with main params and fp32 params whole."""
+    with fp32_params_included(optimizer), whole_main_params(optimizer):
+        yield
+
+
 @contextlib.contextmanager
 def unpadded_param_index_map(optimizer: Any) -> Iterator[None]:
-    """While this lasts, the optimizer's buffers name each parameter's place as if nothing were between their buckets.
+    """Give each parameter's place in the optimizer's buffers without the padding between buckets, inside this context.
 
-    megatron-core 0.16.1 gathers the state of a sharded optimizer without the padding that ends each bucket, and cuts
-    out the parameters at their places with it: after the first padding each would be saved with a neighbour's weights
-    and moments (`DistributedOptimizer.sharded_param_state_fully_reshardable`, where a warning tells of the last one).
+    megatron-core gathers the state of a sharded optimizer without the padding that ends each bucket, and cuts
+    parameters out at their places with it: after the first padding each would be saved with a neighbour's weights and
+    moments (`DistributedOptimizer.sharded_param_state_fully_reshardable`, where a warning tells of the last one).
     """
     buffers = [buffer for part in parts_of(optimizer) for buffer in getattr(part, "buffers", [])]
     places = [buffer.param_index_map for buffer in buffers]
@@ -147,7 +166,7 @@ def unpadded_param_index_map(optimizer: Any) -> Iterator[None]:
 
 
 def _without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Each parameter's (start, end, bucket) in the buffer's elements, less what pads the buckets before its own."""
+    """Each parameter's (start, end, bucket) in the buffer, less the padding of the buckets before its own."""
     padding, seen = [], 0
     for bucket in buffer.buckets:
         padding.append(seen)
@@ -159,12 +178,12 @@ def _without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 
 
 def patch_param_order(optimizer: Any) -> None:
-    """Let sharded optimizers find the masters of a model whose parameters differ in dtype, such as one with its
+    """Let sharded optimizers find the main params of a model whose parameters differ in dtype, such as one with its
     routers in fp32.
 
-    megatron-core 0.16.1 notes where a parameter's master stands in its group as its buffers have the parameters, and
-    then puts those that are fp32 first (`DistributedOptimizer._build_model_and_main_param_groups`): each would be
-    saved and loaded with another's state."""
+    megatron-core notes a main param's place in its group in the order of its buffers, and then puts fp32 params first
+    (`DistributedOptimizer._build_model_and_main_param_groups`): each would be saved and loaded with another's state.
+    """
     for part in parts_of(optimizer):
         if not hasattr(part, "model_param_group_index_map"):
             continue
@@ -174,8 +193,8 @@ def patch_param_order(optimizer: Any) -> None:
 
 
 def patch_sgd_resume(optimizer: Any) -> None:
-    """Let gradient descent be resumed: megatron-core 0.16.1 makes Adam's state before it is loaded, and of descent
-    calls the None that stands in its place."""
+    """Let SGD be resumed: megatron-core initialises the optimizer's state before it is loaded, and calls None for
+    SGD."""
     for part in parts_of(optimizer):
         if getattr(part, "init_state_fn", patch_sgd_resume) is None:
             part.init_state_fn = _init_momentum
@@ -191,8 +210,8 @@ def _init_momentum(optimizer: torch.optim.Optimizer | None, _: Any = None) -> No
 
 @contextlib.contextmanager
 def fp32_params_included(optimizer: Any) -> Iterator[None]:
-    """While this lasts, checkpoints of optimizers that are not sharded hold parameters in fp32 beside the masters of
-    those in half precision. megatron-core 0.16.1 counts on there being none (`Float16OptimizerWithFloat16Params`)."""
+    """Save and load fp32 params beside the main params of the others, in checkpoints of optimizers that are not
+    sharded, inside this context. megatron-core counts on there being none (`Float16OptimizerWithFloat16Params`)."""
     mixed = [
         part
         for part in parts_of(optimizer)
@@ -200,14 +219,14 @@ def fp32_params_included(optimizer: Any) -> Iterator[None]:
     ]
     known = [(part.float16_groups, part.fp32_from_float16_groups) for part in mixed]
     try:
-        for part, (models, masters) in zip(mixed, known, strict=True):
-            of_master = dict(zip(map(id, itertools.chain(*masters)), itertools.chain(*models), strict=True))
+        for part, (models, mains) in zip(mixed, known, strict=True):
+            model_of = dict(zip(map(id, itertools.chain(*mains)), itertools.chain(*models), strict=True))
             part.fp32_from_float16_groups = [list(group["params"]) for group in part.optimizer.param_groups]
             part.float16_groups = [
-                [of_master.get(id(parameter), parameter) for parameter in group]
+                [model_of.get(id(parameter), parameter) for parameter in group]
                 for group in part.fp32_from_float16_groups
             ]
         yield
     finally:
-        for part, (models, masters) in zip(mixed, known, strict=True):
-            part.float16_groups, part.fp32_from_float16_groups = models, masters
+        for part, (models, mains) in zip(mixed, known, strict=True):
+            part.float16_groups, part.fp32_from_float16_groups = models, mains

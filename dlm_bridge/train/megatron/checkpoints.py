@@ -34,8 +34,8 @@ from dlm_bridge.parallel.core import (
     parallel_state,
     unwrap_model,
 )
-from dlm_bridge.parallel.mcore_patches import modules, optimizers
-from dlm_bridge.parallel.mcore_patches.optimizers import whole_main_params
+from dlm_bridge.parallel.mcore_patches.modules import patch_grouped_linear_state
+from dlm_bridge.parallel.mcore_patches.optimizers import patched_checkpoints, unpadded_param_index_map
 from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
 from dlm_bridge.train.checkpoints import save_tokenizer
 from dlm_bridge.train.config import TrainConfig
@@ -132,7 +132,7 @@ class CheckpointManager:
         self.mtp = training_state.read_mtp_shard(source)
         self.queue = AsyncCallsQueue() if config.checkpoint.async_save else None
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
-        modules.patch_grouped_linear_state(chunks)
+        patch_grouped_linear_state(chunks)
 
     def save(self, step: int, values: dict[str, Any]) -> Path:
         """Write the iteration `step` with our own `values` (numbers and strings); with `--async-save` in the
@@ -203,7 +203,7 @@ class CheckpointManager:
             weights = {key: fp8_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in chunks}
             for key, chunk in chunks:
                 chunk.load_state_dict(weights[key], strict=True)
-            with optimizers.fp32_params_included(self.optimizer), whole_main_params(self.optimizer):
+            with patched_checkpoints(self.optimizer):
                 training_state.restore_optimizer(self.optimizer, wanted, state)
         except DlmBridgeError as error:
             raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
@@ -222,9 +222,8 @@ class CheckpointManager:
             for key, chunk in zip(_chunk_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True)
         }
         with (
-            optimizers.unpadded_param_index_map(self.optimizer),
-            optimizers.fp32_params_included(self.optimizer),
-            whole_main_params(self.optimizer),
+            unpadded_param_index_map(self.optimizer),
+            patched_checkpoints(self.optimizer),
         ):
             optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         if not is_loading:

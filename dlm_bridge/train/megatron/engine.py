@@ -17,16 +17,17 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import groups, platform, refusals
+from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.core import (
     DistributedDataParallel,
     finalize_model_grads,
     get_megatron_optimizer,
+    named_refusals,
     parallel_state,
 )
 from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
-from dlm_bridge.parallel.mcore_patches.optimizers import patch_offloading_resume, patch_param_order, patch_sgd_resume
-from dlm_bridge.parallel.parallelize import build_megatron_model, build_model_to_resume
+from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
+from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import load_main_params
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import open_megatron_source
@@ -115,11 +116,11 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     mask_token = objective.mask_token_id if objective.masks else None
     data = _first_on_main(lambda: load_data(config, source.model, mask_token))
 
-    with refusals.named(AssertionError):  # of settings, and of NVTE_... variables
+    with named_refusals(AssertionError):  # of settings, and of NVTE_... variables
         # Layer spec, model and weights; those that the checkpoint sets anyway are not loaded twice.
-        resumes = checkpoint is not None and checkpoint_sets_all_weights(config)
-        build = build_model_to_resume if resumes else build_megatron_model
-        chunks = build(source.bridge, config.parallel.layout, dtype, config.parallel.context, **overrides)
+        load_weights = checkpoint is None or not checkpoint_sets_all_weights(config)
+        weights, layout, context = source.bridge.checkpoint, config.parallel.layout, config.parallel.context
+        chunks = build_megatron_model(weights, layout, dtype, context, load_weights, **overrides)
         # Wrapping, optimizer, schedule.
         wrapped = wrap_chunks(chunks, config)
         optimizer = build_optimizer(wrapped, config)
@@ -166,9 +167,7 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
                 )
     # Its rule of weight decay is ours: biases and 1-D parameters do not decay.
     optimizer = get_megatron_optimizer(optimizer_config(config), list(chunks))
-    patch_offloading_resume(optimizer)
-    patch_param_order(optimizer)
-    patch_sgd_resume(optimizer)
+    patch_optimizer(optimizer)
     return optimizer
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.core import parallel_state
-from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, buffers, fsdp_shards
+from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, buffers, fsdp_shards, init_optimizer_state
 from dlm_bridge.train.megatron import fp8_state, training_state
 
 RUN = "dlm_bridge_run"  # the key of our own values, JSON
@@ -54,7 +54,7 @@ def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
     reader = dcp.FileSystemReader(str(folder))
     run = _read_run(reader)
     del run["tp"]
-    optimizer._init_optimizer_states_with_dummy_values()  # what is loaded has to be there
+    init_optimizer_state(optimizer)  # what is loaded has to be there
     state = _local_boxes(chunk, optimizer)
     dcp.load(state, storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False))
     _set_optimizer_counters(optimizer, run)

@@ -12,17 +12,18 @@ from dlm_bridge.bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.two_streams import WeDLMDiffusion
-from dlm_bridge.parallel import platform, refusals
+from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.config import ATTRIBUTES
 from dlm_bridge.parallel.context_parallel import rank_positions
 from dlm_bridge.parallel.core import (
     AttnBackend,
     DistributedDataParallelConfig,
+    NotInstalledError,
     OptimizerConfig,
+    named_refusals,
     parallel_state,
 )
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
-from dlm_bridge.parallel.refusals import NotInstalledError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.megatron.settings import passed_on
 
@@ -186,7 +187,7 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
         raise NotInstalledError(
             f"--megatron ddp.nccl_ub: its buffers are NCCL's, and messages are {backend}'s here: leave it out"
         )
-    with refusals.named():
+    with named_refusals():
         return DistributedDataParallelConfig(**settings)
 
 
@@ -236,7 +237,7 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
             f"{'--optimizer-cpu-offload' if optimizer.cpu_offload else asked} needs Transformer Engine: "
             "pip install 'dlm-bridge[te]'"
         )
-    with refusals.named():
+    with named_refusals():
         return OptimizerConfig(**settings)
 
 

@@ -200,9 +200,9 @@ class MegatronTrainer(Trainer):
         bridge = self.source.bridge
         with self.gathered_weights():
             if self.main:
-                refresh_hf_model(bridge, self.sampling_model, self.chunks)
+                refresh_hf_model(bridge.checkpoint, self.sampling_model, self.chunks)
             else:
-                for _ in stream_live_weights(bridge, self.chunks):
+                for _ in stream_live_weights(bridge.checkpoint, self.chunks):
                     pass
         if self.main:
             for name in ("mask_token_id", "block_size"):  # which the run may have changed
