@@ -157,9 +157,11 @@ def _show(found: dict[str, Any]) -> None:
             for name, value in cells.items():
                 table.add_row(name, "-" if value is None else value)
             console.print(table)
-    fits = "" if overrides["fits"] else ", which is not the one installed: training refuses it"
+    fits = "" if overrides["fits"] else ", which is not the one installed: training refuses that one"
     title = f"Patches of megatron-core {overrides['made_for']}{fits}"
-    table = Table("", "patched", "what", "when", title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "patched", "what", "when"):
+        table.add_column(heading, overflow="fold")
     for patch in found["patches"]:
         style = None if patch["active"] else "dim"
         table.add_row("active" if patch["active"] else "-", patch["target"], patch["what"], patch["when"], style=style)

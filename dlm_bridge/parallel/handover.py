@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from dlm_checkpoint.mapping.rules import ParamMapping, Passthrough
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import ParamMapping, Passthrough
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import original, unwrapped

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import fused
 from dlm_bridge.parallel.core import (
     MLASelfAttention,
     SelfAttention,
     TransformerConfig,
     concentration_factor,
 )
-from dlm_bridge.parallel.fused import available
 from dlm_bridge.parallel.mcore_patches.modules import LocalHeadNorm, patched_latent_linear
 
 
-def rotary_angles(rotary: Any, position_ids_BS: torch.Tensor, fused: bool = False) -> torch.Tensor:
+def rotary_angles(rotary: Any, position_ids_BS: torch.Tensor, shared: bool = False) -> torch.Tensor:
     """[S, B or 1, 1, D] fp32 angles of `position_ids_BS` [B or 1, S], in the form that a layer's `rotary_pos_emb` has.
 
     `rotary` is a model's own `rotary_pos_emb` module, so Llama 3's scaling, YaRN, linear interpolation and partial
@@ -27,10 +27,10 @@ def rotary_angles(rotary: Any, position_ids_BS: torch.Tensor, fused: bool = Fals
     modules ignore position ids, hence this: two streams repeat them, packed documents begin anew, context parallel
     ranks hold slices, and WeDLM's positions differ from row to row.
 
-    `fused` says whether the rotary kernel is (TransformerConfig.apply_rope_fusion): it takes positions that all rows
-    share. Raises DlmBridgeError where they are not.
+    With `shared` all rows must share their positions, as the fused rotary kernel (TransformerConfig.apply_rope_fusion)
+    needs it. Raises DlmBridgeError where they do not.
     """
-    if fused and position_ids_BS.shape[0] > 1:
+    if shared and position_ids_BS.shape[0] > 1:
         raise DlmBridgeError(
             "the fused rotary kernel takes one row of position ids, and here each row has its own: "
             "set apply_rope_fusion to false"
@@ -137,7 +137,7 @@ OTHERWISE = (
 def fuses_heads(config: TransformerConfig) -> bool:
     """Whether layers of Transformer Engine's modules have `FusedSelfAttention`."""
     return (
-        available()
+        fused.available()
         and config.num_query_groups >= config.tensor_model_parallel_size  # else ranks share a group's key and value
         and not scales_queries(config)
         and not any(getattr(config, name, False) for name in OTHERWISE)

@@ -29,6 +29,7 @@ from dlm_bridge.parallel.core import (
     parallel_state,
 )
 from dlm_bridge.parallel.gpt import model_inputs
+from dlm_bridge.parallel.mcore_patches.modules import patch_output_layer
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import live_tensors, load
 from tests.interop.cases import models
@@ -55,7 +56,7 @@ def _micro_batches(bridge: Bridge, model: str) -> list[MicroBatch]:
         noisy = noisy_batch(model, range(number * ROWS, (number + 1) * ROWS))
         batch = micro_batch(noisy, bridge.family.attention_pattern, block_size(bridge.checkpoint))
         if number == 1:
-            none = {name: getattr(batch, name)[:0] for name in ("chosen", "targets", "weights", "terms")}
+            none = {name: getattr(batch, name)[:0] for name in ("loss_positions", "targets", "weights", "terms")}
             batch = dataclasses.replace(batch, **none)
         found.append(batch)
     return found

@@ -124,7 +124,7 @@ def test_gradient_descent_clips_and_rounds() -> None:
 def test_a_step_of_tensors_that_do_not_lie_alike_is_refused(gradient: torch.Tensor) -> None:
     from dlm_bridge.parallel.fused.optimizer_step import FusedParamGroup, StepTensors
 
-    with pytest.raises(ValueError, match="gradient: not 5 numbers"):
+    with pytest.raises(ValueError, match="gradient: not 5 contiguous"):
         FusedParamGroup().sgd_step([StepTensors(torch.zeros(5), gradient)], torch.ones(()), 0.01, 0.1)
 
 

@@ -8,7 +8,6 @@ import json
 import mmap
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge import parallel
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import devices, overrides, platform
+from dlm_bridge.parallel import mcore_patches, overrides, platform
 from dlm_bridge.parallel.devices import CPU, CUDA
 from dlm_bridge.parallel.overrides import Overrides
 
@@ -30,14 +28,19 @@ needs_megatron = pytest.mark.skipif(
 )
 
 
+def in_force() -> Overrides | None:
+    """The overrides that are installed in this process."""
+    return overrides._installed
+
+
 @pytest.fixture(params=AVAILABLE)
-def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> devices.Platform:
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> platform.Platform:
     """Every platform of this machine in turn."""
     monkeypatch.setenv(platform.VARIABLE, request.param)
     return platform.current()
 
 
-def test_a_platform_computes_on_its_device(chosen: devices.Platform) -> None:
+def test_a_platform_computes_on_its_device(chosen: platform.Platform) -> None:
     chosen.set_device()
     assert chosen.device().type == chosen.name
     assert chosen.device_count() >= 1
@@ -47,7 +50,7 @@ def test_a_platform_computes_on_its_device(chosen: devices.Platform) -> None:
     assert float(torch.ones(3, device=chosen.device()).sum()) == 3
 
 
-def test_random_numbers_can_be_seeded_and_put_back(chosen: devices.Platform) -> None:
+def test_random_numbers_can_be_seeded_and_put_back(chosen: platform.Platform) -> None:
     def draw() -> torch.Tensor:
         return torch.rand(5, device=chosen.device())
 
@@ -67,7 +70,7 @@ def test_random_numbers_can_be_seeded_and_put_back(chosen: devices.Platform) -> 
         chosen.set_rng_state(before)
 
 
-def test_streams_wait_for_each_other(chosen: devices.Platform) -> None:
+def test_streams_wait_for_each_other(chosen: platform.Platform) -> None:
     beside, main = chosen.new_stream(), chosen.current_stream()
     total = torch.zeros((), device=chosen.device())
     beside.wait_stream(main)
@@ -82,7 +85,7 @@ def test_streams_wait_for_each_other(chosen: devices.Platform) -> None:
     assert float(total) == 200
 
 
-def test_memory_is_measured_in_bytes(chosen: devices.Platform) -> None:
+def test_memory_is_measured_in_bytes(chosen: platform.Platform) -> None:
     chosen.reset_peak_memory()
     before = chosen.memory_allocated()
     tensor = newly_mapped(64 * MIB, chosen.device())
@@ -102,7 +105,7 @@ def newly_mapped(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(1)
 
 
-def test_copies_from_pinned_memory_arrive(chosen: devices.Platform) -> None:
+def test_copies_from_pinned_memory_arrive(chosen: platform.Platform) -> None:
     tensor = torch.arange(1000)
     if chosen.pinned_memory:
         tensor = tensor.pin_memory()
@@ -112,25 +115,16 @@ def test_copies_from_pinned_memory_arrive(chosen: devices.Platform) -> None:
 
 
 @needs_megatron
-def test_preparing_twice_changes_nothing_more(chosen: devices.Platform) -> None:
+def test_installing_twice_changes_nothing_more(chosen: platform.Platform) -> None:
     try:
-        chosen.prepare()
-        assert overrides.in_force() == chosen.overrides()
+        mcore_patches.install(chosen)
+        assert in_force() == mcore_patches.overrides_of(chosen)
         installed = torch.cuda.current_device
-        chosen.prepare()
+        mcore_patches.install(chosen)
         assert torch.cuda.current_device is installed
     finally:
         overrides.uninstall()
-    assert overrides.in_force() is None
-
-
-@needs_megatron
-def test_every_override_of_this_package_exists_in_megatron_core() -> None:
-    from dlm_bridge.parallel.mcore_patches import process_wide
-
-    for declared in (process_wide.CPU_OVERRIDES, process_wide.TORCH_ADAM):
-        overrides.install(declared)
-        overrides.uninstall()
+    assert in_force() is None
 
 
 def test_the_variable_chooses_and_a_wrong_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,24 +247,22 @@ HERE = f"{__name__}.Child"
 
 
 @pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """In place of megatron-core, which takes long to import."""
-    fake = types.SimpleNamespace(version="9.9")
-    monkeypatch.setattr(parallel, "core", fake, raising=False)
-    monkeypatch.setitem(sys.modules, "dlm_bridge.parallel.core", fake)
-    return fake
+def version(monkeypatch: pytest.MonkeyPatch) -> str:
+    """In place of megatron-core's, which takes long to import."""
+    monkeypatch.setattr(overrides, "installed_version", lambda: "9.9")
+    return "9.9"
 
 
 def _louder(original: Any) -> Any:
     return lambda *arguments: original(*arguments).upper()
 
 
-def test_overrides_are_installed_once_and_undone(core: types.SimpleNamespace) -> None:
+def test_overrides_are_installed_once_and_undone(version: str) -> None:
     declared = Overrides("a test", "9.9", {f"{HERE}.own": _louder, f"{HERE}.inherited": _louder})
     own = vars(Child)["own"]
     overrides.install(declared)
     overrides.install(declared)
-    assert overrides.in_force() == declared
+    assert in_force() == declared
     assert Child().inherited() == "ORIGINAL"
     assert Child.own() == "ORIGINAL"
     assert Parent().inherited() == "original"
@@ -278,7 +270,7 @@ def test_overrides_are_installed_once_and_undone(core: types.SimpleNamespace) ->
     assert vars(Child)["own"] is own
     assert "inherited" not in vars(Child)
     overrides.uninstall()
-    assert overrides.in_force() is None
+    assert in_force() is None
 
 
 def _breaks(original: Any) -> Any:
@@ -296,16 +288,16 @@ def _breaks(original: Any) -> Any:
     ],
 )
 def test_an_override_that_does_not_fit_is_named_and_nothing_is_changed(
-    made_for: str, name: str, make: Any, message: str, core: types.SimpleNamespace
+    made_for: str, name: str, make: Any, message: str, version: str
 ) -> None:
     with pytest.raises(DlmBridgeError, match=message) as raised:
         overrides.install(Overrides("a test", made_for, {f"{HERE}.inherited": _louder, name: make}))
     assert "\n" not in str(raised.value)
     assert Child().inherited() == "original"
-    assert overrides.in_force() is None
+    assert in_force() is None
 
 
-def test_two_platforms_do_not_override_in_one_process(core: types.SimpleNamespace) -> None:
+def test_two_platforms_do_not_override_in_one_process(version: str) -> None:
     overrides.install(Overrides("a test", "9.9", {f"{HERE}.own": _louder}))
     try:
         with pytest.raises(DlmBridgeError, match="another cannot override megatron-core while a test does"):
@@ -340,6 +332,10 @@ def test_env_says_it_all_without_importing_megatron_core() -> None:
     assert found["versions"]["torch"] == torch.__version__
     assert found["overrides"]["made_for"] == "0.16.1"
     assert "torch.cuda.current_device" in found["overrides"]["names"]
+    active = {patch["target"]: patch["active"] for patch in found["patches"]}
+    assert len(active) == len(mcore_patches.PATCHES)
+    assert active["torch.Tensor"]
+    assert not active["GradReducePipeline._bucket_group_gradient_reduce"]
     assert found["variables"] == {"DLM_BRIDGE_PLATFORM": "cpu", "NCCL_DEBUG": "INFO"}
     assert "secret" not in done.stdout
 
@@ -352,5 +348,5 @@ def test_env_shows_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     env.env(as_json=False)
     said = capsys.readouterr().out
     assert "cpu (gloo)" in said
-    assert "torch.Tensor.cuda" in said
+    assert "torch.Tensor" in said
     assert "which is not the one installed: training refuses" in " ".join(said.split())

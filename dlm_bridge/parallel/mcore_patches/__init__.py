@@ -242,7 +242,7 @@ MODULE_PATCHES = (
         how="subclass",
         what="plain torch",
         why="without Transformer Engine `te_general_gemm` is undefined; compiling two lines takes seconds",
-        source="transformer/moe/router.py:79",
+        source="transformer/moe/router.py:532",
         when="experts, without Transformer Engine",
         active=_without_te,
         code="modules:LocalRouter",
@@ -329,7 +329,7 @@ OPTIMIZER_PATCHES = (
         code="optimizers:patch_offloading_resume",
     ),
     Patch(
-        target="_ParamAndGradBuffer.param_index_map",
+        target="param_index_map of the optimizer's buffers",
         how="instance patch, while a checkpoint is saved",
         what="places without the padding between buckets",
         why="state is gathered without padding, and cut at the places with it: parameters get a neighbour's state",
@@ -347,7 +347,7 @@ OPTIMIZER_PATCHES = (
         code="optimizers:fp32_params_included",
     ),
     Patch(
-        target="DistributedOptimizer._get_ and ._set_main_param_and_optimizer_states",
+        target="DistributedOptimizer._get_main_param_and_optimizer_states, ._set_main_param_and_optimizer_states",
         how="instance patch, in checkpoints",
         what="main params inside Adam are saved and loaded in fp32",
         why="it would save the 16 bits that Adam keeps instead, and assert on loading them",

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dlm_bridge.parallel import fused
 from dlm_bridge.parallel.core import is_float8tensor, param_is_not_shared, param_is_not_tensor_parallel_duplicate
-from dlm_bridge.parallel.fused import available
 from dlm_bridge.parallel.mcore_patches.optimizers import param_range
 
 
@@ -40,7 +40,7 @@ class FusedOptimizerStep:
     def of(cls, part: Any) -> FusedOptimizerStep | None:
         """None where the kernels would compute another step than the part's own optimizer."""
         optimizer = getattr(part, "optimizer", None)
-        if not available() or optimizer is None or getattr(part, "is_stub_optimizer", False):
+        if not fused.available() or optimizer is None or getattr(part, "is_stub_optimizer", False):
             return None
         return cls(part) if _is_plain_adamw(optimizer) or _is_plain_sgd(optimizer) else None
 

@@ -1,0 +1,130 @@
+"""The table of patches: what it cites is there, what the code does is in it, and other versions are refused."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import dlm_bridge
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel import mcore_patches, overrides
+from dlm_bridge.parallel.devices import CPU, CUDA, Platform
+from dlm_bridge.parallel.mcore_patches import PATCHES, Patch
+
+pytest.importorskip("megatron.core")
+ROOT = Path(dlm_bridge.__file__).parent
+HERE = ROOT / "parallel" / "mcore_patches"
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
+def test_a_row_cites_the_source_and_names_the_code(patch: Patch) -> None:
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    path, line = patch.source.split(":")
+    cited = Path(spec.submodule_search_locations[0], path).read_text().splitlines()[int(line) - 1]
+    private = re.findall(r"(?<!\w)_[a-zA-Z]\w+", patch.target)
+    assert any(name in cited for name in private) if private else cited.strip()
+    assert bool(patch.replaces) != bool(patch.code)
+    if patch.code:
+        module, name = patch.code.split(":")
+        module = module if "." in module else f"dlm_bridge.parallel.mcore_patches.{module}"
+        assert hasattr(importlib.import_module(module), name)
+    for name in patch.replaces:
+        owner, attribute = overrides._locate(name)
+        assert hasattr(owner, attribute)
+
+
+def test_private_names_of_megatron_core_are_used_here_only() -> None:
+    """No other file reads or sets a private attribute of another object, but for torch's and Python's own."""
+    known = {"_fields", "_replace", "_version", "_foreach_mul_", "_foreach_norm", "_local_tensor", "_getpid"}
+    found = []
+    for folder in ("parallel", "train/megatron"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.is_relative_to(HERE):
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.Attribute) or not re.match(r"_[a-z]", node.attr):
+                    continue
+                owner = node.value
+                own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+                inherited = isinstance(owner, ast.Call) and getattr(owner.func, "id", "") == "super"
+                listed = any(node.attr in patch.target for patch in PATCHES)
+                if not own and node.attr not in known and not (inherited and listed):
+                    found.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    assert not found
+
+
+@pytest.mark.parametrize("platform", [CPU(), CUDA()], ids=lambda platform: platform.name)
+@pytest.mark.parametrize("with_te", [False, True])
+def test_the_replacements_of_a_platform(platform: Platform, with_te: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(platform), "uses_transformer_engine", lambda self: with_te)
+    monkeypatch.setattr(mcore_patches.process, "uses_torch_adam", lambda: not with_te)
+    wanted = mcore_patches.overrides_of(platform)
+    if wanted is None:
+        assert (platform.name, with_te) == ("cuda", True)
+        return
+    assert ("torch.cuda.current_device" in wanted.table) == (platform.name == "cpu")
+    assert any("DistributedOptimizer" in name for name in wanted.table)
+    overrides.install(wanted)
+    overrides.uninstall()
+
+
+def test_a_platform_adds_its_own_replacements() -> None:
+    added = overrides.Overrides("a chip", "0.16.1", {"torch.Tensor.cuda": lambda original: original})
+
+    class Chip(CPU):
+        name = "chip"
+
+        def overrides(self) -> overrides.Overrides:
+            return added
+
+    found = mcore_patches.overrides_of(Chip())
+    assert found is not None
+    assert found.owner == "a chip"
+    assert found.table["torch.Tensor.cuda"] is added.table["torch.Tensor.cuda"]
+    assert "torch.cuda.current_device" in found.table
+
+
+def _import_core_again(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    import megatron.core.package_info
+
+    from dlm_bridge import parallel
+    from dlm_bridge.parallel import core
+
+    monkeypatch.setattr(parallel, "core", core)  # put back afterwards
+    monkeypatch.setattr(megatron.core.package_info, "__version__", version)
+    monkeypatch.delitem(sys.modules, "dlm_bridge.parallel.core", raising=False)
+    importlib.import_module("dlm_bridge.parallel.core")
+
+
+def test_another_version_is_refused_whatever_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(overrides.ALLOW_UNTESTED, raising=False)
+    with pytest.raises(DlmBridgeError) as raised:
+        _import_core_again(monkeypatch, "0.17.0")
+    message = str(raised.value)
+    assert "\n" not in message
+    assert all(word in message for word in ("0.17.0", overrides.SUPPORTED, overrides.ALLOW_UNTESTED))
+
+
+def test_another_version_is_allowed_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(overrides.ALLOW_UNTESTED, "1")
+    with pytest.warns(UserWarning, match=r"megatron-core 0\.17\.0 is installed"):
+        _import_core_again(monkeypatch, "0.17.0")
+
+
+def test_a_version_that_lacks_a_name_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(overrides.ALLOW_UNTESTED, "1")
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.moe_utils", types.ModuleType("moe_utils"))
+    with (
+        pytest.warns(UserWarning, match="untested"),
+        pytest.raises(DlmBridgeError, match=r"megatron-core 0\.18\.0 cannot be used: .*permute"),
+    ):
+        _import_core_again(monkeypatch, "0.18.0")
