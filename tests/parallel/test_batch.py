@@ -139,7 +139,7 @@ def test_documents_of_variable_length(
     assert part.packed.max_seqlen == 16
     assert torch.equal(part.input_ids, noisy.input_ids.reshape(1, -1))
     apart = micro_batch(noisy, attention_pattern)
-    for name in ("chosen", "targets", "weights"):
+    for name in ("loss_positions", "targets", "weights"):
         assert torch.equal(getattr(part, name), getattr(apart, name))
     tail = micro_batch(padded(objective), attention_pattern, packed=True)
     assert tail.packed is not None
