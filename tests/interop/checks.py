@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor, Shard
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import ParamMapping
-from dlm_bridge.parallel import core, groups, overrides
+from dlm_bridge.parallel import groups, mcore_patches, overrides, platform
 from dlm_bridge.parallel.attention import attention_mask, block_size
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_hf_weights
-from dlm_bridge.parallel.mcore_patches import process_wide
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import live_tensors
 from tests.interop import engine
@@ -64,15 +63,17 @@ def _assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch
 
 
 def platform_is_reversible_and_refuses_other_versions(files: Files) -> None:
+    cpu = mcore_patches.overrides_of(platform.current())
+    assert cpu is not None
     untouched = torch.cuda.current_device, torch.cuda.synchronize
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "version", "0.17.0")
+        patch.setattr(overrides, "installed_version", lambda: "0.17.0")
         with pytest.raises(DlmBridgeError, match=r"0\.17\.0 .* made for 0\.16\.1"):
-            overrides.install(process_wide.CPU_OVERRIDES)
+            overrides.install(cpu)
     assert (torch.cuda.current_device, torch.cuda.synchronize) == untouched
-    overrides.install(process_wide.CPU_OVERRIDES)
+    overrides.install(cpu)
     installed = torch.cuda.current_device
-    overrides.install(process_wide.CPU_OVERRIDES)
+    overrides.install(cpu)
     assert torch.cuda.current_device is installed
     assert torch.cuda.current_device() == torch.device("cpu")
     overrides.uninstall()
