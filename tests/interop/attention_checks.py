@@ -60,9 +60,9 @@ def an_ignored_mask_is_refused(files: Files) -> None:
     refused("sdar", "block-causal attention needs an attention_mask in every call", None)
     refused("mistral_window", "under an attention_mask would ignore the sliding window: pass None", mask)
     refused("qwen2", "attention_dropout needs Transformer Engine", None, attention_dropout=0.1)
-    refused("gqa", r"must be int32 codes \[1 or 1, 12, 5\] or bool .* not torch.float32", mask.float())
-    refused("gqa", r"must be int32 codes .* not torch.int32 \[1, 11, 5\]", mask[:, :11])
-    refused("gqa", r"must be int32 codes .* not torch.bool \[1, 12\]", mask[..., 0].bool())
+    refused("gqa", r"must be an int32 descriptor \[1 or 1, 12, 5\] or bool .* not torch.float32", mask.float())
+    refused("gqa", r"must be an int32 descriptor .* not torch.int32 \[1, 11, 5\]", mask[:, :11])
+    refused("gqa", r"must be an int32 descriptor .* not torch.bool \[1, 12\]", mask[..., 0].bool())
     refused("gqa", "sliding window is causal, this model's attention is bidirectional", None, window_size=(4, 0))
     refused("mixtral", "moe_grouped_gemm needs Transformer Engine", None, moe_grouped_gemm=True)
     with pytest.raises(DlmBridgeError, match="needs a block size of at least 1, not None"):

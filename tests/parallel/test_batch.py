@@ -148,13 +148,13 @@ def test_documents_of_variable_length(
 
 def test_what_documents_cannot_say_is_refused() -> None:
     objective = MaskedDiffusion(99)
-    with pytest.raises(DlmBridgeError, match="--cp 2: packed documents are masked by codes"):
+    with pytest.raises(DlmBridgeError, match="--cp 2: packed documents need a mask descriptor"):
         micro_batch(packed(objective), "bidirectional", cp_size=2, packed=True)
-    with pytest.raises(DlmBridgeError, match=r"cannot say what this batch's attention is \(causal\)"):
+    with pytest.raises(DlmBridgeError, match=r"cannot express this batch's attention mask \(causal\)"):
         micro_batch(packed(objective), "causal", packed=True)
-    with pytest.raises(DlmBridgeError, match="cannot say what this batch's attention is"):
+    with pytest.raises(DlmBridgeError, match="cannot express this batch's attention mask"):
         micro_batch(CASES["gqa-NemotronDiffusion-plain"].noisy(), "bidirectional", packed=True)
-    with pytest.raises(DlmBridgeError, match="cannot say which pairs look at each other"):
+    with pytest.raises(DlmBridgeError, match="cannot express a mask of pairs"):
         micro_batch(annealed(objective), "bidirectional", packed=True)
     documents = torch.tensor([[0] * 8 + [1] * 8 + [0] * 8])
     torn = dataclasses.replace(packed(objective), mask_descriptor=MaskDescriptor.bidirectional(documents))
