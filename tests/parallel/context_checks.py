@@ -129,7 +129,9 @@ def what_would_be_ignored_is_refused(root: Path, case: Case) -> None:
     assert whole.packed is not None
     with pytest.raises(DlmBridgeError, match="packed_seq_params need Transformer Engine"):
         model(whole.input_ids, None, None, packed_seq_params=whole.packed.params())
-    with pytest.raises(DlmBridgeError, match=r"attention_mask must be an int32 descriptor .* not torch.int32 \[2, 20, 5\]"):
+    with pytest.raises(
+        DlmBridgeError, match=r"attention_mask must be an int32 descriptor .* not torch.int32 \[2, 20, 5\]"
+    ):
         model(batch.input_ids, batch.position_ids, batch.attention_mask[:, :20])
 
 

@@ -98,15 +98,15 @@ def test_what_the_layers_know_needs_no_mask(attention_pattern: str) -> None:
     assert part.attention_mask is None
     assert part.position_ids is None
     whole = dataclasses.replace(noisy, attention_mask=torch.ones_like(noisy.mask))
-    assert micro_batch(whole, attention_pattern).attention is None
+    assert micro_batch(whole, attention_pattern).attention_mask is None
     cut = micro_batch(padded(MaskedDiffusion(99)), attention_pattern)
-    assert cut.attention is not None
-    seen = MaskDescriptor(cut.attention).dense()[1, 0]
+    assert cut.attention_mask is not None
+    seen = MaskDescriptor(cut.attention_mask).dense()[1, 0]
     assert not seen[:17, 17:].any()
     assert bool(seen[0, 16]) == (attention_pattern == "bidirectional")
     alone = micro_batch(noisy, "block_causal", 4)
-    assert alone.attention is not None
-    assert torch.equal(MaskDescriptor(alone.attention).dense()[0, 0, 5], torch.arange(LENGTH) < 8)
+    assert alone.attention_mask is not None
+    assert torch.equal(MaskDescriptor(alone.attention_mask).dense()[0, 0, 5], torch.arange(LENGTH) < 8)
     with pytest.raises(DlmBridgeError, match="needs a block size"):
         micro_batch(noisy, "block_causal")
 
