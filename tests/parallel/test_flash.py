@@ -73,16 +73,16 @@ def test_a_layer_computes_what_it_computed_without(mask: str, there: None) -> No
 
 def test_packed_documents_are_each_for_itself(there: None) -> None:
     from dlm_bridge.parallel.batch import PackedDocuments
-    from dlm_bridge.parallel.core_attention import flash_attention_SBHD, is_flash_call
+    from dlm_bridge.parallel.core_attention import flash_rows, is_flash_call
 
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(12, heads, 8, generator=generator) for heads in (4, 2, 2))
     packed = PackedDocuments(torch.tensor([0, 5, 12], dtype=torch.int32), 7).params()
     assert is_flash_call(packed, None)
-    found = flash_attention_SBHD(query, key, value, 0.3, True, packed)
+    found = flash_rows(query, key, value, 0.3, True, packed)
     for part in (slice(0, 5), slice(5, 12)):
         alone = [tensor[part, None] for tensor in (query, key, value)]
-        torch.testing.assert_close(found[part], flash_attention_SBHD(*alone, 0.3, True)[:, 0])
+        torch.testing.assert_close(found[part], flash_rows(*alone, 0.3, True)[:, 0])
     packed.cu_seqlens_q_padded = packed.cu_seqlens_q
     assert not is_flash_call(packed, None)
     assert not is_flash_call(None, torch.zeros(()))
