@@ -27,7 +27,6 @@ from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, keyed_generator
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import MaskedDiffusion, ShiftedDiffusion
-from dlm_bridge.objectives.two_streams import TwoStreamObjective, WeDLMDiffusion
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class BoundEstimator:
 def bound_estimator(model: Any) -> BoundEstimator:
     """The estimator of a model's family. Raises DlmBridgeError for a config without the settings that it needs."""
     chosen = family_objective(model)
-    if isinstance(chosen, TwoStreamObjective):
-        return BoundEstimator(chosen, chosen.block_size)
+    if chosen.streams == 2:
+        return BoundEstimator(chosen, chosen.block_size)  # type: ignore[attr-defined]
     kind: type[Objective] = ShiftedDiffusion if chosen.shift else MaskedDiffusion
     return BoundEstimator(kind(mask_token_id=chosen.mask_token_id), None)
 
@@ -189,7 +188,7 @@ def _bound_batch(estimator: BoundEstimator, rows: Sequence[Answer], mask_samples
     # Objectives mask tokens whose number is below the mask probability, here one half.
     number_BL = torch.where(masked, 0.0, 1 - 2**-24)
     half_B, fraction_BL = torch.full((len(rows),), 0.5), torch.full((len(rows), length), 0.5)
-    if isinstance(objective, WeDLMDiffusion):  # masks the lowest numbers of a block, by the block's fraction
+    if objective.exact_block_masks:  # masks the lowest numbers of a block, by the block's fraction
         fraction_BL = _masked_fractions(masked, labels != IGNORE_INDEX, objective.block_size)
     uniforms = Uniforms(level=half_B, token=number_BL, cut=half_B + 0.5, cut_length=half_B, block=fraction_BL)
     noisy = _first_rows(objective.noise(tokens, uniforms, labels, None if bool(real.all()) else real), len(rows))
@@ -210,7 +209,7 @@ def _predicting_positions(
     """[B, S] positions that predict masked tokens; [M] the order of the predicted tokens, row by row."""
     length = masked.shape[1]
     predicting = noisy.mask.clone()
-    if not isinstance(objective, TwoStreamObjective):
+    if objective.streams == 1:
         return predicting, torch.arange(int(masked.sum()))
     predicting[:, length:] = False  # the clean stream's own predictions
     if not objective.shift:

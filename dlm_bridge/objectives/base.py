@@ -22,24 +22,30 @@ Normalisation = Literal["tokens", "sequences", "predicted"]
 class Objective(abc.ABC):
     """A training objective: clean tokens and random numbers in, a noisy batch out, and the loss of its logits.
 
-    A share `length_variation` of the sequences is cut to a length uniform on 1..L.
+    A fraction `length_variation` of the sequences is truncated to a length uniform on 1..L.
 
-    `loss_weighting` says what a masked position weighs: "level", one over the probability p that masked it;
-    "fraction", one over the masked share of its document, which then has at least one mask (MegaDLMs); "uniform", one.
+    `loss_weighting` is the weight of a masked position: "level", one over the probability p that masked it; "fraction",
+    one over the masked fraction of its document, which then has at least one mask (MegaDLMs); "uniform", one.
 
-    `loss_normalisation` says what the weighted sum is divided by, always over the whole global batch: "tokens", the
-    positions that count; "predicted", those that have a loss; "sequences", the documents, where each position's weight
-    is over the number of those that count in its own (LLaDA's fine-tuning: the mean over answers, however long).
+    `loss_normalisation` is the divisor of the weighted sum over the global batch: "tokens", the positions that count;
+    "predicted", those with a loss; "sequences", the documents, with each position's weight over the number of positions
+    that count in its document (LLaDA's fine-tuning: the mean over answers of any length).
+
+    The class attributes are the objective's capabilities, which engines, planning and evaluation read.
     """
 
-    # The models that it fits: another attention pattern or shift would train them for what they are not sampled with.
+    # The models that it fits: with another attention pattern or shift they would be sampled differently than trained.
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     shift: ClassVar[bool] = False  # logits[i - 1] predicts token i
-    families: ClassVar[tuple[str, ...]] = ()  # where only these have it
-    also: ClassVar[tuple[str, ...]] = ()  # families that are sampled this way too, where they are asked to
-    masks: ClassVar[bool] = True  # False: it has no use for a mask token
+    families: ClassVar[tuple[str, ...]] = ()  # the only families that have it; () for no restriction
+    also: ClassVar[tuple[str, ...]] = ()  # families of another attention pattern that support it too
+    masks: ClassVar[bool] = True  # False: no mask token is needed
+    streams: ClassVar[int] = 1  # 2 for [noisy | clean], in blocks of `block_size`, with its own mask and position ids
+    own_positions: ClassVar[bool] = False  # position ids differ from row to row
+    exact_block_masks: ClassVar[bool] = False  # masks round(n p) tokens of a block, not each with probability p
     terms: ClassVar[int] = 1  # K, sums with a divisor of their own
-    tokens_read: ClassVar[int] = 1  # tokens that the model reads for each token of a sequence
+    tokens_read: ClassVar[int] = 1  # input tokens of the model per token of a sequence
+    loss_fraction: ClassVar[float] = 0.5  # expected positions with a loss per token; noise levels are uniform
     weightings: ClassVar[tuple[Weighting, ...]] = ("level", "fraction", "uniform")
     normalisations: ClassVar[tuple[Normalisation, ...]] = ("tokens", "sequences", "predicted")
 
@@ -58,7 +64,7 @@ class Objective(abc.ABC):
 
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:
-        """What a model's configuration says about the objective, as constructor arguments."""
+        """Constructor arguments from a model's configuration. Raises DlmBridgeError where one is missing."""
         return {}
 
     def noise(
@@ -74,7 +80,7 @@ class Objective(abc.ABC):
         Args:
             input_ids: [B, L] clean tokens.
             uniforms: of the same B and L.
-            labels: [B, L], -100 (`IGNORE`) where a position is never masked and not counted, else the target.
+            labels: [B, L], -100 (`IGNORE_INDEX`) where a position is never masked and not counted, else the target.
             attention_mask: [B, L], zero at padding, which is never masked and not counted.
             documents: [B, L] int, of packed rows: a number for each document, equal at its tokens and other than its
                 neighbours'. Each is noised, positioned and attended as if it stood alone, at its own `document_level`.
@@ -82,7 +88,7 @@ class Objective(abc.ABC):
         uniforms = uniforms.to(input_ids.device)
         real = None if attention_mask is None else attention_mask.to(input_ids.device).bool()
         if self.length_variation > 0:
-            real = self._cut(uniforms, input_ids.shape[1], real)
+            real = self._truncate(uniforms, input_ids.shape[1], real)
         counted = torch.ones_like(input_ids, dtype=torch.bool) if real is None else real
         if labels is not None:
             counted = counted & (labels != IGNORE_INDEX)
@@ -101,8 +107,8 @@ class Objective(abc.ABC):
             return losses_M.sum()[None]
         return torch.stack([losses_M[noisy.terms == term].sum() for term in range(len(noisy.normaliser))])
 
-    def _cut(self, uniforms: Uniforms, length: int, real: torch.Tensor | None) -> torch.Tensor | None:
-        """Positions that are left after the length variation; None where no row is cut and none was padded."""
+    def _truncate(self, uniforms: Uniforms, length: int, real: torch.Tensor | None) -> torch.Tensor | None:
+        """Positions left after the length variation; None where no row is truncated and none was padded."""
         cut_B = uniforms.cut < self.length_variation
         if not bool(cut_B.any()):
             return real
@@ -110,46 +116,50 @@ class Objective(abc.ABC):
         kept = torch.arange(length, device=lengths_B.device) < lengths_B[:, None]
         return kept if real is None else kept & real
 
-    def probability(self, clean: CleanBatch, uniforms: Uniforms) -> torch.Tensor:
+    def mask_probability(self, clean: CleanBatch, uniforms: Uniforms) -> torch.Tensor:
         """[B, L] the masking probability of each sequence, p = (1 - eps) t + eps."""
-        return ((1 - self.eps) * clean.levels(uniforms.level) + self.eps).expand_as(clean.input_ids)
+        return ((1 - self.eps) * clean.noise_levels(uniforms.level) + self.eps).expand_as(clean.input_ids)
 
-    def masked(self, clean: CleanBatch, p_BL: torch.Tensor, uniforms: Uniforms, among: torch.Tensor) -> torch.Tensor:
-        """[B, L] bool: each position of `among` with its probability."""
-        mask = (uniforms.token < p_BL) & among
+    def sample_mask(
+        self, clean: CleanBatch, p_BL: torch.Tensor, uniforms: Uniforms, candidates: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, L] bool: each position of `candidates` with its probability."""
+        mask = (uniforms.token < p_BL) & candidates
         if self.loss_weighting == "fraction":
-            mask = mask | ((clean.sizes(mask) == 0) & clean.lowest(uniforms.token, among))
+            mask = mask | (
+                (clean.count_per_document(mask) == 0) & clean.lowest_per_document(uniforms.token, candidates)
+            )
         return mask
 
-    def weighed(
-        self, clean: CleanBatch, p_BL: torch.Tensor, mask: torch.Tensor, among: torch.Tensor
+    def position_weights(
+        self, clean: CleanBatch, p_BL: torch.Tensor, mask: torch.Tensor, candidates: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, L] fp32 weights of the positions in `mask`, which are some of `among`, and the normaliser [1]."""
+        """[B, L] fp32 weights of the positions in `mask`, which are some of `candidates`, and the normaliser [1]."""
         if self.loss_weighting == "fraction":
-            p_BL = clean.sizes(mask) / clean.sizes(among)
+            p_BL = clean.count_per_document(mask) / clean.count_per_document(candidates)
         weights_BL = torch.ones_like(p_BL) if self.loss_weighting == "uniform" else 1 / p_BL
-        return self.normalised(clean, weights_BL, mask, among)
+        return self.normalise_weights(clean, weights_BL, mask, candidates)
 
-    def normalised(
-        self, clean: CleanBatch, weights_BL: torch.Tensor, mask: torch.Tensor, among: torch.Tensor
+    def normalise_weights(
+        self, clean: CleanBatch, weights_BL: torch.Tensor, mask: torch.Tensor, candidates: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights under `loss_normalisation`, and the normaliser [1]."""
         if self.loss_normalisation == "sequences":
-            return weights_BL / clean.sizes(among), total(clean.number(among))
-        return weights_BL, total(among if self.loss_normalisation == "tokens" else mask)
+            return weights_BL / clean.count_per_document(candidates), total(clean.num_documents(candidates))
+        return weights_BL, total(candidates if self.loss_normalisation == "tokens" else mask)
 
-    def counts(self, mask: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    def counted_positions(self, mask: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """`NoisyBatch.counted` of one stream."""
-        return mask if self.loss_normalisation == "predicted" else among
+        return mask if self.loss_normalisation == "predicted" else candidates
 
-    def placed(self, clean: CleanBatch) -> dict[str, Any]:
-        """Who looks at whom and the position ids, as fields of a batch of the noisy tokens alone."""
+    def attention_inputs(self, clean: CleanBatch) -> dict[str, Any]:
+        """Attention mask and position ids as fields of a batch of the noisy tokens alone."""
         if not clean.packed:
             return {"attention_mask": clean.real, "mask_descriptor": None, "position_ids": None}
         rule = MaskDescriptor.causal if "causal" in self.attention_patterns else MaskDescriptor.bidirectional
         return {
             "attention_mask": clean.real,
-            "mask_descriptor": rule(clean.apart),
+            "mask_descriptor": rule(clean.mask_documents),
             "position_ids": clean.positions,
         }
 

@@ -12,7 +12,6 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Uniforms
-from dlm_bridge.objectives.two_streams import TwoStreamObjective
 
 
 def diffusion_loss(
@@ -38,7 +37,7 @@ def diffusion_loss(
         DlmBridgeError: an own 4-D mask or own positions, where the objective makes its own.
     """
     own_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
-    if isinstance(objective, TwoStreamObjective) and (own_mask is not None or position_ids is not None):
+    if objective.streams == 2 and (own_mask is not None or position_ids is not None):
         raise DlmBridgeError(
             f"{type(objective).__name__} makes the mask and the positions of its two streams itself: pass a 2-D "
             "attention_mask and no position_ids"

@@ -1,13 +1,18 @@
-"""The table of objectives by name, and the models that each of them fits."""
+"""The table of objectives by name, and the models that each of them fits.
+
+A new objective is its class and a row of the table. Other packages add theirs through an entry point of the group
+`dlm_bridge.objectives` that names an Objective class or an ObjectiveSpec.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.single_stream import MaskedDiffusion, NextTokenPrediction, ShiftedDiffusion
 from dlm_bridge.objectives.two_streams import (
@@ -16,6 +21,13 @@ from dlm_bridge.objectives.two_streams import (
     NemotronDiffusion,
     WeDLMDiffusion,
 )
+from dlm_bridge.plugins import load_entry_points
+
+if TYPE_CHECKING:
+    from dlm_bridge.models.family_spec import FamilySpec
+
+ENTRY_POINTS = "dlm_bridge.objectives"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,16 +61,36 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
 }
 
 
+@cache
+def objectives() -> Mapping[str, ObjectiveSpec]:
+    """The table above, and the objectives of installed packages. A name of the table is not replaced."""
+    found = dict(OBJECTIVES)
+    for name, loaded in load_entry_points(ENTRY_POINTS).items():
+        spec = ObjectiveSpec(loaded) if isinstance(loaded, type) and issubclass(loaded, Objective) else loaded
+        if name in OBJECTIVES or not isinstance(spec, ObjectiveSpec):
+            problem = "is taken" if name in OBJECTIVES else "is neither an Objective class nor an ObjectiveSpec"
+            logger.warning(f"entry point '{name}' of {ENTRY_POINTS} {problem}: left out")
+        else:
+            found[name] = spec
+    return found
+
+
+def find_objective(name: str, where: str = "--objective") -> ObjectiveSpec:
+    """The objective of a name. Raises DlmBridgeError, in one line that begins with `where`, for an unknown one."""
+    if name not in objectives():
+        raise DlmBridgeError(f"{where}: unknown objective '{name}': known are {', '.join(objectives())}")
+    return objectives()[name]
+
+
 def check_objective(name: str, family: FamilySpec, where: str) -> None:
     """Raise DlmBridgeError, in one line that begins with `where`, unless `name` is an objective for models of
-    `family`: one for another attention pattern or shift would train them for what they are not sampled with."""
-    fitting = [known for known, preset in OBJECTIVES.items() if preset.fits(family)]
-    instead = f"what fits is {', '.join(fitting)}" if fitting else "no objective fits it"
-    if name not in OBJECTIVES:
-        raise DlmBridgeError(f"{where}: unknown objective '{name}': known are {', '.join(OBJECTIVES)}; {instead}")
-    if name not in fitting:
+    `family`: with another attention pattern or shift they would be sampled differently than trained."""
+    if not find_objective(name, where).fits(family):
+        fitting = ", ".join(known for known, spec in objectives().items() if spec.fits(family)) or "none"
         attention = family.attention_pattern.replace("_", "-") + (" and shifted" if family.shift else "")
-        raise DlmBridgeError(f"{where}: objective '{name}' is not for {family.title}, which is {attention}: {instead}")
+        raise DlmBridgeError(
+            f"{where}: objective '{name}' is not for {family.title}, which is {attention}: what fits is {fitting}"
+        )
 
 
 def build_objective(
@@ -69,19 +101,17 @@ def build_objective(
     loss_weighting: str | None = None,
     loss_normalisation: str | None = None,
 ) -> Objective:
-    """The objective that `--objective NAME` means, with the block size and the weights of the model's `config`; with
-    its own weighting and normalisation where they are None.
+    """The objective of a name, with the block size and loss weights of the model's `config`, and its own weighting and
+    normalisation where they are None.
 
-    Raises DlmBridgeError with the known names, where the configuration lacks what the objective needs, and for a
-    weighting or normalisation that it has not.
+    Raises DlmBridgeError for an unknown name, where the configuration lacks what the objective needs, and for a
+    weighting or normalisation that it does not support.
     """
-    if name not in OBJECTIVES:
-        raise DlmBridgeError(f"unknown objective '{name}': known are {', '.join(OBJECTIVES)}")
-    preset = OBJECTIVES[name]
-    settings = {**preset.kind.settings(config), **preset.settings}
+    spec = find_objective(name)
+    settings = {**spec.kind.settings(config), **spec.settings}
     chosen = {"loss_weighting": loss_weighting, "loss_normalisation": loss_normalisation}
     settings |= {key: value for key, value in chosen.items() if value is not None}
-    return preset.kind(mask_token_id=mask_token_id, length_variation=length_variation, **settings)
+    return spec.kind(mask_token_id=mask_token_id, length_variation=length_variation, **settings)
 
 
 def family_objective(model: Any, name: str | None = None, length_variation: float = 0.0) -> Objective:

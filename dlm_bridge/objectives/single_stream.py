@@ -24,17 +24,16 @@ class MaskedDiffusion(Objective):
     """
 
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
-        p_BL = self.probability(clean, uniforms)
-        mask = self.masked(clean, p_BL, uniforms, clean.counted)
-        weights_BL, normaliser = self.weighed(clean, p_BL, mask, clean.counted)
+        p_BL = self.mask_probability(clean, uniforms)
+        mask = self.sample_mask(clean, p_BL, uniforms, clean.counted)
+        weights_BL, normaliser = self.position_weights(clean, p_BL, mask, clean.counted)
         return NoisyBatch(
             input_ids=torch.where(mask, self.mask_token_id, clean.input_ids),
-            **self.placed(clean),
+            **self.attention_inputs(clean),
             mask=mask,
-            counted=self.counts(mask, clean.counted),
+            counted=self.counted_positions(mask, clean.counted),
             targets=clean.targets[mask],
             weights=weights_BL[mask],
-            terms=None,
             normaliser=normaliser,
         )
 
@@ -58,23 +57,22 @@ class ShiftedDiffusion(Objective):
     cart_p: float = 0.3
 
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
-        t_BL = self.probability(clean, uniforms)
+        t_BL = self.mask_probability(clean, uniforms)
         predictable = clean.counted & clean.preceded
-        mask = self.masked(clean, t_BL, uniforms, predictable)
+        mask = self.sample_mask(clean, t_BL, uniforms, predictable)
         if self.loss_weighting == "cart":
             documents_BL = clean.documents if clean.packed else None
-            weights_BL = cart_weights(clean.everywhere & ~mask, self.cart_p, documents_BL)
-            weights_BL, normaliser = self.normalised(clean, weights_BL, mask, predictable)
+            weights_BL = cart_weights(clean.real_mask & ~mask, self.cart_p, documents_BL)
+            weights_BL, normaliser = self.normalise_weights(clean, weights_BL, mask, predictable)
         else:
-            weights_BL, normaliser = self.weighed(clean, t_BL, mask, predictable)
+            weights_BL, normaliser = self.position_weights(clean, t_BL, mask, predictable)
         return NoisyBatch(
             input_ids=torch.where(mask, self.mask_token_id, clean.input_ids),
-            **self.placed(clean),
+            **self.attention_inputs(clean),
             mask=shift_left(mask),  # moving a row's masks keeps their order, and with it that of the targets
-            counted=shift_left(self.counts(mask, predictable)),
+            counted=shift_left(self.counted_positions(mask, predictable)),
             targets=clean.targets[mask],
             weights=weights_BL[mask],
-            terms=None,
             normaliser=normaliser,
         )
 
@@ -104,6 +102,7 @@ class NextTokenPrediction(Objective):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
     shift: ClassVar[bool] = True
     masks: ClassVar[bool] = False
+    loss_fraction: ClassVar[float] = 1.0
     weightings: ClassVar[tuple[Weighting, ...]] = ("uniform",)
     normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted", "sequences")
 
@@ -114,15 +113,14 @@ class NextTokenPrediction(Objective):
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
         predicted = clean.counted & clean.preceded
         ones_BL = torch.ones(predicted.shape, device=predicted.device)
-        weights_BL, normaliser = self.normalised(clean, ones_BL, predicted, predicted)
+        weights_BL, normaliser = self.normalise_weights(clean, ones_BL, predicted, predicted)
         keep = shift_left(predicted)
         return NoisyBatch(
             input_ids=clean.input_ids,
-            **self.placed(clean),
+            **self.attention_inputs(clean),
             mask=keep,
             counted=keep,
             targets=clean.targets[predicted],
             weights=weights_BL[predicted],
-            terms=None,
             normaliser=normaliser,
         )

@@ -20,9 +20,10 @@ class TwoStreamObjective(Objective):
     that are counted from a document's first token. The loss of masks is on the noisy half."""
 
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
+    streams: ClassVar[int] = 2
     tokens_read: ClassVar[int] = 2
-    noisy_stream: ClassVar[StreamPattern] = "block"  # how a noisy block looks at itself
-    clean_stream: ClassVar[StreamPattern] = "block"  # how the clean tokens look at each other
+    noisy_stream: ClassVar[StreamPattern] = "block"  # attention within a noisy block
+    clean_stream: ClassVar[StreamPattern] = "block"  # attention within the clean stream
 
     block_size: int = 32
 
@@ -33,10 +34,10 @@ class TwoStreamObjective(Objective):
             raise DlmBridgeError("the model's config has no block_size: set it in config.json")
         return {"block_size": size}
 
-    def placed(self, clean: CleanBatch, order: torch.Tensor | None = None) -> dict[str, Any]:
-        """Who looks at whom and the position ids of both streams, as fields of a batch. `order` [B, L] says which
-        clean position stands where in the noisy stream, each within its block."""
-        documents, positions = clean.apart, clean.positions
+    def attention_inputs(self, clean: CleanBatch, order: torch.Tensor | None = None) -> dict[str, Any]:
+        """Attention mask and position ids of both streams, as fields of a batch. `order` [B, L] is the clean position
+        of each noisy token, permuted within its block."""
+        documents, positions = clean.mask_documents, clean.positions
         noisy_documents, noisy_positions = documents, positions
         if order is not None:
             documents = documents.expand_as(order)
@@ -77,20 +78,19 @@ class BlockDiffusion(TwoStreamObjective):
             raise DlmBridgeError("--loss-weighting fraction needs one noise level a sequence: objective block has it")
 
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
-        p_BL = self.probability(clean, uniforms)
+        p_BL = self.mask_probability(clean, uniforms)
         if self.level == "block":
             p_BL = (1 - self.eps) * self.block_levels(uniforms, clean) + self.eps
-        mask = self.masked(clean, p_BL, uniforms, clean.counted)
-        weights_BL, normaliser = self.weighed(clean, p_BL, mask, clean.counted)
+        mask = self.sample_mask(clean, p_BL, uniforms, clean.counted)
+        weights_BL, normaliser = self.position_weights(clean, p_BL, mask, clean.counted)
         none = torch.zeros_like(mask)
         return NoisyBatch(
             input_ids=torch.cat([torch.where(mask, self.mask_token_id, clean.input_ids), clean.input_ids], dim=1),
-            **self.placed(clean),
+            **self.attention_inputs(clean),
             mask=torch.cat([mask, none], dim=1),
-            counted=torch.cat([self.counts(mask, clean.counted), none], dim=1),
+            counted=torch.cat([self.counted_positions(mask, clean.counted), none], dim=1),
             targets=clean.targets[mask],
             weights=weights_BL[mask],
-            terms=None,
             normaliser=normaliser,
         )
 
@@ -118,17 +118,16 @@ class ComplementaryBlockDiffusion(TwoStreamObjective):
         below = uniforms.token < p_BL
         mask = torch.cat([below & predicted, ~below & predicted])
         # Each of the two rows of a sequence has some of its masks, both have them all.
-        weights_BL, normaliser = self.weighed(clean, p_BL, predicted, predicted)
+        weights_BL, normaliser = self.position_weights(clean, p_BL, predicted, predicted)
         keep = torch.cat([shift_left(mask), torch.zeros_like(mask)], dim=1)
         twice = clean.repeated(2)
         return NoisyBatch(
             input_ids=torch.cat([torch.where(mask, self.mask_token_id, twice.input_ids), twice.input_ids], dim=1),
-            **self.placed(twice),
+            **self.attention_inputs(twice),
             mask=keep,
             counted=keep,
             targets=twice.targets[mask],
             weights=weights_BL.repeat(2, 1)[mask],
-            terms=None,
             normaliser=normaliser,
         )
 
@@ -144,6 +143,7 @@ class NemotronDiffusion(TwoStreamObjective):
 
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
+    loss_fraction: ClassVar[float] = 1.5
     clean_stream: ClassVar[StreamPattern] = "causal"
     weightings: ClassVar[tuple[Weighting, ...]] = ("level", "uniform")
     normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted",)
@@ -158,20 +158,19 @@ class NemotronDiffusion(TwoStreamObjective):
         return super().settings(config) | {key: value for key, value in weights.items() if value is not None}
 
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
-        p_BL = self.probability(clean, uniforms)
+        p_BL = self.mask_probability(clean, uniforms)
         mask = (uniforms.token < p_BL) & clean.counted
         following = next_tokens(clean)
         keep = torch.cat([mask, following], dim=1)
-        weights_BL = self.diffusion_weight * self.weighed(clean, p_BL, mask, clean.counted)[0]
+        weights_BL = self.diffusion_weight * self.position_weights(clean, p_BL, mask, clean.counted)[0]
         weights_BS = torch.cat([weights_BL, torch.full_like(p_BL, self.ar_weight)], dim=1)
         return NoisyBatch(
             input_ids=torch.cat([torch.where(mask, self.mask_token_id, clean.input_ids), clean.input_ids], dim=1),
-            **self.placed(clean),
+            **self.attention_inputs(clean),
             mask=keep,
             counted=keep,
             targets=torch.cat([clean.targets, shift_left(clean.targets)], dim=1)[keep],
             weights=weights_BS[keep],
-            terms=None,
             normaliser=total(keep),
         )
 
@@ -181,13 +180,16 @@ class WeDLMDiffusion(TwoStreamObjective):
     """WeDLM's objective (the public fine-tuning code, arXiv 2512.22737).
 
     p ~ U(0, 1) per block, of whose n counted positions round(n p) are masked; the noisy tokens of a block are ordered
-    visible first, masks last, each with its own position id, and look at each other causally, and at the clean blocks
+    visible first, masks last, each with its own position id, with causal attention among them and to the clean blocks
     before; the clean stream is causal. A mask's logits predict its own token. The loss is
     (weighted mean of CE of the masks, weights 1/p + ar_weight x mean CE of the next tokens) / (1 + ar_weight).
     """
 
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
     families: ClassVar[tuple[str, ...]] = ("wedlm",)
+    own_positions: ClassVar[bool] = True
+    exact_block_masks: ClassVar[bool] = True
+    loss_fraction: ClassVar[float] = 1.5
     terms: ClassVar[int] = 2
     noisy_stream: ClassVar[StreamPattern] = "causal"
     clean_stream: ClassVar[StreamPattern] = "causal"
@@ -206,19 +208,19 @@ class WeDLMDiffusion(TwoStreamObjective):
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
         blocks = clean.blocks(self.block_size)
         p_BL = self.block_levels(uniforms, clean).clamp(min=self.eps)
-        mask = self._exact(clean.counted, blocks, p_BL, uniforms.token)
+        mask = self._mask_exact_count(clean.counted, blocks, p_BL, uniforms.token)
         # Within a block: what is visible, then masks, then padding.
-        kind = torch.where(clean.everywhere, mask.long(), 2)
+        kind = torch.where(clean.real_mask, mask.long(), 2)
         order = (3 * blocks + kind).argsort(dim=1, stable=True)
         noisy = torch.where(mask, self.mask_token_id, clean.input_ids).gather(1, order)
         masks, following = mask.gather(1, order), next_tokens(clean)
         keep = torch.cat([masks, following], dim=1)
-        weights_BL = self.weighed(clean, p_BL, mask, clean.counted)[0].gather(1, order)
+        weights_BL = self.position_weights(clean, p_BL, mask, clean.counted)[0].gather(1, order)
         weights_BS = torch.cat([weights_BL, torch.full_like(p_BL, self.ar_weight)], dim=1) / (1 + self.ar_weight)
         terms_BS = torch.cat([torch.zeros_like(order), torch.ones_like(order)], dim=1)
         return NoisyBatch(
             input_ids=torch.cat([noisy, clean.input_ids], dim=1),
-            **self.placed(clean, order),
+            **self.attention_inputs(clean, order),
             mask=keep,
             counted=keep,
             targets=torch.cat([clean.targets.gather(1, order), shift_left(clean.targets)], dim=1)[keep],
@@ -228,7 +230,7 @@ class WeDLMDiffusion(TwoStreamObjective):
         )
 
     @staticmethod
-    def _exact(
+    def _mask_exact_count(
         counted: torch.Tensor, blocks: torch.Tensor, p_BL: torch.Tensor, token_BL: torch.Tensor
     ) -> torch.Tensor:
         """[B, L] bool: in each block the round(n p) of its n counted positions that drew the lowest numbers."""

@@ -256,11 +256,7 @@ def objective_settings(name: str) -> dict[str, Any]:
 
     Raises DlmBridgeError for an unknown objective.
     """
-    from dlm_bridge.objectives.registry import OBJECTIVES
+    from dlm_bridge.objectives.registry import find_objective
 
-    if name not in OBJECTIVES:
-        raise DlmBridgeError(f"--objective {name}: choose one of {', '.join(OBJECTIVES)}")
-    kind = OBJECTIVES[name].kind
-    next_token = name == "causal" or getattr(kind, "clean_stream", None) == "causal"
-    masks = 0.0 if name == "causal" else 0.5  # noise levels are uniform
-    return {"streams": kind.tokens_read, "loss_share": masks + next_token}
+    kind = find_objective(name).kind
+    return {"streams": kind.tokens_read, "loss_share": kind.loss_fraction}

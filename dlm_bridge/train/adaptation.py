@@ -18,8 +18,7 @@ from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
-from dlm_bridge.objectives.registry import OBJECTIVES
-from dlm_bridge.objectives.two_streams import TwoStreamObjective
+from dlm_bridge.objectives.registry import find_objective, objectives
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples, split
 from dlm_bridge.train.data.conversations import ConversationSettings, EosPadding, load_conversation_blocks
@@ -79,14 +78,14 @@ def scheduled_block_size(config: TrainConfig, step: int) -> int | None:
 def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
     """Raise DlmBridgeError where the resolved `config.objective` or the family cannot follow a schedule."""
     name = str(config.objective.name)
-    kind = OBJECTIVES[name].kind
-    if config.objective.block_sizes and not issubclass(kind, TwoStreamObjective):
-        known = ", ".join(other for other, preset in OBJECTIVES.items() if issubclass(preset.kind, TwoStreamObjective))
+    kind = find_objective(name).kind
+    if config.objective.block_sizes and kind.streams == 1:
+        known = ", ".join(other for other, spec in objectives().items() if spec.kind.streams == 2)
         raise DlmBridgeError(f"--block-schedule: objective '{name}' has no blocks: those that have are {known}")
     if not config.objective.mask_annealing_steps:
         return
     flag = f"--mask-annealing-steps {config.objective.mask_annealing_steps}"
-    if issubclass(kind, TwoStreamObjective):
+    if kind.streams == 2:
         raise DlmBridgeError(
             f"{flag}: objective '{name}' makes the mask of its two streams itself: adapt it with --block-schedule"
         )
@@ -105,8 +104,8 @@ def _uniform(seed: int, step: int, samples: Sequence[int], length: int) -> torch
 def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig:
     """The configuration, with its objective resolved, where what is not given is as `family` was tuned. Raises
     DlmBridgeError for padding that the rest does not allow."""
-    kind = OBJECTIVES[str(config.objective.name)].kind
-    blocks = issubclass(kind, TwoStreamObjective)
+    kind = find_objective(str(config.objective.name)).kind
+    blocks = kind.streams == 2
     chosen = config.data.eos_padding
     if chosen == "block" and not blocks:
         raise DlmBridgeError(
@@ -154,8 +153,8 @@ def load_conversations(
 
 def _largest_block(config: TrainConfig, model: Any) -> int:
     """The largest block that the run will have, which its schedule's smaller ones divide; 1 without blocks."""
-    kind = OBJECTIVES[str(config.objective.name)].kind
-    if not issubclass(kind, TwoStreamObjective):
+    kind = find_objective(str(config.objective.name)).kind
+    if kind.streams == 1:
         return 1
     if config.objective.block_sizes:
         return config.objective.block_sizes[-1][1]

@@ -19,7 +19,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import find_family
 from dlm_bridge.objectives.base import Objective
-from dlm_bridge.objectives.registry import OBJECTIVES, build_objective, check_objective, mask_token_id
+from dlm_bridge.objectives.registry import build_objective, check_objective, find_objective, mask_token_id
 from dlm_bridge.train.adaptation import (
     check_adaptation,
     load_conversations,
@@ -170,7 +170,7 @@ def make_objective(config: TrainConfig, model: Any) -> Objective:
     """The objective of a configuration that `with_objective` has resolved. Raises DlmBridgeError for a model's config
     that lacks what it needs."""
     name = str(config.objective.name)
-    token = mask_token_id(model) if OBJECTIVES[name].kind.masks else -1
+    token = mask_token_id(model) if find_objective(name).kind.masks else -1
     return build_objective(
         name,
         token,

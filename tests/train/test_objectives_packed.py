@@ -197,7 +197,7 @@ def test_answers_weigh_the_same_however_long_they_are() -> None:
         ("block_complementary", {"loss_weighting": "level"}, "takes uniform"),
         ("nemotron", {"loss_normalisation": "tokens"}, "NemotronDiffusion takes predicted"),
         ("wedlm", {"loss_normalisation": "sequences"}, "WeDLMDiffusion takes predicted"),
-        ("causal", {"loss_weighting": "level"}, "NextToken takes uniform"),
+        ("causal", {"loss_weighting": "level"}, "--loss-weighting level: NextTokenPrediction"),
     ],
 )
 def test_what_an_objective_has_not_is_refused(name: str, settings: dict[str, Any], message: str) -> None:

@@ -11,7 +11,6 @@ import torch
 from dlm_bridge.bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
-from dlm_bridge.objectives.two_streams import WeDLMDiffusion
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.config import ATTRIBUTES
 from dlm_bridge.parallel.context_parallel import rank_positions
@@ -96,7 +95,7 @@ def _supports_fused_rope(bridge: Bridge, objective: Objective) -> bool:
     """Whether the fused rotary kernel computes the same: it takes one row of positions, and applies neither YaRN's
     scale nor that of queries."""
     described = bridge.mapping.transformer(bridge.config)
-    own_positions = isinstance(objective, WeDLMDiffusion) or bool(described.get("multi_latent_attention"))
+    own_positions = objective.own_positions or bool(described.get("multi_latent_attention"))
     return not own_positions and not any(name.startswith(ATTRIBUTES) for name in described)
 
 
@@ -243,7 +242,7 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
 
 def check_sizes(config: TrainConfig, objective: Objective) -> None:
     """Raise DlmBridgeError for rows and batches that a run's layout does not divide."""
-    streams, vp, pp = min(objective.tokens_read, 2), config.parallel.vp, config.parallel.pp
+    streams, vp, pp = objective.streams, config.parallel.vp, config.parallel.pp
     rank_positions(streams * config.data.seq_length, config.parallel.cp, streams)
     _, batches = config.data.accumulation(parallel_state.get_data_parallel_world_size())
     if vp > 1 and batches % pp:

@@ -17,7 +17,6 @@ from rich.console import Console
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.objectives.two_streams import TwoStreamObjective
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
 from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
@@ -243,7 +242,7 @@ class MegatronTrainer(Trainer):
             self.platform.uses_transformer_engine()
             and config.parallel.cp == 1
             and self.attention_pattern != "block_causal"
-            and not isinstance(self.objective, TwoStreamObjective)
+            and self.objective.streams == 1
             and config.objective.mask_annealing_steps == 0
             and not (whole_sequences and self.micro_batch_size > 1)
         )
