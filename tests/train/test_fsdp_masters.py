@@ -28,7 +28,17 @@ class Chunk:
             row = parameter[0].numel()
             rows = parameter.detach()[first:last].float().clone()
             part = slice(first * row, last * row)
-            named.append((name, SimpleNamespace(orig_param=parameter, megatron_fsdp_slice=part, _local_tensor=rows)))
+            named.append(
+                (
+                    name,
+                    SimpleNamespace(
+                        orig_param=parameter,
+                        megatron_fsdp_slice=part,
+                        _local_tensor=rows,
+                        to_local=lambda rows=rows: rows,
+                    ),
+                )
+            )
         self.param_and_grad_buffer = SimpleNamespace(optimizer_named_parameters=named)
         self.module = SimpleNamespace(module=model)
 

@@ -447,7 +447,7 @@ def overrides_of(platform: Platform) -> Overrides | None:
     table = {name: make for patch in PATCHES if patch.active(platform) for name, make in patch.replaces.items()}
     if added is not None:
         return Overrides(added.owner, added.made_for, {**table, **added.table})
-    return Overrides(f"the {platform.name} platform", SUPPORTED, table) if table else None
+    return Overrides(f"the {type(platform).name} platform", SUPPORTED, table) if table else None
 
 
 def install(platform: Platform) -> None:
