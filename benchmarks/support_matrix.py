@@ -48,9 +48,14 @@ def run() -> dict[str, dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         files = Files(Path(folder))
         files.write()
-        command = [sys.executable, "-m", "tests.train.megatron_worker", folder]
-        subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
-        said = {number: forked(files.root / f"world{number}", number) for number in (2, 4)}
+        for worker in ("megatron_worker", "megatron_layouts_worker"):
+            command = [sys.executable, "-m", f"tests.train.{worker}", folder]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+        said = {
+            number: forked(files.root / f"world{number}", number) | forked(files.root / f"layouts{number}", number)
+            for number in (2, 4)
+        }
     matrix = {name: dict.fromkeys({**LAYOUTS, **LARGE}, "not run") for name in SUBJECTS}
     for name, layouts in matrix.items():
         if not SUBJECTS[name].experts:

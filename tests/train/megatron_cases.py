@@ -103,15 +103,17 @@ class Cell:
         return f"{self.row}[{self.layout}]"
 
 
-def cells(processes: int) -> list[Cell]:
-    """Every cell on so many processes, a layout after the other: groups are made once for each."""
+def cells(processes: int, half: int | None = None) -> list[Cell]:
+    """Every cell on so many processes, a layout after the other: groups are made once for each. A `half` (0 or 1) has
+    every subject in every layout, with its rows packed in one of the halves and not in the other, by turns."""
     found = []
-    for layout in LAYOUTS if processes == 2 else LARGE:
-        for name, subject in SUBJECTS.items():
+    for number, layout in enumerate(LAYOUTS if processes == 2 else LARGE):
+        for turn, (name, subject) in enumerate(SUBJECTS.items(), number):
             if layout in EXPERTS_ONLY and not subject.experts:
                 continue
             if layout in WHOLE or name in SAMPLED:
-                found += [Cell(name, packed, layout) for packed in (False, True)]
+                rows = (False, True) if half is None else ((turn + half) % 2 == 1,)
+                found += [Cell(name, packed, layout) for packed in rows]
     return found
 
 

@@ -30,7 +30,7 @@ def plan(processes: int, root: Path = Path()) -> Plan:
     """Every check on so many processes, in order: its name, the function of `megatron_checks` and its arguments."""
     if processes == 1:
         return _alone() | bad_input(Files(root), 1)
-    found = {str(cell): ("equals_one_process", (cell,), {}) for cell in cells(processes)}
+    found = layouts(processes, 0)
     if processes == 2:
         return found | _two(Files(root)) | bad_input(Files(root), 2)
     stopped = {"name": "terminated", "layout": "tp2-sp-pp2", "keep_last": 2}
@@ -45,12 +45,19 @@ def plan(processes: int, root: Path = Path()) -> Plan:
     }
 
 
-def _alone() -> Plan:
+def layouts(processes: int, half: int) -> Plan:
+    """Half of the cells on so many processes; on one, what they are compared with."""
+    if processes > 1:
+        return {str(cell): ("equals_one_process", (cell,), {}) for cell in cells(processes, half)}
     rows = {(cell.subject, cell.packed) for number in (2, 4) for cell in cells(number)}
-    found = {
+    return {
         f"one process: {subject}{' packed' * packed}": ("writes_reference", (Cell(subject, packed, "one"),), {})
         for subject, packed in sorted(rows)
     }
+
+
+def _alone() -> Plan:
+    found = layouts(1, 0)
     blocks = {"block_schedule": "0:4,3:8", "mask_token_id": 98, "steps": 4, "save_interval": 2}
     return found | {
         "imported": ("starts_from_an_imported_checkpoint", (Cell("masked", False, "one"),), {}),
@@ -186,7 +193,8 @@ def bad_input(files: Files, processes: int) -> Plan:
     }
 
 
-def main(root: Path) -> None:
+def main(root: Path, make_plan: Callable[[int, Path], Plan] = plan, name: str = "world") -> None:
+    """Each number of processes goes through its plan, and reports to ROOT/NAME and the number."""
     from tests.train import megatron_checks as checks  # imports megatron-core
     from tests.train.conftest import undrawn
 
@@ -196,11 +204,11 @@ def main(root: Path) -> None:
     files = Files(root)
 
     def of(processes: int) -> Iterator[tuple[str, Callable[[], None]]]:
-        for name, (check, arguments, options) in plan(processes, root).items():
-            yield name, partial(getattr(checks, check), files, *arguments, **options)
+        for check_name, (check, arguments, options) in make_plan(processes, root).items():
+            yield check_name, partial(getattr(checks, check), files, *arguments, **options)
 
     for processes in WORLDS:
-        fork(root / f"world{processes}", processes, partial(of, processes))
+        fork(root / f"{name}{processes}", processes, partial(of, processes))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,19 @@
+"""The other half of the layouts that `megatron_worker` goes through.
+
+python -m tests.train.megatron_layouts_worker FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.train.megatron_worker import Plan, layouts, main
+
+
+def plan(processes: int, root: Path = Path()) -> Plan:
+    return layouts(processes, 1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), plan, "layouts")
