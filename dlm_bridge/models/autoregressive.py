@@ -151,11 +151,7 @@ MIXTRAL = autoregressive_spec(
     ("mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x22B-v0.1"),
     "Mixtral",
     Mapping(
-        rules=(
-            *outer_rules(),
-            *attention_rules("model." + HUB_LAYER),
-            *_mixtral_experts("model." + HUB_LAYER),
-        ),
+        rules=(*outer_rules(), *attention_rules("model." + HUB_LAYER), *_mixtral_experts("model." + HUB_LAYER)),
         dims=_mixtral_dims,
         transformer=_mixtral_transformer,
         passthrough=TIED_HEAD,

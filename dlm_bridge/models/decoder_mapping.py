@@ -20,6 +20,7 @@ SUPPORTED_VALUES: dict[str, Any] = {
     "mlp_bias": False,
     "use_sliding_window": False,
 }
+NO_WINDOW = {"use_sliding_window": False}
 TIED_HEAD = (Passthrough("lm_head.weight", when="tied", copy_of="model.embed_tokens.weight"),)
 
 

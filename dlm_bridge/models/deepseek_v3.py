@@ -132,10 +132,7 @@ def _attention() -> tuple[Rule, ...]:
             axis=0,
         ),
         Direct(
-            megatron + "linear_q_down_proj.weight",
-            when="q_lora",
-            name=hub + "q_a_proj.weight",
-            shape="q_lora hidden",
+            megatron + "linear_q_down_proj.weight", when="q_lora", name=hub + "q_a_proj.weight", shape="q_lora hidden"
         ),
         Direct(
             megatron + "linear_q_up_proj.layer_norm_weight",
@@ -162,13 +159,7 @@ def _attention() -> tuple[Rule, ...]:
 _EXPERTS = expert_rules(HUB + "mlp.", HUB + "post_attention_layernorm.weight", "shared_experts", own_dtype=True)
 
 MAPPING = Mapping(
-    rules=(
-        *outer_rules(),
-        *_attention(),
-        *dense_rules(HUB),
-        *_EXPERTS,
-        *mtp_rules(HUB, (*_attention(), *_EXPERTS)),
-    ),
+    rules=(*outer_rules(), *_attention(), *dense_rules(HUB), *_EXPERTS, *mtp_rules(HUB, (*_attention(), *_EXPERTS))),
     dims=dims,
     transformer=transformer,
     passthrough=(*TIED_HEAD, *mtp_passthrough(HUB)),

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dlm_bridge.models.decoder_mapping import SUPPORTED_VALUES, dense_mapping
 from dlm_bridge.models.family_spec import FamilySpec
 
+REQUIRED = {"attn_mask_type": "bidirectional", "use_sliding_window": False}
 MAPPING = dense_mapping(
     {"num_key_value_heads": 32},
     frozenset({"qk_norm"}),
-    required={**SUPPORTED_VALUES, "attn_mask_type": "bidirectional"},
+    required={**SUPPORTED_VALUES, **REQUIRED},
 )
 
 

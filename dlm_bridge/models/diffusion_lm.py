@@ -160,10 +160,7 @@ class DiffusionLM:
 
             loss = weighted_loss(logits, labels, loss_weights, logits_to_keep, num_items_in_batch)
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
     def _mask_and_positions(

@@ -82,9 +82,5 @@ MAPPING = Mapping(
 )
 
 SPEC = autoregressive_spec(
-    "glm4_moe",
-    "GLM-4.5, GLM-4.6",
-    ("zai-org/GLM-4.5", "zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
-    "Glm4Moe",
-    MAPPING,
+    "glm4_moe", "GLM-4.5, GLM-4.6", ("zai-org/GLM-4.5", "zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"), "Glm4Moe", MAPPING
 )

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from dlm_bridge.models.decoder_mapping import require_values
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
 
@@ -24,6 +25,8 @@ class HubConfig(PreTrainedConfig):
     """
 
     family: ClassVar[FamilySpec]
+    is_causal: ClassVar[bool] = False  # transformers then builds bidirectional masks
+    required_values: ClassVar[dict[str, Any]] = {}  # of fields: the model class implements no other
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -45,6 +48,7 @@ class HubConfig(PreTrainedConfig):
         return result
 
     def __post_init__(self, **kwargs: Any) -> None:
+        require_values({key: getattr(self, key) for key in self.required_values}, self.required_values)
         super().__post_init__(**kwargs)
         _register_model_class(self.family)
 

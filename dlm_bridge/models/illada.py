@@ -12,7 +12,8 @@ from dlm_bridge.models.decoder_mapping import SUPPORTED_VALUES, dense_mapping
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal
 
-MAPPING = dense_mapping({}, required={**SUPPORTED_VALUES, "layer_norm_eps": None, "resid_pdrop": 0.0})
+REQUIRED = {"layer_norm_eps": None, "resid_pdrop": 0.0}
+MAPPING = dense_mapping({}, required={**SUPPORTED_VALUES, **REQUIRED})
 
 
 def initialisation_rule(config: dict[str, Any]) -> InitialisationRule:

@@ -98,10 +98,7 @@ MAPPING = Mapping(
             v=BLOCK + "v_proj.weight",
         ),
         Direct(
-            LAYER + "self_attention.linear_proj.weight",
-            name=BLOCK + "attn_out.weight",
-            shape="hidden q_rows",
-            axis=1,
+            LAYER + "self_attention.linear_proj.weight", name=BLOCK + "attn_out.weight", shape="hidden q_rows", axis=1
         ),
         Direct(LAYER + "mlp.linear_fc1.layer_norm_weight", name=BLOCK + "ff_norm.weight", shape="hidden"),
         GatedMLP(LAYER + "mlp.linear_fc1.weight", gate=BLOCK + "ff_proj.weight", up=BLOCK + "up_proj.weight"),

@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dlm_bridge.models.decoder_mapping import require_values
-from dlm_bridge.models.difflm import SPEC
+from dlm_bridge.models.difflm import REQUIRED, SPEC
 from dlm_bridge.models.diffusion_lm import DiffusionLM
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 
 
@@ -21,8 +19,8 @@ class DLMConfig(HubConfig, Qwen3Config):
     """Field names and defaults are those of the public configuration_dlm.py; `head_dim` None is hidden / heads."""
 
     model_type = ""
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False
+    family = SPEC
+    required_values = REQUIRED
 
     use_cache: bool = False
     head_dim: int | None = None  # type: ignore[assignment]
@@ -30,7 +28,6 @@ class DLMConfig(HubConfig, Qwen3Config):
     mask_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        require_values(vars(self), {"attn_mask_type": "bidirectional", "use_sliding_window": False})
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
 
@@ -40,5 +37,4 @@ class DiffLM(DiffusionLM, Qwen3ForCausalLM):
     token i."""
 
     config_class = DLMConfig
-    config: DLMConfig
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC

@@ -4,22 +4,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from transformers import LlamaConfig
 from transformers import LlamaForCausalLM as Llama
 
 from dlm_bridge.models.diffullama import SPEC
 from dlm_bridge.models.diffusion_lm import DiffusionLM
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 
 
 class DiffuLLaMAConfig(HubConfig, LlamaConfig):
     """Saved as the Llama config that was loaded."""
 
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False
+    family = SPEC
 
     mask_token_id: int | None = 811
 
@@ -28,5 +24,4 @@ class LlamaForCausalLM(DiffusionLM, Llama):
     """Named as on the Hub, since a saved checkpoint names its class. `logits[i]` predicts token i + 1."""
 
     config_class = DiffuLLaMAConfig
-    config: DiffuLLaMAConfig
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC

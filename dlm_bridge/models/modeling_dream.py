@@ -4,16 +4,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-from dlm_bridge.models.decoder_mapping import require_values
+from dlm_bridge.models.decoder_mapping import NO_WINDOW
 from dlm_bridge.models.diffusion_lm import DiffusionLM
 from dlm_bridge.models.dream import SPEC
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 
 
@@ -21,16 +18,12 @@ class DreamConfig(HubConfig, Qwen2Config):
     """Field names and defaults are those of the public configuration_dream.py."""
 
     model_type = "Dream"
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False  # transformers then builds bidirectional masks
+    family = SPEC
+    required_values = NO_WINDOW
 
     use_cache: bool = False
     mask_token_id: int | None = 151666
     pad_token_id: int | None = 151643
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        require_values({"use_sliding_window": self.use_sliding_window}, {"use_sliding_window": False})
-        super().__post_init__(**kwargs)
 
 
 class DreamTokenizer(Qwen2Tokenizer):
@@ -41,5 +34,4 @@ class DreamModel(DiffusionLM, Qwen2ForCausalLM):
     """As in the original, `logits[i]` predicts token i + 1 (`family.shift`)."""
 
     config_class = DreamConfig
-    config: DreamConfig
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC

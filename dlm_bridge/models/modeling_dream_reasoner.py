@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dlm_bridge.models.diffusion_lm import DiffusionLM
 from dlm_bridge.models.dream_reasoner import SPEC
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 
 
@@ -20,8 +19,7 @@ class DreamReasonerConfig(HubConfig, Qwen3Config):
     """On the Hub its class is named DreamConfig, as Dream's is; `head_dim` None is hidden / heads."""
 
     model_type = "Dream"
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False
+    family = SPEC
 
     use_cache: bool = False
     head_dim: int | None = None  # type: ignore[assignment]
@@ -37,5 +35,4 @@ class DreamForCausalLM(DiffusionLM, Qwen3ForCausalLM):
     """Block-causal attention. `logits[i]` predicts token i (in Dream token i + 1)."""
 
     config_class = DreamReasonerConfig
-    config: DreamReasonerConfig
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC

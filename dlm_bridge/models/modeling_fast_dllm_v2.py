@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from dlm_bridge.models.decoder_mapping import require_values
+from dlm_bridge.models.decoder_mapping import NO_WINDOW
 from dlm_bridge.models.diffusion_lm import DiffusionLM
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.fast_dllm_v2 import SPEC
 from dlm_bridge.models.hub_config import HubConfig
 
@@ -19,21 +18,16 @@ class Fast_dLLM_QwenConfig(HubConfig, Qwen2Config):  # noqa: N801 (the Hub's nam
     """`bd_size` reads and writes as `block_size` too, the name that it has in the other families."""
 
     model_type = "Fast_dLLM_Qwen"
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False
+    family = SPEC
+    required_values = NO_WINDOW
     attribute_map: ClassVar[dict[str, str]] = {"block_size": "bd_size"}
 
     bd_size: int = 32
     mask_token_id: int | None = 151665
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        require_values({"use_sliding_window": self.use_sliding_window}, {"use_sliding_window": False})
-        super().__post_init__(**kwargs)
 
 
 class Fast_dLLM_QwenForCausalLM(DiffusionLM, Qwen2ForCausalLM):  # noqa: N801 (the Hub's name)
     """As in the original, `logits[i]` predicts token i + 1 (`family.shift`)."""
 
     config_class = Fast_dLLM_QwenConfig
-    config: Fast_dLLM_QwenConfig
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC

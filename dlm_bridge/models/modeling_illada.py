@@ -4,37 +4,28 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dlm_bridge.models.decoder_mapping import require_values
 from dlm_bridge.models.diffusion_lm import DiffusionLM
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
-from dlm_bridge.models.illada import SPEC
+from dlm_bridge.models.illada import REQUIRED, SPEC
 
 
 class ILLaDAConfig(HubConfig, LlamaConfig):
     """The published models have RMSNorm, plain RoPE and no dropout; the original code's other options are refused."""
 
     model_type = "illada"
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False
+    family = SPEC
+    required_values = REQUIRED
 
     use_cache: bool = False
     layer_norm_eps: float | None = None
     resid_pdrop: float = 0.0
     mask_token_id: int | None = 5
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        require_values(vars(self), {"layer_norm_eps": None, "resid_pdrop": 0.0})
-        super().__post_init__(**kwargs)
-
 
 class ILLaDAForCausalLM(DiffusionLM, LlamaForCausalLM):
     """`logits[i]` predicts token i; the original code's own loss over `labels` shifts them, which is wrong here."""
 
     config_class = ILLaDAConfig
-    config: ILLaDAConfig
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC

@@ -26,7 +26,6 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.llada import REQUIRED, SPEC, check_config
 
@@ -35,8 +34,7 @@ class LLaDAConfig(HubConfig):
     """Field names, defaults and null rules are those of the public configuration_llada.py for the 8B models."""
 
     model_type = "llada"
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False  # transformers then builds bidirectional masks
+    family = SPEC
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",
@@ -212,12 +210,8 @@ class LLaDADecoderLayer(LlamaDecoderLayer):
 
 class LLaDAPreTrainedModel(LlamaPreTrainedModel):
     config_class = LLaDAConfig
-    config: LLaDAConfig
     _no_split_modules: ClassVar[list[str]] = ["LLaDADecoderLayer"]
-    _can_record_outputs: ClassVar[dict[str, Any]] = {
-        "hidden_states": LLaDADecoderLayer,
-        "attentions": LLaDAAttention,
-    }
+    _can_record_outputs: ClassVar[dict[str, Any]] = {"hidden_states": LLaDADecoderLayer, "attentions": LLaDAAttention}
 
 
 class LLaDAModel(LLaDAPreTrainedModel, LlamaModel):
@@ -238,7 +232,7 @@ class LLaDAModel(LLaDAPreTrainedModel, LlamaModel):
 class LLaDAModelLM(DiffusionLM, LLaDAPreTrainedModel, LlamaForCausalLM):
     """LLaDA with its output layer, for `AutoModel` and `AutoModelForCausalLM`, as in the Hub's auto_map."""
 
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC
 
     def __init__(self, config: LLaDAConfig) -> None:
         LLaDAPreTrainedModel.__init__(self, config)

@@ -30,7 +30,6 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
 )
 
 from dlm_bridge.models.diffusion_lm import register_hub_names
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.llada2_moe import SPEC, check_config
 from dlm_bridge.models.modeling_moe import DiffusionMoE, ExpertsMixin, expert_converters
@@ -54,8 +53,7 @@ class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
     """
 
     model_type = "llada2_moe"
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False
+    family = SPEC
     attribute_map: ClassVar[dict[str, str]] = {
         "num_local_experts": "num_experts",
         "n_routed_experts": "num_experts",
@@ -165,7 +163,6 @@ class LLaDA2MoeDecoderLayer(Glm4MoeDecoderLayer):
 
 class LLaDA2MoePreTrainedModel(ExpertsMixin, Glm4MoePreTrainedModel):
     config_class = LLaDA2MoeConfig
-    config: LLaDA2MoeConfig
     _no_split_modules: ClassVar[list[str]] = ["LLaDA2MoeDecoderLayer"]
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = []  # Glm4-MoE drops its MTP layers 46 and 92
     _can_record_outputs: ClassVar[dict[str, Any]] = {
@@ -200,7 +197,7 @@ class LLaDA2MoeModel(LLaDA2MoePreTrainedModel, Glm4MoeModel):
 class LLaDA2MoeModelLM(DiffusionMoE, LLaDA2MoePreTrainedModel, Glm4MoeForCausalLM):
     """Block-causal attention with blocks of 32. `logits[i]` predicts token i."""
 
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC
 
     def __init__(self, config: LLaDA2MoeConfig) -> None:
         LLaDA2MoePreTrainedModel.__init__(self, config)

@@ -10,7 +10,6 @@ from huggingface_hub.dataclasses import strict
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dlm_bridge.models.diffusion_lm import register_hub_names
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.llada_moe import SPEC, check_config
 from dlm_bridge.models.modeling_moe import DiffusionMoE, expert_converters
@@ -21,8 +20,7 @@ class LLaDAMoEConfig(HubConfig, Qwen3MoeConfig):
     """Field names are those of the public configuration_lladamoe.py, defaults those of the 7B-A1B checkpoints."""
 
     model_type = "llada"
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False
+    family = SPEC
     attribute_map: ClassVar[dict[str, str]] = {
         "num_local_experts": "num_experts",
         "intermediate_size": "dense_intermediate_size",
@@ -56,8 +54,7 @@ class LLaDAMoEModelLM(DiffusionMoE, Qwen3MoeForCausalLM):
     """The model with its output layer, for `AutoModel` and `AutoModelForCausalLM`, as in the Hub's auto_map."""
 
     config_class = LLaDAMoEConfig
-    config: LLaDAMoEConfig
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC
 
 
 register_hub_names(LLaDAMoEModelLM, (), expert_converters())

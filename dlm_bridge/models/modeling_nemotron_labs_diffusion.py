@@ -21,9 +21,7 @@ from transformers import Ministral3Config, Ministral3ForCausalLM
 
 from dlm_bridge.attention_mask import causal_mask
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.decoder_mapping import require_values
 from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.nemotron_labs_diffusion import REQUIRED, SPEC
 
@@ -35,8 +33,8 @@ class NemotronLabsDiffusionConfig(HubConfig, Ministral3Config):
     mask token in place of its -1."""
 
     model_type = "nemotron_labs_diffusion"
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False  # masks of the autoregressive mode are made by the model
+    family = SPEC
+    required_values = REQUIRED
 
     pad_token_id: int | None = None
     attention_bias: bool = False
@@ -49,7 +47,6 @@ class NemotronLabsDiffusionConfig(HubConfig, Ministral3Config):
     dp_varying_mask_ratio: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        require_values({key: getattr(self, key) for key in REQUIRED}, REQUIRED)
         if self.dlm_paradigm not in PARADIGMS:
             raise DlmBridgeError(f"config.json: dlm_paradigm {self.dlm_paradigm!r} is none of {', '.join(PARADIGMS)}")
         super().__post_init__(**kwargs)
@@ -63,7 +60,7 @@ class NemotronLabsDiffusionModel(DiffusionLM, Ministral3ForCausalLM):
 
     config_class = NemotronLabsDiffusionConfig
     config: NemotronLabsDiffusionConfig
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC
     # PEFT reads this: adapters that were published for the original class name its modules.
     _checkpoint_conversion_mapping: ClassVar[dict[str, str]] = dict(RENAMES)
 

@@ -10,7 +10,6 @@ from huggingface_hub.dataclasses import strict
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dlm_bridge.models.diffusion_lm import register_hub_names
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.modeling_moe import DiffusionMoE, expert_converters
 from dlm_bridge.models.rnd1 import SPEC
@@ -21,8 +20,7 @@ class RND1Config(HubConfig, Qwen3MoeConfig):
     """Field names and defaults are those of the public configuration_rnd.py."""
 
     model_type = "rnd1"
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False
+    family = SPEC
     attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
     default_theta = 1000000.0
 
@@ -42,8 +40,7 @@ class RND1LM(DiffusionMoE, Qwen3MoeForCausalLM):
     """As in the original, `logits[i]` predicts token i + 1 (`family.shift`)."""
 
     config_class = RND1Config
-    config: RND1Config
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC
 
 
 register_hub_names(RND1LM, (), expert_converters())

@@ -4,12 +4,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dlm_bridge.models.diffusion_lm import DiffusionLM
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.sdar import SPEC
 
@@ -19,8 +16,7 @@ class SDARConfig(HubConfig, Qwen3Config):
     (`from_pretrained(..., block_size=32)`)."""
 
     model_type = "sdar"
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False
+    family = SPEC
 
     use_cache: bool = False
     block_size: int = 4
@@ -31,5 +27,4 @@ class SDARForCausalLM(DiffusionLM, Qwen3ForCausalLM):
     """Block-causal attention. `logits[i]` predicts token i."""
 
     config_class = SDARConfig
-    config: SDARConfig
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC

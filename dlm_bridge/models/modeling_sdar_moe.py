@@ -9,7 +9,6 @@ from typing import ClassVar
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dlm_bridge.models.diffusion_lm import register_hub_names
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.modeling_moe import DiffusionMoE, expert_converters
 from dlm_bridge.models.sdar_moe import SPEC
@@ -20,8 +19,7 @@ class SDARMoeConfig(HubConfig, Qwen3MoeConfig):
     (`from_pretrained(..., block_size=32)`)."""
 
     model_type = "sdar_moe"
-    family: ClassVar[FamilySpec] = SPEC
-    is_causal: ClassVar[bool] = False
+    family = SPEC
     attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
     default_theta = 1000000.0
 
@@ -36,8 +34,7 @@ class SDARMoeForCausalLM(DiffusionMoE, Qwen3MoeForCausalLM):
     """Block-causal attention. `logits[i]` predicts token i."""
 
     config_class = SDARMoeConfig
-    config: SDARMoeConfig
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC
 
 
 register_hub_names(SDARMoeForCausalLM, (), expert_converters())

@@ -7,15 +7,14 @@ Without QK norms, or with Qwen2's biases, where the config says so.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dlm_bridge.models.decoder_mapping import require_values
+from dlm_bridge.models.decoder_mapping import NO_WINDOW
 from dlm_bridge.models.diffusion_lm import DiffusionLM
-from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.wedlm import SPEC
 
@@ -25,7 +24,9 @@ class WeDLMConfig(HubConfig, Qwen3Config):
     """Field names and defaults are those of the public configuration_wedlm.py; `head_dim` None is hidden / heads."""
 
     model_type = "wedlm"
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC
+    required_values = NO_WINDOW
+    is_causal = True
 
     attention_bias: bool = True  # of queries, keys and values
     qk_norm: bool = False
@@ -33,7 +34,6 @@ class WeDLMConfig(HubConfig, Qwen3Config):
     mask_token_id: int | None = 151665
 
     def __post_init__(self, **kwargs: Any) -> None:
-        require_values({"use_sliding_window": self.use_sliding_window}, {"use_sliding_window": False})
         self.mask_token_id = SPEC.mask_token_id if self.mask_token_id is None else self.mask_token_id
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
@@ -44,8 +44,7 @@ class WeDLMForCausalLM(DiffusionLM, Qwen3ForCausalLM):
     masks last. `logits[i]` of a mask predicts the token of its own position."""
 
     config_class = WeDLMConfig
-    config: WeDLMConfig
-    family: ClassVar[FamilySpec] = SPEC
+    family = SPEC
 
     def __init__(self, config: WeDLMConfig) -> None:
         super().__init__(config)
