@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.tensor import DTensor
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
@@ -44,7 +45,6 @@ from dlm_bridge.train.metrics import (
     plot_loss,
 )
 from dlm_bridge.train.monitoring import TextSamples, Trackers
-from dlm_bridge.train.optimizer import check_finite, learning_rate
 
 EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always the same
 EVALUATION_STEP = 0  # of the noise's key: every evaluation draws the same
@@ -432,3 +432,27 @@ def catch_sigterm() -> Iterator[threading.Event]:
         yield event
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of `step`, which counts from 1: linear warm-up to `lr`, then the schedule down to `min_lr` at the last
+    step. A pure function, so that a resume needs no scheduler state."""
+    if step <= config.schedule.warmup_steps:
+        return config.optimizer.lr * step / config.schedule.warmup_steps
+    if config.schedule.name == "constant":
+        return config.optimizer.lr
+    progress = min(1.0, (step - config.schedule.warmup_steps) / (config.schedule.steps - config.schedule.warmup_steps))
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule.name == "cosine" else 1 - progress
+    return config.schedule.min_lr + (config.optimizer.lr - config.schedule.min_lr) * share
+
+
+def check_finite(step: int, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise DlmBridgeError where a weight is not finite after `step`, before a checkpoint would keep it: finite
+    gradients can lead there too, as with an epsilon of zero."""
+    for parameter in parameters:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not bool(local.detach().isfinite().all()):
+            raise DlmBridgeError(
+                f"step {step}: weights are not finite, no checkpoint is written: resume from before with another --lr "
+                "or --adam-eps"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from dlm_bridge.train.megatron.stragglers import FULL_GC_EVERY, GCSchedule
+from dlm_bridge.train.megatron.trainer import FULL_GC_EVERY, GCSchedule
 
 
 class Node:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from rich.console import Console
+from torch import nn
 
 from dlm_bridge.attention_mask import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError
@@ -45,7 +46,6 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.loading import starting_model
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
-from dlm_bridge.train.optimizer import adamw
 from dlm_bridge.train.setup import (
     check_data,
     load_data,
@@ -291,3 +291,29 @@ def _accelerator(config: TrainConfig) -> Accelerator:
             "supported, launch with torchrun or accelerate launch --multi_gpu"
         )
     return accelerator
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: not to biases and 1-D parameters (norms)."""
+    return parameter.dim() > 1 and not name.endswith(".bias")
+
+
+def adamw(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -> torch.optim.AdamW:
+    """The optimizer of a Hub-side model's trained parameters; without `fused` torch chooses how it is computed."""
+    return torch.optim.AdamW(
+        parameter_groups(model, config.optimizer.weight_decay),
+        lr=config.optimizer.lr,
+        betas=(config.optimizer.beta1, config.optimizer.beta2),
+        eps=config.optimizer.adam_eps,
+        fused=fused,
+    )
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """AdamW's parameter groups: the parameters that decay, then those that do not; without an empty one."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, object]] = [
+        {"params": [p for name, p in trained if decays(name, p)], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if not decays(name, p)], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -27,13 +27,7 @@ from dlm_bridge.convert.manifest import Manifest, digests_of, write_digests
 from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, write_passthrough, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import CONFIG_FILE
-from dlm_bridge.parallel.core import (
-    AsyncCallsQueue,
-    AsyncRequest,
-    dist_checkpointing,
-    parallel_state,
-    unwrap_model,
-)
+from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpointing, parallel_state, unwrap_model
 from dlm_bridge.parallel.mcore_patches.modules import patch_grouped_linear_state
 from dlm_bridge.parallel.mcore_patches.optimizers import patched_checkpoints, unpadded_param_index_map
 from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue

@@ -18,13 +18,7 @@ from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import groups, platform
-from dlm_bridge.parallel.core import (
-    DistributedDataParallel,
-    finalize_model_grads,
-    get_megatron_optimizer,
-    named_refusals,
-    parallel_state,
-)
+from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
 from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
 from dlm_bridge.parallel.parallelize import build_megatron_model
@@ -48,7 +42,7 @@ from dlm_bridge.train.megatron.mcore_config import (
     transformer_overrides,
 )
 from dlm_bridge.train.megatron.settings import check_settings
-from dlm_bridge.train.megatron.trainer import MegatronTrainer
+from dlm_bridge.train.megatron.trainer import MegatronTrainer, connect_schedule
 from dlm_bridge.train.setup import (
     check_data,
     check_same_model,
@@ -171,16 +165,6 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
     return optimizer
 
 
-def connect_schedule(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Give megatron-core's schedules what they call: loss scaling, gradient reduction, no_sync."""
-    transformer = chunks[0].config
-    transformer.grad_scale_func = optimizer.scale_loss
-    transformer.finalize_model_grads_func = _finalize_model_grads
-    if chunks[0].ddp_config.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in chunks]
-        transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-
-
 def checkpoint_sets_all_weights(config: TrainConfig) -> bool:
     """Whether a resume sets every weight, and every main param, from the checkpoint alone: where neither FSDP's
     buffers nor the optimizer inside megatron-core's nor weights in FP8 begin with what the model was built with."""
@@ -206,11 +190,6 @@ def _data_parallel_class(config: TrainConfig) -> Any:
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
     return FullyShardedDataParallel
-
-
-def _finalize_model_grads(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
-    """Sum the gradients over ranks without dividing by a number of tokens: the loss's weights did that."""
-    finalize_model_grads(model, None, **kwargs)
 
 
 def _first_on_main(action: Callable[[], T]) -> T:

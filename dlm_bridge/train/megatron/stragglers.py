@@ -1,9 +1,8 @@
-"""Ranks that hold the others up: garbage collection at the same step on every rank, and straggler detection."""
+"""Straggler detection: which rank of a pipeline stage takes longest for its forward passes."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import socket
 import time
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-FULL_GC_EVERY = 100  # steps; the others collect young objects only
 TimedWork = float | tuple[torch.Event, torch.Event]  # seconds, or start and end
 
 
@@ -83,30 +81,3 @@ def straggler_report(step: int, found: list[tuple[int, float, str]]) -> str:
         f"step {step}: forward passes of stage {worst} take {slow:.3f} s on rank {slow_rank} ({slow_host}), the "
         f"slowest, and {fast:.3f} s on rank {fast_rank} ({fast_host}), the fastest: {more:.1%} more"
     )
-
-
-class GCSchedule:
-    """Runs Python's garbage collector between steps only, from the first step to `close`, at the same step on every
-    rank: otherwise each stops at another moment, and all others wait for it in their next collective."""
-
-    def __init__(self) -> None:
-        self._steps: int | None = None  # since it took over from Python
-
-    def step(self) -> None:
-        """Collect between two steps, while the device has work: cycles may hold device memory."""
-        if self._steps is None:
-            if gc.isenabled():
-                gc.collect()
-                gc.freeze()  # the model stays
-                gc.disable()
-                self._steps = 0
-            return
-        self._steps += 1
-        gc.collect(2 if self._steps % FULL_GC_EVERY == 0 else 1)
-
-    def close(self) -> None:
-        """Give collection back to Python."""
-        if self._steps is not None:
-            gc.unfreeze()
-            gc.enable()
-            self._steps = None

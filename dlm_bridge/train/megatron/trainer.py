@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
-from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
+from dlm_bridge.parallel.core import finalize_model_grads, get_forward_backward_func, parallel_state
 from dlm_bridge.parallel.gpt import model_inputs
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_live_weights
 from dlm_bridge.parallel.self_attention import scales_queries
@@ -29,7 +30,7 @@ from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron.checkpoints import CheckpointManager, write_hub_config
 from dlm_bridge.train.megatron.mcore_config import DTYPES
 from dlm_bridge.train.megatron.optimizer import ClippedOptimizerStep
-from dlm_bridge.train.megatron.stragglers import GCSchedule, StragglerDetector
+from dlm_bridge.train.megatron.stragglers import StragglerDetector
 from dlm_bridge.train.megatron.training_state import describe_mtp
 from dlm_bridge.train.metrics import StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
@@ -321,3 +322,48 @@ def _copy_async(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _gathers_in_forward(chunk: Any) -> bool:
     return chunk.ddp_config.overlap_param_gather and not chunk.ddp_config.use_megatron_fsdp
+
+
+FULL_GC_EVERY = 100  # steps; the others collect young objects only
+
+
+class GCSchedule:
+    """Runs Python's garbage collector between steps only, from the first step to `close`, at the same step on every
+    rank: otherwise each stops at another moment, and all others wait for it in their next collective."""
+
+    def __init__(self) -> None:
+        self._steps: int | None = None  # since it took over from Python
+
+    def step(self) -> None:
+        """Collect between two steps, while the device has work: cycles may hold device memory."""
+        if self._steps is None:
+            if gc.isenabled():
+                gc.collect()
+                gc.freeze()  # the model stays
+                gc.disable()
+                self._steps = 0
+            return
+        self._steps += 1
+        gc.collect(2 if self._steps % FULL_GC_EVERY == 0 else 1)
+
+    def close(self) -> None:
+        """Give collection back to Python."""
+        if self._steps is not None:
+            gc.unfreeze()
+            gc.enable()
+            self._steps = None
+
+
+def connect_schedule(chunks: Sequence[Any], optimizer: Any) -> None:
+    """Give megatron-core's schedules what they call: loss scaling, gradient reduction, no_sync."""
+    transformer = chunks[0].config
+    transformer.grad_scale_func = optimizer.scale_loss
+    transformer.finalize_model_grads_func = _finalize_model_grads
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+
+
+def _finalize_model_grads(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+    """Sum the gradients over ranks without dividing by a number of tokens: the loss's weights did that."""
+    finalize_model_grads(model, None, **kwargs)

@@ -21,16 +21,16 @@ from dlm_bridge.generation.samplers.base import SpecialTokens
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.train.accelerate.attention import set_attention
+from dlm_bridge.train.accelerate.trainer import adamw
 from dlm_bridge.train.checkpoints import find_checkpoints, remove_old_checkpoints, save_checkpoint
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.sections import AUTOREGRESSIVE, METHODS
 from dlm_bridge.train.loading import load_model
 from dlm_bridge.train.lora import Adapter, add_adapter
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics, plot_loss
-from dlm_bridge.train.optimizer import adamw, check_finite, learning_rate
 from dlm_bridge.train.rl.rows import Shuffled
 from dlm_bridge.train.rl.updates import UpdateMetrics
-from dlm_bridge.train.trainer import TrainingLoop
+from dlm_bridge.train.trainer import TrainingLoop, check_finite, learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)

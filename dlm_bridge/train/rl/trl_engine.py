@@ -19,6 +19,7 @@ from transformers import PrinterCallback, TrainerCallback
 from dlm_bridge.convert.checkpoints.torch_dist import TRACKER
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.accelerate.attention import set_attention
+from dlm_bridge.train.accelerate.trainer import adamw
 from dlm_bridge.train.checkpoints import NAME, step_folder
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.sections import SAMPLED
@@ -26,12 +27,11 @@ from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.loading import load_model, load_tokenizer, model_family
 from dlm_bridge.train.lora import add_adapter, with_lora
 from dlm_bridge.train.metrics import MetricsFile, TrainingProgress, plot_loss
-from dlm_bridge.train.optimizer import adamw, learning_rate
 from dlm_bridge.train.rl.reward_worker import RewardWorkers
 from dlm_bridge.train.rl.rows import Problem, load_pairs, load_problems, read_rows
 from dlm_bridge.train.rl.trainer import PreferenceRow, RolloutRow, check_length, check_method
 from dlm_bridge.train.setup import open_output, write_config
-from dlm_bridge.train.trainer import catch_sigterm
+from dlm_bridge.train.trainer import catch_sigterm, learning_rate
 
 STATE = "trainer_state.json"  # which transformers' Trainer writes last
 UNFINISHED = re.compile(r"checkpoint-\d+")  # as it names folders
