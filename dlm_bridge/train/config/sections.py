@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -169,7 +170,7 @@ class ObjectiveOptions:
         0.0, "Update rate per step of routers' expert bias, 0: constant.", minimum=0, engine="megatron"
     )
 
-    @property
+    @cached_property
     def block_sizes(self) -> tuple[tuple[int, int], ...]:
         """(first step, block size) pairs of `block_schedule`, in order; empty without one. Raises OptionError."""
         if self.block_schedule is None:
@@ -337,7 +338,7 @@ class CheckpointOptions:
     keep_last: int = option(0, "Checkpoints to keep, 0: all.", minimum=0)
     async_save: bool = option(False, "Write checkpoints in the background.", engine="megatron")
 
-    @property
+    @cached_property
     def saves(self) -> frozenset[int]:
         """The steps of `save_steps`. Raises OptionError."""
         steps = frozenset(whole_numbers("--save-steps", self.save_steps))
