@@ -19,7 +19,8 @@ from lm_eval.tasks import TaskManager
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import first_token, windows
-from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names, resolve_settings
+from dlm_bridge.generation.config import merge_names
+from dlm_bridge.generation.settings import SAMPLING_ONLY, resolve_settings
 from dlm_bridge.generation.texts import seeds_of, write_texts
 from dlm_bridge.loading import LoadedModel
 
@@ -255,8 +256,8 @@ def _record(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of a call of `generate`, defaults included."""
     found = resolve_settings(model, None, settings, prompt_width=1)
     return {
-        "algorithm": found.algorithm.name,
-        **{name: getattr(found.algorithm, name) for name in found.algorithm.parameters()},
+        "algorithm": found.sampler.name,
+        **{name: getattr(found.sampler, name) for name in found.sampler.parameters()},
         **found.constraints,
         "eos_token_ids": list(found.eos_token_ids),
         "mask_token_id": found.mask_token_id,

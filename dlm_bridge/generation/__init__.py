@@ -1,17 +1,15 @@
-"""Sampling from diffusion language models: one denoising loop, its settings, and the rules that it is made of."""
+"""Generation with diffusion language models: `generate`, its settings, and the parts that samplers consist of."""
 
 from __future__ import annotations
 
 from dlm_bridge.generation.api import DiffusionGenerateOutput, generate
-from dlm_bridge.generation.callbacks import DenoisingStep
+from dlm_bridge.generation.callbacks import DenoisingStep, StepCallback
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import CommitRule, Step
-from dlm_bridge.generation.config import DiffusionGenerationConfig, register_sampler
-from dlm_bridge.generation.loop import SamplerSpec
+from dlm_bridge.generation.config import DiffusionGenerationConfig
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.runtime.runner import release
-from dlm_bridge.generation.samplers import SAMPLERS
-from dlm_bridge.generation.samplers.base import Sampler, SpecialTokens
+from dlm_bridge.generation.samplers import SAMPLERS, Sampler, SamplerSpec, SpecialTokens, parameter, register_sampler
 
 __all__ = [
     "SAMPLERS",
@@ -25,7 +23,9 @@ __all__ = [
     "SamplerSpec",
     "SpecialTokens",
     "Step",
+    "StepCallback",
     "generate",
+    "parameter",
     "register_sampler",
     "release",
 ]

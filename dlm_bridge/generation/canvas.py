@@ -14,27 +14,30 @@ from dlm_bridge.errors import DlmBridgeError
 
 
 def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The numbers as a tensor on the device, which may be at work on something else."""
+    """The numbers as a tensor on the device, without a device sync."""
     tensor = torch.tensor(numbers, dtype=torch.long)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def read_flags(flags_A: torch.Tensor, meanwhile: Callable[[], None]) -> list[bool]:
-    """What the tensor holds. A GPU is given something to do, by `meanwhile`, before the host waits for the answer."""
+def read_flags(flags_A: torch.Tensor, overlap_with: Callable[[], None]) -> list[bool]:
+    """The tensor's values on the host. On a GPU `overlap_with` launches work before the host waits for them."""
     if not flags_A.is_cuda:
         return list(flags_A.tolist())
     copy = flags_A.to("cpu", non_blocking=True)
     arrived = torch.cuda.current_stream(flags_A.device).record_event()
-    meanwhile()
+    overlap_with()
     arrived.synchronize()
     return list(copy.tolist())
 
 
 class StopCondition:
-    """Finds the tokens that end a row.
+    """End-of-sequence tokens and stop strings.
 
-    A stop string is looked for in the decoded new tokens, as far as the row is settled without a gap; the row ends
-    with the token that completes it. Without end-of-sequence tokens and stop strings nothing ends.
+    A stop string is searched in the decoded new tokens, as far as the row is committed without a gap; the row ends
+    with the token that completes it.
+
+    Attributes:
+        active: whether anything can end a row.
     """
 
     def __init__(
@@ -45,27 +48,27 @@ class StopCondition:
         tokenizer: Any = None,
     ) -> None:
         if stop_strings and not hasattr(tokenizer, "decode"):
-            raise DlmBridgeError("stop_strings are found in decoded text: pass tokenizer= as well")
+            raise DlmBridgeError("stop_strings are searched in decoded text: pass tokenizer= as well")
         self._eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)
         self._stop_strings = tuple(stop_strings)
         self._tokenizer = tokenizer
-        self.happens = bool(len(self._eos) or self._stop_strings)
+        self.active = bool(len(self._eos) or self._stop_strings)
 
     def marks(self, tokens_AN: torch.Tensor, new_AN: torch.Tensor, mask_token_id: int) -> torch.Tensor:
-        """[A, N] bool, True at those of the new tokens that end a row, which may be several of one row."""
+        """[A, N] bool, True at the new tokens that end a row, possibly several of one row."""
         marks_AN = torch.isin(tokens_AN, self._eos) & new_AN
         if not self._stop_strings:
             return marks_AN
-        settled_AN = (~new_AN | (tokens_AN != mask_token_id)).cumprod(dim=1).bool() & new_AN
-        for marks_N, tokens_N, settled_N in zip(marks_AN, tokens_AN, settled_AN, strict=True):
-            places = settled_N.nonzero()[:, 0]
+        committed_AN = (~new_AN | (tokens_AN != mask_token_id)).cumprod(dim=1).bool() & new_AN
+        for marks_N, tokens_N, committed_N in zip(marks_AN, tokens_AN, committed_AN, strict=True):
+            places = committed_N.nonzero()[:, 0]
             length = self._stop(tokens_N[places].tolist())
             if length:
                 marks_N[places[length - 1]] = True
         return marks_AN
 
     def _stop(self, tokens: list[int]) -> int:
-        """How many of the tokens it takes to complete the first stop string; 0 where there is none."""
+        """How many tokens complete the first stop string; 0 without one."""
 
         def stopped(length: int) -> bool:
             text = self._tokenizer.decode(tokens[:length])
@@ -94,7 +97,7 @@ class PromptBatch:
     tokens: torch.Tensor  # [B, P]
     pads: tuple[int, ...]  # padding columns at the left of each row
     rows: list[list[int]]  # each row's real tokens
-    holes: tuple[tuple[int, ...], ...] = ()  # each row's masks that are to be filled, counted from its first token
+    holes: tuple[tuple[int, ...], ...] = ()  # each row's masks to fill, counted from its first token
 
     @classmethod
     def build(
@@ -103,20 +106,20 @@ class PromptBatch:
         attention_mask_BP: torch.Tensor | None,
         *,
         mask_token_id: int | None,
-        vocabulary: int,
+        vocabulary_size: int,
         gen_length: int,
         context: int | None,
         device: torch.device,
         infill: bool = False,
     ) -> PromptBatch:
-        """Check every row and align it. This is the one place where the host looks at the prompt.
+        """Check every row and align it. Only here does the host read the prompt.
 
-        With `infill` the mask tokens of a prompt are to be filled; without, there may be none.
+        Args:
+            infill: the mask tokens of a prompt are to be filled; without it there may be none.
 
         Raises:
-            DlmBridgeError: padding inside a row, a token outside the vocabulary, a mask token where none is meant,
-                no mask token where one is, or a row that does not fit into the model's context together with what is
-                to be generated.
+            DlmBridgeError: padding inside a row, a token outside the vocabulary, an unexpected or missing mask token,
+                or a row that does not fit into the model's context together with its new tokens.
         """
         width = tokens_BP.shape[1]
         ids = tokens_BP.tolist()
@@ -136,7 +139,7 @@ class PromptBatch:
                 prompt,
                 f"input_ids row {number}",
                 mask_token_id=mask_token_id,
-                vocabulary=vocabulary,
+                vocabulary_size=vocabulary_size,
                 gen_length=gen_length,
                 context=context,
                 infill=infill,
@@ -194,9 +197,9 @@ def check_ids(tokens: Any, attention_mask: Any) -> torch.Tensor:
 
 
 def warn_of_padding(tokens_BP: torch.Tensor, pad_token_id: int) -> None:
-    """Say what prompts without an attention_mask look like they forgot: some rows, not all, begin or end with padding.
+    """Warn where some rows, not all, begin or end with the padding token and there is no attention_mask.
 
-    It is not guessed: in most families the padding token is the end of text, which a prompt may hold.
+    Padding is not guessed: in most families the padding token is the end of text, which a prompt may contain.
     """
     edges_B2 = tokens_BP[:, [0, -1]] == pad_token_id if tokens_BP.shape[1] else torch.zeros(1, 2)
     some = (edges_B2.any(dim=0) & ~edges_B2.all(dim=0)).any()
@@ -212,7 +215,7 @@ def check_row(
     name: str,
     *,
     mask_token_id: int | None,
-    vocabulary: int,
+    vocabulary_size: int,
     gen_length: int,
     context: int | None,
     infill: bool,
@@ -223,9 +226,9 @@ def check_row(
             f"{name} holds the mask token {mask_token_id} at its token {prompt.index(mask_token_id)}: "
             "a prompt must be all real tokens (mask padding with attention_mask); infill=True fills its masks"
         )
-    outside = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    outside = next((token for token in prompt if not 0 <= token < vocabulary_size), None)
     if outside is not None:
-        raise DlmBridgeError(f"{name} holds token {outside}, outside the vocabulary of {vocabulary}")
+        raise DlmBridgeError(f"{name} holds token {outside}, outside the vocabulary of {vocabulary_size}")
     if context is not None and len(prompt) + gen_length > context:
         raise DlmBridgeError(f"{name}: {_too_long(len(prompt), gen_length, context)}")
 
@@ -246,20 +249,27 @@ Columns = slice | torch.Tensor  # the same columns of every row, or a [rows, N] 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How a sampler cuts the new tokens into blocks."""
+    """How a sampler divides the new tokens into blocks.
+
+    Args:
+        block_length: tokens of a block.
+        aligned: blocks are counted from each row's first token, so that a prompt's ragged end shares the first block
+            with new tokens, and the last block may go on behind the last new token. False: they start where the prompt
+            ends, and the last one may be shorter.
+        whole: one block of any length, also of a prompt to fill.
+        spare: mask columns behind the last new token, part of the last block.
+        closing: a token that stands in the last new column from the start.
+    """
 
     block_length: int
-    # True: blocks are counted from each row's first token, so that a prompt's ragged end shares the first block with
-    # new tokens, and the last block may go on behind the last new token. False: they start where the prompt ends, and
-    # the last one may be shorter.
     aligned: bool = False
-    whole: bool = False  # True: one block, however long, also of a prompt to fill
-    spare: int = 0  # mask columns behind the last new token, part of the last block
-    closing: int | None = None  # a token that stands in the last new column from the start
+    whole: bool = False
+    spare: int = 0
+    closing: int | None = None
 
 
 class Canvas:
-    """B rows of S columns. Rows that are complete leave it, so B shrinks while the sampler runs."""
+    """B rows of S columns. Complete rows leave it, so B shrinks while the sampler runs."""
 
     def __init__(
         self,
@@ -269,7 +279,7 @@ class Canvas:
         gen_length: int,
         mask_token_id: int,
         pad_token_id: int,
-        ending: StopCondition,
+        stop_condition: StopCondition,
     ) -> None:
         device = prompt.tokens.device
         batch, self.prompt_width = prompt.tokens.shape
@@ -296,7 +306,7 @@ class Canvas:
             self.blocks.insert(0, slice(0, first))
         self.mask_token_id = mask_token_id
         self._pad_token_id = pad_token_id
-        self._ending = ending
+        self._stop_condition = stop_condition
 
         self.tokens = torch.full((batch, self.width), mask_token_id, device=device)
         for row, (origin, length) in enumerate(zip(self.origins, lengths, strict=True)):
@@ -319,7 +329,7 @@ class Canvas:
                 self._is_hole[row, sorted(columns)] = True
             self._is_hole = self._is_hole.to(device)
         self._hole_count = sum(map(len, holes))
-        # The first column of the output in which anything is to be settled, and which columns of prompts are not.
+        # The given columns of prompts, and the first column of the output that is not given.
         self._given = torch.ones(batch, self.prompt_width, dtype=torch.bool, device=device)
         if self._is_hole is not None:
             for row, (pad, gaps) in enumerate(zip(prompt.pads, holes, strict=True)):
@@ -337,7 +347,7 @@ class Canvas:
         return any(self.origins)
 
     def index(self, rows: list[int]) -> torch.Tensor:
-        """[A], the rows as an index on the device, made once for all who ask in a step."""
+        """[A], the rows as an index on the device, cached for the last request."""
         if self._index is None or self._index[0] != rows:
             self._index = rows, to_device(rows, self.tokens.device)
         return self._index[1]
@@ -358,7 +368,7 @@ class Canvas:
             self.tokens[index] = self.tokens[index].scatter(1, columns, tokens_AN)
 
     def behind_prompt(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
-        """[A, N], True at the columns that are not given: behind the row's prompt, or a hole in it."""
+        """[A, N], True at the columns that are not given: behind the row's prompt, or masks in it."""
         columns_AN = self.columns(rows, columns)
         behind_AN = columns_AN >= self.first_new(rows)[:, None]
         if self._is_hole is None:
@@ -366,7 +376,7 @@ class Canvas:
         return behind_AN | (self._is_hole if rows is None else self._is_hole[self.index(rows)]).gather(1, columns_AN)
 
     def masked(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
-        """[A, N], True at what is not settled yet; padding, though made of mask tokens, is not meant."""
+        """[A, N], True at masks, except padding, which consists of mask tokens, too."""
         return (self.take(rows, columns) == self.mask_token_id) & self.behind_prompt(rows, columns)
 
     def columns(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
@@ -379,7 +389,7 @@ class Canvas:
         return self._starts if rows is None else self._starts[self.index(rows)]
 
     def places(self, rows: list[int] | None) -> torch.Tensor:
-        """[A, S], each column counted from its row's first token: below 0 there is padding."""
+        """[A, S], columns counted from the row's first token; negative at padding."""
         return self._places if rows is None else self._places[self.index(rows)]
 
     def real(self, rows: list[int] | None) -> torch.Tensor:
@@ -387,12 +397,12 @@ class Canvas:
         return self.places(rows) >= 0
 
     def _wanted(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
-        """[A, N], True at the new tokens that are asked for: behind the prompt, `gen_length` of them."""
+        """[A, N], True at the row's `gen_length` new tokens."""
         new_AN = self._columns[columns] - self.first_new(rows)[:, None]
         return (new_AN >= 0) & (new_AN < self._gen_length)
 
     def masks(self, block: slice) -> list[int]:
-        """How many columns of an untouched block are masks, by row; none where none of them is asked for."""
+        """Masks of an untouched block, by row; 0 where no new token is requested there."""
         counts = []
         for start, own in zip(self.starts, self.holes, strict=True):
             holes = sum(block.start <= hole < block.stop for hole in own)
@@ -405,27 +415,27 @@ class Canvas:
         return self.origins[row] < column and (self.starts[row] <= column or column in self.holes[row])
 
     def unfinished(self, rows: list[int] | None, block: slice) -> torch.Tensor:
-        """[A], True where a new token of the block is still a mask, and the row does not end before it."""
+        """[A], True where a new token of the block is a mask and the row does not end before it."""
         tokens_AN = self.take(rows, slice(0, block.stop))
         new_AN = self._wanted(rows, slice(0, block.stop))
         open_AN = new_AN & (tokens_AN == self.mask_token_id)
-        if self._ending.happens:
-            open_AN &= self._ending.marks(tokens_AN, new_AN, self.mask_token_id).cumsum(dim=1) == 0
+        if self._stop_condition.active:
+            open_AN &= self._stop_condition.marks(tokens_AN, new_AN, self.mask_token_id).cumsum(dim=1) == 0
         if self._is_hole is not None:
             holes_AN = (self._is_hole if rows is None else self._is_hole[self.index(rows)])[:, : block.stop]
             open_AN |= holes_AN & (tokens_AN == self.mask_token_id)
         return open_AN.any(dim=1)
 
     def retire(self, block: slice, read: Callable[[torch.Tensor], list[bool]]) -> list[int] | None:
-        """Take out the rows that the block completes. Returns those that stay, None if all do. `read` brings flags to
-        the host."""
+        """Remove the rows that the block completes. Returns those that stay, None if all do. `read` copies flags to the
+        host."""
         done = [start + self._gen_length <= block.stop for start in self.starts]
         if block is self.blocks[-1]:
             done = [True] * len(done)
-        elif self._ending.happens:
+        elif self._stop_condition.active:
             columns = slice(0, block.stop)
             new_BN = self._wanted(None, columns)
-            ended_B = self._ending.marks(self.tokens[:, columns], new_BN, self.mask_token_id).any(dim=1)
+            ended_B = self._stop_condition.marks(self.tokens[:, columns], new_BN, self.mask_token_id).any(dim=1)
             done = [a or b for a, b in zip(done, read(ended_B), strict=True)]
         if not any(done):
             return None
@@ -442,27 +452,26 @@ class Canvas:
         return stay
 
     def output(self) -> torch.Tensor:
-        """[B, P + new], prompts padded on the left: padding from each row's end on, and no
-        column that is padding in every row."""
-        if not self._ending.happens:
+        """[B, P + new], prompts padded on the left, with padding behind each row's end, as wide as the longest row."""
+        if not self._stop_condition.active:
             return self._output
         after_BS = self._after_end(self._output)
         width = int((~after_BS).sum(dim=1).max())
         return self._output.masked_fill(after_BS, self._pad_token_id)[:, :width]
 
     def new_tokens(self) -> torch.Tensor:
-        """How many new tokens all rows have together, each as far as its end: a tensor, for no one may ask."""
+        """Number of new tokens of all rows, each as far as its end, as a tensor: reading it would sync."""
         return (~self._after_end(self._output)[:, self.prompt_width :]).sum() + self._hole_count
 
     def snapshot(self) -> torch.Tensor:
-        """[B, P + gen_length], every row of the batch as it is now, in the columns of the output."""
+        """[B, P + gen_length], the current tokens of every row of the batch, in the columns of the output."""
         tokens = self._output.clone()
         for row in self.rows:
             self._copy(row, self.tokens[row], tokens)
         return tokens
 
     def in_output(self, rows: list[int], columns: Columns, values_AN: torch.Tensor) -> torch.Tensor:
-        """[B, P + gen_length], values of these columns where the output has them, NaN elsewhere."""
+        """[B, P + gen_length], values of these columns in the columns of the output, NaN elsewhere."""
         values_AS = values_AN.new_full((len(rows), self.width), torch.nan)
         values_AS.scatter_(1, self.columns(rows, columns), values_AN)
         output_BS = values_AN.new_full(self._output.shape, torch.nan)
@@ -470,16 +479,16 @@ class Canvas:
             self._copy(row, values_S, output_BS)
         return output_BS
 
-    def settled(self, stop: int) -> tuple[torch.Tensor, list[int]]:
-        """A snapshot [B, P + gen_length] with padding behind the rows' ends, and how many of its first columns are
-        settled in each row, of those that the output will have. Of the canvas only the columns before `stop` count."""
+    def committed(self, stop: int) -> tuple[torch.Tensor, list[int]]:
+        """A snapshot [B, P + gen_length] with padding behind the rows' ends, and the number of its leading columns that
+        are committed in each row, of those that the output will have. Only canvas columns before `stop` count."""
         tokens_BS = self.snapshot()
         closed_BS = tokens_BS != self.mask_token_id
         closed_BS[:, : self.prompt_width] |= self._given
         for row, name in enumerate(self.names):
             closed_BS[name, max(self.first_open, self._left(row) + stop - self.origins[row]) :] = False
         after_BS = self._after_end(torch.where(closed_BS.cumprod(dim=1).bool(), tokens_BS, self.mask_token_id))
-        # Where every row has ended, the longest ends the output.
+        # Where every row has ended, the longest row ends the output.
         width = (~after_BS).sum(dim=1).max()
         counts = (closed_BS | after_BS).cumprod(dim=1).sum(dim=1).clamp(max=width).tolist()
         return tokens_BS.masked_fill(after_BS, self._pad_token_id), counts
@@ -489,7 +498,7 @@ class Canvas:
         return self.prompt_width - (self.starts[row] - self.origins[row])
 
     def _copy(self, row: int, values_S: torch.Tensor, output_BS: torch.Tensor) -> None:
-        """A row's values by the canvas' columns, put where the output has them."""
+        """Copy a row's values from the columns of the canvas to those of the output."""
         own = values_S[self.origins[row] : self.starts[row] + self._gen_length]
         left = self._left(row)
         output_BS[self.names[row], left : left + len(own)] = own
@@ -497,5 +506,5 @@ class Canvas:
     def _after_end(self, output_BS: torch.Tensor) -> torch.Tensor:
         """[B, P + gen_length], True behind the first new token that ends the row."""
         new_BS = (torch.arange(output_BS.shape[1], device=output_BS.device) >= self.prompt_width).expand_as(output_BS)
-        ends_BS = self._ending.marks(output_BS, new_BS, self.mask_token_id)
+        ends_BS = self._stop_condition.marks(output_BS, new_BS, self.mask_token_id)
         return ends_BS.long().cumsum(dim=1) - ends_BS.long() > 0

@@ -1,62 +1,91 @@
-"""Commit rules: which proposed tokens a denoising step commits."""
+"""Commit rules: how the masks of a block become tokens, and which proposed tokens a denoising step commits."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import CallbackHandler
-from dlm_bridge.generation.canvas import (
-    Canvas,
-    Columns,
-    read_flags,
-    to_device,
-)
+from dlm_bridge.generation.canvas import Canvas, Columns, read_flags, to_device
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling, probability_of, propose_tokens
 
-if TYPE_CHECKING:
-    from dlm_bridge.generation.loop import SamplerSpec
+MINUS_INFINITY = -torch.inf
+# (logits [A, N, V], canvas, rows, columns) -> logits; `rows` None means all
+LogitsBias = Callable[[torch.Tensor, Canvas, list[int] | None, Columns], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class SamplerContext:
-    """The parts of one call: where tokens stand, who predicts them, by which recipe, and who is told."""
+    """What one call of `generate` denoises with.
+
+    Args:
+        first_token: a block's first token is committed alone, predicted by the position before it: the best token
+            ("greedy") or a draw ("sampled").
+        window: each step predicts so many columns from a row's first mask on, instead of the whole block.
+        logits_bias: the sampler's own change of the logits.
+    """
 
     canvas: Canvas
     predictor: Predictor
-    recipe: SamplerSpec
+    sampling: TokenSampling
     constraints: Constraints
     noise: Noise
-    observer: CallbackHandler
-    vocabulary: int
+    callbacks: CallbackHandler
+    vocabulary_size: int
+    first_token: Literal["greedy", "sampled"] | None = None
+    window: int | None = None
+    logits_bias: LogitsBias | None = None
+
+    def predict(self, rows: list[int], columns: Columns, shift: bool | None = None) -> torch.Tensor:
+        """Logits [A, N, V] of these columns, after the sampler's bias and the call's constraints."""
+        selected = self.selected(rows)
+        logits = self.predictor(selected, columns, shift)
+        if self.logits_bias is not None:
+            logits = self.logits_bias(logits, self.canvas, selected, columns)
+        return self.constraints(logits, self.canvas, rows, columns)
+
+    def selected(self, rows: list[int]) -> list[int] | None:
+        """None, which means all, where these are all rows of the canvas."""
+        return None if len(rows) == len(self.canvas.rows) else rows
 
 
-MINUS_INFINITY = -torch.inf
+class DenoisingRule(ABC):
+    """Denoises the blocks of one call of `generate`."""
+
+    edits = False  # True: committed tokens may still change until their block is complete
+
+    def constrained(self, constraints: Constraints) -> DenoisingRule:
+        """The rule under these constraints. Raises DlmBridgeError for constraints that it cannot hold."""
+        return self
+
+    @abstractmethod
+    def denoise_block(self, context: SamplerContext, block: slice) -> None:
+        """Write the tokens of the block to the canvas."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward proposes for N columns of the A rows that are still at work on the block."""
+    """Proposals of one forward pass for N columns of the A rows that still denoise the block."""
 
-    rows: list[int]  # [A], which rows of the canvas these are
-    index: int  # how many steps the block has had before
-    num_transfer_tokens: list[int]  # [A], what `CommitRule.begin` announced for this step
-    logits: torch.Tensor  # [A, N, V], without noise, guidance applied
+    rows: list[int]  # [A], rows of the canvas
+    index: int  # steps of the block so far
+    num_transfer_tokens: list[int]  # [A], this step's entry of what `CommitRule.begin` returned
+    logits: torch.Tensor  # [A, N, V], after guidance and constraints
     shaped: torch.Tensor  # [A, N, V], after temperature, top-k and top-p
-    tokens: torch.Tensor  # [A, N], the proposed tokens, none of them the mask token
-    before: torch.Tensor  # [A, N], what stands there now
-    masked: torch.Tensor  # [A, N], True where a position is not settled yet
+    tokens: torch.Tensor  # [A, N], proposed tokens, never the mask token
+    before: torch.Tensor  # [A, N], current tokens
+    masked: torch.Tensor  # [A, N], True at masks
     new: torch.Tensor  # [A, N], True behind the prompt
-    columns: slice | torch.Tensor  # where the N columns are on the canvas
-    width: int  # S, the columns of the canvas that the model saw
-    origins: list[int]  # [A], the first column that is no padding
+    columns: slice | torch.Tensor  # the N columns on the canvas
+    width: int  # S, columns of the canvas that the model attended to
+    origins: list[int]  # [A], each row's first column that is no padding
     noise: Noise
 
     def probabilities(self) -> torch.Tensor:
@@ -68,158 +97,119 @@ class Step:
         return probability_of(self.tokens, self.logits, dtype)
 
 
-class CommitRule(ABC):
-    """Chooses the positions to settle. One object serves one call of `generate` at a time.
+class CommitRule(DenoisingRule):
+    """Chooses the positions to commit in each step. One object serves one call of `generate` at a time.
 
     A rule of one's own is passed as `generate(..., commit_rule=EveryOther())`:
 
         class EveryOther(CommitRule):
             def begin(self, masks, noise):
-                return [[1] * count for count in masks]  # a step settles at least one position
+                return [[1] * count for count in masks]  # a step commits at least one position
 
             def select(self, step):
                 even = torch.arange(step.masked.shape[1], device=step.masked.device) % 2 == 0
-                sure = step.probabilities() * (1 + even)  # those in even places first
-                return best(sure.masked_fill(~step.masked, -torch.inf))
+                scores = step.probabilities() * (1 + even)  # even places first
+                return best(scores.masked_fill(~step.masked, -torch.inf))
     """
 
-    exact = (
-        False  # True: `select` settles just the num_transfer_tokens, so that the rows' progress need not be looked at
-    )
-    edits = False  # True: what is settled may still change until its block is done
+    exact = False  # True: `select` commits exactly `num_transfer_tokens`, so that progress need not be read back
 
     @abstractmethod
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        """A block is opened, in which each row has so many masked positions.
+        """Plan the steps of a block, in which each row has so many masks.
 
-        Returns each row's steps, as how many positions a step settles at least. A row may need fewer steps than it
-        announces unless the rule is exact.
+        Returns for each row the tokens that each step commits at least. A row may take fewer steps than planned
+        unless the rule is exact.
         """
 
     @abstractmethod
     def select(self, step: Step) -> torch.Tensor:
-        """A boolean [A, N] tensor."""
+        """A boolean [A, N] tensor, True at the positions to commit."""
 
-    def goes_on(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
-        """[A], True where a row needs another step; `unfinished_A` says where it has masks left."""
+    def continues(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
+        """[A], True where a row needs another step; `unfinished_A` is True where it has masks left."""
         return unfinished_A
 
+    def constrained(self, constraints: Constraints) -> DenoisingRule:
+        return LeftToRightRule() if constraints.ordered else self
 
-def best(scores_AN: torch.Tensor) -> torch.Tensor:
-    """[A, N], True at each row's highest score, the left-most of equal ones."""
-    return torch.zeros_like(scores_AN, dtype=torch.bool).scatter(1, scores_AN.argmax(dim=1, keepdim=True), True)
+    def denoise_block(self, context: SamplerContext, block: slice) -> None:
+        """Predict, propose and commit, step by step. A row takes part until its own steps are over, so that its tokens
+        do not depend on the batch."""
+        canvas, predictor = context.canvas, context.predictor
+        masks = canvas.masks(block)
+        for row in self._commit_first_token(context, block):
+            masks[row] -= 1
+        if not any(masks):  # a block of given tokens
+            return
+        schedules = self.begin(masks, context.noise)
+        active = [row for row in canvas.rows if masks[row] and schedules[row]]
+        index = 0
+        while active:
+            rows = context.selected(active)
+            columns = predictor.columns(rows, block)
+            if context.window is not None:
+                columns = _window_columns(canvas, rows, block, context.window)
+            logits = context.predict(active, columns)
+            shaped, tokens = propose_tokens(logits, canvas, active, columns, context.sampling, context.noise)
+            before = canvas.take(rows, columns)
+            new = canvas.behind_prompt(rows, columns)
+            step = Step(
+                rows=active,
+                index=index,
+                num_transfer_tokens=[schedules[row][index] for row in active],
+                logits=logits,
+                shaped=shaped,
+                tokens=tokens,
+                before=before,
+                masked=(before == canvas.mask_token_id) & new,
+                new=new,
+                columns=columns,
+                width=predictor.end(block),
+                origins=[canvas.origins[row] for row in active],
+                noise=context.noise,
+            )
+            canvas.put(rows, columns, torch.where(self.select(step), tokens, before))
+            context.callbacks.step(canvas, active, columns, logits, predictor.forwards, final=not self.edits)
+            index += 1
+            more = [index < len(schedules[row]) for row in active]
+            if not self.exact and any(more):
+                unfinished_A = self.continues(step, canvas.unfinished(rows, block))
+                unfinished = read_flags(unfinished_A, predictor.launch_speculatively)
+                more = [a and b for a, b in zip(more, unfinished, strict=True)]
+            active = [row for row, on in zip(active, more, strict=True) if on]
 
+    def _commit_first_token(self, context: SamplerContext, block: slice) -> list[int]:
+        """Commit the block's first token where it is new and has a token before it, as an autoregressive model would.
 
-def top_scores(scores_AN: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """[A, N], True at each row's so many highest scores, never at minus infinity."""
-    picked_AN = torch.zeros_like(scores_AN, dtype=torch.bool)
-    for count in set(counts):
-        if len(set(counts)) == 1:
-            picked_AN.scatter_(1, scores_AN.topk(count, dim=1).indices, True)
-        else:
-            rows = [row for row, own in enumerate(counts) if own == count]
-            indices = scores_AN[rows].topk(count, dim=1).indices
-            picked_AN[rows] = torch.zeros_like(picked_AN[rows]).scatter(1, indices, True)
-    return picked_AN & (scores_AN > MINUS_INFINITY)
-
-
-def top_scores_on_canvas(step: Step, scores_AN: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """[A, N], True at each row's so many highest scores.
-
-    torch.topk breaks ties by where a value stands in its row, so that the row is the one that LLaDA's and Dream's own
-    code ranks: the whole canvas without padding, minus infinity outside the block.
-    """
-    scores_AS = scores_AN.new_full((len(scores_AN), step.width), MINUS_INFINITY)
-    scores_AS[:, step.columns] = scores_AN
-    if len(set(counts)) == 1 and not any(step.origins):
-        return top_scores(scores_AS, counts)[:, step.columns]
-    picked_AS = torch.zeros_like(scores_AS, dtype=torch.bool)
-    for picked_S, scores_S, count, origin in zip(picked_AS, scores_AS, counts, step.origins, strict=True):
-        picked_S[origin:].index_fill_(0, scores_S[origin:].topk(count).indices, True)
-    return picked_AS[:, step.columns]
-
-
-def denoise_block(work: SamplerContext, block: slice) -> None:
-    """Denoise a block. A row takes part until its own steps are over, so that it is what it would be alone."""
-    canvas, predictor, recipe, noise = work.canvas, work.predictor, work.recipe, work.noise
-    assert isinstance(recipe.rule, CommitRule)
-    masks = canvas.masks(block)
-    for row in commit_first_token(work, block):
-        masks[row] -= 1
-    if not any(masks):  # a block that was given as a whole
-        return
-    num_transfer_tokens = recipe.rule.begin(masks, noise)
-    active = [row for row in canvas.rows if masks[row] and num_transfer_tokens[row]]
-    index = 0
-    while active:
-        rows = None if len(active) == len(canvas.rows) else active
-        columns = predictor.columns(rows, block)
-        if recipe.window is not None:
-            columns = window_columns(canvas, rows, block, recipe.window)
-        logits = work.constraints(predictor(rows, columns), canvas, active, columns)
-        shaped, tokens = propose_tokens(logits, canvas, active, columns, recipe.sampling, noise)
-        before = canvas.take(rows, columns)
-        new = canvas.behind_prompt(rows, columns)
-        step = Step(
-            rows=active,
-            index=index,
-            num_transfer_tokens=[num_transfer_tokens[row][index] for row in active],
-            logits=logits,
-            shaped=shaped,
-            tokens=tokens,
-            before=before,
-            masked=(before == canvas.mask_token_id) & new,
-            new=new,
-            columns=columns,
-            width=predictor.end(block),
-            origins=[canvas.origins[row] for row in active],
-            noise=noise,
-        )
-        canvas.put(rows, columns, torch.where(recipe.rule.select(step), tokens, before))
-        work.observer.step(canvas, active, columns, logits, predictor.forwards, final=not recipe.rule.edits)
-        index += 1
-        more = [index < len(num_transfer_tokens[row]) for row in active]
-        if not recipe.rule.exact and any(more):
-            unfinished_A = recipe.rule.goes_on(step, canvas.unfinished(rows, block))
-            more = [
-                a and b for a, b in zip(more, read_flags(unfinished_A, predictor.launch_speculatively), strict=True)
-            ]
-        active = [row for row, on in zip(active, more, strict=True) if on]
+        Returns the rows in which it did.
+        """
+        if context.first_token is None:
+            return []
+        canvas = context.canvas
+        active = [row for row in canvas.rows if canvas.opens(row, block.start)]
+        if active:
+            first = slice(block.start, block.start + 1)
+            sampling = context.sampling if context.first_token == "sampled" else TokenSampling()
+            logits = context.predict(active, first, shift=True)
+            _, tokens = propose_tokens(logits, canvas, active, first, sampling, context.noise)
+            canvas.put(context.selected(active), first, tokens)
+            context.callbacks.step(canvas, active, first, logits, context.predictor.forwards, final=not self.edits)
+        return active
 
 
-def commit_first_token(work: SamplerContext, block: slice) -> list[int]:
-    """Settle the block's first token where it is new and has something before it, as an autoregressive model would.
-
-    Returns the rows in which it did.
-    """
-    canvas, predictor, recipe = work.canvas, work.predictor, work.recipe
-    if recipe.seed is None:
-        return []
-    active = [row for row in canvas.rows if canvas.opens(row, block.start)]
-    if active:
-        rows = None if len(active) == len(canvas.rows) else active
-        first = slice(block.start, block.start + 1)
-        sampling = recipe.sampling if recipe.seed == "sampled" else TokenSampling()
-        logits = work.constraints(predictor(rows, first, shift=True), canvas, active, first)
-        canvas.put(rows, first, propose_tokens(logits, canvas, active, first, sampling, work.noise)[1])
-        work.observer.step(canvas, active, first, logits, predictor.forwards, final=not recipe.rule.edits)
-    return active
-
-
-def window_columns(canvas: Canvas, rows: list[int] | None, block: slice, size: int) -> Columns:
-    """[A, size] columns of the block from each row's first mask on; the canvas has `size` to spare at its end."""
+def _window_columns(canvas: Canvas, rows: list[int] | None, block: slice, size: int) -> torch.Tensor:
+    """[A, size] columns of the block from each row's first mask on; the canvas has `size` spare columns at its end."""
     first = block.start + canvas.masked(rows, block).int().argmax(dim=1)
     return first[:, None] + torch.arange(size, device=first.device)
 
 
 class CheckedRule(CommitRule):
-    """Asks `rule`, and raises DlmBridgeError where an answer is not what `CommitRule` promises."""
+    """The caller's commit rule; raises DlmBridgeError where an answer breaks the contract of `CommitRule`."""
 
     def __init__(self, rule: Any) -> None:
         if not isinstance(rule, CommitRule):
-            raise DlmBridgeError(
-                f"commit_rule must be an object of a class below dlm_bridge.generation.CommitRule, not {rule!r}"
-            )
+            raise DlmBridgeError(f"commit_rule must be an object of a subclass of CommitRule, not {rule!r}")
         self._rule = rule
         self._name = type(rule).__name__
         self._steps: list[int] = []
@@ -227,30 +217,28 @@ class CheckedRule(CommitRule):
         self.edits = rule.edits
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        num_transfer_tokens = self._rule.begin(masks, noise)
-        if len(num_transfer_tokens) != len(masks):
-            raise DlmBridgeError(
-                f"{self._name}.begin has steps for {len(num_transfer_tokens)} rows, there are {len(masks)}"
-            )
-        for count, steps in zip(masks, num_transfer_tokens, strict=True):
+        schedules = self._rule.begin(masks, noise)
+        if len(schedules) != len(masks):
+            raise DlmBridgeError(f"{self._name}.begin has steps for {len(schedules)} rows, there are {len(masks)}")
+        for count, steps in zip(masks, schedules, strict=True):
             if count and not steps:
-                raise DlmBridgeError(f"{self._name}.begin announces no step for a row of {count} masks")
+                raise DlmBridgeError(f"{self._name}.begin plans no step for a row of {count} masks")
             if self.exact and sum(steps) != count:
                 raise DlmBridgeError(
-                    f"{self._name} is exact, but its steps settle {sum(steps)} positions of a row of {count} masks"
+                    f"{self._name} is exact, but its steps commit {sum(steps)} tokens of a row of {count} masks"
                 )
-        self._steps = [len(steps) for steps in num_transfer_tokens]
-        return num_transfer_tokens
+        self._steps = [len(steps) for steps in schedules]
+        return schedules
 
     def select(self, step: Step) -> torch.Tensor:
         picked_AN = self._rule.select(step)
         if picked_AN.dtype != torch.bool or picked_AN.shape != step.masked.shape:
             raise DlmBridgeError(
-                f"{self._name}.select must give a boolean tensor of shape {tuple(step.masked.shape)}, not "
+                f"{self._name}.select must return a boolean tensor of shape {tuple(step.masked.shape)}, not "
                 f"{picked_AN.dtype} of {tuple(picked_AN.shape)}"
             )
         if not self.edits and (picked_AN & ~step.masked).any():
-            raise DlmBridgeError(f"{self._name}.select picks a position that is settled: set its `edits` to True")
+            raise DlmBridgeError(f"{self._name}.select picks a committed position: set its `edits` to True")
         counts = picked_AN.sum(dim=1).tolist()
         if self.exact and counts != step.num_transfer_tokens:
             raise DlmBridgeError(
@@ -259,51 +247,37 @@ class CheckedRule(CommitRule):
         last = [self._steps[row] == step.index + 1 for row in step.rows]
         left = (step.masked & ~picked_AN).any(dim=1).tolist()
         if any(over and masked for over, masked in zip(last, left, strict=True)):
-            raise DlmBridgeError(
-                f"{self._name} leaves masks after its last step, {step.index}: announce more in begin"
-            )
+            raise DlmBridgeError(f"{self._name} leaves masks after its last step, {step.index}: plan more in begin")
         return picked_AN
 
-    def goes_on(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
-        more_A = self._rule.goes_on(step, unfinished_A)
+    def continues(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
+        more_A = self._rule.continues(step, unfinished_A)
         if (unfinished_A & ~more_A).any():
-            raise DlmBridgeError(f"{self._name}.goes_on ends a row that has masks left")
+            raise DlmBridgeError(f"{self._name}.continues ends a row that has masks left")
         return more_A
 
+
+# ---- Scores [A, N], by which rules rank positions: the highest is committed first.
 
 Score = Callable[[Step], torch.Tensor]
 
 
 def low_confidence(step: Step) -> torch.Tensor:
-    """LLaDA (arXiv 2502.09992, algorithm 5): the token's probability by the model's own logits.
+    """LLaDA's confidence (arXiv 2502.09992, algorithm 5): the token's probability by the model's own logits.
 
-    In the model's dtype, as published: in half precision the rounding decides between near ties.
+    In the model's dtype, as published: in half precision rounding decides between near ties.
     """
     return step.raw_probabilities()
+
+
+def precise_confidence(step: Step) -> torch.Tensor:
+    """Fast-dLLM's confidence: as LLaDA's, in float64."""
+    return step.raw_probabilities(torch.float64)
 
 
 def random_order(step: Step) -> torch.Tensor:
     """LLaDA's random remasking (algorithm 4)."""
     return step.noise.per_position(step.rows, step.width, step.origins)[:, step.columns]
-
-
-def without_tokens(score: Score, tokens: tuple[int, ...]) -> Score:
-    """The score as if the model's logits of these tokens were minus infinity: where they are proposed, it is zero.
-
-    LLaDA's `confidence_eos_eot_inf` (appendix B.4), so that ends of text are settled last.
-    """
-
-    def scored(step: Step) -> torch.Tensor:
-        logits = step.logits.clone()
-        logits[..., [token for token in tokens if token < logits.shape[-1]]] = -torch.inf
-        return score(replace(step, logits=logits))
-
-    return scored
-
-
-def precise_confidence(step: Step) -> torch.Tensor:
-    """Fast-dLLM's: as LLaDA's, in float64."""
-    return step.raw_probabilities(torch.float64)
 
 
 def probability(step: Step) -> torch.Tensor:
@@ -318,19 +292,77 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return -(probabilities * logarithms.masked_fill(probabilities == 0, 0)).sum(dim=-1)
 
 
+# ---- Selections [A, N] by score.
+
+
+def best(scores_AN: torch.Tensor) -> torch.Tensor:
+    """True at each row's highest score, the leftmost of equal ones."""
+    return torch.zeros_like(scores_AN, dtype=torch.bool).scatter(1, scores_AN.argmax(dim=1, keepdim=True), True)
+
+
+def top_scores(scores_AN: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """True at each row's so many highest scores, never at minus infinity."""
+    picked_AN = torch.zeros_like(scores_AN, dtype=torch.bool)
+    for count in set(counts):
+        if len(set(counts)) == 1:
+            picked_AN.scatter_(1, scores_AN.topk(count, dim=1).indices, True)
+        else:
+            rows = [row for row, own in enumerate(counts) if own == count]
+            indices = scores_AN[rows].topk(count, dim=1).indices
+            picked_AN[rows] = torch.zeros_like(picked_AN[rows]).scatter(1, indices, True)
+    return picked_AN & (scores_AN > MINUS_INFINITY)
+
+
+def top_scores_on_canvas(step: Step, scores_AN: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """True at each row's so many highest scores, with the ties of LLaDA's and Dream's own code.
+
+    torch.topk breaks ties by a value's place in its row, and that code ranks the whole canvas without padding, with
+    minus infinity outside the block.
+    """
+    scores_AS = scores_AN.new_full((len(scores_AN), step.width), MINUS_INFINITY)
+    scores_AS[:, step.columns] = scores_AN
+    if len(set(counts)) == 1 and not any(step.origins):
+        return top_scores(scores_AS, counts)[:, step.columns]
+    picked_AS = torch.zeros_like(scores_AS, dtype=torch.bool)
+    for picked_S, scores_S, count, origin in zip(picked_AS, scores_AS, counts, step.origins, strict=True):
+        picked_S[origin:].index_fill_(0, scores_S[origin:].topk(count).indices, True)
+    return picked_AS[:, step.columns]
+
+
+# ---- Schedules: tokens per step. Steps that would commit nothing are left out.
+
+
 def even_schedule(masks: int, steps: int) -> list[int]:
     """masks / steps in every step, the remainder one each in the first steps."""
     share, remainder = divmod(masks, steps)
     return [share + (step < remainder) for step in range(steps) if share or step < remainder]
 
 
-def noise_levels(steps: int, eps: float) -> torch.Tensor:
-    """float32 [steps + 1], from 1 down to `eps`: the noise level before and after each step."""
-    return torch.linspace(1, eps, steps + 1)
+def truncate_schedule(schedule: list[int], masks: int) -> list[int]:
+    """The schedule's first steps, as far as there are masks."""
+    truncated = []
+    for count in schedule:
+        if masks:
+            truncated.append(min(count, masks))
+            masks -= truncated[-1]
+    return truncated
+
+
+def one_each_then_rest(steps: int, masks: int) -> list[int]:
+    """One position in each step, in the last one all that are left."""
+    return [1] * masks if masks <= steps else [1] * (steps - 1) + [masks - steps + 1]
+
+
+def all_in_last_step(step: Step, steps: int) -> torch.Tensor:
+    """[A, N], True at all masks in the last of `steps` steps."""
+    return step.masked if step.index == steps - 1 else torch.zeros_like(step.masked)
+
+
+# ---- Rules that several samplers use.
 
 
 class TopScoresRule(CommitRule):
-    """Settles the highest scores, so many in each step as the schedule says (LLaDA, Dream, RND1).
+    """Commits the highest scores, so many in each step as the schedule says (LLaDA, Dream, RND1).
 
     With a `rank_temperature` the positions are drawn from softmax(score / rank_temperature) without replacement
     instead (Dream's alg_temp).
@@ -344,7 +376,7 @@ class TopScoresRule(CommitRule):
         schedule: Callable[[int], list[int]],
         rank_temperature: float | None = None,
         *,
-        on_canvas: bool = True,  # equal scores are told apart as in a ranking of the whole canvas, not of the block
+        on_canvas: bool = True,  # ties as in `top_scores_on_canvas`
     ) -> None:
         self._score = score
         self._schedule = schedule
@@ -363,62 +395,30 @@ class TopScoresRule(CommitRule):
             uniform_AN = uniform_AS[:, step.columns].clamp(min=1e-30)
             scores_AN = scores_AN / self._rank_temperature - uniform_AN.log().neg().log()
         scores_AN = scores_AN.masked_fill(~step.masked, MINUS_INFINITY)
-        return (
-            top_scores_on_canvas(step, scores_AN, step.num_transfer_tokens)
-            if self._on_canvas
-            else top_scores(scores_AN, step.num_transfer_tokens)
-        )
-
-
-class AncestralRule(CommitRule):
-    """Each position is revealed on its own, from noise level t to s with probability 1 - s / t, in the last step all.
-
-    Dream's origin; with eps = 0 it is DiffuLLaMA's sampler, where step k of n reveals with probability 1 / (n - k).
-    A position is masked after a step with the probability that the step's noise level is, so that one uniform number
-    tells when it is revealed; steps that reveal nothing need no forward.
-    """
-
-    exact = True
-
-    def __init__(self, steps: int, eps: float) -> None:
-        self._rising_levels = noise_levels(steps, eps)[1:-1].flip(0)
-        self._order: list[torch.Tensor] = []  # by row and mask, the step in which it is revealed
-        self._masks: dict[int, torch.Tensor] = {}  # by row, where its masks were
-
-    def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        width = max(masks)
-        uniform_BN = noise.per_position(range(len(masks)), width, [width - count for count in masks])
-        # A position is still masked after the steps whose level is above its number.
-        levels = self._rising_levels.to(uniform_BN.device)
-        when_BN = len(levels) - torch.searchsorted(levels, uniform_BN, right=True)
-        num_transfer_tokens, self._order = [], []
-        for count, when_N in zip(masks, when_BN, strict=True):
-            _, order, counts = when_N[width - count :].unique(return_inverse=True, return_counts=True)
-            num_transfer_tokens.append(counts.tolist())
-            self._order.append(order)
-        return num_transfer_tokens
-
-    def select(self, step: Step) -> torch.Tensor:
-        if step.index == 0:
-            self._masks = dict(zip(step.rows, step.masked, strict=True))
-        picked_AN = torch.zeros_like(step.masked)
-        for picked_N, row in zip(picked_AN, step.rows, strict=True):
-            picked_N.masked_scatter_(self._masks[row], self._order[row] == step.index)
-        return picked_AN
+        if self._on_canvas:
+            return top_scores_on_canvas(step, scores_AN, step.num_transfer_tokens)
+        return top_scores(scores_AN, step.num_transfer_tokens)
 
 
 class OneOrMoreRule(CommitRule):
-    """The steps of a rule that settles at least one position a step, until none is left."""
+    """A rule that commits at least one position a step, until none is left."""
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
         return [[1] * count for count in masks]
 
 
-class ThresholdRule(OneOrMoreRule):
-    """Settles the best position and all others with confidence >= threshold (Fast-dLLM v1, Nemotron).
+class LeftToRightRule(OneOrMoreRule):
+    """Commits one token a step, from left to right, as an autoregressive model does."""
 
-    Of equally good ones it is the left-most: torch.topk would choose by how many columns a block has, which are fewer
-    in the first block of a prompt to fill than in the same row's block of a wider batch.
+    def select(self, step: Step) -> torch.Tensor:
+        return step.masked & (step.masked.long().cumsum(dim=1) == 1)
+
+
+class ThresholdRule(OneOrMoreRule):
+    """Commits the best position and all others with confidence >= threshold (Fast-dLLM v1, Nemotron).
+
+    Of equal scores the leftmost is best: torch.topk would choose by the number of columns, which are fewer in the
+    first block of a prompt to fill than in the same row's block of a wider batch.
     """
 
     def __init__(self, threshold: float, score: Score = precise_confidence) -> None:
@@ -427,15 +427,15 @@ class ThresholdRule(OneOrMoreRule):
 
     def select(self, step: Step) -> torch.Tensor:
         scores_AN = self._score(step).masked_fill(~step.masked, MINUS_INFINITY)
-        sure_AN = (scores_AN >= self._threshold) & step.masked
-        return sure_AN | (best(scores_AN) & (scores_AN > MINUS_INFINITY))  # NaN is above nothing
+        confident_AN = (scores_AN >= self._threshold) & step.masked
+        return confident_AN | (best(scores_AN) & (scores_AN > MINUS_INFINITY))  # a NaN score is never committed
 
 
 class DynamicThresholdRule(CommitRule):
-    """Settles all positions with probability > threshold, or the quota's best where those are fewer.
+    """Commits all positions with probability > threshold, or the schedule's number of best ones where those are fewer.
 
-    SDAR's low_confidence_dynamic and LLaDA2.0's rule. The num_transfer_tokens are those of a whole block of masks; after the last
-    scheduled step nothing is left. Without a threshold just the quota is settled (SDAR's low_confidence_static).
+    SDAR's low_confidence_dynamic and LLaDA2.0's rule. The schedule is that of a whole block of masks; nothing is left
+    after its last step. Without a threshold only the schedule decides (SDAR's low_confidence_static).
     """
 
     def __init__(self, schedule: list[int], threshold: float | None) -> None:
@@ -450,32 +450,6 @@ class DynamicThresholdRule(CommitRule):
         best_AN = top_scores(scores_AN, step.num_transfer_tokens)
         if self._threshold is None:
             return best_AN
-        sure_AN = (scores_AN > self._threshold) & step.masked
-        enough_A = sure_AN.sum(dim=1) >= to_device(step.num_transfer_tokens, sure_AN.device)
-        return torch.where(enough_A[:, None], sure_AN, best_AN)
-
-
-class LeftToRightRule(OneOrMoreRule):
-    """Settles one token a step, from left to right, as an autoregressive model writes."""
-
-    def select(self, step: Step) -> torch.Tensor:
-        return step.masked & (step.masked.long().cumsum(dim=1) == 1)
-
-
-def truncate_schedule(schedule: list[int], masks: int) -> list[int]:
-    """The schedule's first steps, as far as they have masks to settle."""
-    num_transfer_tokens = []
-    for quota in schedule:
-        if masks:
-            num_transfer_tokens.append(min(quota, masks))
-            masks -= num_transfer_tokens[-1]
-    return num_transfer_tokens
-
-
-def one_each_then_rest(steps: int, masks: int) -> list[int]:
-    """At least one position in each of so many steps, in the last all that are left."""
-    return [1] * masks if masks <= steps else [1] * (steps - 1) + [masks - steps + 1]
-
-
-def all_in_last_step(step: Step, steps: int) -> torch.Tensor:
-    return step.masked if step.index == steps - 1 else torch.zeros_like(step.masked)
+        confident_AN = (scores_AN > self._threshold) & step.masked
+        enough_A = confident_AN.sum(dim=1) >= to_device(step.num_transfer_tokens, confident_AN.device)
+        return torch.where(enough_A[:, None], confident_AN, best_AN)

@@ -36,16 +36,16 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Constraints:
-    """Changes the logits of every position, as if the model had them: confidences are those of what is left.
+    """Changes the logits of every position before tokens are proposed; confidences are those of the changed logits.
 
-    - `repetition_penalty` looks at every settled token of the row, prompt included, on both sides of the position.
+    - `repetition_penalty` counts every committed token of the row, prompt included, on both sides of the position.
     - `suppress_tokens`, `bad_words_ids` of one token, and the end-of-sequence tokens in the first `min_new_tokens`
       new columns are never proposed.
-    - `processors`, the caller's, are called once for each position of the block: `input_ids` [A, c] is what stands
-      before the position now, padded on the left with the padding token, with the mask token where nothing is
-      settled; `scores` [A, V] are the position's logits. A position that is settled already is shown, too.
+    - `processors`, the caller's, are called once for each position of the block: `input_ids` [A, c] are the tokens
+      before the position, padded on the left with the padding token, with the mask token where nothing is committed;
+      `scores` [A, V] are the position's logits. They are called for committed positions, too.
     - `prefix_allowed_tokens_fn`, `no_repeat_ngram_size` and `bad_words_ids` of several tokens depend on the text
-      before a position. With one of these the sampler settles one token of a row in each step, from left to right
+      before a position. With one of these the sampler commits one token of a row in each step, from left to right
       (`ordered`), so that they hold as they do in transformers.
     """
 
@@ -73,7 +73,7 @@ class Constraints:
             self._after_text.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
 
     def refuse_text(self, reason: str) -> None:
-        """Raise DlmBridgeError for what looks at settled tokens."""
+        """Raise DlmBridgeError for constraints that depend on committed tokens."""
         asked = {
             "repetition_penalty": self._penalises,
             "prefix_allowed_tokens_fn": self.allowed is not None,
@@ -81,44 +81,44 @@ class Constraints:
         }
         for name, given in asked.items():
             if given:
-                raise DlmBridgeError(f"{name} cannot be kept: {reason}; leave it out")
+                raise DlmBridgeError(f"{name} cannot hold: {reason}; leave it out")
 
     @property
     def ordered(self) -> bool:
-        """Whether they need the text before a position, so that tokens are settled from left to right."""
+        """Whether they depend on the text before a position, so that tokens are committed from left to right."""
         return self.allowed is not None or bool(self._after_text)
 
     @property
     def by_text(self) -> bool:
-        """Whether what they do to a position depends on what stands elsewhere."""
+        """Whether a position's logits depend on the tokens elsewhere."""
         return self.ordered or bool(self.processors) or self._penalises
 
     def __call__(self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int], columns: Columns) -> torch.Tensor:
-        """The logits of these rows of the canvas at these columns, changed; those given are left as they are.
+        """The changed logits of these rows of the canvas at these columns, a copy.
 
         Raises:
             DlmBridgeError: a constraint leaves a position no token, or a hook's answer has another shape.
         """
-        if not (self._everywhere or self.ordered or self.processors or self._penalises or self._delays_the_end):
+        if not (self._everywhere or self.ordered or self.processors or self._penalises or self._delays_end):
             return logits_ANV
         logits_ANV = logits_ANV.clone()
         chosen = None if len(rows) == len(canvas.rows) else rows
         columns_AN = canvas.columns(chosen, columns)
         if self._penalises:
-            self._penalise(logits_ANV, canvas, chosen, columns_AN)
+            self._apply_penalty(logits_ANV, canvas, chosen, columns_AN)
         flat = logits_ANV.flatten(0, 1)
         for processor in self._everywhere:
             flat = processor(columns_AN.reshape(-1, 1), flat)
         logits_ANV = flat.view_as(logits_ANV)
-        if self._delays_the_end:
+        if self._delays_end:
             new_AN = columns_AN - canvas.first_new(chosen)[:, None]
             early_AN1 = ((new_AN >= 0) & (new_AN < self.min_new_tokens))[..., None]
             ends = list(self.eos_token_ids)
             logits_ANV[..., ends] = logits_ANV[..., ends].masked_fill(early_AN1, -torch.inf)
         if self.processors:
-            self._ask_hooks(logits_ANV, canvas, chosen, columns_AN)
+            self._run_processors(logits_ANV, canvas, chosen, columns_AN)
         if self.ordered:
-            self._follow_text(logits_ANV, canvas, rows, columns_AN)
+            self._constrain_by_text(logits_ANV, canvas, rows, columns_AN)
         return logits_ANV
 
     @property
@@ -126,22 +126,22 @@ class Constraints:
         return self.repetition_penalty != 1.0
 
     @property
-    def _delays_the_end(self) -> bool:
+    def _delays_end(self) -> bool:
         return self.min_new_tokens > 0 and bool(self.eos_token_ids)
 
-    def _penalise(
+    def _apply_penalty(
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
     ) -> None:
         positions = columns_AN.shape[1]
         seen_ANS = canvas.take(rows, slice(0, canvas.width))[:, None].repeat(1, positions, 1)
-        seen_ANS.scatter_(2, columns_AN[..., None], canvas.mask_token_id)  # no token repeats itself
-        # Padding is mask tokens, too: their own logit is put back.
+        seen_ANS.scatter_(2, columns_AN[..., None], canvas.mask_token_id)  # a token does not repeat itself
+        # Padding consists of mask tokens, too: their own logit is restored.
         of_mask_AN = logits_ANV[..., canvas.mask_token_id].clone()
         penalise = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)
         logits_ANV.copy_(penalise(seen_ANS.flatten(0, 1), logits_ANV.flatten(0, 1)).view_as(logits_ANV))
         logits_ANV[..., canvas.mask_token_id] = of_mask_AN
 
-    def _ask_hooks(
+    def _run_processors(
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
     ) -> None:
         tokens_AS = canvas.take(rows, slice(0, canvas.width))
@@ -161,12 +161,12 @@ class Constraints:
                             f"logits_processor {type(processor).__name__} must give scores of shape {tuple(shape)}"
                         )
                 logits_ANV[group, place] = scores_AV
-        self._refuse_banned(logits_ANV, canvas, rows, columns_AN)
+        self._refuse_no_token(logits_ANV, canvas, rows, columns_AN)
 
-    def _refuse_banned(
+    def _refuse_no_token(
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
     ) -> None:
-        """Raise DlmBridgeError where the hooks left an open position no token but the mask token."""
+        """Raise DlmBridgeError where the processors leave a mask no token but the mask token."""
         others_V = torch.arange(logits_ANV.shape[-1], device=logits_ANV.device) != canvas.mask_token_id
         some_AN = ((logits_ANV > -torch.inf) & others_V).any(dim=-1)  # NaN is no token either
         for row, place in (canvas.masked(rows, columns_AN) & ~some_AN).nonzero().tolist():
@@ -176,10 +176,10 @@ class Constraints:
                 f"after its first {before} tokens: one score at least must be above minus infinity"
             )
 
-    def _follow_text(
+    def _constrain_by_text(
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int], columns_AN: torch.Tensor
     ) -> None:
-        """At each row's first mask, the position that is settled now."""
+        """Constrain each row's first mask, the position that is committed in this step."""
         masked_AN = canvas.masked(rows, columns_AN)
         for number, row in enumerate(rows):
             tokens_S = canvas.tokens[row]
@@ -223,17 +223,21 @@ def read_constraints(
     asked: Callable[[str], Any],
     *,
     prompt_width: int,
-    vocabulary: int,
+    vocabulary_size: int,
     mask_token_id: int,
     eos_token_ids: tuple[int, ...],
     pad_token_id: int,
     suppress: tuple[int, ...] = (),
 ) -> Constraints:
-    """The constraints of a call; `asked` gives a setting of `FIELDS` or None, `suppress` are the sampler's own bans.
-    `mask_token_id` is never a token to propose; below 0 there is none.
+    """The constraints of a call.
+
+    Args:
+        asked: gives the value of one of `CONSTRAINT_SETTINGS`, or None.
+        mask_token_id: never proposed; below 0 there is none.
+        suppress: the sampler's own bans.
 
     Raises:
-        DlmBridgeError: a value that is wrong, by its setting's name.
+        DlmBridgeError: a wrong value, by its setting's name.
     """
     penalty = asked("repetition_penalty")
     if penalty is not None and not (isinstance(penalty, (int, float)) and penalty > 0):
@@ -251,15 +255,17 @@ def read_constraints(
     if not isinstance(banned, (list, tuple)):
         raise DlmBridgeError(f"suppress_tokens must be a list of token ids, not {banned!r}")
     for name, tokens in (("bad_words_ids", [token for word in words for token in word]), ("suppress_tokens", banned)):
-        wrong = next((token for token in tokens if not isinstance(token, int) or not 0 <= token < vocabulary), None)
+        wrong = next(
+            (token for token in tokens if not isinstance(token, int) or not 0 <= token < vocabulary_size), None
+        )
         if wrong is not None:
-            raise DlmBridgeError(f"{name} holds {wrong!r}, which is no token of the vocabulary of {vocabulary}")
-    ends = tuple(token for token in eos_token_ids if token < vocabulary)  # others no model proposes
+            raise DlmBridgeError(f"{name} holds {wrong!r}, which is no token of the vocabulary of {vocabulary_size}")
+    ends = tuple(token for token in eos_token_ids if token < vocabulary_size)  # others no model proposes
     fewest = max(counts["min_new_tokens"], counts["min_length"] - prompt_width)
     never = {*suppress, *banned, *(word[0] for word in words if len(word) == 1), *(ends if fewest > 0 else ())}
-    if never | {mask_token_id} >= {*range(vocabulary)}:
+    if never | {mask_token_id} >= {*range(vocabulary_size)}:
         raise DlmBridgeError(
-            f"suppress_tokens, bad_words_ids and min_new_tokens leave no token of the vocabulary of {vocabulary}"
+            f"suppress_tokens, bad_words_ids and min_new_tokens leave no token of the vocabulary of {vocabulary_size}"
         )
     allowed = asked("prefix_allowed_tokens_fn")
     processors = asked("logits_processor")

@@ -1,8 +1,16 @@
-"""KV cache: one static buffer per attention layer, in the canvas' columns."""
+"""KV cache: static buffers of keys and values, and the columns that a forward pass runs instead of reading them.
+
+The setting `cache` names the kind:
+
+- "none": every forward pass runs all columns that it attends to.
+- "prefix", "dual" (Fast-dLLM v1, arXiv 2505.22618), for bidirectional attention: a block's first forward pass runs the
+  whole canvas; later ones run the block ("dual"), or the block and what follows it ("prefix"). Approximate.
+- "block", for attention that never looks behind the block: committed blocks are run once more and cached. Exact.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -13,41 +21,38 @@ CacheMode = Literal["none", "prefix", "dual", "block"]
 
 
 class StaticKVCache:
-    """Buffers [rows, groups, width, head size] of every attention layer.
+    """Buffers [rows, KV heads, width, head size] of every attention layer, in the canvas' columns.
 
-    Keys and values have storage of their own: compiled code takes two changed views of one tensor for each other.
-    The layers reach theirs as their attributes `kv_keys` and `kv_values`: `attention.attend` is given the layer, and
-    compiled code is the same for all of them.
+    Keys and values have separate storage: compiled code takes two changed views of one tensor for each other. The
+    layers reach theirs as the attributes `kv_keys` and `kv_values`: the attention function is given the layer, and
+    compiled code is the same for all layers.
     """
 
-    def __init__(self, model: Any, rows: int, width: int) -> None:
-        self._layers = attention_layers(model)
-        processes = getattr(model, "_tp_size", None) or 1
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        layer: Any
-        # Of the layers: how many query heads share keys, and how large a head is.
-        self.shapes: set[tuple[int, int]] = set()
-        for layer in self._layers:
-            device = _device(layer)
-            # What is cut over processes are the heads, but of a fused matrix, whose output every process gathers.
-            share = 1 if hasattr(layer, "query_key_value") else processes
-            heads = model.config.num_attention_heads // share
-            self.shapes.add((layer.num_key_value_groups, layer.head_dim))
-            shape = (rows, heads // layer.num_key_value_groups, width, layer.head_dim)
-            keys, values = (torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2))
-            self._buffers.append((keys, values))
+    def __init__(self, layers: list[Any], buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._layers = layers
+        self._buffers = buffers
+        # (query heads per KV head, head size) of the layers
+        self.shapes: set[tuple[int, int]] = {(layer.num_key_value_groups, layer.head_dim) for layer in layers}
 
-    def show(self, rows: int) -> None:
-        """Let the layers see the first so many rows."""
+    @classmethod
+    def allocate(cls, model: Any, rows: int, width: int) -> StaticKVCache:
+        """Buffers for so many rows and canvas columns, on the device of each layer."""
+        layers: list[Any] = attention_layers(model)
+        processes = getattr(model, "_tp_size", None) or 1
+        buffers = []
+        for layer in layers:
+            # Tensor parallelism shards the heads, except those of a fused QKV matrix, whose output is gathered.
+            shards = 1 if hasattr(layer, "query_key_value") else processes
+            heads = model.config.num_attention_heads // shards
+            shape = (rows, heads // layer.num_key_value_groups, width, layer.head_dim)
+            keys, values = (torch.zeros(shape, dtype=model.dtype, device=_device(layer)) for _ in range(2))
+            buffers.append((keys, values))
+        return cls(layers, buffers)
+
+    def attach(self, rows: int) -> None:
+        """Give the layers the buffers of the first so many rows."""
         for layer, (keys, values) in zip(self._layers, self._buffers, strict=True):
             layer.kv_keys, layer.kv_values = keys[:rows], values[:rows]
-
-    def keep(self, rows: list[int]) -> None:
-        """Move these rows to the front."""
-        indices = {keys.device: to_device(rows, keys.device) for keys, _ in self._buffers}
-        for buffers in self._buffers:
-            for buffer in buffers:
-                buffer[: len(rows)] = buffer[indices[buffer.device]]
 
     def detach(self) -> None:
         """Take the buffers away from the layers."""
@@ -55,6 +60,118 @@ class StaticKVCache:
             for name in ("kv_keys", "kv_values"):
                 if hasattr(layer, name):
                     delattr(layer, name)
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Move these rows to the front."""
+        indices = {keys.device: to_device(rows, keys.device) for keys, _ in self._buffers}
+        for buffers in self._buffers:
+            for buffer in buffers:
+                buffer[: len(rows)] = buffer[indices[buffer.device]]
+
+    @staticmethod
+    def write(buffer: torch.Tensor, columns: torch.Tensor, new: torch.Tensor) -> None:
+        """Store `new` [B, KV heads, Q, D] at these columns, [Q] or [B, Q], of a layer's buffer."""
+        if columns.dim() == 1:
+            buffer.index_copy_(2, columns, new)
+        else:
+            buffer.scatter_(2, columns[:, None, :, None].expand_as(new), new)
+
+    @staticmethod
+    def read(buffer: torch.Tensor, end: int) -> torch.Tensor:
+        """The first `end` columns of a layer's buffer."""
+        return buffer[:, :, :end]
+
+
+class KVCache:
+    """KV cache of one call of `generate`. This class is the setting "none": nothing is cached."""
+
+    mode: ClassVar[CacheMode] = "none"
+    stores: ClassVar[bool] = False
+    exact: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.buffers: StaticKVCache | None = None
+
+    def allocate(self, model: Any, rows: int, width: int) -> None:
+        """Make the buffers."""
+
+    def open_block(self, block: slice) -> None:
+        """A block begins."""
+
+    def read(self, block: slice, end: int, *, shift: bool) -> slice:
+        """The columns to run, of a forward pass over the first `end` columns that predicts columns of the block; the
+        others are read. With a shift the column before the block predicts its first token."""
+        return slice(0, end)
+
+    def write(self, stop: int) -> None:
+        """A forward pass has written the columns before `stop`."""
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keep these rows only."""
+        if self.buffers is not None:
+            self.buffers.select_rows(rows)
+
+
+class _StoringKVCache(KVCache):
+    stores = True
+
+    def allocate(self, model: Any, rows: int, width: int) -> None:
+        self.buffers = StaticKVCache.allocate(model, rows, width)
+
+
+class PrefixKVCache(_StoringKVCache):
+    """Columns before the block, as they were in the block's first forward pass."""
+
+    mode = "prefix"
+    exact = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written = False  # in this block
+
+    def open_block(self, block: slice) -> None:
+        self._written = False
+
+    def write(self, stop: int) -> None:
+        self._written = True
+
+    def read(self, block: slice, end: int, *, shift: bool) -> slice:
+        return slice(max(block.start - shift, 0), end) if self._written else slice(0, end)
+
+
+class DualKVCache(PrefixKVCache):
+    """Columns before and after the block, as they were in the block's first forward pass."""
+
+    mode = "dual"
+
+    def read(self, block: slice, end: int, *, shift: bool) -> slice:
+        columns = super().read(block, end, shift=shift)
+        return slice(columns.start, block.stop) if self._written else columns
+
+
+class BlockKVCache(_StoringKVCache):
+    """Committed columns before the block, whose keys and values no later token changes.
+
+    Attributes:
+        length: columns that are cached.
+    """
+
+    mode = "block"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+
+    def write(self, stop: int) -> None:
+        self.length = stop
+
+    def read(self, block: slice, end: int, *, shift: bool) -> slice:
+        return slice(self.length, end)
+
+
+def attention_layers(model: Any) -> list[nn.Module]:
+    """The modules of a transformers body that hold keys and values."""
+    return [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
 
 
 def _device(layer: nn.Module) -> torch.device:
@@ -64,11 +181,3 @@ def _device(layer: nn.Module) -> torch.device:
         hooks: list[Any] = [getattr(module, "_hf_hook", None) for module in layer.modules()]
         device = torch.device(next(hook.execution_device for hook in hooks if hasattr(hook, "execution_device")))
     return device
-
-
-def attention_layers(model: Any) -> list[nn.Module]:
-    return [module for module in model.modules() if is_attention(module)]
-
-
-def is_attention(module: nn.Module) -> bool:
-    return hasattr(module, "num_key_value_groups")

@@ -1,126 +1,118 @@
-"""The denoising loop: blocks from left to right, each denoised by the sampler's commit rule."""
+"""The denoising loop: blocks from left to right, each denoised by the sampler's rule.
+
+A sampler is one choice of independent parts: the block layout (`canvas`), the attention pattern (`predictors`), the
+proposal of tokens (`token_sampling`) and the rule that commits them (`commit_rules`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import CallbackHandler
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, PromptBatch, StopCondition, read_flags
-from dlm_bridge.generation.commit_rules import (
-    CommitRule,
-    LeftToRightRule,
-    SamplerContext,
-    denoise_block,
-)
+from dlm_bridge.generation.canvas import Canvas, PromptBatch, StopCondition, read_flags
+from dlm_bridge.generation.commit_rules import SamplerContext
 from dlm_bridge.generation.constraints import Constraints
-from dlm_bridge.generation.kv_cache import CacheMode
+from dlm_bridge.generation.kv_cache import CacheMode, KVCache
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.runtime.runner import Execution, ModelRunner, supports_kv_cache
-from dlm_bridge.generation.speculation import SpeculativeRule, speculate_block
-from dlm_bridge.generation.token_sampling import Noise, TokenSampling
-from dlm_bridge.generation.uniform import ResamplingRule, resample_block
-
-
-@dataclass(frozen=True)
-class SamplerSpec:
-    """What a sampler is made of. A rule holds state: a recipe serves one call."""
-
-    layout: BlockLayout
-    rule: CommitRule | ResamplingRule | SpeculativeRule
-    sampling: TokenSampling
-    predictor: type[Predictor]
-    predictor_options: dict[str, Any]
-    # A block's first token is settled alone, by the prediction of the position before it: the best one, or sampled.
-    seed: Literal["greedy", "sampled"] | None = None
-    window: int | None = None  # so many columns from a row's first mask are looked at, instead of the whole block
-    suppress: tuple[int, ...] = ()  # tokens that are never proposed
+from dlm_bridge.generation.samplers import SamplerSpec
+from dlm_bridge.generation.token_sampling import Noise
 
 
 @dataclass(frozen=True)
 class SamplingResult:
-    """What a call's sampling came to."""
+    """Result of the denoising loop.
 
-    sequences: torch.Tensor  # [B, P + new]
+    Args:
+        sequences: [B, P + new].
+        forwards: forward passes of the model.
+        row_forwards: sum over the forward passes of the rows that took part.
+        new_tokens: number of new tokens of all rows, each as far as its end.
+    """
+
+    sequences: torch.Tensor
     forwards: int
-    row_forwards: int  # the sum over the forwards of how many rows took part
-    new_tokens: torch.Tensor  # of all rows together, each as far as its end
+    row_forwards: int
+    new_tokens: torch.Tensor
 
 
 def denoise(
     model: Any,
     prompt: PromptBatch,
-    recipe: SamplerSpec,
+    spec: SamplerSpec,
     noise: Noise,
     *,
     gen_length: int,
     mask_token_id: int,
     pad_token_id: int,
-    vocabulary: int,
-    ending: StopCondition,
+    vocabulary_size: int,
+    stop_condition: StopCondition,
     constraints: Constraints,
     shift: bool,
-    observer: CallbackHandler,
+    callbacks: CallbackHandler,
     cache: CacheMode | None = None,
     execution: Execution | None = None,
 ) -> SamplingResult:
     """Run the sampler. Rows that have ended leave the batch after their block.
 
-    Raises DlmBridgeError for a cache that the sampler, or an execution that the model or its device does not have.
+    Raises:
+        DlmBridgeError: a cache that the sampler does not have, or an execution that the model or its device does not.
     """
     canvas = Canvas(
         prompt,
-        recipe.layout,
+        spec.layout,
         gen_length=gen_length,
         mask_token_id=mask_token_id,
         pad_token_id=pad_token_id,
-        ending=ending,
+        stop_condition=stop_condition,
     )
-    if isinstance(recipe.rule, ResamplingRule):
-        constraints.refuse_text("a canvas of noise has no text that is settled")
-    if constraints.ordered and isinstance(recipe.rule, CommitRule):
-        recipe = replace(recipe, rule=LeftToRightRule())
-    cache = _cache(recipe.predictor, model, cache)
-    copies = 2 if recipe.predictor_options.get("cfg_scale") else 1
-    with ModelRunner.open(
-        model, execution, keeps=cache != "none", rows=copies * len(canvas.rows), width=canvas.width
-    ) as runner:
-        predictor = recipe.predictor(runner, canvas, shift=shift, cache=cache, **recipe.predictor_options)
-        predictor.seeded = recipe.seed is not None
-        work = SamplerContext(canvas, predictor, recipe, constraints, noise, observer, vocabulary)
-        observer.begin(canvas)
+    rule = spec.rule.constrained(constraints)
+    kv_cache = _choose_cache(spec.predictor, model, cache)
+    copies = 2 if spec.predictor_options.get("cfg_scale") else 1
+    rows = copies * len(canvas.rows)
+    with ModelRunner.open(model, execution, kv_cache, rows=rows, width=canvas.width) as runner:
+        predictor = spec.predictor(runner, canvas, kv_cache, shift=shift, **spec.predictor_options)
+        predictor.commits_first_token = spec.first_token is not None
+        context = SamplerContext(
+            canvas,
+            predictor,
+            spec.sampling,
+            constraints,
+            noise,
+            callbacks,
+            vocabulary_size,
+            first_token=spec.first_token,
+            window=spec.window,
+            logits_bias=spec.logits_bias,
+        )
+        callbacks.begin(canvas)
         for block in canvas.blocks:
-            predictor.open(block)
-            if isinstance(recipe.rule, ResamplingRule):
-                resample_block(work, block)
-            elif isinstance(recipe.rule, SpeculativeRule):
-                speculate_block(work, block)
-            else:
-                denoise_block(work, block)
-            observer.block(canvas, block)
-            stay = canvas.retire(
-                block, partial(read_flags, meanwhile=partial(predictor.launch_speculatively, done=True))
-            )
-            if stay is not None:
-                noise.keep(stay)
-                predictor.keep(stay)
-                if not stay:
+            predictor.open_block(block)
+            rule.denoise_block(context, block)
+            callbacks.block(canvas, block)
+            next_forward = partial(predictor.launch_speculatively, done=True)
+            rows_left = canvas.retire(block, partial(read_flags, overlap_with=next_forward))
+            if rows_left is not None:
+                noise.select_rows(rows_left)
+                predictor.select_rows(rows_left)
+                if not rows_left:
                     break
     sequences = canvas.output()
-    observer.end(sequences)
-    return SamplingResult(sequences, predictor.forwards, observer.row_forwards, canvas.new_tokens())
+    callbacks.end(sequences)
+    return SamplingResult(sequences, predictor.forwards, callbacks.row_forwards, canvas.new_tokens())
 
 
-def _cache(predictor: type[Predictor], model: Any, wanted: CacheMode | None) -> CacheMode:
-    """The cache that is asked for; by default the one that is exact, where there is such a one."""
+def _choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | None) -> KVCache:
+    """The cache that is asked for; by default the exact one that stores, where the predictor has one."""
+    kinds = {kind.mode: kind for kind in predictor.caches}
     if wanted is None:
-        return "block" if "block" in predictor.caches and supports_kv_cache(model) else "none"
-    if wanted not in predictor.caches:
-        raise DlmBridgeError(
-            f"this sampler has no cache '{wanted}', what it looks at allows {' or '.join(predictor.caches)}"
-        )
-    return wanted
+        storing = [kind for kind in predictor.caches if kind.stores and kind.exact]
+        return storing[0]() if storing and supports_kv_cache(model) else KVCache()
+    if wanted not in kinds:
+        raise DlmBridgeError(f"this sampler has no cache '{wanted}', its attention allows {' or '.join(kinds)}")
+    return kinds[wanted]()

@@ -19,7 +19,8 @@ from transformers import GenerationConfig
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.api import input_device
 from dlm_bridge.generation.canvas import StopCondition, check_row, check_stop_strings
-from dlm_bridge.generation.config import OWN_FIELDS, check_values, eos_token_ids, merge_names, resolve_settings
+from dlm_bridge.generation.config import check_values, diffusion_fields, eos_token_ids, merge_names
+from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds, seeded_generators, shared_seed
 
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # as many tokens to fill, or one
@@ -95,7 +96,7 @@ def check_prompts(
                 ids,
                 name,
                 mask_token_id=found.mask_token_id,
-                vocabulary=found.vocabulary,
+                vocabulary_size=found.vocabulary_size,
                 gen_length=found.gen_length,
                 context=found.context,
                 infill=found.infill,
@@ -271,7 +272,7 @@ def _autoregressive_settings(model: Any, settings: Mapping[str, Any]) -> dict[st
     check_values(given)
     known = {*vars(GenerationConfig()), *inspect.signature(model.generate).parameters, "seed"}
     for name in given:
-        if name in OWN_FIELDS and name != "seed":
+        if name in diffusion_fields() and name != "seed":
             raise DlmBridgeError(
                 f"{name} is a setting of diffusion samplers, {type(model).__name__} is autoregressive: leave it out"
             )

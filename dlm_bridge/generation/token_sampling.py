@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Noise:
-    """Uniform numbers for a batch of rows.
+    """Uniform random numbers for a batch of rows.
 
-    With one generator per row a row's numbers depend on nothing but its own generator, whatever else is in the batch
-    and however the row is padded. With one generator, or none (torch's global state), rows share a stream.
+    With one generator per row a row's numbers do not depend on the batch or on padding. With one generator, or none
+    (torch's global state), rows share a stream.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Noise:
         prompts: Sequence[Sequence[int]],
         device: torch.device,
     ) -> Noise:
-        """The noise that `generate`'s arguments ask for; `prompts` are the rows' real tokens.
+        """The noise for the arguments of `generate`; `prompts` are the rows' tokens without padding.
 
         Raises:
             DlmBridgeError: both a generator and a seed, or generators that are not one per row.
         """
         if generator is not None and seed is not None:
-            raise DlmBridgeError("generator and seed both name the noise: give one of them")
+            raise DlmBridgeError("generator and seed both choose the random numbers: give one of them")
         if seed is not None:
             return cls(device, per_row=seeded_generators(row_seeds(seed, prompts), device))
         if generator is None or isinstance(generator, torch.Generator):
@@ -67,8 +67,8 @@ class Noise:
             )
         return cls(device, per_row=generators)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the current batch only."""
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the current batch only."""
         if self._per_row is not None:
             self._per_row = [self._per_row[row] for row in rows]
 
@@ -100,9 +100,9 @@ class Noise:
 
 
 def row_seeds(seed: int, prompts: Iterable[Sequence[int]]) -> list[int]:
-    """A seed for each row, from the one seed, the row's prompt and how many equal prompts stand before it.
+    """A seed for each row, from the seed, the row's prompt and the number of equal prompts before it.
 
-    So a row draws the same noise alone and in any batch, while copies of one prompt still give different samples.
+    So a row's noise is the same alone and in any batch, while copies of one prompt give different samples.
     """
     seen: Counter[tuple[int, ...]] = Counter()
     seeds = []
@@ -119,9 +119,8 @@ def seeded_generators(seeds: Iterable[int], device: torch.device) -> list[torch.
 
 
 def shared_seed(model: Any) -> int | None:
-    """A seed that the processes of a tensor-parallel model share, from the first one's global random numbers; None for
-    a model that one process holds. All of them must call it: they draw the same tokens or wait for each other for
-    ever."""
+    """A seed shared by the processes of a tensor-parallel model, from the first one's global random state; None for a
+    model in one process. Every process must call it: with different tokens they would deadlock."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return None
@@ -131,9 +130,9 @@ def shared_seed(model: Any) -> int | None:
 
 
 def best_token(logits_ANV: torch.Tensor, without: int) -> torch.Tensor:
-    """[A, N], the highest logit's token but `without`, the first of equal ones."""
+    """[A, N], the token with the highest logit except `without`, the first of equal ones."""
     kernels = _triton_kernels() if logits_ANV.is_cuda else None
-    if kernels is not None and kernels.serves(logits_ANV):
+    if kernels is not None and kernels.supports_logits(logits_ANV):
         tokens_AN: torch.Tensor = kernels.best_token(logits_ANV, without)
         return tokens_AN
     logits_ANV = logits_ANV.clone()
@@ -146,10 +145,10 @@ def probability_of(
 ) -> torch.Tensor:
     """[A, N], softmax(logits) at the tokens, computed in `dtype`, by default that of the logits.
 
-    In half precision what is summed is float32, and the probability is rounded.
+    In half precision the sum is float32, and the probability is rounded.
     """
     kernels = _triton_kernels() if logits_ANV.is_cuda and dtype in (None, logits_ANV.dtype) else None
-    if kernels is not None and kernels.serves(logits_ANV):
+    if kernels is not None and kernels.supports_logits(logits_ANV):
         probabilities_AN: torch.Tensor = kernels.probability_of(tokens_AN, logits_ANV)
         return probabilities_AN
     return logits_ANV.softmax(dim=-1, dtype=dtype).gather(-1, tokens_AN[..., None])[..., 0]
@@ -157,7 +156,7 @@ def probability_of(
 
 @functools.cache
 def _triton_kernels() -> ModuleType | None:
-    """The module of the Triton kernels. None where there is no Triton."""
+    """The module of the Triton kernels; None without Triton."""
     try:
         from dlm_bridge.generation.runtime import triton_kernels
     except ImportError:
@@ -166,22 +165,31 @@ def _triton_kernels() -> ModuleType | None:
 
 
 def gather_tokens(values_ANV: torch.Tensor, tokens_AN: torch.Tensor) -> torch.Tensor:
+    """[A, N], the values at the tokens."""
     return values_ANV.gather(-1, tokens_AN[..., None])[..., 0]
 
 
-# A smaller temperature would divide logits beyond what float32 holds; both are greedy.
+# A smaller temperature would overflow float32; both are greedy.
 MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)
 class TokenSampling:
-    """How tokens are proposed. The order of the filters differs between the published samplers."""
+    """Temperature, top-k and top-p.
+
+    Args:
+        temperature: 0 is greedy.
+        top_k: None or 0: off.
+        top_p: None or 1: off.
+        order: of the filters, which differs between the published samplers.
+        greedy: propose the best token, although the temperature shapes the distribution.
+    """
 
     temperature: float = 0.0
-    top_k: int | None = None  # None or 0: off
-    top_p: float | None = None  # None or 1: off
+    top_k: int | None = None
+    top_p: float | None = None
     order: tuple[str, ...] = ("temperature", "top_k", "top_p")
-    greedy: bool = False  # the best token, although the temperature shapes the distribution
+    greedy: bool = False
 
     @property
     def draws(self) -> bool:
@@ -209,8 +217,8 @@ class TokenSampling:
     ) -> torch.Tensor:
         """[A, N] tokens out of `shaped` [A, N, V], never the mask token. `uniform` [A, N, V] is needed to draw.
 
-        Where the filters leave nothing but the mask token, the unfiltered `logits` decide. Drawn by the Gumbel-max
-        trick in float64, as lower precision cuts the noise's tail off and so skews the draws (arXiv 2409.02908).
+        Where the filters leave only the mask token, the unfiltered `logits` decide. Draws use the Gumbel-max trick in
+        float64: lower precision truncates the noise's tail and so skews the draws (arXiv 2409.02908).
         """
         filtered = bool(self.top_k or self.top_p is not None)
         if uniform is None and not filtered:

@@ -1,4 +1,4 @@
-"""Stands in for CUDA graphs where there is no GPU: what is recorded, what is replayed, and whose result it spoils."""
+"""Stand-in for CUDA graphs on a CPU: what is recorded, what is replayed, and whose result it overwrites."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.generation import canvas
-from dlm_bridge.generation.runtime import attention, graphs
-from dlm_bridge.generation.runtime import graphs as graphs_module
+from dlm_bridge.generation import commit_rules, loop
+from dlm_bridge.generation.runtime import attention, graphs, runner
 
 
 class Graph:
@@ -36,7 +35,7 @@ class GraphedOnCPU(graphs.GraphedBody):
 
         def replay() -> None:
             assert adapters(self._model) == on, "a graph goes on with the adapters that it was recorded with"
-            hidden = graphs.run_body(self._model, self.kept, recorded.inputs)
+            hidden = graphs.run_body(self._model, self.buffers, recorded.inputs)
             for one in self._recorded.values():
                 one.hidden.fill_(torch.nan)
             recorded.hidden.copy_(hidden)
@@ -58,9 +57,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(graphs_module, "GraphedBody", GraphedOnCPU)
+    monkeypatch.setattr(runner, "GraphedBody", GraphedOnCPU)
     monkeypatch.setattr(attention, "uses_kernel", in_place)
-    monkeypatch.setattr(canvas, "read_flags", read)
+    for module in (commit_rules, loop):
+        monkeypatch.setattr(module, "read_flags", read)
 
 
 def in_place(shapes: Any, dtype: torch.dtype, columns: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -68,7 +68,7 @@ def in_place(shapes: Any, dtype: torch.dtype, columns: torch.Tensor, mask: torch
     return columns.dim() == 1 and (mask is None or mask.shape[2] == 1)
 
 
-def read(flags: torch.Tensor, meanwhile: Callable[[], None]) -> list[bool]:
+def read(flags: torch.Tensor, overlap_with: Callable[[], None]) -> list[bool]:
     answer = list(flags.tolist())
-    meanwhile()
+    overlap_with()
     return answer

@@ -12,7 +12,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import canvas, predictors, token_sampling
+from dlm_bridge.generation import commit_rules, loop, predictors
 from dlm_bridge.generation.predictors import BlockCachePredictor
 from dlm_bridge.generation.runtime import attention, graphs
 from tests.families.case import FamilyCase
@@ -43,7 +43,7 @@ def logits_of(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """What `generate` returns, and the logits that each step looked at. `instead`: what each goes on with."""
     seen: list[torch.Tensor] = []
-    propose = token_sampling.propose_tokens
+    propose = commit_rules.propose_tokens
 
     def recording(logits: torch.Tensor, *others: Any) -> Any:
         seen.append(logits.clone())
@@ -52,7 +52,7 @@ def logits_of(
         return propose(logits, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(token_sampling, "propose_tokens", recording)
+        patch.setattr(commit_rules, "propose_tokens", recording)
         return model.generate(**settings), seen
 
 
@@ -131,8 +131,8 @@ def test_a_block_is_kept_as_by_a_forward_of_its_own(
     view = BlockCachePredictor.view
 
     def view_of_the_block(self: BlockCachePredictor, *arguments: Any) -> Any:
-        if self._kept_until < self._block.start:
-            self._column_before()
+        if self._cached < self._block.start:
+            self._hidden_before_block()
         return view(self, *arguments)
 
     monkeypatch.setattr(BlockCachePredictor, "view", view_of_the_block)
@@ -167,7 +167,7 @@ def test_a_length_that_only_the_device_knows(
     run = graphs.run_body
 
     def run_body(model: Any, kept: Any, inputs: graphs.BodyInputs) -> torch.Tensor:
-        lengths.add((inputs.end, None if inputs.ends is None else int(inputs.ends)))
+        lengths.add((inputs.end, None if inputs.length is None else int(inputs.length)))
         return run(model, kept, inputs)
 
     expected, expected_logits = logits_of(model, monkeypatch, **settings)
@@ -203,9 +203,9 @@ def test_a_forward_launched_ahead_is_the_next(
     early: list[bool] = []
     model.model.register_forward_pre_hook(lambda *_: runs.append(1))
 
-    def read(flags: torch.Tensor, meanwhile: Callable[[], None]) -> list[bool]:
+    def read(flags: torch.Tensor, overlap_with: Callable[[], None]) -> list[bool]:
         before = len(runs)
-        meanwhile()
+        overlap_with()
         early.append(len(runs) > before)
         return flags.tolist()
 
@@ -216,7 +216,8 @@ def test_a_forward_launched_ahead_is_the_next(
             runs.clear()
             with monkeypatch.context() as patch:
                 if ahead:
-                    patch.setattr(canvas, "read_flags", read)
+                    patch.setattr(commit_rules, "read_flags", read)
+                    patch.setattr(loop, "read_flags", read)
                 found.append((model.generate(tokens, **settings, eos_token_id=stops), len(runs)))
         (expected, before), (output, after) = found
         assert torch.equal(output.sequences, expected.sequences)
@@ -400,10 +401,10 @@ def test_compiled_layers_share_their_code(model: Any, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cache": "block"}, "no cache 'block', what it looks at allows none or prefix or dual"),
-        ({"cache": "static"}, "unknown cache .static.: known are none, prefix"),
+        ({"cache": "block"}, "no cache 'block'"),
+        ({"cache": "static"}, "cache must be one of none, prefix"),
         ({"execution": "graph"}, "records CUDA graphs, the model is on cpu"),
-        ({"execution": "fast"}, "unknown execution .fast.: known are eager"),
+        ({"execution": "fast"}, "execution must be one of eager"),
     ],
 )
 def test_bad_input(model: Any, settings: dict[str, Any], message: str) -> None:

@@ -243,7 +243,7 @@ def test_ends_without_confidence_are_settled_last(rule: dict[str, float]) -> Non
         output_history=True, **arguments,
     )  # fmt: skip
     ends = {usual[0], eot}
-    order = [int(step.tokens[0, place]) for step in found.history for place in step.settled[0].nonzero()[:, 0]]
+    order = [int(step.tokens[0, place]) for step in found.history for place in step.committed[0].nonzero()[:, 0]]
     if not rule:
         assert {*order} & ends
         first = min(i for i, token in enumerate(order) if token in ends)
@@ -265,9 +265,9 @@ def test_a_penalty_counts_neither_a_position_s_own_token_nor_masks() -> None:
     device, mask = torch.device("cpu"), torch.tensor([[0, 0, 1], [1, 1, 1]])
     given = {"mask_token_id": MASK, "gen_length": 4}
     prompt = PromptBatch.build(
-        torch.tensor([[0, 0, 7], [5, 6, 7]]), mask, vocabulary=VOCABULARY, context=None, device=device, **given
+        torch.tensor([[0, 0, 7], [5, 6, 7]]), mask, vocabulary_size=VOCABULARY, context=None, device=device, **given
     )
-    canvas = Canvas(prompt, BlockLayout(4), pad_token_id=0, ending=StopCondition((), device), **given)
+    canvas = Canvas(prompt, BlockLayout(4), pad_token_id=0, stop_condition=StopCondition((), device), **given)
     canvas.tokens[:, 4] = 9  # the second new token is settled
     logits = torch.ones(2, 4, VOCABULARY)
     penalised = Constraints(repetition_penalty=2.0)(logits, canvas, [0, 1], slice(3, 7))
@@ -316,7 +316,7 @@ def test_an_end_outside_the_vocabulary_is_never_proposed_anyway() -> None:
         ),
         ({"logits_processor": [lambda ids, scores: scores * torch.nan]}, "after its first 3 tokens: one score"),
         ({"logits_processor": ["x"]}, "logits_processor must be callable, not 'x'"),
-        ({"stop_strings": ["a"]}, "stop_strings are found in decoded text: pass tokenizer="),
+        ({"stop_strings": ["a"]}, "stop_strings .* pass tokenizer="),
         ({"stop_strings": [""]}, "stop_strings must be a string or a list of them, none empty"),
         ({"stop_strings": 3}, "stop_strings must be a string or a list of them, none empty, not 3"),
         ({"num_return_sequences": 0}, "num_return_sequences must be a whole number above 0, not 0"),

@@ -92,12 +92,12 @@ def test_logits_in_half_precision_are_urged() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"end_think_logit_boost": 1.0}, "pass their ids as end_think_token_ids"),
-        ({"end_think_logit_boost": 1.0, "end_think_token_ids": []}, "pass their ids as end_think_token_ids"),
+        ({"end_think_logit_boost": 1.0}, "pass end_think_token_ids"),
+        ({"end_think_logit_boost": 1.0, "end_think_token_ids": []}, "pass end_think_token_ids"),
         ({"end_think_logit_boost": -1.0}, "end_think_logit_boost must be a number, 0 or above, not -1.0"),
         ({"end_think_token_ids": 3}, "end_think_token_ids must be a list of token ids, not 3"),
         ({"end_think_token_ids": [3, -1]}, r"end_think_token_ids must be a list of token ids, not \[3, -1\]"),
-        ({"end_think_logit_boost": 1.0, "end_think_token_ids": [99]}, r"\[99\] go beyond the vocabulary of 48"),
+        ({"end_think_logit_boost": 1.0, "end_think_token_ids": [99]}, r"\[99\] exceed the vocabulary of 48"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dlm_bridge.generation import SAMPLERS
-from dlm_bridge.generation.config import resolve_settings
-from dlm_bridge.generation.samplers.base import SpecialTokens
+from dlm_bridge.generation.samplers import SpecialTokens
+from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.families import families
 from tests.families.case import FamilyCase, all_cases
 from tests.generation import published
@@ -93,11 +93,11 @@ def test_defaults_are_complete(case: FamilyCase, tmp_path: Path) -> None:
     """Nothing but a prompt and a length is needed; what the family says is among its sampler's parameters."""
     model = case.load(case.write(tmp_path / "hub"))
     settings = resolve_settings(model, None, {"mask_token_id": 99}, prompt_width=4)
-    assert settings.algorithm.name == case.spec.sampler["algorithm"]
-    assert {*case.spec.sampler} <= {"algorithm", *settings.algorithm.parameters()}
-    block = settings.algorithm.parameters().keys() & {"block_length", "block_size"}
-    if settings.algorithm.model_blocks and block:
-        assert getattr(settings.algorithm, block.pop()) == model.config.block_size
+    assert settings.sampler.name == case.spec.sampler["algorithm"]
+    assert {*case.spec.sampler} <= {"algorithm", *settings.sampler.parameters()}
+    block = settings.sampler.parameters().keys() & {"block_length", "block_size"}
+    if settings.sampler.model_blocks and block:
+        assert getattr(settings.sampler, block.pop()) == model.config.block_size
 
 
 def test_every_diffusion_family_names_its_sampler() -> None:
@@ -122,4 +122,4 @@ def test_the_card_s_example_is_a_call_that_works(card: Path, tmp_path: Path) -> 
     for call in calls:
         given = {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
         settings = resolve_settings(model, None, {"mask_token_id": 99, **given}, prompt_width=4)
-        settings.algorithm.recipe(SpecialTokens(0, ()))
+        settings.sampler.spec(SpecialTokens(0, ()))

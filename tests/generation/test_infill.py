@@ -134,7 +134,7 @@ def test_of_equally_sure_positions_a_row_takes_those_that_it_takes_alone(rule: d
     ids = torch.tensor([[0] * (width - 20) + row, [MASK_OF_FOUR] * width])
     mask = torch.tensor([[0] * (width - 20) + [1] * 20, [1] * width])
     together = generate(Scripted(torch.zeros(61, 4)), ids, attention_mask=mask, eos_token_id=None, **arguments)
-    states = [step.tokens[0, width - 20 :].tolist() for step in together.history if step.settled[0].any()]
+    states = [step.tokens[0, width - 20 :].tolist() for step in together.history if step.committed[0].any()]
     assert states == [step.tokens[0].tolist() for step in alone.history]
 
 
@@ -251,7 +251,7 @@ def test_spans() -> None:
         ("illada", {}, "the illada sampler cannot fill masks inside a prompt, .* use one of llada, difflm, mdlm"),
         ("nemotron", {}, "the nemotron sampler cannot fill masks inside a prompt"),
         ("bd3lm", {}, "the bd3lm sampler cannot fill masks inside a prompt"),
-        ("dream-origin", {"alg": "confidence_threshold"}, "settles equal shares of gen_length, which infilling does"),
+        ("dream-origin", {"alg": "confidence_threshold"}, "commits equal shares of gen_length, which infilling does"),
         ("llada", {"infill": 1}, "infill must be True or False, not 1"),
         ("llada", {"span_lengths": [0]}, r"span_lengths must be whole numbers above 0, not \[0\]"),
         ("llada", {"infill": None, "span_lengths": [2]}, "span_lengths are those of masks inside a prompt: pass inf"),

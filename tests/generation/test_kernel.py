@@ -61,7 +61,7 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, masked: bool) -> tuple[dict
         whole_values.double().repeat_interleave(shared, dim=1),
         attn_mask=mask,
     ).transpose(1, 2)
-    arguments = {"query": query, "key": key, "value": value, "kept_keys": keys, "kept_values": values}
+    arguments = {"query": query, "key": key, "value": value, "key_cache": keys, "value_cache": values}
     arguments |= {"columns": torch.arange(first, first + width, device=DEVICE), "end": end, "mask": mask}
     return arguments | {"scaling": None}, expected
 
@@ -69,12 +69,12 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, masked: bool) -> tuple[dict
 @pytest.mark.parametrize(("shape", "dtype", "masked", "splits"), CASES, ids=str)
 def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, splits: int | None) -> None:
     arguments, expected = case(shape, dtype, masked)
-    key, value, keys, values = (arguments[name].clone() for name in ("key", "value", "kept_keys", "kept_values"))
+    key, value, keys, values = (arguments[name].clone() for name in ("key", "value", "key_cache", "value_cache"))
     output = triton_kernels.attend(**arguments, splits=splits)
     error = (output.double() - expected).norm() / expected.norm()
     assert error < ERRORS[dtype]
     first, width = int(arguments["columns"][0]), key.shape[2]
-    for kept, before, new in ((arguments["kept_keys"], keys, key), (arguments["kept_values"], values, value)):
+    for kept, before, new in ((arguments["key_cache"], keys, key), (arguments["value_cache"], values, value)):
         before[:, :, first : first + width] = new
         torch.testing.assert_close(kept, before, rtol=0, atol=0, equal_nan=True)
 
@@ -88,7 +88,7 @@ def test_blocks_of_which_each_sees_those_before(shape: tuple[int, ...], block: i
     """What one launch gives for two blocks or three is what a launch for each gives, and it keeps the same."""
     arguments, _ = case(shape, torch.float32, masked)
     first, end = shape[5:7]
-    alone = arguments | {name: arguments[name].clone() for name in ("kept_keys", "kept_values")}
+    alone = arguments | {name: arguments[name].clone() for name in ("key_cache", "value_cache")}
     mask = arguments["mask"]
     expected = []
     for begin in range(0, end - first, block):
@@ -98,7 +98,7 @@ def test_blocks_of_which_each_sees_those_before(shape: tuple[int, ...], block: i
         expected.append(triton_kernels.attend(**alone | part | {"mask": mask if mask is None else mask[..., :seen]}))
     output = triton_kernels.attend(**arguments, block=block, splits=splits)
     torch.testing.assert_close(output, torch.cat(expected, dim=1), rtol=1e-5, atol=1e-5)
-    for name in ("kept_keys", "kept_values"):
+    for name in ("key_cache", "value_cache"):
         torch.testing.assert_close(arguments[name], alone[name], rtol=0, atol=0, equal_nan=True)
     whole = triton_kernels.attend(**arguments, splits=splits)
     assert not torch.allclose(output[:, :block], whole[:, :block], atol=1e-3)
@@ -109,11 +109,11 @@ def test_blocks_of_which_each_sees_those_before(shape: tuple[int, ...], block: i
 def test_a_length_that_the_device_knows(masked: bool, splits: int) -> None:
     """The same launch for every length: how many columns there are is read where it is at work."""
     arguments, expected = case(SHAPES[5], torch.float32, masked)
-    mask, end, columns = arguments["mask"], arguments["end"], arguments["kept_keys"].shape[2]
+    mask, end, columns = arguments["mask"], arguments["end"], arguments["key_cache"].shape[2]
     if masked:
         arguments["mask"] = torch.nn.functional.pad(mask, (0, columns - end), value=True)
     ends = torch.tensor([end], dtype=torch.int32, device=DEVICE)
-    output = triton_kernels.attend(**arguments | {"end": columns}, ends=ends, splits=splits)
+    output = triton_kernels.attend(**arguments | {"end": columns}, length=ends, splits=splits)
     assert (output.double() - expected).norm() / expected.norm() < ERRORS[torch.float32]
 
 

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from transformers import LogitsProcessor
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import generate, speculation
+from dlm_bridge.generation import generate
 from dlm_bridge.generation.commit_rules import LeftToRightRule
+from dlm_bridge.generation.samplers import linear_spec
 from tests.families.case import FamilyCase
 from tests.families.nemotron_labs_diffusion import CASES, reference
 from tests.generation import published_samplers as published
@@ -236,7 +237,7 @@ def test_the_history_shows_what_checks_settle() -> None:
     _, forwards, settled = published.linear_spec(
         of_stand_in(model, BLOCK), of_stand_in(model, 0), row[0].tolist(), GEN, MASK, block=BLOCK
     )
-    counts = [int(step.settled.sum()) for step in output.history]
+    counts = [int(step.committed.sum()) for step in output.history]
     settled[-1] -= 1 + sum(settled) - GEN  # what stands behind the last new token is not shown
     assert counts == [1, *itertools.chain.from_iterable((0, count) for count in settled)]
     assert [step.forwards for step in output.history] == [*range(1, forwards + 1)]
@@ -257,13 +258,13 @@ def test_kept_keys_and_values_are_those_of_whole_forwards(
     settings |= {"pad_token_id": 40, "threshold": 0.3}
     free = model.generate(ids, **settings).sequences
     seen: list[torch.Tensor] = []
-    propose = speculation.propose
+    propose = linear_spec.propose_tokens
 
     def recording(logits: torch.Tensor, *others: Any) -> Any:
         seen.append(logits.clone())
         return propose(logits, *others)
 
-    monkeypatch.setattr(speculation, "propose", recording)
+    monkeypatch.setattr(linear_spec, "propose_tokens", recording)
     for eos in (None, sorted({int(free[row, 12 + 5 * row]) for row in range(2)})):
         outputs, logits = [], []
         for cache in ("none", "block"):
@@ -418,12 +419,12 @@ def test_recorded_forwards(cache: str, tmp_path: Path, monkeypatch: pytest.Monke
         ),
         (
             {"commit_rule": LeftToRightRule()},
-            "the linear_spec sampler has no steps whose positions a commit_rule could",
+            "the linear_spec sampler takes no commit_rule",
         ),
         ({"infill": True, "inputs": torch.tensor([[1, MASK]])}, "the linear_spec sampler cannot fill masks inside"),
-        ({"cache": "dual"}, "this sampler has no cache 'dual'"),
-        ({"draft_adapter": "x"}, "draft_adapter 'x' drafts behind keys and values that the model has kept without it"),
-        ({"draft_adapter": 3}, "draft_adapter must be the name of an adapter, not 3"),
+        ({"cache": "dual"}, "no cache 'dual'"),
+        ({"draft_adapter": "x"}, "draft_adapter 'x' drafts behind keys and values that the model has cached"),
+        ({"draft_adapter": 3}, "draft_adapter must be a name, not 3"),
         ({"threshold": -0.5}, "threshold must be a number, 0 or above, not -0.5"),
         ({"block_length": 0}, "block_length must be a whole number above 0, not 0"),
     ],

@@ -60,13 +60,13 @@ def test_what_is_watched_is_what_happens(name: str, ends: tuple[int, ...] | None
         before[:, -1] = 0  # its padding is there from the start
     sure = torch.full((4, 21), torch.nan)
     for step, sent in zip(steps, watcher.sent, strict=True):
-        assert torch.equal(step.settled, step.tokens != before)
-        assert not (step.settled & (step.tokens == MASK)).any()
+        assert torch.equal(step.committed, step.tokens != before)
+        assert not (step.committed & (step.tokens == MASK)).any()
         others = [row for row in range(4) if row not in step.rows]
-        assert not step.settled[others].any()
-        assert not step.settled[:, :9].any()
-        assert ((step.confidence[step.settled] > 0) & (step.confidence[step.settled] <= 1)).all()
-        sure = torch.where(step.settled, step.confidence, sure)  # what was settled before keeps its own
+        assert not step.committed[others].any()
+        assert not step.committed[:, :9].any()
+        assert ((step.confidence[step.committed] > 0) & (step.confidence[step.committed] <= 1)).all()
+        sure = torch.where(step.committed, step.confidence, sure)  # what was settled before keeps its own
         torch.testing.assert_close(step.confidence, sure, rtol=0, atol=0, equal_nan=True)
         before = step.tokens
         # What has been streamed was settled, and never changes.
@@ -98,7 +98,7 @@ def test_confidence_is_the_model_s_own(model: Any, temperature: float) -> None:
     before = torch.cat([prompts(2, 5), torch.full((2, 12), MODEL_MASK)], dim=1)
     for step in result.history:
         probabilities = model(before).logits.softmax(-1).gather(-1, step.tokens[..., None])[..., 0]
-        torch.testing.assert_close(step.confidence[step.settled], probabilities[step.settled])
+        torch.testing.assert_close(step.confidence[step.committed], probabilities[step.committed])
         before = step.tokens
     assert result.history[-1].confidence[:, :5].isnan().all()
     assert not result.history[-1].confidence[:, 5:].isnan().any()

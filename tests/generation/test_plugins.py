@@ -17,16 +17,17 @@ from dlm_bridge.generation import (
     BlockLayout,
     CommitRule,
     DiffusionGenerationConfig,
-    Predictor,
     Sampler,
     SamplerSpec,
     SpecialTokens,
     Step,
     generate,
+    parameter,
     register_sampler,
 )
 from dlm_bridge.generation.commit_rules import best
-from dlm_bridge.generation.config import OWN_FIELDS, PARAMETERS
+from dlm_bridge.generation.config import diffusion_fields
+from dlm_bridge.generation.samplers import POSITIVE_INTEGER
 from dlm_bridge.generation.samplers.sdar import SequentialRule
 from dlm_bridge.generation.token_sampling import Noise
 from tests.generation.published_samplers import bidirectional
@@ -66,23 +67,21 @@ OLDER = DiffusionGenerationConfig(gen_length=6, temperature=0.0)  # than any sam
 
 @pytest.fixture
 def left_to_right() -> Iterator[type[Sampler]]:
-    known, lists = dict(SAMPLERS), (list(PARAMETERS), list(OWN_FIELDS))
-
     @register_sampler
     @dataclass(frozen=True, kw_only=True)
     class LeftToRight(Sampler):
         name: ClassVar[str] = "left_to_right"
         attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-        per_step: int = 2
+        per_step: int = parameter(2, POSITIVE_INTEGER)
 
-        def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
+        def spec(self, tokens: SpecialTokens) -> SamplerSpec:
             schedule = [self.per_step] * self.gen_length
-            return SamplerSpec(BlockLayout(self.gen_length), SequentialRule(schedule), self.sampling(), Predictor, {})
+            return SamplerSpec(BlockLayout(self.gen_length), SequentialRule(schedule), self.sampling())
 
+    assert "per_step" in diffusion_fields()
     yield LeftToRight
-    SAMPLERS.clear()
-    SAMPLERS.update(known)
-    PARAMETERS[:], OWN_FIELDS[:] = lists
+    SAMPLERS.remove("left_to_right")
+    assert "per_step" not in diffusion_fields()
 
 
 def test_a_registered_sampler_is_known_by_its_name(left_to_right: type[Sampler], tmp_path: Any) -> None:
@@ -90,7 +89,7 @@ def test_a_registered_sampler_is_known_by_its_name(left_to_right: type[Sampler],
     ids = torch.tensor([[1, 2, 3]])
     arguments = {"gen_length": 6, "eos_token_id": None, "return_dict_in_generate": True, "output_history": True}
     found = generate(model, ids, algorithm="left_to_right", **arguments)
-    order = [step.settled[0].nonzero()[:, 0].tolist() for step in found.history]
+    order = [step.committed[0].nonzero()[:, 0].tolist() for step in found.history]
     assert order == [[3, 4], [5, 6], [7, 8]]
     found = generate(model, ids, algorithm="left_to_right", per_step=3, **arguments)
     assert found.forwards == 2
@@ -109,7 +108,7 @@ def test_a_registered_sampler_is_known_by_its_name(left_to_right: type[Sampler],
 
 def test_a_checkpoint_names_a_sampler_that_is_not_registered(tmp_path: Any) -> None:
     (tmp_path / "generation_config.json").write_text('{"algorithm": "left_to_right", "per_step": 6}')
-    with pytest.raises(DlmBridgeError, match=r"unknown algorithm 'left_to_right': .*; register_sampler makes another"):
+    with pytest.raises(DlmBridgeError, match=r"unknown algorithm 'left_to_right': .*; register_sampler adds another"):
         DiffusionGenerationConfig.from_pretrained(tmp_path)
 
 
@@ -130,7 +129,7 @@ def test_what_cannot_be_registered(left_to_right: type[Sampler]) -> None:
     )
     refused("'seed' is another setting's name", name="mine", __annotations__={"seed": int}, seed=1, **everywhere)
     refused("'num_beams' is another", name="mine", __annotations__={"num_beams": int}, num_beams=1, **everywhere)
-    with pytest.raises(DlmBridgeError, match="is no sampler: register a frozen, kw_only dataclass below Sampler"):
+    with pytest.raises(DlmBridgeError, match="is not a sampler"):
         register_sampler(LeastSureFirst)  # type: ignore[type-var]
 
 
@@ -143,15 +142,18 @@ class _Bad(LeastSureFirst):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (LeastSureFirst, "commit_rule must be an object of a class below"),
+        (LeastSureFirst, "commit_rule must be an object of a subclass"),
         (_Bad(begin=lambda masks, noise: []), "_Bad.begin has steps for 0 rows, there are 1"),
-        (_Bad(begin=lambda masks, noise: [[]]), "announces no step for a row of 6 masks"),
-        (_Bad(begin=lambda masks, noise: [[1] * 5]), "_Bad leaves masks after its last step, 4: announce more"),
-        (_Bad(begin=lambda masks, noise: [[2, 2]], exact=True), "its steps settle 4 positions of a row of 6 masks"),
+        (_Bad(begin=lambda masks, noise: [[]]), "plans no step for a row of 6 masks"),
+        (_Bad(begin=lambda masks, noise: [[1] * 5]), "_Bad leaves masks after its last step, 4: plan more"),
+        (_Bad(begin=lambda masks, noise: [[2, 2]], exact=True), "its steps commit 4 tokens of a row of 6 masks"),
         (_Bad(begin=lambda masks, noise: [[2] * 3], exact=True), r"step 0 picks \[1\], not \[2\]"),
-        (_Bad(select=lambda step: step.tokens), "must give a boolean tensor of shape"),
-        (_Bad(select=lambda step: step.masked | True, goes_on=lambda step, left: left | True), "that is settled"),
-        (_Bad(goes_on=lambda step, left: left & False), "_Bad.goes_on ends a row that has masks left"),
+        (_Bad(select=lambda step: step.tokens), "must return a boolean tensor of shape"),
+        (
+            _Bad(select=lambda step: step.masked | True, continues=lambda step, left: left | True),
+            "picks a committed position",
+        ),
+        (_Bad(continues=lambda step, left: left & False), "_Bad.continues ends a row that has masks left"),
     ],
 )
 def test_a_rule_is_held_to_its_promise(rule: Any, message: str) -> None:

@@ -91,7 +91,7 @@ def test_weights_are_still_trained(fresh: Any) -> None:
     before = weight.detach().clone()
     torch.optim.SGD(fresh.parameters(), lr=1.0).step()
     assert not torch.equal(weight, before)
-    product = places[0].parts[1].product
+    product = places[0].outputs[1].product
     assert torch.equal(product.weight.split(product.sizes)[1], weight)
 
 

@@ -79,7 +79,7 @@ def test_difflm_ranks_in_float64() -> None:
             Scripted(table), torch.zeros(1, 0, dtype=torch.long), algorithm=algorithm, gen_length=2, eos_token_id=None,
             return_dict_in_generate=True, output_history=True,
         )  # fmt: skip
-        assert result.history[0].settled[0].tolist() == [first == 0, first == 1]
+        assert result.history[0].committed[0].tolist() == [first == 0, first == 1]
 
 
 @pytest.mark.parametrize("algorithm", ["mdlm", "bd3lm"])

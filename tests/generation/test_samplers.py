@@ -114,7 +114,7 @@ def test_logits_that_are_no_numbers_are_refused(name: str, good: int) -> None:
         return output
 
     model.forward = broken  # type: ignore[method-assign]
-    with pytest.raises(DlmBridgeError, match=r"the model's logits are not numbers \(NaN\)"):
+    with pytest.raises(DlmBridgeError, match=r"the model's logits are NaN"):
         generate(model, ids, attention_mask=mask, eos_token_id=None, cache="none", seed=1, **arguments)
 
 
@@ -220,16 +220,16 @@ def test_a_block_causal_prompt_keeps_its_blocks_from_the_first_token() -> None:
         ("sdar", {"algorithm": "llada"}, "the llada sampler runs on bidirectional models"),
         ("wedlm", {"algorithm": "sdar"}, "the sdar sampler runs on block_causal models"),
         ("sdar", {"algorithm": "wedlm"}, "the wedlm sampler runs on causal models"),
-        ("sdar", {"block_size": 4}, r"the sdar sampler has no block_size \(keyword argument: 4\)"),
+        ("sdar", {"block_size": 4, "block_length": 8}, "block_length 8 and block_size 4 are the same setting"),
         ("sdar", {"cfg_scale": 1.0}, "the sdar sampler has no cfg_scale"),
         ("sdar", {"denoising_steps": 0}, "denoising_steps must be a whole number above 0"),
         (
             "sdar",
             {"remasking_strategy": "random"},
-            "unknown remasking_strategy 'random': known are low_confidence_dyn",
+            "remasking_strategy must be one of low_confidence_dyn",
         ),
         ("fast_dllm_v2", {"small_block_size": 3}, "block_size 4 is not a multiple of small_block_size 3"),
-        ("fast_dllm_v2", {"use_block_cache": True}, "no use_block_cache: cache='dual' is what it turns on"),
+        ("fast_dllm_v2", {"use_block_cache": True}, "'use_block_cache' .* cache='dual'"),
         ("nemotron", {"gen_length": 10}, "gen_length 10 is not a multiple of block_length 4: use gen_length 8 or 12"),
         ("dream-origin", {"alg_temp": 0.5}, "alg 'origin' ranks no positions: leave alg_temp out"),
         ("dream-entropy", {"threshold": 0.5}, "threshold belongs to alg 'confidence_threshold'"),

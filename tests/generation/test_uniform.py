@@ -143,11 +143,11 @@ def test_pairs_of_positions_are_independent_noise() -> None:
     [
         ({"algorithm": None}, "names no mask token: pass mask_token_id, or algorithm='uniform' to a model that was"),
         ({"infill": True}, "names no mask token: pass mask_token_id"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty cannot be kept: a canvas of noise has no text"),
-        ({"prefix_allowed_tokens_fn": lambda row, text: [1]}, "prefix_allowed_tokens_fn cannot be kept"),
-        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size or bad_words_ids of several tokens cannot be kept"),
-        ({"commit_rule": LeftToRightRule()}, "the uniform sampler has no masks that a commit_rule could settle"),
-        ({"resampling": "best"}, "unknown resampling 'best': known are posterior, entropy_bound"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty cannot hold"),
+        ({"prefix_allowed_tokens_fn": lambda row, text: [1]}, "prefix_allowed_tokens_fn cannot hold"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size or bad_words_ids of several tokens cannot hold"),
+        ({"commit_rule": LeftToRightRule()}, "the uniform sampler takes no commit_rule"),
+        ({"resampling": "best"}, "resampling must be one of posterior, entropy_bound"),
         ({"infill": True, "span_lengths": [2], "mask_token_id": 1}, "the uniform sampler works without masks: leave"),
     ],
 )

@@ -15,12 +15,12 @@ from typing import TypeGuard
 import torch
 from torch import nn
 
-# Layers that get the same input, by their names in the module that holds them.
+# Layers of the same input, by their names in the module that holds them.
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FusedLinear:
-    """Several linear layers' outputs out of one product, made when the first of them is asked for."""
+    """Several linear layers of one input as one matrix product, computed when the first output is asked for."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.weight = _contiguous([layer.weight for layer in layers])
@@ -30,8 +30,8 @@ class FusedLinear:
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
-    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """[..., out] of the layer in this place; the last one is asked last."""
+    def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """[..., out] of the layer with this index; the last one must be asked for last."""
         if self._input is not x:
             self._input = x
             self._outputs = nn.functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
@@ -42,7 +42,7 @@ class FusedLinear:
 
 
 class FusedLinearOutput(nn.Module):
-    """Stands where one of a product's layers was."""
+    """Replaces one of the fused layers in the model."""
 
     def __init__(self, product: FusedLinear, index: int) -> None:
         super().__init__()
@@ -50,28 +50,28 @@ class FusedLinearOutput(nn.Module):
         self.index = index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product.part(self.index, x)
+        return self.product.output(self.index, x)
 
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """Where in the model a product's layers are."""
+    """The fused layers of one module: the module, their names in it, and their regroupments."""
 
     holder: nn.Module
     names: tuple[str, ...]
-    parts: tuple[FusedLinearOutput, ...]
+    outputs: tuple[FusedLinearOutput, ...]
 
 
 def fuse_linear_layers(model: nn.Module) -> list[FusedGroup]:
-    """Lay the weights of every set of layers that can be one product in a row, one set after the other.
+    """Make the weights of each set of fusable layers contiguous in memory.
 
-    Left as they are: layers of another class (quantised, adapted, sharded), with hooks, of a weight that something
-    else uses too, or with a bias that others lack.
+    Not fused: layers of another class (quantised, adapted, sharded), with hooks, with a shared weight, or with a bias
+    that the others lack.
     """
     parameters = (one for _, one in model.named_parameters(remove_duplicate=False))
     owners = Counter(_storage(one) for one in parameters if type(one) is nn.Parameter)
-    places = []
-    # Not as inference tensors, which could never be trained again.
+    groups = []
+    # Not inference tensors, which cannot be trained.
     with torch.inference_mode(False), torch.no_grad():
         for holder in model.modules():
             for names in FUSED_LAYERS:
@@ -79,31 +79,31 @@ def fuse_linear_layers(model: nn.Module) -> list[FusedGroup]:
                 linears = [layer for layer in layers if _is_plain(layer)]
                 if len(linears) == len(names) and _compatible(linears) and _unshared(linears, owners):
                     product = FusedLinear(linears)
-                    places.append(
+                    groups.append(
                         FusedGroup(holder, names, tuple(FusedLinearOutput(product, at) for at in range(len(names))))
                     )
-    if places and torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the old weights' memory comes in pieces that are too small for anything new
-    return places
+    if groups and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the old weights' memory is fragmented
+    return groups
 
 
-def separate_weights(places: Iterable[FusedGroup]) -> None:
-    """Give every parameter memory of its own again, as far as it is a view of a product's."""
+def separate_weights(groups: Iterable[FusedGroup]) -> None:
+    """Give every parameter that is a view of a fused weight memory of its own again."""
     with torch.inference_mode(False), torch.no_grad():
-        for place in places:
-            for parameter in (one for name in place.names for one in getattr(place.holder, name).parameters()):
+        for group in groups:
+            for parameter in (one for name in group.names for one in getattr(group.holder, name).parameters()):
                 if parameter.untyped_storage().nbytes() > parameter.nbytes:
                     parameter.data = parameter.data.clone()
 
 
 @contextmanager
-def fused_layers_installed(places: Iterable[FusedGroup]) -> Iterator[None]:
-    """Let the model compute the products as one; afterwards its layers are in their places again."""
-    # Past nn.Module's own __setattr__, which takes as long for a deep model as a forward of it.
+def fused_layers_installed(groups: Iterable[FusedGroup]) -> Iterator[None]:
+    """Replace the layers by the outputs of fused products; restore them afterwards."""
+    # Not through nn.Module.__setattr__, which takes as long as a forward pass of a deep model.
     before = [
-        (place.holder._modules, name, part)
-        for place in places
-        for name, part in zip(place.names, place.parts, strict=True)
+        (group.holder._modules, name, part)
+        for group in groups
+        for name, part in zip(group.names, group.outputs, strict=True)
     ]
     layers = [modules[name] for modules, name, _ in before]
     try:
@@ -116,7 +116,7 @@ def fused_layers_installed(places: Iterable[FusedGroup]) -> Iterator[None]:
 
 
 def _is_plain(layer: object) -> TypeGuard[nn.Linear]:
-    """Whether a layer computes just what its class says, with a weight on a device."""
+    """Whether a layer is an unmodified nn.Linear with its weight on a device."""
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or "forward" in vars(layer):
         return False
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
@@ -135,7 +135,7 @@ def _compatible(layers: list[nn.Linear]) -> bool:
 
 
 def _unshared(layers: list[nn.Linear], owners: Counter[int]) -> bool:
-    """Whether the layers' weights share memory with nothing, or with each other alone."""
+    """Whether the layers' weights share memory with no other parameter."""
     for kind in ("weight", "bias"):
         storages = [_storage(one) for layer in layers if (one := getattr(layer, kind)) is not None]
         for storage, count in Counter(storages).items():
@@ -145,7 +145,7 @@ def _unshared(layers: list[nn.Linear], owners: Counter[int]) -> bool:
 
 
 def _contiguous(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[sum of rows, ...], of which the parameters are views."""
+    """[sum of rows, ...], one tensor of which the parameters become views."""
     first = parameters[0].data
     rows = [len(one) for one in parameters]
     shape = (sum(rows), *first.shape[1:])

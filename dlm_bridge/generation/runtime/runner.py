@@ -1,4 +1,4 @@
-"""Model runner: the model's own forward pass, or its body with a KV cache, in CUDA graphs where asked for."""
+"""Model runner: the model's own forward pass, or its body with a KV cache, eagerly, in CUDA graphs or compiled."""
 
 from __future__ import annotations
 
@@ -12,71 +12,62 @@ import torch
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.kv_cache import StaticKVCache, is_attention
+from dlm_bridge.generation.kv_cache import KVCache, attention_layers
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, batch_size_for, run_body
 
 Execution = Literal["eager", "graph", "compiled"]
 EXECUTIONS: tuple[Execution, ...] = ("eager", "graph", "compiled")
 
-# One model's graphs, kept for the next call; they hold its buffers. See `release`.
+# The graphs of each model's last call, which hold its KV cache buffers; see `release`.
 _graphed_bodies: weakref.WeakKeyDictionary[nn.Module, GraphedBody] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class CanvasView:
-    """The model's input for A rows: the canvas' columns `first` to `first + Q`."""
+    """Model input of A rows: the canvas columns `first` to `first + Q`, or each row's own `columns`."""
 
     tokens: torch.Tensor  # [A, Q]
-    attention_mask: torch.Tensor | None  # [A, K] what is real, or [A, 1, Q, K]; True or 1: may be looked at
+    attention_mask: torch.Tensor | None  # [A, K] padding mask, or [A, 1, Q, K]; True or 1: attended to
     position_ids: torch.Tensor | None  # [A, Q]; None: the columns themselves
     first: int = 0
-    end: int | None = None  # K, the columns that are looked at where keys and values are kept
-    columns: torch.Tensor | None = None  # [A, Q], where each row's keys and values are kept; None: from `first` on
-    # Of the view's columns each sees its own block of so many and those before it; None: all of them. What is kept
-    # before the view is seen as the mask says.
+    end: int | None = None  # K, the columns that are attended to with a KV cache
+    columns: torch.Tensor | None = None  # [A, Q], where each row's keys and values are written; None: from `first` on
+    # Block-causal attention among the view's columns, in blocks of this length; None: they all attend to each other.
+    # The mask alone says which cached columns before the view are attended to.
     block: int | None = None
-    variant: str = ""  # what else a forward depends on, such as an adapter that is on: it is recorded for each
+    variant: str = ""  # distinguishes forward passes of one shape, such as with and without an adapter
 
 
 class ModelRunner:
-    """What the predictors know of a model. Without `keeps` and with eager execution it is the model's own forward."""
+    """Runs the model for a predictor, and counts the forward passes."""
 
-    def __init__(self, model: Any, body: GraphedBody | None, kept: StaticKVCache | None) -> None:
+    def __init__(self, model: Any, body: GraphedBody | None, cache: KVCache) -> None:
         self.forwards = 0
         self._model = model
         self._body = body
-        self._kept = kept
+        self._cache = cache
 
     @classmethod
     @contextmanager
     def open(
-        cls, model: Any, execution: Execution | None, *, keeps: bool, rows: int, width: int
+        cls, model: Any, execution: Execution | None, cache: KVCache, *, rows: int, width: int
     ) -> Iterator[ModelRunner]:
         """A runner for one call of `generate`, on canvases of up to so many rows and columns.
 
         Args:
-            execution: "eager"; "graph": forwards are recorded as CUDA graphs when their shape comes a second time;
-                "compiled": moreover, or on a CPU instead, `torch.compile` fuses each decoder layer. None: "graph" on
-                a CUDA device, else "eager".
-            keeps: whether keys and values are kept between forwards.
+            execution: "eager"; "graph": forward passes are recorded as CUDA graphs when their shape comes a second
+                time; "compiled": in addition, or on a CPU instead, `torch.compile` fuses each decoder layer. None:
+                "graph" on a CUDA device, else "eager".
+            cache: the KV cache, whose buffers are allocated here.
 
         Raises:
-            DlmBridgeError: an execution that this model or device cannot do.
+            DlmBridgeError: an execution or a cache that this model or device does not support.
         """
         plain = unwrapped(model)
-        obstacle = _obstacle(model, plain)
-        device = next((parameter.device for parameter in plain.parameters()), torch.device("cpu"))
-        if execution is None:
-            execution = "graph" if obstacle is None and device.type == "cuda" else "eager"
-        elif execution != "eager" and obstacle is not None:
-            raise DlmBridgeError(f"execution '{execution}' {obstacle}: use execution 'eager'")
-        elif execution == "graph" and device.type != "cuda":
-            raise DlmBridgeError(
-                f"execution 'graph' records CUDA graphs, the model is on {device}: use 'eager' or 'compiled'"
-            )
-        if execution == "eager" and not keeps:
-            yield cls(model, None, None)
+        execution = _resolve_execution(model, plain, execution)
+        if execution == "eager" and not cache.stores:
+            yield cls(model, None, cache)
             return
         if not supports_kv_cache(model):
             raise DlmBridgeError(
@@ -85,41 +76,43 @@ class ModelRunner:
             )
         with _cached_attention(plain):
             if execution == "eager":
-                kept = StaticKVCache(plain, rows, width)
+                cache.allocate(plain, rows, width)
                 try:
-                    yield cls(plain, None, kept)
+                    yield cls(plain, None, cache)
                 finally:
-                    kept.detach()
+                    if cache.buffers is not None:
+                        cache.buffers.detach()
                 return
-            body = _graphed(plain, execution, rows=rows, width=width if keeps else 0)
+            body = _graphed_body(plain, execution, rows=rows, width=width if cache.stores else 0)
+            cache.buffers = body.buffers
             with body.prepared():
-                yield cls(plain, body, body.kept)
+                yield cls(plain, body, cache)
 
     @property
     def model(self) -> Any:
-        """What is run."""
+        """The model that is run."""
         return self._model
 
     @property
     def plain(self) -> bool:
-        """Whether forwards are the model's own, with masks that transformers makes."""
-        return self._body is None and self._kept is None
+        """Whether forward passes are the model's own, with masks that transformers makes."""
+        return self._body is None and self._cache.buffers is None
 
-    def logits(self, view: CanvasView, keep: slice) -> torch.Tensor:
-        """[A, N, V] of the canvas' columns `keep`, all of them in the view, in the model's dtype."""
-        if not self.plain:
-            return self.head(self.hidden(view), slice(keep.start - view.first, keep.stop - view.first))
-        return self._own_forward(view, keep)
-
-    def reordered_logits(self, view: CanvasView, indices: torch.Tensor) -> torch.Tensor:
-        """[A, N, V] at [A, N] places of the view's own order."""
+    def logits(self, view: CanvasView, columns: slice) -> torch.Tensor:
+        """[A, N, V] logits of canvas columns of the view, in the model's dtype."""
         if self.plain:
-            return self._own_forward(view, indices)
-        return self.head_at(self.hidden(view), indices)
+            return self._own_forward(view, columns)
+        return self.head(self.hidden(view), slice(columns.start - view.first, columns.stop - view.first))
+
+    def logits_at(self, view: CanvasView, places: torch.Tensor) -> torch.Tensor:
+        """[A, N, V] logits at [A, N] places of the view, counted from its first column."""
+        if self.plain:
+            return self._own_forward(view, places)
+        return self.head_at(self.hidden(view), places)
 
     def hidden(self, view: CanvasView, *, once: bool = False) -> torch.Tensor:
-        """[A, Q, H], the body's last hidden states; keys and values are kept, where they are. `once`: the shape will
-        not come again, so that nothing is recorded. The next forward may overwrite the result."""
+        """[A, Q, H], the body's last hidden states; writes the KV cache, if there is one. `once`: the shape will not
+        come again, so that nothing is recorded. The next forward pass may overwrite the result."""
         self.forwards += 1
         positions_AQ = view.position_ids
         if positions_AQ is None:
@@ -130,17 +123,17 @@ class ModelRunner:
         if mask is not None and mask.dim() == 2:
             mask = mask.bool()[:, None, None, :]
         columns = view.columns
-        if columns is None and self._kept is not None:
+        if columns is None and self._cache.buffers is not None:
             columns = torch.arange(view.first, view.first + view.tokens.shape[1], device=view.tokens.device)
         inputs = BodyInputs(view.tokens, mask, positions_AQ, columns, view.end, block=view.block, variant=view.variant)
         if self._body is not None:
             return self._body(inputs, record=not once)
         # A device map may put the last layer elsewhere than the canvas.
-        return run_body(self._model, self._kept, inputs).to(view.tokens.device)
+        return run_body(self._model, self._cache.buffers, inputs).to(view.tokens.device)
 
-    def head(self, hidden_AQH: torch.Tensor, keep: slice) -> torch.Tensor:
+    def head(self, hidden_AQH: torch.Tensor, places: slice) -> torch.Tensor:
         """[A, N, V] logits of these hidden states."""
-        logits: torch.Tensor = self._model.lm_head(hidden_AQH[:, keep])
+        logits: torch.Tensor = self._model.lm_head(hidden_AQH[:, places])
         return logits.to(hidden_AQH.device)
 
     def head_at(self, hidden_AQH: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
@@ -148,19 +141,14 @@ class ModelRunner:
         indices = places_AN[..., None].expand(-1, -1, hidden_AQH.shape[-1])
         return self.head(hidden_AQH.gather(1, indices), slice(None))
 
-    def keep(self, rows: list[int]) -> None:
-        """Go on with these rows of the current batch only."""
-        if self._kept is not None:
-            self._kept.keep(rows)
-
-    def _own_forward(self, view: CanvasView, keep: slice | torch.Tensor) -> torch.Tensor:
+    def _own_forward(self, view: CanvasView, logits_to_keep: slice | torch.Tensor) -> torch.Tensor:
         self.forwards += 1
         mask = view.attention_mask
         output = self._model(
             input_ids=view.tokens,
             attention_mask=mask.long() if mask is not None and mask.dim() == 2 else mask,
             position_ids=view.position_ids,
-            logits_to_keep=keep,
+            logits_to_keep=logits_to_keep,
         )
         return output.logits.to(view.tokens.device)
 
@@ -171,24 +159,38 @@ def unwrapped(model: Any) -> Any:
 
 
 def supports_kv_cache(model: Any) -> bool:
-    """Whether keys and values can be kept: in a transformers body that no prompt-learning adapter adds its own to."""
+    """Whether the model is a transformers body without a prompt-learning adapter, which adds keys of its own."""
     plain = unwrapped(model)
     if plain is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
         return False
-    return any(map(is_attention, plain.modules()))
+    return bool(attention_layers(plain))
 
 
 def release(model: Any) -> None:
-    """Give back the GPU memory of the graphs and buffers that a model's last `generate` keeps for the next one.
+    """Free the GPU memory of the graphs and buffers that a model's last `generate` keeps for the next one.
 
-    Weights that it laid in a row, to multiply with several at once, get memory of their own again.
+    Fused weights get memory of their own again.
     """
     body = _graphed_bodies.pop(unwrapped(model), None)
     if body is not None:
         body.end()
 
 
-def _obstacle(model: Any, plain: Any) -> str | None:
+def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> Execution:
+    obstacle = _graph_obstacle(model, plain)
+    device = next((parameter.device for parameter in plain.parameters()), torch.device("cpu"))
+    if execution is None:
+        return "graph" if obstacle is None and device.type == "cuda" else "eager"
+    if execution != "eager" and obstacle is not None:
+        raise DlmBridgeError(f"execution '{execution}' {obstacle}: use execution 'eager'")
+    if execution == "graph" and device.type != "cuda":
+        raise DlmBridgeError(
+            f"execution 'graph' records CUDA graphs, the model is on {device}: use 'eager' or 'compiled'"
+        )
+    return execution
+
+
+def _graph_obstacle(model: Any, plain: Any) -> str | None:
     if len(set((getattr(plain, "hf_device_map", None) or {}).values())) > 1:
         return "needs the whole model on one device"
     if getattr(plain, "_tp_size", None):
@@ -209,11 +211,11 @@ def _cached_attention(model: Any) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
-def _graphed(model: Any, execution: Execution, *, rows: int, width: int) -> GraphedBody:
+def _graphed_body(model: Any, execution: Execution, *, rows: int, width: int) -> GraphedBody:
     body = _graphed_bodies.get(model)
     if body is None or not body.serves(model, execution, rows, width):
         _graphed_bodies.pop(model, None)
-        body = None  # its buffers are freed before the new ones are made
+        body = None  # its buffers are freed before the new ones are allocated
         body = GraphedBody(model, execution == "compiled", rows=batch_size_for(rows), width=-(-width // 64) * 64)
         _graphed_bodies[model] = body
     body.begin(model)

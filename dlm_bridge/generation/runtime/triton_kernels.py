@@ -19,18 +19,18 @@ import torch
 import triton
 import triton.language as tl
 
-# Below this a score is that of no column at all. A finite number: the difference of two infinities is none.
+# Score of a masked column. Finite: the difference of two infinities is NaN.
 _MASKED_SCORE: tl.constexpr = tl.constexpr(-1e30)
 _LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """How the work is cut.
+    """Tile sizes and launch options.
 
     Args:
-        rows: most rows of a program; a power of two, 16 at least.
-        keys: columns that a program looks at in one turn of its loop.
+        rows: rows per program, at most; a power of two, 16 or more.
+        keys: columns per iteration of a program's loop.
     """
 
     rows: int = 64
@@ -43,28 +43,28 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    kept_keys: torch.Tensor,
-    kept_values: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
     columns: torch.Tensor,
     end: int,
     mask: torch.Tensor | None,
     scaling: float | None,
-    ends: torch.Tensor | None = None,
+    length: torch.Tensor | None = None,
     block: int | None = None,
     tiles: AttentionTiles | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Keep `key` and `value` at their columns and attend to the first `end` columns of what is kept.
+    """Write `key` and `value` to the cache and attend to its first `end` columns.
 
     Args:
         query, key, value: [B, heads, Q, D], [B, groups, Q, D] twice, of any strides with D's elements side by side.
-        kept_keys, kept_values: [B, groups, K or more, D]; changed in place.
+        key_cache, value_cache: [B, groups, K or more, D]; changed in place.
         columns: [Q], one after the other, the last of them before `end`.
-        mask: [B or 1, 1, 1, K] boolean, True: may be looked at; None: all may. A row that sees nothing gets zero.
+        mask: [B or 1, 1, 1, K] boolean, True: attended to; None: all are. A row that attends to nothing gets zero.
         scaling: what scores are multiplied with, by default 1 / sqrt(D).
-        ends: [1], on the device, how many of those columns there are, so that a recorded launch serves every length.
-        block: of the new columns a query sees its own block of so many and those before it; they are the last ones.
-        splits: how many programs share a group's columns; by default as many as fill the GPU.
+        length: [1], the number of those columns as a tensor on the device: a recorded launch then serves every length.
+        block: attention among the new columns, which are the last ones, is block-causal in blocks of this length.
+        splits: programs that share a group's columns; by default as many as fill the GPU.
 
     Returns:
         [B, Q, heads, D].
@@ -80,7 +80,7 @@ def attend(
     if splits is None:
         splits = _splits(batch * groups * row_tiles, triton.cdiv(end, tiles.keys), query.device)
     output = query.new_empty(batch, width, heads, size)
-    sums, marks = output, output  # not looked at by a program that has a group's columns to itself
+    sums, marks = output, output  # unused without splits
     if splits > 1:
         sums = query.new_empty(batch * groups, splits, rows, size, dtype=torch.float32)
         marks = query.new_empty(2, batch * groups, splits, rows, dtype=torch.float32)
@@ -90,11 +90,11 @@ def attend(
             query,
             key,
             value,
-            kept_keys,
-            kept_values,
+            key_cache,
+            value_cache,
             columns if mask is None else mask,
             columns,
-            columns if ends is None else ends,
+            columns if length is None else length,
             output,
             sums,
             marks,
@@ -104,8 +104,8 @@ def attend(
             *query.stride()[:3],
             *key.stride()[:3],
             *value.stride()[:3],
-            *kept_keys.stride()[:3],
-            *kept_values.stride()[:3],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
             0 if mask is None or len(mask) == 1 else mask.stride(0),
             0 if mask is None else mask.stride(3),
             groups,
@@ -116,7 +116,7 @@ def attend(
             KEYS=tiles.keys,
             NEW=max(16, triton.next_power_of_2(width)),
             MASKED=mask is not None,
-            ENDS=ends is not None,
+            HAS_LENGTH=length is not None,
             SPLIT=splits > 1,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=tiles.warps,
@@ -141,8 +141,7 @@ def attend(
 def supports_attention(
     dtype: torch.dtype, width: int, heads_per_group: int, size: int, mask: torch.Tensor | None
 ) -> bool:
-    """Whether `attend` is for so many new positions of heads of this size: short rows of queries, of which no mask
-    says what each of them sees."""
+    """Whether `attend` supports these inputs: few queries, and a mask that is the same for all of them."""
     return (
         dtype in (torch.bfloat16, torch.float16, torch.float32)
         and size in (16, 32, 64, 128, 256)
@@ -153,16 +152,15 @@ def supports_attention(
 
 
 def _tiles(programs: int, rows: int, row_bytes: int, device: torch.device) -> AttentionTiles:
-    """By `benchmarks/attention.py --tune` on an H200."""
-    if row_bytes > 256:  # what is loaded ahead has to fit the shared memory
+    """Tuned with `benchmarks/attention.py --tune` on an H200."""
+    if row_bytes > 256:  # prefetched tiles have to fit in shared memory
         return AttentionTiles(rows=32, keys=32, stages=2)
-    many = programs >= 4 * _multiprocessors(device)  # they hide each other's waits, the smaller the better
+    many = programs >= 4 * _multiprocessors(device)  # many programs hide latency: small tiles are best
     return AttentionTiles(keys=32, warps=2) if many and rows <= 32 else AttentionTiles()
 
 
 def _splits(programs: int, turns: int, device: torch.device) -> int:
-    """As many as bring about two programs to each multiprocessor, each with two turns of its loop at least. A short
-    loop takes no longer than to merge what several found."""
+    """About two programs per multiprocessor, of two loop iterations or more each; a short loop is not worth a merge."""
     return max(1, min(2 * _multiprocessors(device) // programs, turns // 2)) if turns >= 8 else 1
 
 
@@ -172,34 +170,34 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def _scores(query, key, seen, scale, precision: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, columns]; `seen` is [1 or rows, columns]."""
+def _scores(query, key, attended, scale, precision: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, columns]; `attended` is [1 or rows, columns]."""
     scores = tl.dot(query, tl.trans(key), input_precision=precision) * scale
-    return tl.where(seen, scores, _MASKED_SCORE)
+    return tl.where(attended, scores, _MASKED_SCORE)
 
 
 @triton.jit
-def _accumulate(total, peak, mass, scores, seen, value, precision: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Take another tile's columns into the running softmax."""
+def _accumulate(total, peak, mass, scores, attended, value, precision: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Accumulate another tile's columns into the running softmax."""
     higher = tl.maximum(peak, tl.max(scores, 1))
     shrink = tl.exp2(peak - higher)
-    weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
+    weights = tl.where(attended, tl.exp2(scores - higher[:, None]), 0.0)
     total = total * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=precision)
     return total, higher, mass * shrink + tl.sum(weights, 1)
 
 
 @triton.jit(do_not_specialize=["end"])
 def _attend_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, kept_keys, kept_values, mask, columns, ends, output, sums, marks, end, block, scale,
+    query, key, value, key_cache, value_cache, mask, columns, length, output, sums, marks, end, block, scale,
     query_b, query_h, query_q, key_b, key_g, key_q, value_b, value_g, value_q,
-    kept_keys_b, kept_keys_g, kept_keys_c, kept_values_b, kept_values_g, kept_values_c, mask_b, mask_c,
+    key_cache_b, key_cache_g, key_cache_c, value_cache_b, value_cache_g, value_cache_c, mask_b, mask_c,
     groups, width, rows,
     SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, NEW: tl.constexpr,
-    MASKED: tl.constexpr, ENDS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, HAS_LENGTH: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pair, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if ENDS:
-        end = tl.minimum(end, tl.load(ends).to(tl.int32))
+    if HAS_LENGTH:
+        end = tl.minimum(end, tl.load(length).to(tl.int32))
     per_split = tl.cdiv(tl.cdiv(end, KEYS), tl.num_programs(2)) * KEYS
     b, g = (pair // groups).to(tl.int64), pair % groups
     first = tl.load(columns).to(tl.int32)
@@ -217,37 +215,39 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     peak = tl.full((ROWS,), _MASKED_SCORE, tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
 
-    keys_of_group = kept_keys + b * kept_keys_b + g * kept_keys_g
-    values_of_group = kept_values + b * kept_values_b + g * kept_values_g
+    keys_of_group = key_cache + b * key_cache_b + g * key_cache_g
+    values_of_group = value_cache + b * value_cache_b + g * value_cache_g
     for begin in range(split * per_split, tl.minimum((split + 1) * per_split, end), KEYS):
         c = begin + tl.arange(0, KEYS)
-        seen = (c < first) | ((c >= last) & (c < end))
+        attended = (c < first) | ((c >= last) & (c < end))
         if MASKED:
-            seen = seen & (tl.load(mask + b * mask_b + c * mask_c, mask=c < end, other=0) != 0)
-        key_tile = tl.load(keys_of_group + c[:, None] * kept_keys_c + d[None, :], mask=seen[:, None], other=0.0)
-        value_tile = tl.load(values_of_group + c[:, None] * kept_values_c + d[None, :], mask=seen[:, None], other=0.0)
-        scores = _scores(query_tile, key_tile, seen[None, :], scale, PRECISION)
-        total, peak, mass = _accumulate(total, peak, mass, scores, seen[None, :], value_tile, PRECISION)
+            attended = attended & (tl.load(mask + b * mask_b + c * mask_c, mask=c < end, other=0) != 0)
+        key_tile = tl.load(keys_of_group + c[:, None] * key_cache_c + d[None, :], mask=attended[:, None], other=0.0)
+        value_tile = tl.load(
+            values_of_group + c[:, None] * value_cache_c + d[None, :], mask=attended[:, None], other=0.0
+        )
+        scores = _scores(query_tile, key_tile, attended[None, :], scale, PRECISION)
+        total, peak, mass = _accumulate(total, peak, mass, scores, attended[None, :], value_tile, PRECISION)
 
     if split == 0:
         n = tl.arange(0, NEW)
         is_new = n < width
-        seen = is_new
+        attended = is_new
         if MASKED:
-            seen = seen & (tl.load(mask + b * mask_b + (first + n) * mask_c, mask=is_new, other=0) != 0)
+            attended = attended & (tl.load(mask + b * mask_b + (first + n) * mask_c, mask=is_new, other=0) != 0)
         key_tile = tl.load(
             key + b * key_b + g * key_g + n[:, None] * key_q + d[None, :], mask=is_new[:, None], other=0.0
         )
         value_tile = tl.load(
             value + b * value_b + g * value_g + n[:, None] * value_q + d[None, :], mask=is_new[:, None], other=0.0
         )
-        of_block = seen[None, :] & (n[None, :] // block <= at[:, None] // block)
-        scores = _scores(query_tile, key_tile, of_block, scale, PRECISION)
-        total, peak, mass = _accumulate(total, peak, mass, scores, of_block, value_tile, PRECISION)
+        attended_new = attended[None, :] & (n[None, :] // block <= at[:, None] // block)
+        scores = _scores(query_tile, key_tile, attended_new, scale, PRECISION)
+        total, peak, mass = _accumulate(total, peak, mass, scores, attended_new, value_tile, PRECISION)
         if tile == 0:
             c = first + n
-            tl.store(keys_of_group + c[:, None] * kept_keys_c + d[None, :], key_tile, mask=is_new[:, None])
-            tl.store(values_of_group + c[:, None] * kept_values_c + d[None, :], value_tile, mask=is_new[:, None])
+            tl.store(keys_of_group + c[:, None] * key_cache_c + d[None, :], key_tile, mask=is_new[:, None])
+            tl.store(values_of_group + c[:, None] * value_cache_c + d[None, :], value_tile, mask=is_new[:, None])
 
     if SPLIT:
         place = (pair.to(tl.int64) * tl.num_programs(2) + split) * rows + r
@@ -264,7 +264,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 def _merge_kernel(  # type: ignore[no-untyped-def]
     sums, marks, output, groups, width, rows, splits, SIZE: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """One row of a group: what its columns' programs found becomes one softmax."""
+    """Merges the partial softmaxes of one row of a group."""
     pair, r = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, g = pair // groups, pair % groups
     shared = rows // width
@@ -273,21 +273,19 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     peaks = tl.load(marks + place, mask=s < splits, other=_MASKED_SCORE)
     masses = tl.load(marks + tl.num_programs(0).to(tl.int64) * splits * rows + place, mask=s < splits, other=0.0)
     weights = tl.exp2(peaks - tl.max(peaks, 0))
-    found = tl.load(sums + place[:, None] * SIZE + d[None, :], mask=(s < splits)[:, None], other=0.0)
+    sums_SD = tl.load(sums + place[:, None] * SIZE + d[None, :], mask=(s < splits)[:, None], other=0.0)
     mass = tl.sum(weights * masses, 0)
-    total = tl.sum(weights[:, None] * found, 0) / tl.where(mass > 0, mass, 1.0)
+    total = tl.sum(weights[:, None] * sums_SD, 0) / tl.where(mass > 0, mass, 1.0)
     at = (b * width + r % width) * (groups * shared) + g * shared + r // width
     tl.store(output + at * SIZE + d, total.to(output.dtype.element_ty))
 
 
-_BLOCK = 8192  # tokens that a program looks at in one turn of its loop
-_LOWEST: tl.constexpr = tl.constexpr(
-    -3e38
-)  # below every logit but minus infinity; finite: the difference of two infinities is none
+_BLOCK = 8192  # tokens per iteration of a program's loop
+_LOWEST: tl.constexpr = tl.constexpr(-3e38)  # below every finite logit
 
 
 def supports_logits(logits: torch.Tensor) -> bool:
-    """Whether the kernels are for such logits."""
+    """Whether the vocabulary kernels support these logits."""
     return (
         logits.dim() == 3 and logits.stride(-1) == 1 and logits.dtype in (torch.bfloat16, torch.float16, torch.float)
     )

@@ -1,29 +1,332 @@
-"""The published samplers by name."""
+"""Samplers: the table of the published ones, the base class, and the declaration of their parameters.
+
+Adding a sampler takes its file and its row in `_BUILT_IN`. An installed package adds one through an entry point of the
+group `dlm_bridge.samplers` that names a `Sampler` class; a script, by `register_sampler`.
+"""
 
 from __future__ import annotations
 
-from dlm_bridge.generation.samplers.base import Sampler
-from dlm_bridge.generation.samplers.bd3lm import BD3LMSampler
-from dlm_bridge.generation.samplers.difflm import DiffLMSampler
-from dlm_bridge.generation.samplers.diffullama import DiffuLLaMASampler
-from dlm_bridge.generation.samplers.dream import DreamSampler
-from dlm_bridge.generation.samplers.fast_dllm_v2 import FastDLLMv2Sampler
-from dlm_bridge.generation.samplers.illada import ILLaDASampler
-from dlm_bridge.generation.samplers.linear_spec import LinearSpecSampler
-from dlm_bridge.generation.samplers.llada import LLaDASampler
-from dlm_bridge.generation.samplers.llada2 import LLaDA2Sampler
-from dlm_bridge.generation.samplers.llada21 import LLaDA21Sampler
-from dlm_bridge.generation.samplers.mdlm import MDLMSampler
-from dlm_bridge.generation.samplers.nemotron import NemotronSampler
-from dlm_bridge.generation.samplers.rnd1 import RND1Sampler
-from dlm_bridge.generation.samplers.sdar import SDARSampler
-from dlm_bridge.generation.samplers.uniform import UniformSampler
-from dlm_bridge.generation.samplers.wedlm import WeDLMSampler
+import importlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-_ALL: tuple[type[Sampler], ...] = (
-    LLaDASampler, DiffLMSampler, ILLaDASampler, MDLMSampler, BD3LMSampler, DreamSampler, DiffuLLaMASampler, RND1Sampler, SDARSampler, LLaDA2Sampler, LLaDA21Sampler, FastDLLMv2Sampler, NemotronSampler,
-    LinearSpecSampler, WeDLMSampler, UniformSampler,
-)  # fmt: skip
-SAMPLERS: dict[str, type[Sampler]] = {algorithm.name: algorithm for algorithm in _ALL}
+from transformers import GenerationConfig
+from transformers.utils import logging
 
-__all__ = ["SAMPLERS", "Sampler"]
+from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.commit_rules import DenoisingRule, LogitsBias
+from dlm_bridge.generation.kv_cache import CacheMode
+from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.runtime.runner import EXECUTIONS
+from dlm_bridge.generation.token_sampling import TokenSampling
+from dlm_bridge.plugins import load_entry_points
+
+logger = logging.get_logger(__name__)
+
+_BUILT_IN = {
+    "llada": "llada:LLaDASampler",
+    "difflm": "difflm:DiffLMSampler",
+    "illada": "illada:ILLaDASampler",
+    "mdlm": "mdlm:MDLMSampler",
+    "bd3lm": "bd3lm:BD3LMSampler",
+    "dream": "dream:DreamSampler",
+    "diffullama": "diffullama:DiffuLLaMASampler",
+    "rnd1": "rnd1:RND1Sampler",
+    "sdar": "sdar:SDARSampler",
+    "llada2": "llada2:LLaDA2Sampler",
+    "llada2.1": "llada21:LLaDA21Sampler",
+    "fast_dllm_v2": "fast_dllm_v2:FastDLLMv2Sampler",
+    "nemotron": "nemotron:NemotronSampler",
+    "linear_spec": "linear_spec:LinearSpecSampler",
+    "wedlm": "wedlm:WeDLMSampler",
+    "uniform": "uniform:UniformSampler",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a parameter's value must be.
+
+    Args:
+        accepts: whether a value other than None is valid.
+        requirement: completes the sentence "NAME must be ...".
+    """
+
+    accepts: Callable[[Any], bool]
+    requirement: str
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_token_ids(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(is_integer(token) and token >= 0 for token in value)
+
+
+POSITIVE_INTEGER = Check(lambda value: is_integer(value) and value > 0, "a whole number above 0")
+COUNT = Check(lambda value: is_integer(value) and value >= 0, "a whole number, 0 or above")
+NUMBER = Check(lambda value: is_number(value) and 0 <= value < math.inf, "a number, 0 or above")
+PROBABILITY = Check(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
+OPEN_UNIT = Check(lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1")
+FLAG = Check(lambda value: isinstance(value, bool), "True or False")
+TOKEN_ID = Check(lambda value: is_integer(value) and value >= 0, "a token id")
+TOKEN_IDS = Check(is_token_ids, "a list of token ids")
+NAME = Check(lambda value: isinstance(value, str), "a name")
+
+
+def one_of(*values: str) -> Check:
+    """The check of a parameter that takes one of these strings."""
+    return Check(lambda value: value in values, f"one of {', '.join(values)}")
+
+
+# Settings of every sampler that are neither its parameters nor in transformers' GenerationConfig.
+GENERAL_SETTINGS = {
+    "cache": one_of(*get_args(CacheMode)),
+    "execution": one_of(*EXECUTIONS),
+    "mask_token_id": TOKEN_ID,
+    "seed": Check(is_integer, "a whole number"),
+    "output_history": FLAG,
+    "infill": FLAG,
+    "span_lengths": Check(lambda value: True, "whole numbers"),
+}
+
+
+def parameter(default: Any, check: Check) -> Any:
+    """A dataclass field of a `Sampler` that is validated by the check; None is valid where the type allows it."""
+    return field(default=default, metadata={"check": check})
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Token ids that a sampler may need."""
+
+    pad_token_id: int
+    eos_token_ids: tuple[int, ...]  # empty: no stopping
+    end_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence tokens, even if rows do not stop at them
+
+
+@dataclass(frozen=True)
+class SamplerSpec:
+    """The parts that a sampler consists of. A rule holds state: a spec serves one call of `generate`.
+
+    Args:
+        layout: how new tokens are divided into blocks.
+        rule: how a block is denoised.
+        sampling: how tokens are proposed.
+        predictor: the attention pattern, with `predictor_options` as further arguments of its constructor.
+        first_token, window, logits_bias: see `SamplerContext`.
+        suppress: tokens that are never proposed.
+    """
+
+    layout: BlockLayout
+    rule: DenoisingRule
+    sampling: TokenSampling
+    predictor: type[Predictor] = Predictor
+    predictor_options: dict[str, Any] = field(default_factory=dict)
+    first_token: Literal["greedy", "sampled"] | None = None
+    window: int | None = None
+    logits_bias: LogitsBias | None = None
+    suppress: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler(ABC):
+    """Base class of samplers: a frozen dataclass of the sampler's parameters, with the published names and defaults.
+
+    Args:
+        gen_length: new tokens.
+        temperature: 0 is greedy.
+        top_k, top_p: only the k most probable tokens, or the most probable up to a total of p, are drawn. Where the
+            published sampler draws from all, these are additions of ours.
+
+    Attributes:
+        name: value of the setting `algorithm`.
+        attention_patterns: the models that it can run on.
+        families: where not empty, the only families whose training allows it.
+        aliases: published parameter names for what transformers calls otherwise.
+        model_blocks: the default block length is the one in the model's config.
+        shortens_block: the default block length is at most `gen_length`.
+        needs_mask: False if it works without a mask token.
+        infills: can fill masks inside a prompt.
+        takes_commit_rule: a `commit_rule` of the caller's can replace its own.
+    """
+
+    name: ClassVar[str]
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]]
+    families: ClassVar[tuple[str, ...]] = ()
+    aliases: ClassVar[Mapping[str, str]] = {}
+    model_blocks: ClassVar[bool] = False
+    shortens_block: ClassVar[bool] = False
+    needs_mask: ClassVar[bool] = True
+    infills: ClassVar[bool] = True
+    takes_commit_rule: ClassVar[bool] = True
+
+    gen_length: int = parameter(128, POSITIVE_INTEGER)
+    temperature: float = parameter(0.0, NUMBER)
+    top_k: int | None = parameter(None, COUNT)
+    top_p: float | None = parameter(None, PROBABILITY)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            check_value(one.name, one.metadata.get("check"), getattr(self, one.name))
+
+    @classmethod
+    def parameters(cls) -> dict[str, Any]:
+        """Each parameter's default."""
+        return {one.name: one.default for one in fields(cls)}
+
+    @classmethod
+    def accepts_none(cls, name: str) -> bool:
+        """Whether None is a value of the parameter."""
+        return any(one.name == name and "None" in str(one.type) for one in fields(cls))
+
+    @classmethod
+    def block_parameter(cls) -> str | None:
+        """The sampler's own name of the block length, `block_length` or `block_size`; None without blocks."""
+        return next((name for name in ("block_length", "block_size") if name in cls.parameters()), None)
+
+    def sampling(self) -> TokenSampling:
+        """How tokens are drawn. Greedy, nothing is filtered, so that a confidence is the plain probability."""
+        return TokenSampling(self.temperature, self.top_k, self.top_p) if self.temperature else TokenSampling()
+
+    @abstractmethod
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        """The parts of one call. Raises DlmBridgeError for parameters that do not fit together."""
+
+
+def check_value(name: str, check: Check | None, value: Any, where: str = "") -> None:
+    """Raise DlmBridgeError, which ends with `where`, unless the check accepts the value; None passes."""
+    if value is not None and check is not None and not check.accepts(value):
+        shown = "gen_length (max_new_tokens)" if name == "gen_length" else name
+        raise DlmBridgeError(f"{shown} must be {check.requirement}, not {value!r}{where}")
+
+
+def check_blocks(gen_length: int, block_length: int) -> int:
+    """The number of blocks. Raises DlmBridgeError, with numbers that work, unless blocks divide the length."""
+    if gen_length % block_length:
+        below = gen_length // block_length * block_length
+        lengths = f"{below} or {below + block_length}" if below else f"{block_length}"
+        divisor = next(n for n in range(min(block_length, gen_length), 0, -1) if gen_length % n == 0)
+        raise DlmBridgeError(
+            f"gen_length {gen_length} is not a multiple of block_length {block_length}: "
+            f"use gen_length {lengths}, or block_length {divisor}"
+        )
+    return gen_length // block_length
+
+
+Kind = TypeVar("Kind", bound=type[Sampler])
+
+
+def register_sampler(kind: Kind) -> Kind:
+    """Make a sampler known to `generate` and to `DiffusionGenerationConfig` by its name; usable as a decorator.
+
+    A rule alone needs no name: `generate(..., commit_rule=rule)` replaces the sampler's own.
+
+        @register_sampler
+        @dataclass(frozen=True, kw_only=True)
+        class LeftToRight(Sampler):
+            name: ClassVar[str] = "left_to_right"
+            attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+            per_step: int = parameter(2, POSITIVE_INTEGER)
+
+            def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+                schedule = [self.per_step] * self.gen_length
+                return SamplerSpec(BlockLayout(self.gen_length), SequentialRule(schedule), self.sampling())
+
+        model.generate(ids, algorithm="left_to_right", per_step=4)
+
+    Raises:
+        DlmBridgeError: not a dataclass below `Sampler`, the name of another sampler, or a parameter with the name of
+            another setting.
+    """
+    SAMPLERS.add(kind)
+    return kind
+
+
+class SamplerTable(Mapping[str, type[Sampler]]):
+    """The known samplers by name: the published ones, those of entry points, and the registered ones.
+
+    They are imported at the first look.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, type[Sampler]] = {}
+        self._loaded = False
+        self._parameters: dict[str, list[Check | None]] | None = None
+
+    def __getitem__(self, name: str) -> type[Sampler]:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def add(self, kind: type[Sampler]) -> None:
+        """Add a sampler after checking it; see `register_sampler`."""
+        if not (isinstance(kind, type) and issubclass(kind, Sampler) and is_dataclass(kind)):
+            raise DlmBridgeError(f"{kind!r} is not a sampler: it must be a frozen, kw_only dataclass below Sampler")
+        name = getattr(kind, "name", None)
+        if not isinstance(name, str) or not name:
+            raise DlmBridgeError(f"{kind.__name__} has no name: give it `name: ClassVar[str]`")
+        known = self._all()
+        if name in known and known[name].__qualname__ != kind.__qualname__:
+            raise DlmBridgeError(f"{kind.__name__}: the name '{name}' is that of {known[name].__name__}")
+        patterns = getattr(kind, "attention_patterns", ())
+        if not patterns or not {*patterns} <= {*get_args(AttentionPattern)}:
+            raise DlmBridgeError(
+                f"{kind.__name__}: attention_patterns must be some of {', '.join(get_args(AttentionPattern))}"
+            )
+        taken = {"algorithm", *GENERAL_SETTINGS, *vars(GenerationConfig())} - {*self.parameters()}
+        for parameter_name in kind.parameters():
+            if parameter_name in taken:
+                raise DlmBridgeError(f"{kind.__name__}: '{parameter_name}' is another setting's name")
+        known[name] = kind
+        self._parameters = None
+
+    def remove(self, name: str) -> None:
+        """Forget a sampler."""
+        del self._all()[name]
+        self._parameters = None
+
+    def parameters(self) -> dict[str, list[Check | None]]:
+        """The checks of every parameter of all samplers, by its name."""
+        if self._parameters is None:
+            self._parameters = {}
+            for kind in self._all().values():
+                for one in fields(kind):
+                    self._parameters.setdefault(one.name, []).append(one.metadata.get("check"))
+        return self._parameters
+
+    def check(self, name: str, value: Any, where: str) -> None:
+        """Raise DlmBridgeError for a value that no sampler with this parameter accepts."""
+        checks = self.parameters()[name]
+        if not any(check is None or check.accepts(value) for check in checks):
+            check_value(name, checks[0], value, where)
+
+    def _all(self) -> dict[str, type[Sampler]]:
+        if not self._loaded:
+            self._loaded = True
+            for name, place in _BUILT_IN.items():
+                module, _, attribute = place.partition(":")
+                self._kinds[name] = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+            for entry, kind in load_entry_points("dlm_bridge.samplers").items():
+                try:
+                    self.add(kind)
+                except DlmBridgeError as error:
+                    logger.warning(f"the sampler of the entry point {entry} is left out: {error}")
+        return self._kinds
+
+
+SAMPLERS = SamplerTable()

@@ -1,29 +1,33 @@
-"""dLLM's block diffusion sampler."""
+"""dLLM's block diffusion sampler, `BD3LMSampler` (BD3-LM, arXiv 2503.09573).
+
+    as dLLM's masked diffusion sampler (see `mdlm`), but for
+        attention is block-causal, in blocks of block_size that are counted from the end of the prompt
+        scores are ranked within the block
+
+Source: ZHZisZZ/dllm ca17675, `BD3LMSampler.sample`. For the bd3lm checkpoints of A2D, which share their classes and
+configs with the mdlm ones.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dlm_bridge.generation.predictors import BlockCausalPredictor
+from dlm_bridge.generation.predictors import BlockCausalPredictor, Predictor
+from dlm_bridge.generation.samplers import POSITIVE_INTEGER, parameter
 from dlm_bridge.generation.samplers.mdlm import MDLMSampler
 
 
 @dataclass(frozen=True, kw_only=True)
 class BD3LMSampler(MDLMSampler):
-    """dLLM's `BD3LMSampler`: attention in blocks that are counted from the prompt's end, in both directions.
-
-    For the bd3lm checkpoints of A2D, which share their classes and configs with the mdlm ones.
-    """
+    """dLLM's `BD3LMSampler`, with `MDLMSampler`'s parameters."""
 
     name: ClassVar[str] = "bd3lm"
     families: ClassVar[tuple[str, ...]] = ("a2d_qwen3", "a2d_qwen2", "a2d_llama")
-
-    infills: ClassVar[bool] = False  # a block sees nothing of what follows, and begins where the prompt ends
+    infills: ClassVar[bool] = False  # a block does not attend to what follows, and begins where the prompt ends
     _ranks_canvas: ClassVar[bool] = False
 
-    block_size: int = 32
+    block_size: int = parameter(32, POSITIVE_INTEGER)
 
-    def _predictor(self) -> dict[str, Any]:
-        options = {"cfg_scale": self.cfg_scale, "block_length": self.block_size}
-        return {"predictor": BlockCausalPredictor, "predictor_options": options}
+    def _predictor(self) -> tuple[type[Predictor], dict[str, Any]]:
+        return BlockCausalPredictor, {"block_length": self.block_size}

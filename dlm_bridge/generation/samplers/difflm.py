@@ -1,4 +1,11 @@
-"""DiffLM's sampler (MegaDLMs)."""
+"""Sampler of MegaDLMs' DiffLM exports: LLaDA's with float64 confidences and top-p before the temperature.
+
+    as LLaDA's sampler (see `llada`), but for
+        scores = softmax(logits, dtype=float64)[tokens]
+        filters in the order top_k, top_p, temperature
+
+Source: JinjieNi/MegaDLMs bdf7545, modeling_dlm.py, `DiffLM.generate`.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +13,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dlm_bridge.generation.commit_rules import Score, precise_confidence
+from dlm_bridge.generation.samplers import POSITIVE_INTEGER, parameter
 from dlm_bridge.generation.samplers.llada import LLaDASampler
 from dlm_bridge.generation.token_sampling import TokenSampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffLMSampler(LLaDASampler):
-    """`DiffLM.generate` of MegaDLMs: confidences are in float64, and top_p filters before the temperature."""
+    """MegaDLMs' `DiffLM.generate`, with LLaDA's parameters."""
 
     name: ClassVar[str] = "difflm"
 
-    gen_length: int = 256
-    block_length: int = 256
+    gen_length: int = parameter(256, POSITIVE_INTEGER)
+    block_length: int = parameter(256, POSITIVE_INTEGER)
 
     def sampling(self) -> TokenSampling:
         if not self.temperature:

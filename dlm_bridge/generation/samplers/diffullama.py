@@ -1,34 +1,52 @@
-"""DiffuLLaMA's sampler (arXiv 2410.17891)."""
+"""DiffuLLaMA's sampler, `generate_samples` (arXiv 2410.17891).
+
+    canvas = prompt + [MASK] * gen_length
+    for k in range(diffusion_steps):
+        tokens = draw(softmax(logits / temperature), top_p)
+        commit each mask with probability 1 / (diffusion_steps - k)
+
+Source: HKUNLP/DiffuLLaMA c17e897, `generate_samples`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
-from dlm_bridge.generation.commit_rules import AncestralRule
-from dlm_bridge.generation.loop import SamplerSpec
-from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.samplers.base import Sampler, SpecialTokens
+from dlm_bridge.generation.samplers import (
+    NUMBER,
+    POSITIVE_INTEGER,
+    PROBABILITY,
+    Sampler,
+    SamplerSpec,
+    SpecialTokens,
+    parameter,
+)
+from dlm_bridge.generation.samplers.dream import AncestralRule
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffuLLaMASampler(Sampler):
-    """DiffuLLaMA's sampler (arXiv 2410.17891): step k of n reveals each mask with probability 1 / (n - k)."""
+    """DiffuLLaMA's `generate_samples`.
+
+    Args:
+        diffusion_steps: denoising steps.
+    """
 
     name: ClassVar[str] = "diffullama"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    aliases: ClassVar[Mapping[str, str]] = {"logits_temp": "temperature", "topp_temp": "top_p"}
 
-    temperature: float = 0.9
-    diffusion_steps: int = 64
-    top_p: float | None = 0.9
+    temperature: float = parameter(0.9, NUMBER)
+    diffusion_steps: int = parameter(64, POSITIVE_INTEGER)
+    top_p: float | None = parameter(0.9, PROBABILITY)
 
-    def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
             layout=BlockLayout(self.gen_length, whole=True),
             rule=AncestralRule(self.diffusion_steps, eps=0.0),
             sampling=self.sampling(),
-            predictor=Predictor,
-            predictor_options={},
         )

@@ -1,4 +1,19 @@
-"""Dream's sampler (arXiv 2508.15487)."""
+"""Dream's sampler, `diffusion_generate` (arXiv 2508.15487), with Fast-dLLM v1's confidence threshold.
+
+    canvas = prompt + [MASK] * gen_length
+    for t, s in neighbours of linspace(1, eps, steps + 1):
+        tokens = draw(softmax(logits / temperature), top_p, top_k)
+        alg "origin":  commit each mask with probability 1 - s / t, in the last step all
+        alg "maskgit_plus", "topk_margin", "entropy":
+            score = probability of the token, lead over the second one, or minus the entropy
+            commit the int(masks * (1 - s / t)) masks with the highest scores, in the last step all
+            # alg_temp > 0: draw them from softmax(score / alg_temp) without replacement
+        alg "confidence_threshold":
+            of the steps' equal shares and what earlier steps left, commit those with probability >= threshold, and
+            the best one
+
+Source: generation_utils.py, Gen-Verse/dLLM-RL 10b4fd1 and NVlabs/Fast-dLLM 24cc59e.
+"""
 
 from __future__ import annotations
 
@@ -13,55 +28,149 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,
-    AncestralRule,
     CommitRule,
     Step,
     TopScoresRule,
-    noise_levels,
     probability,
     top_scores_on_canvas,
 )
-from dlm_bridge.generation.loop import SamplerSpec
-from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.samplers.base import Sampler, SpecialTokens
+from dlm_bridge.generation.samplers import (
+    NUMBER,
+    OPEN_UNIT,
+    POSITIVE_INTEGER,
+    Sampler,
+    SamplerSpec,
+    SpecialTokens,
+    one_of,
+    parameter,
+)
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling
 
 
-def noise_level_schedule(masks: int, steps: int, eps: float) -> list[int]:
-    """Dream's whole-canvas schedule: from noise level t to s, int((1 - s / t) of the masks), the last step the rest.
+@dataclass(frozen=True, kw_only=True)
+class DreamSampler(Sampler):
+    """Dream's `diffusion_generate`.
 
-    In float32, as published: rounding decides between neighbouring counts. Dream's code counts the mean of the batch,
-    which reveals wrong numbers where rows differ; here each row counts its own masks.
+    Args:
+        steps: denoising steps.
+        eps: the last noise level.
+        alg: the order in which positions are committed, see above.
+        alg_temp: above 0, positions are drawn instead of ranked.
+        threshold: confidence from which on a token is committed; of alg "confidence_threshold" only, by default 0.9.
     """
-    level = noise_levels(steps, eps)
-    fractions = 1 - level[1:] / level[:-1]
-    num_transfer_tokens = []
-    for step in range(steps):
-        quota = int(torch.tensor(float(masks)) * fractions[step]) if step < steps - 1 else masks
-        if quota:
-            num_transfer_tokens.append(quota)
-        masks -= quota
-        if not masks:
-            break
-    return num_transfer_tokens
+
+    name: ClassVar[str] = "dream"
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+
+    steps: int = parameter(512, POSITIVE_INTEGER)
+    eps: float = parameter(1e-3, OPEN_UNIT)
+    alg: str = parameter("origin", one_of("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"))
+    alg_temp: float | None = parameter(None, NUMBER)
+    threshold: float | None = parameter(None, NUMBER)
+
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        return SamplerSpec(
+            layout=BlockLayout(self.gen_length, whole=True),
+            rule=self._rule(),
+            sampling=TokenSampling(self.temperature, self.top_k, self.top_p, order=("temperature", "top_p", "top_k")),
+        )
+
+    def _rule(self) -> CommitRule:
+        scores = {"maskgit_plus": probability, "topk_margin": margin, "entropy": negative_entropy}
+        budget = self.alg == "confidence_threshold"
+        if self.threshold is not None and not budget:
+            raise DlmBridgeError(f"threshold belongs to alg 'confidence_threshold', not to '{self.alg}': leave it out")
+        if self.alg_temp is not None and self.alg not in scores:
+            raise DlmBridgeError(f"alg '{self.alg}' ranks no positions: leave alg_temp out")
+        if budget:
+            if self.gen_length % self.steps:
+                raise DlmBridgeError(
+                    f"alg 'confidence_threshold' commits equal shares: gen_length {self.gen_length} is not a multiple "
+                    f"of steps {self.steps}"
+                )
+            return StepBudgetRule(0.9 if self.threshold is None else self.threshold, self.steps)
+        if self.alg == "origin":
+            return AncestralRule(self.steps, self.eps)
+        schedule = partial(noise_level_schedule, steps=self.steps, eps=self.eps)
+        return TopScoresRule(scores[self.alg], schedule, self.alg_temp)
 
 
 def margin(step: Step) -> torch.Tensor:
-    """Dream's topk_margin: the most probable token's lead over the second."""
+    """The most probable token's lead over the second (topk_margin)."""
     first, second = step.shaped.softmax(dim=-1).topk(2, dim=-1).values.unbind(dim=-1)
     return first - second
 
 
 def negative_entropy(step: Step) -> torch.Tensor:
-    """Dream's entropy: minus the entropy of the distribution that is drawn from."""
+    """Minus the entropy of the distribution that is drawn from, as published with a floor under the probabilities."""
     probabilities = step.shaped.softmax(dim=-1)
     return (probabilities * (probabilities + 1e-10).log()).sum(dim=-1)
 
 
-class StepBudgetRule(CommitRule):
-    """Fast-dLLM's confidence_threshold for Dream: a threshold within a step budget of equal shares.
+def noise_levels(steps: int, eps: float) -> torch.Tensor:
+    """float32 [steps + 1], from 1 down to `eps`: the noise level before and after each step."""
+    return torch.linspace(1, eps, steps + 1)
 
-    A step may settle its share and what earlier steps held back; of these, the best and all with probability >=
+
+def noise_level_schedule(masks: int, steps: int, eps: float) -> list[int]:
+    """Tokens per step: from noise level t to s int((1 - s / t) of the masks), in the last step the rest.
+
+    In float32, as published: rounding decides between neighbouring counts. Dream's code counts the mean of the batch,
+    which commits wrong numbers where rows differ; here each row counts its own masks.
+    """
+    level = noise_levels(steps, eps)
+    fractions = 1 - level[1:] / level[:-1]
+    schedule = []
+    for step in range(steps):
+        count = int(torch.tensor(float(masks)) * fractions[step]) if step < steps - 1 else masks
+        if count:
+            schedule.append(count)
+        masks -= count
+        if not masks:
+            break
+    return schedule
+
+
+class AncestralRule(CommitRule):
+    """Commits each position independently, from noise level t to s with probability 1 - s / t, in the last step all.
+
+    A position is masked after a step with the probability that the step's noise level is, so that one uniform number
+    decides when it is committed; steps that commit nothing need no forward pass.
+    """
+
+    exact = True
+
+    def __init__(self, steps: int, eps: float) -> None:
+        self._rising_levels = noise_levels(steps, eps)[1:-1].flip(0)
+        self._order: list[torch.Tensor] = []  # by row and mask, the step in which it is committed
+        self._masks: dict[int, torch.Tensor] = {}  # by row, where its masks were
+
+    def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
+        width = max(masks)
+        uniform_BN = noise.per_position(range(len(masks)), width, [width - count for count in masks])
+        # A position is still masked after the steps whose level is above its number.
+        levels = self._rising_levels.to(uniform_BN.device)
+        when_BN = len(levels) - torch.searchsorted(levels, uniform_BN, right=True)
+        schedules, self._order = [], []
+        for count, when_N in zip(masks, when_BN, strict=True):
+            _, order, counts = when_N[width - count :].unique(return_inverse=True, return_counts=True)
+            schedules.append(counts.tolist())
+            self._order.append(order)
+        return schedules
+
+    def select(self, step: Step) -> torch.Tensor:
+        if step.index == 0:
+            self._masks = dict(zip(step.rows, step.masked, strict=True))
+        picked_AN = torch.zeros_like(step.masked)
+        for picked_N, row in zip(picked_AN, step.rows, strict=True):
+            picked_N.masked_scatter_(self._masks[row], self._order[row] == step.index)
+        return picked_AN
+
+
+class StepBudgetRule(CommitRule):
+    """Fast-dLLM's confidence_threshold for Dream: a threshold within a budget of equal shares of the masks.
+
+    A step may commit its share and what earlier steps left; of these, the best one and all with probability >=
     threshold. Steps go on after the schedule's end until nothing is masked.
     """
 
@@ -76,54 +185,9 @@ class StepBudgetRule(CommitRule):
 
     def select(self, step: Step) -> torch.Tensor:
         scores_AN = probability(step).masked_fill(~step.masked, MINUS_INFINITY)
-        # What the schedule leaves for later steps stays masked, however sure the model is.
+        # What the schedule leaves for later steps stays masked, however confident the model is.
         later = [max(0, self._masks[row] - self._masks[row] // self._steps * (step.index + 1)) for row in step.rows]
         left = step.masked.sum(dim=1).tolist()
         allowed_AN = top_scores_on_canvas(step, scores_AN, [a - b for a, b in zip(left, later, strict=True)])
         best_AN = top_scores_on_canvas(step, scores_AN, [1] * len(step.rows))
         return (allowed_AN & (scores_AN >= self._threshold)) | best_AN
-
-
-SCORES = {"maskgit_plus": probability, "topk_margin": margin, "entropy": negative_entropy}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DreamSampler(Sampler):
-    """Dream's `diffusion_generate` (arXiv 2508.15487); `alg="confidence_threshold"` is Fast-dLLM's addition to it."""
-
-    name: ClassVar[str] = "dream"
-    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-
-    steps: int = 512
-    eps: float = 1e-3
-    alg: str = "origin"
-    alg_temp: float | None = None
-    threshold: float | None = None  # of confidence_threshold alone: 0.9
-
-    def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
-        return SamplerSpec(
-            layout=BlockLayout(self.gen_length, whole=True),
-            rule=self._rule(),
-            sampling=TokenSampling(self.temperature, self.top_k, self.top_p, order=("temperature", "top_p", "top_k")),
-            predictor=Predictor,
-            predictor_options={},
-        )
-
-    def _rule(self) -> CommitRule:
-        budget = self.alg == "confidence_threshold"
-        if self.threshold is not None and not budget:
-            raise DlmBridgeError(f"threshold belongs to alg 'confidence_threshold', not to '{self.alg}': leave it out")
-        if self.alg_temp is not None and self.alg not in SCORES:
-            raise DlmBridgeError(f"alg '{self.alg}' ranks no positions: leave alg_temp out")
-        if budget:
-            if self.gen_length % self.steps:
-                raise DlmBridgeError(
-                    f"alg 'confidence_threshold' settles equal shares: gen_length {self.gen_length} is not a multiple "
-                    f"of steps {self.steps}"
-                )
-            return StepBudgetRule(0.9 if self.threshold is None else self.threshold, self.steps)
-        if self.alg == "origin":
-            return AncestralRule(self.steps, self.eps)
-        return TopScoresRule(
-            SCORES[self.alg], partial(noise_level_schedule, steps=self.steps, eps=self.eps), self.alg_temp
-        )

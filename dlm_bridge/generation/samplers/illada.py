@@ -1,4 +1,16 @@
-"""iLLaDA's sampler of growing length."""
+"""iLLaDA's sampler of growing length, `var_generate`.
+
+    canvas = prompt
+    while len(canvas) < len(prompt) + gen_length and the row has not ended:
+        canvas += [MASK] * block_length                     # a block attends to no later one
+        for count in the masks of the block, divided evenly over steps:
+            logits = model(canvas)                          # guidance hides all finished blocks as well
+            tokens = argmax(logits / temperature + Gumbel noise)
+            scores = softmax(logits)[tokens]                # remasking "random": uniform numbers
+            commit the count masks with the highest scores
+
+Source: `var_generate` of iLLaDA's modeling code on the Hub.
+"""
 
 from __future__ import annotations
 
@@ -10,59 +22,55 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
-from dlm_bridge.generation.commit_rules import (
-    Score,
-    TopScoresRule,
-    even_schedule,
-    low_confidence,
-    random_order,
-)
-from dlm_bridge.generation.kv_cache import CacheMode
-from dlm_bridge.generation.loop import SamplerSpec
+from dlm_bridge.generation.commit_rules import Score, TopScoresRule, even_schedule, low_confidence, random_order
+from dlm_bridge.generation.kv_cache import KVCache, PrefixKVCache
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.samplers.base import SpecialTokens, check_blocks
-from dlm_bridge.generation.samplers.llada import EndThinkBias, EndThinkSampler
-
-
-class GrowingPredictor(Predictor):
-    """Bidirectional attention over a canvas that ends with the current block: later blocks do not exist yet.
-
-    Guidance hides the finished blocks too, since iLLaDA's sampler takes them for its prompt.
-    """
-
-    caches: ClassVar[tuple[CacheMode, ...]] = ("none", "prefix")
-
-    def end(self, block: slice) -> int:
-        return self._block.stop
-
-    def _given(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
-        given = torch.zeros_like(self.canvas.take(rows, slice(0, self.canvas.width)), dtype=torch.bool)
-        given[:, : columns.start] = True
-        return given
-
-
-class GrowingEndThinkBias(EndThinkBias, GrowingPredictor):
-    """The same where later blocks do not exist yet."""
+from dlm_bridge.generation.samplers import POSITIVE_INTEGER, SamplerSpec, SpecialTokens, check_blocks, parameter
+from dlm_bridge.generation.samplers.llada import GuidedSampler
 
 
 @dataclass(frozen=True, kw_only=True)
-class ILLaDASampler(EndThinkSampler):
-    """iLLaDA's `var_generate`: masks are appended block by block until a row ends; a block sees no later one."""
+class ILLaDASampler(GuidedSampler):
+    """iLLaDA's `var_generate`.
+
+    Args:
+        block_length: tokens that are denoised together.
+        steps: denoising steps of each block; by default one for each of its tokens.
+    """
 
     name: ClassVar[str] = "illada"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-    infills: ClassVar[bool] = False  # a block sees nothing of what follows
+    infills: ClassVar[bool] = False  # a block does not attend to what follows
     shortens_block: ClassVar[bool] = True
 
-    block_length: int = 32
-    steps: int | None = None  # of each block; one for each of its tokens by default
+    block_length: int = parameter(32, POSITIVE_INTEGER)
+    steps: int | None = parameter(None, POSITIVE_INTEGER)
 
-    def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         check_blocks(self.gen_length, self.block_length)
         score: Score = random_order if self.remasking == "random" else low_confidence
         return SamplerSpec(
             layout=BlockLayout(self.block_length),
             rule=TopScoresRule(score, partial(even_schedule, steps=self.steps or self.block_length)),
             sampling=self.sampling(),
-            **self._predictor(GrowingPredictor, GrowingEndThinkBias),
+            predictor=GrowingPredictor,
+            predictor_options={"cfg_scale": self.cfg_scale},
+            logits_bias=self.end_think_bias(),
         )
+
+
+class GrowingPredictor(Predictor):
+    """Bidirectional attention over a canvas that ends with the current block.
+
+    Guidance masks the finished blocks as well as the prompt, as iLLaDA's sampler does.
+    """
+
+    caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache, PrefixKVCache)
+
+    def end(self, block: slice) -> int:
+        return self._block.stop
+
+    def _condition(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
+        condition = torch.zeros_like(self.canvas.take(rows, slice(0, self.canvas.width)), dtype=torch.bool)
+        condition[:, : columns.start] = True
+        return condition

@@ -1,38 +1,73 @@
-"""Nemotron-Labs-Diffusion's linear self-speculation."""
+"""Nemotron-Labs-Diffusion's linear self-speculation: speculative decoding by one model.
+
+    text = prompt + causal model's next token
+    while a new token is missing:
+        draft = [last token] + [MASK] * (block_length - 1)
+        fill the masks of draft with the denoiser, whose block attends to all of itself and to the text
+            # threshold 0: in one forward pass; above: each pass fills those with probability >= threshold, and the best
+        check = causal model's next tokens behind each token of draft
+        commit check as far as draft predicted it, and the first token that it did not
+
+At temperature 0 the text is the causal model's own, token for token; above, it is drawn from that model.
+
+Source: the model's `linear_spec_generate`, in its modeling code on the Hub.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
-from dlm_bridge.generation.loop import SamplerSpec
-from dlm_bridge.generation.samplers.base import Sampler, SpecialTokens
-from dlm_bridge.generation.speculation import SpeculativePredictor, SpeculativeRule
+import torch
+
+from dlm_bridge.attention_mask import AttentionPattern, causal_mask
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
+from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, SamplerContext, best
+from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
+from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
+from dlm_bridge.generation.samplers import (
+    NAME,
+    NUMBER,
+    POSITIVE_INTEGER,
+    Sampler,
+    SamplerSpec,
+    SpecialTokens,
+    parameter,
+)
+from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
+
+# Rows in different columns attend to a multiple of so many columns, so that shapes recur.
+COLUMN_MULTIPLE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpecSampler(Sampler):
-    """The model's `linear_spec_generate`: it drafts `block_length` - 1 tokens as a denoiser, and checks them as a
-    causal model. At temperature 0 the text is the causal model's own, token for token; above, it is drawn from that.
+    """The model's `linear_spec_generate`.
 
-    `threshold` above 0 drafts in several forwards, each of which takes what is at least that sure. `draft_adapter` is
-    the name of a PEFT adapter that is on in drafts alone, as the published `linear_spec_lora` is.
+    Args:
+        block_length: tokens of a draft, the last committed one included.
+        threshold: 0: one forward pass fills the draft. Above: each pass fills what has at least this probability.
+        draft_adapter: name of the model's PEFT adapter that is active in drafts only, as the published
+            `linear_spec_lora` is.
     """
 
     name: ClassVar[str] = "linear_spec"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
-    infills: ClassVar[bool] = False  # what follows is not seen
+    infills: ClassVar[bool] = False  # what follows is not attended to
     model_blocks: ClassVar[bool] = True
+    takes_commit_rule: ClassVar[bool] = False
 
-    block_length: int = 32
-    threshold: float = 0.0
-    draft_adapter: str | None = None
+    block_length: int = parameter(32, POSITIVE_INTEGER)
+    threshold: float = parameter(0.0, NUMBER)
+    draft_adapter: str | None = parameter(None, NAME)
 
-    def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
-        spare = self.block_length - 1  # what a check may say behind the last new token
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        spare = self.block_length - 1  # what a check may predict behind the last new token
         return SamplerSpec(
             layout=BlockLayout(self.gen_length + spare, whole=True, spare=spare),
             rule=SpeculativeRule(self.block_length, self.threshold),
@@ -40,3 +75,270 @@ class LinearSpecSampler(Sampler):
             predictor=SpeculativePredictor,
             predictor_options={"adapter": self.draft_adapter},
         )
+
+
+@dataclass(frozen=True)
+class SpeculativeRule(DenoisingRule):
+    """Denoises in steps of a draft and its check; see `LinearSpecSampler` for the arguments."""
+
+    block_length: int
+    threshold: float = 0.0
+
+    def denoise_block(self, context: SamplerContext, block: slice) -> None:
+        """Denoise the block, all of the new tokens. A row leaves when it has ended."""
+        canvas, predictor = context.canvas, context.predictor
+        assert isinstance(predictor, SpeculativePredictor)
+        _refuse_empty_rows(canvas)
+        rows, firsts = canvas.rows, [start - 1 for start in canvas.starts]
+        logits_ANV = predictor.prompt()
+        drafts_AN = canvas.take(None, slice(firsts[0], firsts[0] + 1))
+        while True:
+            committed_A = self._commit(context, block, rows, firsts, drafts_AN, logits_ANV)
+            counts = (committed_A * canvas.unfinished(rows, block)).tolist()
+            firsts = [first + count for first, count in zip(firsts, counts, strict=True) if count]
+            rows = [row for row, count in zip(rows, counts, strict=True) if count]
+            if not rows:
+                return
+            predictor.select_cached_rows(rows)
+            drafts_AN = self._draft(context, predictor, rows, firsts)
+            logits_ANV = predictor.check(rows, firsts, drafts_AN)
+
+    def _draft(
+        self, context: SamplerContext, predictor: SpeculativePredictor, rows: list[int], firsts: list[int]
+    ) -> torch.Tensor:
+        """[A, N] tokens: the last committed one of each row, and the drafted ones behind it."""
+        canvas = context.canvas
+        columns_AN = columns_from(firsts, self.block_length, canvas.tokens.device)
+        drafts_AN = canvas.take(rows, columns_AN)
+        going = list(range(len(rows))) if self.block_length > 1 else []  # places in `rows`
+        while going:
+            some = [rows[place] for place in going]
+            which = slice(None) if some == rows else going  # of all rows nothing is copied
+            columns = columns_AN[which, 1:]
+            logits = predictor.draft(rows, firsts, drafts_AN)[which, 1:]
+            # Constraints by text hold in the check alone: a draft has no text before its tokens yet.
+            if not context.constraints.by_text:
+                logits = context.constraints(logits, canvas, some, columns)
+            shaped, tokens = propose_tokens(logits, canvas, some, columns, context.sampling, context.noise)
+            before = drafts_AN[which, 1:]
+            picked = before == canvas.mask_token_id
+            if self.threshold:
+                scores = probability_of(tokens, shaped).masked_fill(~picked, MINUS_INFINITY)
+                picked = (scores >= self.threshold) | best(scores)
+            drafts_AN[which, 1:] = torch.where(picked, tokens, before)
+            context.callbacks.step(canvas, some, columns, logits, predictor.forwards, final=False)
+            if not self.threshold:
+                break
+            masked_A = (drafts_AN[which] == canvas.mask_token_id).any(dim=1)
+            going = [place for place, masked in zip(going, masked_A.tolist(), strict=True) if masked]
+        return drafts_AN
+
+    def _commit(
+        self,
+        context: SamplerContext,
+        block: slice,
+        rows: list[int],
+        firsts: list[int],
+        drafts_AN: torch.Tensor,
+        logits_ANV: torch.Tensor,
+    ) -> torch.Tensor:
+        """Commit the check's tokens as far as the drafts predicted them, and one token more.
+
+        Returns [A], how many tokens that are; of rows that end before, those until then or more.
+        """
+        canvas = context.canvas
+        columns_AN = columns_from(firsts, drafts_AN.shape[1], drafts_AN.device) + 1
+        if context.constraints.by_text:
+            committed_A, logits_ANV = self._commit_one_by_one(context, block, rows, columns_AN, drafts_AN, logits_ANV)
+        else:
+            logits_ANV = context.constraints(logits_ANV, canvas, rows, columns_AN)
+            _, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
+            committed_A = 1 + (tokens_AN[:, :-1] == drafts_AN[:, 1:]).cumprod(dim=1).sum(dim=1)
+            accepted_AN = torch.arange(drafts_AN.shape[1], device=drafts_AN.device) < committed_A[:, None]
+            canvas.put(rows, columns_AN, torch.where(accepted_AN, tokens_AN, canvas.mask_token_id))
+        context.callbacks.step(canvas, rows, columns_AN, logits_ANV, context.predictor.forwards, final=True)
+        return committed_A
+
+    def _commit_one_by_one(
+        self,
+        context: SamplerContext,
+        block: slice,
+        rows: list[int],
+        columns_AN: torch.Tensor,
+        drafts_AN: torch.Tensor,
+        logits_ANV: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for constraints by text, which see committed tokens only. Returns the constrained logits, too."""
+        canvas, logits_ANV = context.canvas, logits_ANV.clone()
+        committed_A = torch.zeros_like(columns_AN[:, 0])
+        going = list(range(len(rows)))  # places in `rows`
+        for place in range(columns_AN.shape[1]):
+            some, columns = [rows[one] for one in going], columns_AN[going, place : place + 1]
+            logits = context.constraints(logits_ANV[going, place : place + 1], canvas, some, columns)
+            _, tokens = propose_tokens(logits, canvas, some, columns, context.sampling, context.noise)
+            canvas.put(some, columns, tokens)
+            logits_ANV[going, place : place + 1] = logits
+            committed_A[going] += 1
+            if place + 1 == columns_AN.shape[1]:
+                break
+            accepted = (tokens[:, 0] == drafts_AN[going, place + 1]) & canvas.unfinished(some, block)
+            going = [one for one, on in zip(going, accepted.tolist(), strict=True) if on]
+            if not going:
+                break
+        return committed_A, logits_ANV
+
+
+class SpeculativePredictor(Predictor):
+    """Causal attention, except in drafts, where a row's block attends to all of itself.
+
+    Rows have blocks of their own, which begin at the columns `firsts`. With the cache "block" the keys and values of
+    committed tokens are cached as the check computed them. Those of rejected tokens and of drafts stand behind them,
+    where the next block overwrites them before anything attends to them.
+    """
+
+    caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache, BlockKVCache)
+
+    def __init__(
+        self, runner: ModelRunner, canvas: Canvas, cache: KVCache, *, shift: bool, adapter: str | None = None
+    ) -> None:
+        super().__init__(runner, canvas, cache, shift=shift)
+        if adapter is not None and not cache.stores:
+            raise DlmBridgeError(
+                f"draft_adapter {adapter!r} drafts behind keys and values that the model has cached without it: "
+                "use cache 'block'"
+            )
+        self._adapter = DraftAdapter(runner.model, adapter)
+        self._rows = canvas.rows  # rows in the cache
+
+    def prompt(self) -> torch.Tensor:
+        """[B, 1, V], the causal model's logits of each row's first new token."""
+        stop = self.canvas.starts[0]  # as every row's
+        positions, real = self._positions(None, stop)
+        view = CanvasView(self.canvas.take(None, slice(0, stop)), causal_mask(real), positions, 0, stop)
+        with self._adapter.off():
+            if not self.cache.stores:
+                return self._runner.logits(view, slice(stop - 1, stop))
+            return self._runner.head(self._runner.hidden(view, once=True), slice(stop - 1, stop))
+
+    def draft(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor) -> torch.Tensor:
+        """[A, N, V], the denoiser's logits of the rows' blocks."""
+        with self._adapter.on():
+            return self._block_logits(rows, firsts, tokens_AN, draft=True)
+
+    def check(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor) -> torch.Tensor:
+        """[A, N, V], the causal model's logits of what follows each token of the rows' blocks."""
+        with self._adapter.off():
+            return self._block_logits(rows, firsts, tokens_AN, draft=False)
+
+    def select_cached_rows(self, rows: list[int]) -> None:
+        """Go on with these of the canvas' rows; others do not come back."""
+        if len(rows) < len(self._rows):
+            self.cache.select_rows([self._rows.index(row) for row in rows])
+        self._rows = rows
+
+    def _block_logits(
+        self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, *, draft: bool
+    ) -> torch.Tensor:
+        assert rows == self._rows, "the cache holds every row"
+        own_AN = columns_from(firsts, tokens_AN.shape[1], tokens_AN.device)
+        if not self.cache.stores:
+            return self._runner.logits_at(self._uncached_view(rows, firsts, tokens_AN, own_AN, draft), own_AN)
+        view = self._cached_view(rows, firsts, tokens_AN, own_AN, draft)
+        return self._runner.head(self._runner.hidden(view), slice(None))
+
+    def _uncached_view(
+        self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, own_AN: torch.Tensor, draft: bool
+    ) -> CanvasView:
+        stop = max(firsts) + tokens_AN.shape[1]
+        positions_AS, real_AS = self._positions(rows, stop)
+        tokens_AS = self.canvas.take(rows, slice(0, stop)).scatter(1, own_AN, tokens_AN)
+        mask = causal_mask(real_AS)
+        if draft:
+            inside_AS = torch.zeros_like(real_AS).scatter(1, own_AN, True)
+            mask = mask | (inside_AS[:, None, :, None] & inside_AS[:, None, None, :])
+        return CanvasView(tokens_AS, mask, positions_AS, 0, stop)
+
+    def _cached_view(
+        self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, own_AN: torch.Tensor, draft: bool
+    ) -> CanvasView:
+        width, stop = tokens_AN.shape[1], max(firsts) + tokens_AN.shape[1]
+        variant = self._adapter.variant(draft)
+        if min(firsts) == max(firsts):  # one range of columns: attention needs no mask but that of padding
+            positions_AS, real_AS = self._positions(rows, stop)
+            mask = real_AS if self.canvas.padded else None
+            positions_AN = positions_AS[:, firsts[0] :]
+            block = None if draft else 1
+            return CanvasView(tokens_AN, mask, positions_AN, firsts[0], stop, block=block, variant=variant)
+        stop = min(-(-stop // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, self.canvas.width)
+        positions_AS, real_AS = self._positions(rows, stop)
+        limit_AN = own_AN[:, -1:].expand(-1, width) if draft else own_AN
+        attended_ANS = (torch.arange(stop, device=own_AN.device) <= limit_AN[..., None]) & real_AS[:, None]
+        positions_AN = positions_AS.gather(1, own_AN)
+        return CanvasView(tokens_AN, attended_ANS[:, None], positions_AN, end=stop, columns=own_AN, variant=variant)
+
+
+class DraftAdapter:
+    """Activates a PEFT adapter for a forward pass; afterwards the model is restored.
+
+    Other adapters are part of the model: what of them is active takes part in drafts and checks alike. Without a name
+    nothing is switched. The layers' own attributes are set, since PEFT's methods also change what is trained.
+    """
+
+    def __init__(self, model: Any, name: str | None) -> None:
+        """Raises DlmBridgeError for an adapter that the model does not have, or that cannot be switched."""
+        self._name = name
+        self._layers: list[Any] = []
+        if name is None:
+            return
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        known = sorted({one for layer in layers for kind in layer.adapter_layer_names for one in getattr(layer, kind)})
+        if name not in known:
+            have = f"it has {', '.join(known)}" if known else "put one on it with peft.PeftModel.from_pretrained"
+            raise DlmBridgeError(f"draft_adapter {name!r} is no adapter of the model: {have}")
+        if any(layer.merged for layer in layers):
+            raise DlmBridgeError(
+                f"draft_adapter {name!r} cannot be switched while adapters are merged into the weights: "
+                "call unmerge_adapter() first"
+            )
+        self._layers = layers
+
+    def variant(self, on: bool) -> str:
+        """Distinguishes recorded forward passes with and without the adapter."""
+        return "" if self._name is None else f"{'with' if on else 'without'} {self._name}"
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        with self._active([self._name] if self._name is not None else []):
+            yield
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        with self._active([]):
+            yield
+
+    @contextmanager
+    def _active(self, more: list[str]) -> Iterator[None]:
+        before = [(layer._active_adapter, layer._disable_adapters) for layer in self._layers]
+        try:
+            for layer in self._layers:
+                others = [] if layer.disable_adapters else [one for one in layer.active_adapters if one != self._name]
+                layer._active_adapter, layer._disable_adapters = others + more, False
+            yield
+        finally:
+            for layer, (active, disabled) in zip(self._layers, before, strict=True):
+                layer._active_adapter, layer._disable_adapters = active, disabled
+
+
+def columns_from(firsts: list[int], width: int, device: torch.device) -> torch.Tensor:
+    """[A, width] columns of the canvas, from each row's own first one on."""
+    return to_device(firsts, device)[:, None] + torch.arange(width, device=device)
+
+
+def _refuse_empty_rows(canvas: Canvas) -> None:
+    for row, (origin, start) in enumerate(zip(canvas.origins, canvas.starts, strict=True)):
+        if origin == start:
+            raise DlmBridgeError(
+                f"input_ids row {row} has no tokens, a causal model continues one: begin with bos_token_id"
+            )

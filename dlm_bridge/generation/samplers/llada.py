@@ -1,10 +1,23 @@
-"""LLaDA's sampler (arXiv 2502.09992), with Fast-dLLM v1's parallel rules (arXiv 2505.22618)."""
+"""LLaDA's semi-autoregressive sampler (arXiv 2502.09992), with the parallel rules of Fast-dLLM v1 (arXiv 2505.22618).
+
+    canvas = prompt + [MASK] * gen_length
+    for block in blocks of block_length, from left to right:
+        for count in the masks of the block, divided evenly over steps / blocks:
+            logits = model(canvas)                          # guidance: un + (cfg_scale + 1) * (cond - un)
+            tokens = argmax(logits / temperature + Gumbel noise)
+            scores = softmax(logits)[tokens]                # remasking "random": uniform numbers
+            commit the count masks of the block with the highest scores
+            # threshold: commit those with score >= threshold instead, the best one at least
+            # factor: commit the r best ones while the r-th has score >= 1 - factor / (r + 1)
+
+Source: ML-GSAI/LLaDA b7e6c35, generate.py; NVlabs/Fast-dLLM 24cc59e, llada/generate.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -23,155 +36,77 @@ from dlm_bridge.generation.commit_rules import (
     low_confidence,
     precise_confidence,
     random_order,
-    without_tokens,
 )
-from dlm_bridge.generation.loop import SamplerSpec
-from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.runtime.runner import ModelRunner
-from dlm_bridge.generation.samplers.base import Sampler, SpecialTokens, check_blocks
+from dlm_bridge.generation.samplers import (
+    FLAG,
+    NUMBER,
+    POSITIVE_INTEGER,
+    TOKEN_ID,
+    TOKEN_IDS,
+    Sampler,
+    SamplerSpec,
+    SpecialTokens,
+    check_blocks,
+    one_of,
+    parameter,
+)
 
 
-@dataclass(frozen=True)
-class EndThink:
-    """What closes a thought, and how much it is urged.
+@dataclass(frozen=True, kw_only=True)
+class GuidedSampler(Sampler):
+    """Parameters that LLaDA's sampler and iLLaDA's share.
 
     Args:
-        token_ids: the tokens that close it, such as those of </think>.
-        boost: what is added to a logit where all of the text is written.
-        power: of the share of the text that is written, for what is added before.
-        gen_length: new tokens, all of them.
+        cfg_scale: w of classifier-free guidance, logits = un + (w + 1) * (cond - un); 0 is off.
+        remasking: which positions a step commits: "low_confidence" (the most probable) or "random".
+        end_think_token_ids: the sequence of tokens that ends a thought.
+        end_think_logit_boost: added to their logits at the end of `gen_length`.
+        end_think_boost_power: exponent of the fraction of `gen_length` written so far, for the boost before the end.
     """
 
-    token_ids: tuple[int, ...]
-    boost: float
-    power: float
-    gen_length: int
+    cfg_scale: float = parameter(0.0, NUMBER)
+    remasking: str = parameter("low_confidence", one_of("low_confidence", "random"))
+    end_think_token_ids: tuple[int, ...] | None = parameter(None, TOKEN_IDS)
+    end_think_logit_boost: float = parameter(0.0, NUMBER)
+    end_think_boost_power: float = parameter(2.0, NUMBER)
 
-    @classmethod
-    def of(cls, token_ids: Any, boost: float, power: float, gen_length: int) -> EndThink | None:
-        """None where nothing is urged. Raises DlmBridgeError for a boost of nothing."""
-        if not boost:
+    def end_think_bias(self) -> EndThinkBias | None:
+        """The bias of the logits, if any. Raises DlmBridgeError for a boost without tokens."""
+        if not self.end_think_logit_boost:
             return None
-        if not token_ids:
-            raise DlmBridgeError(
-                "end_think_logit_boost is about the tokens that close a thought: pass their ids as end_think_token_ids"
-            )
-        return cls(tuple(token_ids), boost, power, gen_length)
-
-
-class EndThinkBias(Predictor):
-    """As long as the closing tokens do not stand in a row's text, the one of them that comes next is likelier at the
-    block's first mask."""
-
-    def __init__(self, runner: ModelRunner, canvas: Canvas, *, end_think: EndThink, **options: Any) -> None:
-        super().__init__(runner, canvas, **options)
-        self._end_think = end_think
-        self._closing_L = to_device(list(end_think.token_ids), canvas.tokens.device)
-
-    def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
-        assert isinstance(columns, slice)
-        logits_ANV = super().__call__(rows, columns, shift)
-        known = logits_ANV.shape[-1]
-        if max(self._end_think.token_ids) >= known:
-            raise DlmBridgeError(
-                f"end_think_token_ids {list(self._end_think.token_ids)} go beyond the vocabulary of {known}"
-            )
-        masked_AN = self.canvas.masked(rows, columns)
-        place_A = masked_AN.int().argmax(dim=1)
-        position_A, start_A = place_A + columns.start, self.canvas.first_new(rows)
-        tokens_AS = self.canvas.take(rows, slice(0, self.canvas.width))
-        share_A = ((position_A - start_A + 1).double() / self._end_think.gen_length).clamp(0, 1)
-        open_A = masked_AN.any(dim=1) & (position_A >= start_A) & ~self._closed(tokens_AS, start_A)
-        boost_A = torch.where(open_A, self._end_think.boost * share_A**self._end_think.power, 0.0)
-        index = (
-            torch.arange(len(tokens_AS), device=tokens_AS.device),
-            place_A,
-            self._next(tokens_AS, position_A, start_A),
-        )
-        urged_A = (logits_ANV[index].double() + boost_A).to(logits_ANV.dtype)
-        return logits_ANV.index_put(index, urged_A)
-
-    def _closed(self, tokens_AS: torch.Tensor, start_A: torch.Tensor) -> torch.Tensor:
-        """[A], True where the closing tokens stand in a row behind the prompt."""
-        count = len(self._closing_L)
-        if tokens_AS.shape[1] < count:
-            return torch.zeros_like(start_A, dtype=torch.bool)
-        found_AW = (tokens_AS.unfold(1, count, 1) == self._closing_L).all(dim=-1)
-        first_W = torch.arange(found_AW.shape[1], device=tokens_AS.device)
-        return (found_AW & (first_W >= start_A[:, None])).any(dim=1)
-
-    def _next(self, tokens_AS: torch.Tensor, position_A: torch.Tensor, start_A: torch.Tensor) -> torch.Tensor:
-        """[A], the closing token that goes on with the longest part of them that stands before the position."""
-        next_A = self._closing_L[:1].expand(len(tokens_AS))
-        for count in range(1, len(self._closing_L)):
-            before_AC = position_A[:, None] + torch.arange(-count, 0, device=tokens_AS.device)
-            stands_A = (tokens_AS.gather(1, before_AC.clamp(min=0)) == self._closing_L[:count]).all(dim=1)
-            next_A = torch.where(stands_A & (before_AC[:, 0] >= start_A), self._closing_L[count], next_A)
-        return next_A
-
-
-class FactorRule(OneOrMoreRule):
-    """Settles the r most confident positions while the r-th has confidence >= 1 - factor / (r + 1) (Fast-dLLM v1).
-
-    The most confident one is always settled.
-    """
-
-    def __init__(self, factor: float, score: Score = precise_confidence) -> None:
-        self._factor = factor
-        self._score = score
-
-    def select(self, step: Step) -> torch.Tensor:
-        scores_AN = self._score(step).masked_fill(~step.masked, MINUS_INFINITY)
-        ordered_AN, order_AN = scores_AN.sort(dim=1, descending=True, stable=True)
-        rank_N = torch.arange(1, scores_AN.shape[1] + 1, device=scores_AN.device)
-        # Confidence falls and the bound rises with the rank: those that pass come first.
-        passed_AN = ordered_AN >= 1 - self._factor / (rank_N + 1)
-        passed_AN[:, 0] = True
-        return torch.zeros_like(step.masked).scatter(1, order_AN, passed_AN) & step.masked
+        if not self.end_think_token_ids:
+            raise DlmBridgeError("end_think_logit_boost needs the tokens that end a thought: pass end_think_token_ids")
+        token_ids = tuple(self.end_think_token_ids)
+        return EndThinkBias(token_ids, self.end_think_logit_boost, self.end_think_boost_power, self.gen_length)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndThinkSampler(Sampler):
-    """What LLaDA's sampler and iLLaDA's share: guidance, and the urge to end a thought (`end_think`)."""
+class LLaDASampler(GuidedSampler):
+    """LLaDA's `generate`.
 
-    cfg_scale: float = 0.0
-    remasking: str = "low_confidence"
-    end_think_token_ids: tuple[int, ...] | None = None
-    end_think_logit_boost: float = 0.0
-    end_think_boost_power: float = 2.0
-
-    def _predictor(self, plain: type[Predictor], urging: type[Predictor]) -> dict[str, Any]:
-        """A recipe's part, `plain` where nothing is urged."""
-        options: dict[str, Any] = {"cfg_scale": self.cfg_scale}
-        urge = EndThink.of(
-            self.end_think_token_ids, self.end_think_logit_boost, self.end_think_boost_power, self.gen_length
-        )
-        if urge is None:
-            return {"predictor": plain, "predictor_options": options}
-        return {"predictor": urging, "predictor_options": options | {"end_think": urge}}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LLaDASampler(EndThinkSampler):
-    """Blocks from the prompt's end on; each step settles a fixed share of the block (arXiv 2502.09992).
-
-    With `threshold` or `factor` a step settles what the model is sure of instead, as many as that is, and `steps` is
-    of no account (Fast-dLLM v1 without its cache, arXiv 2505.22618).
+    Args:
+        block_length: tokens that are denoised together.
+        steps: denoising steps over all blocks; by default one for each new token.
+        threshold: confidence from which on a token is committed (Fast-dLLM v1); `steps` has no effect then.
+        factor: Fast-dLLM v1's other parallel rule, in place of a threshold.
+        logits_eos_inf: never propose end-of-sequence tokens.
+        confidence_eos_eot_inf: give them and `eot_token_id` no confidence, so that they are committed last.
+        eot_token_id: the end-of-turn token where it is none of `eos_token_id`.
     """
 
     name: ClassVar[str] = "llada"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     shortens_block: ClassVar[bool] = True
 
-    block_length: int = 128
-    steps: int | None = None  # over all blocks; one for each new token by default
-    threshold: float | None = None
-    factor: float | None = None
-    logits_eos_inf: bool = False
-    confidence_eos_eot_inf: bool = False
-    eot_token_id: int | None = None
+    block_length: int = parameter(128, POSITIVE_INTEGER)
+    steps: int | None = parameter(None, POSITIVE_INTEGER)
+    threshold: float | None = parameter(None, NUMBER)
+    factor: float | None = parameter(None, NUMBER)
+    logits_eos_inf: bool = parameter(False, FLAG)
+    confidence_eos_eot_inf: bool = parameter(False, FLAG)
+    eot_token_id: int | None = parameter(None, TOKEN_ID)
 
-    def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         blocks = check_blocks(self.gen_length, self.block_length)
         steps = self.gen_length if self.steps is None else self.steps
         if steps % blocks:
@@ -185,8 +120,9 @@ class LLaDASampler(EndThinkSampler):
             layout=BlockLayout(self.block_length),
             rule=self._rule(steps // blocks, tokens),
             sampling=self.sampling(),
-            suppress=_some_end(tokens.end_token_ids, "logits_eos_inf") if self.logits_eos_inf else (),
-            **self._predictor(Predictor, EndThinkBias),
+            predictor_options={"cfg_scale": self.cfg_scale},
+            logits_bias=self.end_think_bias(),
+            suppress=_required(tokens.end_token_ids, "logits_eos_inf") if self.logits_eos_inf else (),
         )
 
     def _confidence(self) -> Score:
@@ -201,7 +137,7 @@ class LLaDASampler(EndThinkSampler):
         )
         if self.confidence_eos_eot_inf:
             ends = tokens.end_token_ids + (() if self.eot_token_id is None else (self.eot_token_id,))
-            score = without_tokens(score, _some_end(ends, "confidence_eos_eot_inf"))
+            score = _without_confidence(score, _required(ends, "confidence_eos_eot_inf"))
         if self.threshold is not None:
             return ThresholdRule(self.threshold, score)
         if self.factor is not None:
@@ -209,7 +145,99 @@ class LLaDASampler(EndThinkSampler):
         return TopScoresRule(score, partial(even_schedule, steps=steps))
 
 
-def _some_end(tokens: tuple[int, ...], name: str) -> tuple[int, ...]:
+class FactorRule(OneOrMoreRule):
+    """Commits the r most confident positions while the r-th has confidence >= 1 - factor / (r + 1) (Fast-dLLM v1).
+
+    The most confident one is always committed.
+    """
+
+    def __init__(self, factor: float, score: Score) -> None:
+        self._factor = factor
+        self._score = score
+
+    def select(self, step: Step) -> torch.Tensor:
+        scores_AN = self._score(step).masked_fill(~step.masked, MINUS_INFINITY)
+        ordered_AN, order_AN = scores_AN.sort(dim=1, descending=True, stable=True)
+        rank_N = torch.arange(1, scores_AN.shape[1] + 1, device=scores_AN.device)
+        # Confidence falls and the bound rises with the rank: those that pass come first.
+        passed_AN = ordered_AN >= 1 - self._factor / (rank_N + 1)
+        passed_AN[:, 0] = True
+        return torch.zeros_like(step.masked).scatter(1, order_AN, passed_AN) & step.masked
+
+
+@dataclass(frozen=True)
+class EndThinkBias:
+    """Logits bias that makes the end of a thought more probable the longer the text is (ML-GSAI/LLaDA, generate.py).
+
+    As long as the closing sequence is not in a row's text, its next token gets a higher logit at the block's first
+    mask.
+
+    Args:
+        token_ids: the closing sequence, such as the tokens of </think>.
+        boost: added to a logit at the end of the text.
+        power: exponent of the fraction of the text written so far, for the boost before the end.
+        gen_length: length of the text in tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    boost: float
+    power: float
+    gen_length: int
+
+    def __call__(
+        self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns: Columns
+    ) -> torch.Tensor:
+        assert isinstance(columns, slice)
+        vocabulary = logits_ANV.shape[-1]
+        if max(self.token_ids) >= vocabulary:
+            raise DlmBridgeError(f"end_think_token_ids {list(self.token_ids)} exceed the vocabulary of {vocabulary}")
+        closing_L = to_device(list(self.token_ids), logits_ANV.device)
+        masked_AN = canvas.masked(rows, columns)
+        place_A = masked_AN.int().argmax(dim=1)
+        position_A, start_A = place_A + columns.start, canvas.first_new(rows)
+        tokens_AS = canvas.take(rows, slice(0, canvas.width))
+        fraction_A = ((position_A - start_A + 1).double() / self.gen_length).clamp(0, 1)
+        open_A = masked_AN.any(dim=1) & (position_A >= start_A) & ~_contains(tokens_AS, closing_L, start_A)
+        boost_A = torch.where(open_A, self.boost * fraction_A**self.power, 0.0)
+        row_A = torch.arange(len(tokens_AS), device=tokens_AS.device)
+        index = (row_A, place_A, _next_token(tokens_AS, closing_L, position_A, start_A))
+        return logits_ANV.index_put(index, (logits_ANV[index].double() + boost_A).to(logits_ANV.dtype))
+
+
+def _contains(tokens_AS: torch.Tensor, sequence_L: torch.Tensor, start_A: torch.Tensor) -> torch.Tensor:
+    """[A], True where the sequence stands in a row behind its start."""
+    count = len(sequence_L)
+    if tokens_AS.shape[1] < count:
+        return torch.zeros_like(start_A, dtype=torch.bool)
+    found_AW = (tokens_AS.unfold(1, count, 1) == sequence_L).all(dim=-1)
+    first_W = torch.arange(found_AW.shape[1], device=tokens_AS.device)
+    return (found_AW & (first_W >= start_A[:, None])).any(dim=1)
+
+
+def _next_token(
+    tokens_AS: torch.Tensor, sequence_L: torch.Tensor, position_A: torch.Tensor, start_A: torch.Tensor
+) -> torch.Tensor:
+    """[A], the token that continues the longest prefix of the sequence that stands before the position."""
+    next_A = sequence_L[:1].expand(len(tokens_AS))
+    for count in range(1, len(sequence_L)):
+        before_AC = position_A[:, None] + torch.arange(-count, 0, device=tokens_AS.device)
+        stands_A = (tokens_AS.gather(1, before_AC.clamp(min=0)) == sequence_L[:count]).all(dim=1)
+        next_A = torch.where(stands_A & (before_AC[:, 0] >= start_A), sequence_L[count], next_A)
+    return next_A
+
+
+def _without_confidence(score: Score, tokens: tuple[int, ...]) -> Score:
+    """The score with the model's logits of these tokens at minus infinity, as `confidence_eos_eot_inf` (appendix B.4)."""
+
+    def scored(step: Step) -> torch.Tensor:
+        logits = step.logits.clone()
+        logits[..., [token for token in tokens if token < logits.shape[-1]]] = -torch.inf
+        return score(replace(step, logits=logits))
+
+    return scored
+
+
+def _required(tokens: tuple[int, ...], name: str) -> tuple[int, ...]:
     if not tokens:
         raise DlmBridgeError(f"{name}: the model's config names no end-of-sequence token: pass eos_token_id")
     return tokens

@@ -1,4 +1,12 @@
-"""LLaDA2.0's sampler (arXiv 2512.15745)."""
+"""LLaDA2.0's sampler (arXiv 2512.15745).
+
+    for block in blocks of block_length, counted from the text's first token:
+        for count in the block, divided evenly over min(steps, gen_length / minimal_topk):
+            tokens = argmax(logits), or draws;  scores = their probabilities
+            commit all with score > threshold, or the count best if these are more
+
+Source: `generate` of modeling_llada2_moe.py, inclusionAI/dFactory 92b6890.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +14,39 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import DynamicThresholdRule, even_schedule
-from dlm_bridge.generation.loop import SamplerSpec
-from dlm_bridge.generation.samplers.base import Sampler, SpecialTokens, by_blocks
+from dlm_bridge.generation.predictors import BlockCausalPredictor
+from dlm_bridge.generation.samplers import NUMBER, POSITIVE_INTEGER, Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class LLaDA2Sampler(Sampler):
-    """LLaDA2.0's `generate`: what has probability > threshold, or the schedule's share (arXiv 2512.15745)."""
+    """LLaDA2.0's `generate`.
+
+    Args:
+        block_length: tokens that are denoised together.
+        steps: denoising steps of each block.
+        threshold: probability above which a token is committed.
+        minimal_topk: caps the steps of a block at gen_length / minimal_topk.
+    """
 
     name: ClassVar[str] = "llada2"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     model_blocks: ClassVar[bool] = True
 
-    gen_length: int = 2048
-    block_length: int = 32
-    steps: int = 32  # of each block
-    threshold: float = 0.95
-    minimal_topk: int = 1
+    gen_length: int = parameter(2048, POSITIVE_INTEGER)
+    block_length: int = parameter(32, POSITIVE_INTEGER)
+    steps: int = parameter(32, POSITIVE_INTEGER)
+    threshold: float = parameter(0.95, NUMBER)
+    minimal_topk: int = parameter(1, POSITIVE_INTEGER)
 
-    def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         steps = max(1, min(self.steps, self.gen_length // self.minimal_topk))
-        rule = DynamicThresholdRule(even_schedule(self.block_length, steps), self.threshold)
-        return SamplerSpec(rule=rule, sampling=self.sampling(), **by_blocks(self.block_length))
+        return SamplerSpec(
+            layout=BlockLayout(self.block_length, aligned=True),
+            rule=DynamicThresholdRule(even_schedule(self.block_length, steps), self.threshold),
+            sampling=self.sampling(),
+            predictor=BlockCausalPredictor,
+            predictor_options={"block_length": self.block_length},
+        )

@@ -1,4 +1,14 @@
-"""dLLM's masked diffusion sampler."""
+"""dLLM's masked diffusion sampler, `MDLMSampler`: LLaDA's with a rounded schedule and any lengths.
+
+    canvas = prompt + [MASK] * gen_length
+    for block in blocks of block_size, from left to right:
+        for step in ceil(steps / blocks):
+            count = round(masks left in the block * fraction of the noise level that the step removes)
+            tokens, scores = as LLaDA's sampler
+            commit the count masks of the block with the highest scores
+
+Source: ZHZisZZ/dllm ca17675, `MDLMSampler.sample`.
+"""
 
 from __future__ import annotations
 
@@ -12,47 +22,62 @@ import torch
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import TopScoresRule, low_confidence, random_order
-from dlm_bridge.generation.loop import SamplerSpec
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.samplers.base import Sampler, SpecialTokens
-
-
-def rounding_schedule(masks: int, steps: int) -> list[int]:
-    """dLLM's schedule: each step settles its share of what is left, rounded half to even, with float32 levels."""
-    level = 1 - (1 - torch.arange(steps, -1, -1) / steps)
-    shares = 1 - (level[1:] / level[:-1]).double()
-    num_transfer_tokens = []
-    for share in shares.tolist():
-        quota = min(round(masks * share), masks)
-        if quota:
-            num_transfer_tokens.append(quota)
-            masks -= quota
-    return num_transfer_tokens
+from dlm_bridge.generation.samplers import (
+    NUMBER,
+    POSITIVE_INTEGER,
+    Sampler,
+    SamplerSpec,
+    SpecialTokens,
+    one_of,
+    parameter,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MDLMSampler(Sampler):
-    """dLLM's `MDLMSampler`: LLaDA's sampler with another schedule, and any number of steps and of new tokens."""
+    """dLLM's `MDLMSampler`.
+
+    Args:
+        block_size: tokens that are denoised together.
+        steps: denoising steps over all blocks.
+        cfg_scale: w of classifier-free guidance, logits = un + (w + 1) * (cond - un); 0 is off.
+        remasking: which positions a step commits: "low_confidence" (the most probable) or "random".
+    """
 
     name: ClassVar[str] = "mdlm"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-
     _ranks_canvas: ClassVar[bool] = True
 
-    block_size: int = 128
-    steps: int = 128  # over all blocks
-    cfg_scale: float = 0.0
-    remasking: str = "low_confidence"
+    block_size: int = parameter(128, POSITIVE_INTEGER)
+    steps: int = parameter(128, POSITIVE_INTEGER)
+    cfg_scale: float = parameter(0.0, NUMBER)
+    remasking: str = parameter("low_confidence", one_of("low_confidence", "random"))
 
-    def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         steps = ceil(self.steps / ceil(self.gen_length / self.block_size))
         score = random_order if self.remasking == "random" else low_confidence
+        predictor, options = self._predictor()
         return SamplerSpec(
             layout=BlockLayout(self.block_size),
-            rule=TopScoresRule(score, partial(rounding_schedule, steps=steps), on_canvas=self._ranks_canvas),
+            rule=TopScoresRule(score, partial(rounded_schedule, steps=steps), on_canvas=self._ranks_canvas),
             sampling=self.sampling(),
-            **self._predictor(),
+            predictor=predictor,
+            predictor_options={"cfg_scale": self.cfg_scale, **options},
         )
 
-    def _predictor(self) -> dict[str, Any]:
-        return {"predictor": Predictor, "predictor_options": {"cfg_scale": self.cfg_scale}}
+    def _predictor(self) -> tuple[type[Predictor], dict[str, Any]]:
+        return Predictor, {}
+
+
+def rounded_schedule(masks: int, steps: int) -> list[int]:
+    """Each step commits its fraction of the masks left, rounded half to even, with float32 noise levels."""
+    level = 1 - (1 - torch.arange(steps, -1, -1) / steps)
+    fractions = 1 - (level[1:] / level[:-1]).double()
+    schedule = []
+    for fraction in fractions.tolist():
+        count = min(round(masks * fraction), masks)
+        if count:
+            schedule.append(count)
+            masks -= count
+    return schedule

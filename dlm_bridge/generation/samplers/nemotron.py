@@ -1,4 +1,14 @@
-"""Nemotron-Labs-Diffusion's block diffusion sampler."""
+"""Nemotron-Labs-Diffusion's block diffusion sampler behind a causal prefix.
+
+    for block in blocks of block_length, counted from the end of the prompt:
+        commit the block's first token: the causal model's next token
+        while the block has masks:
+            logits = model(committed tokens causally, block bidirectionally)
+            tokens = argmax(logits), or draws;  scores = softmax(logits)[tokens]
+            commit those with score >= threshold, and the best one       # threshold None: the best one
+
+Source: the model's `generate` with `causal_context=True`, in its modeling code on the Hub.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +18,49 @@ from typing import ClassVar
 
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
 from dlm_bridge.generation.canvas import BlockLayout
-from dlm_bridge.generation.commit_rules import CommitRule, ThresholdRule, TopScoresRule, even_schedule, low_confidence
-from dlm_bridge.generation.loop import SamplerSpec
+from dlm_bridge.generation.commit_rules import (
+    CommitRule,
+    ThresholdRule,
+    TopScoresRule,
+    even_schedule,
+    low_confidence,
+)
 from dlm_bridge.generation.predictors import BlockCachePredictor
 from dlm_bridge.generation.runtime.runner import CanvasView
-from dlm_bridge.generation.samplers.base import Sampler, SpecialTokens, check_blocks
-
-
-class CausalContextPredictor(BlockCachePredictor):
-    """What stands before the current block is causal; the block sees all of that and itself (Nemotron)."""
-
-    def _view_of_all(self, rows: list[int] | None, block: slice) -> CanvasView:
-        positions, real = self._positions(rows, block.stop)
-        return CanvasView(self.canvas.take(rows, slice(0, block.stop)), causal_mask(real, block.start), positions)
+from dlm_bridge.generation.samplers import (
+    NUMBER,
+    POSITIVE_INTEGER,
+    Sampler,
+    SamplerSpec,
+    SpecialTokens,
+    check_blocks,
+    parameter,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronSampler(Sampler):
-    """The model's `generate` with `causal_context=True`: blocks start where the prompt ends.
+    """The model's `generate` with `causal_context=True`.
 
-    A block's first token is the causal model's next token; the others are settled at `threshold`, one a step without
-    it.
+    Args:
+        block_length: tokens that are denoised together.
+        threshold: confidence from which on a token is committed; None: one token a step.
     """
 
     name: ClassVar[str] = "nemotron"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
-    infills: ClassVar[bool] = False  # a block sees nothing of what follows, and begins where the prompt ends
+    infills: ClassVar[bool] = False  # a block does not attend to what follows, and begins where the prompt ends
     model_blocks: ClassVar[bool] = True
     shortens_block: ClassVar[bool] = True
 
-    block_length: int = 32
-    threshold: float | None = 0.9
+    block_length: int = parameter(32, POSITIVE_INTEGER)
+    threshold: float | None = parameter(0.9, NUMBER)
 
-    def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         check_blocks(self.gen_length, self.block_length)
-        rule: CommitRule = TopScoresRule(
-            low_confidence, partial(even_schedule, steps=self.block_length), on_canvas=False
-        )
+        schedule = partial(even_schedule, steps=self.block_length)
+        rule: CommitRule = TopScoresRule(low_confidence, schedule, on_canvas=False)
         if self.threshold is not None:
             rule = ThresholdRule(self.threshold, low_confidence)
         return SamplerSpec(
@@ -53,6 +68,13 @@ class NemotronSampler(Sampler):
             rule=rule,
             sampling=self.sampling(),
             predictor=CausalContextPredictor,
-            predictor_options={},
-            seed="sampled",
+            first_token="sampled",
         )
+
+
+class CausalContextPredictor(BlockCachePredictor):
+    """Causal attention before the current block; the block attends to all of that and itself."""
+
+    def _uncached_view(self, rows: list[int] | None, block: slice) -> CanvasView:
+        positions, real = self._positions(rows, block.stop)
+        return CanvasView(self.canvas.take(rows, slice(0, block.stop)), causal_mask(real, block.start), positions)

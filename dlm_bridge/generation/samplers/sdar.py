@@ -1,4 +1,18 @@
-"""SDAR's sampler (arXiv 2510.06303)."""
+"""SDAR's and TraDo's sampler, `block_diffusion_generate` (arXiv 2510.06303); DreamReasoner's is modelled on it.
+
+    for block in blocks of block_length, counted from the text's first token:
+        for count in the block, divided evenly over denoising_steps:
+            tokens = draw(softmax(logits / temperature), top_k, top_p);  scores = their probabilities
+            low_confidence_dynamic: commit all with score > confidence_threshold, or the count best if these are more
+            low_confidence_static:  commit the count best
+            sequential:             commit the count leftmost masks
+            entropy_bounded:        commit the lowest entropies while their sum is < eb_threshold, one at least
+
+Temperature 0, by which the published code divides, is greedy here. After `denoising_steps` steps nothing of a block is
+left masked, and prompt tokens are never overwritten (both can happen there).
+
+Source: JetAstra/SDAR c2041a8, generate.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +22,7 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import to_device
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import (
     CommitRule,
     DynamicThresholdRule,
@@ -18,13 +32,66 @@ from dlm_bridge.generation.commit_rules import (
     one_each_then_rest,
     truncate_schedule,
 )
-from dlm_bridge.generation.loop import SamplerSpec
-from dlm_bridge.generation.samplers.base import Sampler, SpecialTokens, by_blocks
+from dlm_bridge.generation.predictors import BlockCausalPredictor
+from dlm_bridge.generation.samplers import (
+    NUMBER,
+    POSITIVE_INTEGER,
+    Sampler,
+    SamplerSpec,
+    SpecialTokens,
+    one_of,
+    parameter,
+)
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling
+
+STRATEGIES = ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SDARSampler(Sampler):
+    """SDAR's `block_diffusion_generate`.
+
+    Args:
+        block_length: tokens that are denoised together.
+        denoising_steps: steps of each block; by default one for each of its tokens.
+        remasking_strategy: which positions a step commits, see above.
+        confidence_threshold: of low_confidence_dynamic, the probability above which a token is committed.
+        eb_threshold: of entropy_bounded, the bound on the entropy that a step may commit.
+    """
+
+    name: ClassVar[str] = "sdar"
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
+    model_blocks: ClassVar[bool] = True
+
+    temperature: float = parameter(1.0, NUMBER)
+    block_length: int = parameter(4, POSITIVE_INTEGER)
+    denoising_steps: int | None = parameter(None, POSITIVE_INTEGER)
+    remasking_strategy: str = parameter("low_confidence_dynamic", one_of(*STRATEGIES))
+    confidence_threshold: float = parameter(0.85, NUMBER)
+    eb_threshold: float = parameter(0.35, NUMBER)
+
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        return SamplerSpec(
+            layout=BlockLayout(self.block_length, aligned=True),
+            rule=self._rule(),
+            sampling=TokenSampling(self.temperature, self.top_k, self.top_p),
+            predictor=BlockCausalPredictor,
+            predictor_options={"block_length": self.block_length},
+        )
+
+    def _rule(self) -> CommitRule:
+        steps = self.denoising_steps or self.block_length
+        schedule = even_schedule(self.block_length, steps)
+        if self.remasking_strategy == "sequential":
+            return SequentialRule(schedule)
+        if self.remasking_strategy == "entropy_bounded":
+            return EntropyBoundRule(self.eb_threshold, steps)
+        dynamic = self.remasking_strategy == "low_confidence_dynamic"
+        return DynamicThresholdRule(schedule, self.confidence_threshold if dynamic else None)
 
 
 class SequentialRule(CommitRule):
-    """Settles the left-most masks, so many a step as the schedule says (SDAR's sequential)."""
+    """Commits the leftmost masks, so many a step as the schedule says."""
 
     exact = True
 
@@ -40,9 +107,9 @@ class SequentialRule(CommitRule):
 
 
 class EntropyBoundRule(CommitRule):
-    """Settles the positions of lowest entropy whose entropies add up to less than the bound, at least one.
+    """Commits the positions of lowest entropy whose entropies add up to less than the bound, one at least.
 
-    SDAR's entropy_bounded. The last of `steps` steps settles what is left.
+    The last of `steps` steps commits what is left.
     """
 
     def __init__(self, bound: float, steps: int) -> None:
@@ -61,37 +128,3 @@ class EntropyBoundRule(CommitRule):
         passed_AN[:, 0] = True
         picked_AN = torch.zeros_like(step.masked).scatter(1, order_AN, passed_AN)
         return (picked_AN | all_in_last_step(step, self._steps)) & step.masked
-
-
-@dataclass(frozen=True, kw_only=True)
-class SDARSampler(Sampler):
-    """SDAR's and TraDo's `block_diffusion_generate` (arXiv 2510.06303), and DreamReasoner's, which is made after it.
-
-    Temperature 0, by which the published code divides, is greedy here. After `denoising_steps` steps nothing of a
-    block is left masked, and prompt tokens are never overwritten (both can happen there).
-    """
-
-    name: ClassVar[str] = "sdar"
-    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
-    model_blocks: ClassVar[bool] = True
-
-    temperature: float = 1.0
-    block_length: int = 4
-    denoising_steps: int | None = None  # of each block; one for each of its tokens by default
-    remasking_strategy: str = "low_confidence_dynamic"
-    confidence_threshold: float = 0.85
-    eb_threshold: float = 0.35
-
-    def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
-        sampling = TokenSampling(self.temperature, self.top_k, self.top_p)
-        return SamplerSpec(rule=self._rule(), sampling=sampling, **by_blocks(self.block_length))
-
-    def _rule(self) -> CommitRule:
-        steps = self.denoising_steps or self.block_length
-        schedule = even_schedule(self.block_length, steps)
-        if self.remasking_strategy == "sequential":
-            return SequentialRule(schedule)
-        if self.remasking_strategy == "entropy_bounded":
-            return EntropyBoundRule(self.eb_threshold, steps)
-        dynamic = self.remasking_strategy == "low_confidence_dynamic"
-        return DynamicThresholdRule(schedule, self.confidence_threshold if dynamic else None)

@@ -1,4 +1,17 @@
-"""WeDLM's sampler (arXiv 2512.22737)."""
+"""WeDLM's sampler (arXiv 2512.22737): a window of masks slides over the text, with causal attention after reordering.
+
+    canvas = prompt + [MASK] * (gen_length + wedlm_window_size)
+    while a new token is masked:
+        window = the wedlm_window_size columns from the first mask on
+        order = committed tokens first, masks last, each with its own position
+        logits = causal model(canvas[order])[window]
+        scores = entropy + wedlm_pos_penalty_factor * distance to the first mask
+        commit the mask with the lowest score, and all with score < wedlm_entropy_threshold
+
+Positions behind the last new token are part of the window, as in the published engine.
+
+Source: Tencent/WeDLM 0216110, wedlm/engine/wedlm_decoder.py and sampler.py.
+"""
 
 from __future__ import annotations
 
@@ -10,89 +23,52 @@ import torch
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
 from dlm_bridge.generation.canvas import BlockLayout, Columns
 from dlm_bridge.generation.commit_rules import OneOrMoreRule, Step, best, entropy
-from dlm_bridge.generation.kv_cache import CacheMode
-from dlm_bridge.generation.loop import SamplerSpec
+from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.runtime.runner import CanvasView
-from dlm_bridge.generation.samplers.base import Sampler, SpecialTokens
+from dlm_bridge.generation.samplers import (
+    NUMBER,
+    POSITIVE_INTEGER,
+    Sampler,
+    SamplerSpec,
+    SpecialTokens,
+    parameter,
+)
 from dlm_bridge.generation.token_sampling import TokenSampling
 
 
-class ReorderedPredictor(Predictor):
-    """Causal attention in the order of knowledge: settled tokens first, masks last, each with its own position.
+@dataclass(frozen=True, kw_only=True)
+class WeDLMSampler(Sampler):
+    """The decoder of WeDLM's engine.
 
-    So a mask sees every settled token, also those to its right, and the masks before it (WeDLM, arXiv 2512.22737).
-    What stands before a row's first mask sees nothing else, whatever is settled later: with the cache "block" its keys
-    and values are kept, and a forward runs the columns behind it, as far as the window reaches.
+    Args:
+        wedlm_window_size: positions in the window.
+        wedlm_entropy_threshold: score below which a token is committed; None: the lowest one only.
+        wedlm_pos_penalty_factor: weight of the distance to the first mask.
     """
 
-    caches: ClassVar[tuple[CacheMode, ...]] = ("none", "block")
+    name: ClassVar[str] = "wedlm"
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
 
-    def open(self, block: slice) -> None:
-        super().open(block)
-        self._rows = self.canvas.rows  # whose keys and values are kept
-        self._kept_A = torch.zeros_like(self.canvas.first_new(None))  # of how many columns
+    gen_length: int = parameter(64, POSITIVE_INTEGER)
+    temperature: float = parameter(0.2, NUMBER)
+    wedlm_window_size: int = parameter(16, POSITIVE_INTEGER)
+    wedlm_entropy_threshold: float | None = parameter(0.4, NUMBER)
+    wedlm_pos_penalty_factor: float = parameter(0.02, NUMBER)
 
-    def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
-        assert isinstance(columns, torch.Tensor)
-        if self._cache == "block":
-            return self._behind_kept(rows, columns)
-        canvas = self.canvas
-        tokens = canvas.take(rows, slice(0, canvas.width))
-        positions, real = self._positions(rows, canvas.width)
-        order = (tokens == canvas.mask_token_id).int().argsort(dim=1, stable=True)
-        view = CanvasView(tokens.gather(1, order), causal_mask(real.gather(1, order)), positions.gather(1, order))
-        return self._runner.reordered_logits(view, order.argsort(dim=1).gather(1, columns))
-
-    def _behind_kept(self, rows: list[int] | None, columns_AN: torch.Tensor) -> torch.Tensor:
-        """Logits [A, N, V] by a forward of Q columns of each row, from those that are kept on.
-
-        In the new order what is settled without a gap stays where it is: so it is kept in its own columns. What is
-        kept behind it, in columns of other tokens, is written anew by the next forward.
-        """
-        canvas = self.canvas
-        self._drop_all_but(canvas.rows if rows is None else rows)
-        width, end = self._reach(columns_AN.shape[1])
-        first_A1 = self._kept_A.clamp(max=end - width)[:, None]
-        own_AQ = first_A1 + torch.arange(width, device=first_A1.device)
-        masked_AS = canvas.masked(rows, slice(0, canvas.width))
-        order_AQ = masked_AS.gather(1, own_AQ).int().argsort(dim=1, stable=True)
-        source_AQ = first_A1 + order_AQ
-        positions_AS, real_AS = self._positions(rows, canvas.width)
-        before_AQK = torch.arange(end, device=own_AQ.device) <= own_AQ[..., None]
-        seen_AQK = (before_AQK & real_AS[:, None, :end]).scatter(2, own_AQ[..., None], True)  # padding sees itself
-        view = CanvasView(
-            canvas.take(rows, source_AQ), seen_AQK[:, None], positions_AS.gather(1, source_AQ), end=end, columns=own_AQ
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        size = self.wedlm_window_size
+        return SamplerSpec(
+            layout=BlockLayout(self.gen_length + size, whole=True, spare=size),
+            rule=DistancePenaltyRule(self.wedlm_entropy_threshold, self.wedlm_pos_penalty_factor),
+            sampling=TokenSampling(self.temperature, self.top_k, self.top_p, order=("top_k", "top_p", "temperature")),
+            predictor=ReorderedPredictor,
+            window=size,
         )
-        hidden_AQH = self._runner.hidden(view, once=not self._fresh)
-        self._fresh = True
-        self._kept_A = masked_AS.int().argmax(dim=1)
-        return self._runner.head_at(hidden_AQH, order_AQ.argsort(dim=1).gather(1, columns_AN - first_A1))
-
-    def _reach(self, window: int) -> tuple[int, int]:
-        """How many columns of each row a forward runs, and where the last of them ends."""
-        canvas = self.canvas
-        if any(canvas.holes):  # tokens behind the window, which it sees
-            return canvas.width - int(self._kept_A.min()), canvas.width
-        if not self._fresh:  # the prompt, too
-            end = min(max(canvas.starts) + window, canvas.width)
-            return end, end
-        # A step settles no more than its window: always the same shape, wherever a row has got.
-        return min(2 * window, canvas.width), canvas.width
-
-    def _drop_all_but(self, rows: list[int]) -> None:
-        """Rows that have no masks left do not come back in this block."""
-        if len(rows) < len(self._rows):
-            stay = [self._rows.index(row) for row in rows]
-            self._runner.keep(stay)
-            self._rows, self._kept_A = rows, self._kept_A[stay]
 
 
 class DistancePenaltyRule(OneOrMoreRule):
-    """WeDLM's: settles the lowest entropy + factor * distance to the first mask, and all below the threshold.
-
-    Without a threshold only the lowest is settled.
-    """
+    """Commits the lowest entropy + factor * distance to the first mask, and all below the threshold."""
 
     def __init__(self, threshold: float | None, factor: float) -> None:
         self._threshold = threshold
@@ -107,29 +83,72 @@ class DistancePenaltyRule(OneOrMoreRule):
         return lowest_AN if self._threshold is None else lowest_AN | (adjusted_AN < self._threshold)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeDLMSampler(Sampler):
-    """The decoder of WeDLM's engine (arXiv 2512.22737): the window begins at the first mask.
+class ReorderedPredictor(Predictor):
+    """Causal attention over committed tokens first and masks last, each with its own position.
 
-    Positions behind the last new token are part of the window, as they are there.
+    So a mask attends to every committed token, also to those on its right, and to the masks before it. What stands
+    before a row's first mask attends to nothing else, whatever is committed later: with the cache "block" its keys and
+    values are cached, and a forward pass runs the columns behind it, as far as the window reaches.
     """
 
-    name: ClassVar[str] = "wedlm"
-    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
+    caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache, BlockKVCache)
 
-    gen_length: int = 64
-    temperature: float = 0.2
-    wedlm_window_size: int = 16
-    wedlm_entropy_threshold: float | None = 0.4
-    wedlm_pos_penalty_factor: float = 0.02
+    def open_block(self, block: slice) -> None:
+        super().open_block(block)
+        self._has_run = False
+        self._rows = self.canvas.rows  # rows in the cache
+        self._length_A = torch.zeros_like(self.canvas.first_new(None))  # each row's cached columns
 
-    def recipe(self, tokens: SpecialTokens) -> SamplerSpec:
-        size = self.wedlm_window_size
-        return SamplerSpec(
-            layout=BlockLayout(self.gen_length + size, whole=True, spare=size),
-            rule=DistancePenaltyRule(self.wedlm_entropy_threshold, self.wedlm_pos_penalty_factor),
-            sampling=TokenSampling(self.temperature, self.top_k, self.top_p, order=("top_k", "top_p", "temperature")),
-            predictor=ReorderedPredictor,
-            predictor_options={},
-            window=size,
-        )
+    def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
+        assert isinstance(columns, torch.Tensor)
+        if self.cache.stores:
+            return self._cached_logits(rows, columns)
+        canvas = self.canvas
+        tokens = canvas.take(rows, slice(0, canvas.width))
+        positions, real = self._positions(rows, canvas.width)
+        order = (tokens == canvas.mask_token_id).int().argsort(dim=1, stable=True)
+        view = CanvasView(tokens.gather(1, order), causal_mask(real.gather(1, order)), positions.gather(1, order))
+        return self._runner.logits_at(view, order.argsort(dim=1).gather(1, columns))
+
+    def _cached_logits(self, rows: list[int] | None, columns_AN: torch.Tensor) -> torch.Tensor:
+        """Logits [A, N, V] by a forward pass of Q columns of each row, from its cached ones on.
+
+        Reordering leaves the committed tokens before the first mask in place: they are cached in their own columns.
+        What is cached behind them, in columns of other tokens, is overwritten by the next forward pass.
+        """
+        canvas = self.canvas
+        self._select_cached_rows(canvas.rows if rows is None else rows)
+        width, end = self._reach(columns_AN.shape[1])
+        first_A1 = self._length_A.clamp(max=end - width)[:, None]
+        own_AQ = first_A1 + torch.arange(width, device=first_A1.device)
+        masked_AS = canvas.masked(rows, slice(0, canvas.width))
+        order_AQ = masked_AS.gather(1, own_AQ).int().argsort(dim=1, stable=True)
+        source_AQ = first_A1 + order_AQ
+        positions_AS, real_AS = self._positions(rows, canvas.width)
+        before_AQK = torch.arange(end, device=own_AQ.device) <= own_AQ[..., None]
+        # Padding attends to itself.
+        attended_AQK = (before_AQK & real_AS[:, None, :end]).scatter(2, own_AQ[..., None], True)
+        tokens_AQ, positions_AQ = canvas.take(rows, source_AQ), positions_AS.gather(1, source_AQ)
+        view = CanvasView(tokens_AQ, attended_AQK[:, None], positions_AQ, end=end, columns=own_AQ)
+        hidden_AQH = self._runner.hidden(view, once=not self._has_run)
+        self._has_run = True
+        self._length_A = masked_AS.int().argmax(dim=1)
+        return self._runner.head_at(hidden_AQH, order_AQ.argsort(dim=1).gather(1, columns_AN - first_A1))
+
+    def _reach(self, window: int) -> tuple[int, int]:
+        """How many columns of each row a forward pass runs, and where the last of them ends."""
+        canvas = self.canvas
+        if any(canvas.holes):  # tokens behind the window, to which it attends
+            return canvas.width - int(self._length_A.min()), canvas.width
+        if not self._has_run:  # the prompt, too
+            end = min(max(canvas.starts) + window, canvas.width)
+            return end, end
+        # A step commits at most its window: one shape, whatever a row has committed.
+        return min(2 * window, canvas.width), canvas.width
+
+    def _select_cached_rows(self, rows: list[int]) -> None:
+        """Rows without masks left do not come back in this block."""
+        if len(rows) < len(self._rows):
+            stay = [self._rows.index(row) for row in rows]
+            self.cache.select_rows(stay)
+            self._rows, self._length_A = rows, self._length_A[stay]

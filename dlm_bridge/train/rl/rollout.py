@@ -119,7 +119,7 @@ class Rollouts:
 @dataclass(frozen=True)
 class _Completed:
     prompt: list[int]
-    tokens: torch.Tensor  # [gen_length], mask tokens where nothing was settled
+    tokens: torch.Tensor  # [gen_length], mask tokens where nothing was committed
     order: torch.Tensor  # [gen_length]
     length: int  # up to the end of the sequence, that included
 
@@ -132,11 +132,11 @@ class _Trace:
         self.tokens = self.order = torch.empty(0)
 
     def on_step(self, step: DenoisingStep) -> None:
-        settled, tokens = step.settled[:, self.width :], step.tokens[:, self.width :]
+        committed, tokens = step.committed[:, self.width :], step.tokens[:, self.width :]
         if step.forwards == 1 or not self.order.numel():
             self.tokens, self.order = tokens.clone(), torch.full_like(tokens, NEVER_COMMITTED)
-        self.tokens = torch.where(settled, tokens, self.tokens)
-        self.order = torch.where(settled, step.forwards, self.order)
+        self.tokens = torch.where(committed, tokens, self.tokens)
+        self.order = torch.where(committed, step.forwards, self.order)
 
     def found(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Each row's tokens and their order, on the CPU."""

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.config import resolve_settings
-from dlm_bridge.generation.samplers.base import SpecialTokens
+from dlm_bridge.generation.samplers import SpecialTokens
+from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.train.accelerate.attention import set_attention
@@ -96,7 +96,7 @@ def check_sampler(config: RLConfig, model: Any) -> None:
     """Raise DlmBridgeError for settings of `--generation` that the model's sampler cannot run."""
     keywords = {"gen_length": config.rl.gen_length, "temperature": config.rl.temperature, **config.rl.sampler}
     settings = resolve_settings(model, None, keywords, prompt_width=1)
-    settings.algorithm.recipe(SpecialTokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
+    settings.sampler.spec(SpecialTokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
 
 
 Item = TypeVar("Item")

@@ -1,0 +1,412 @@
+"""Settings of a call of `generate`: from a keyword, generation_config, the checkpoint, the family or the sampler."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig, GenerationMixin
+from transformers.utils import logging
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.canvas import check_stop_strings
+from dlm_bridge.generation.config import (
+    BLOCK_NAMES,
+    TRANSFORMERS_SETTINGS,
+    aliases,
+    check_values,
+    diffusion_fields,
+    eos_token_ids,
+    merge_names,
+)
+from dlm_bridge.generation.constraints import CONSTRAINT_SETTINGS
+from dlm_bridge.generation.kv_cache import CacheMode
+from dlm_bridge.generation.runtime.runner import Execution
+from dlm_bridge.generation.samplers import GENERAL_SETTINGS, SAMPLERS, Sampler
+from dlm_bridge.models.family_spec import FamilySpec
+
+logger = logging.get_logger(__name__)
+
+# Settings of transformers' generate that have no effect on a sampler with caches of its own. (Nor has LLaDA2's
+# eos_early_stop: tokens behind the end are never returned.)
+IGNORED_SETTINGS = (
+    "bos_token_id", "cache_config", "cache_implementation", "compile_config", "disable_compile", "eos_early_stop",
+    "max_cache_len", "token_type_ids", "tokenizer", "transformers_version", "use_cache", "_from_model_config",
+)  # fmt: skip
+# Settings that change only the distribution that tokens are drawn from.
+SAMPLING_ONLY = ("top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+# What to pass instead of a setting of transformers' generate or of a published sampler.
+ALTERNATIVES = {
+    "use_block_cache": "cache='dual' enables it",
+    "past_key_values": "the setting cache chooses the KV cache",
+    "inputs_embeds": "pass input_ids",
+    "guidance_scale": "use cfg_scale, which is guidance_scale - 1, where the sampler has it",
+    "stopping_criteria": "a row ends at eos_token_id and at stop_strings",
+    "output_scores": "output_history=True gives the confidence of every token",
+    "output_logits": "output_history=True gives the confidence of every token",
+}
+KEYWORD, GIVEN, STORED, MODEL, FAMILY, SAMPLER = (
+    "keyword argument",
+    "generation_config",
+    "the model's generation_config",
+    "the model's config",
+    "the family's default",
+    "the sampler's default",
+)
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """The resolved and checked settings of a call.
+
+    Args:
+        gen_length: new tokens behind the prompt; with `infill` 0 unless they are asked for.
+        span_lengths: lengths to try for each span of masks; empty: the given ones.
+        shift: the model's logits[i - 1] predict token i.
+        eos_token_ids: empty: no stopping.
+        end_token_ids: the model's end-of-sequence tokens, even if rows do not stop at them.
+        mask_token_id: None: the sampler works without one.
+        cache: None: the exact one, where there is one.
+        execution: None: by the device.
+        output_history: the steps are part of the returned dict.
+        constraints: the settings that `constraints.read_constraints` reads, as far as they are given.
+        context: the longest sequence that the model was made for, in tokens.
+    """
+
+    sampler: Sampler
+    gen_length: int
+    infill: bool
+    span_lengths: tuple[int, ...]
+    shift: bool
+    eos_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+    pad_token_id: int
+    mask_token_id: int | None
+    seed: int | None
+    cache: CacheMode | None
+    execution: Execution | None
+    return_dict: bool
+    output_history: bool
+    num_return_sequences: int
+    stop_strings: tuple[str, ...]
+    constraints: Mapping[str, Any]
+    vocabulary_size: int
+    context: int | None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The settings of one source; sources are searched in order."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+def resolve_settings(
+    model: Any, generation_config: GenerationConfig | None, keywords: Mapping[str, Any], prompt_width: int
+) -> GenerationSettings:
+    """The settings of one call of `generate`; `max_length` includes `prompt_width`.
+
+    Raises:
+        DlmBridgeError: an unknown or unsupported setting, a wrong value, or values that do not fit together.
+    """
+    family = _family_of(model)
+    sources = _callers_sources(model, generation_config, keywords)
+    for source in sources:
+        check_values(source.values, "" if source.where == KEYWORD else f" ({source.where})")
+    kind = _sampler_class(family, sources)
+    _refuse_unknown(keywords, KEYWORD, kind)
+    if generation_config is not None:
+        _refuse_unknown(_set_fields(generation_config), GIVEN, kind)
+    sources = [_Source(one.where, _with_own_block_name(one.values, kind)) for one in sources]
+    sources += _default_sources(model, family, kind)
+    temperature = _temperature(sources)
+    _refuse_unsupported(sources, temperature, kind)
+    infill = bool(_find(sources, "infill", False)[0])
+    gen_length = _gen_length(sources, prompt_width, infill)
+    parameters = {name: _parameter(sources, name, kind) for name in kind.parameters()}
+    parameters |= {"gen_length": gen_length, "temperature": temperature}
+    block_name = kind.block_parameter()
+    if infill:
+        _refuse_infill(family, kind, parameters)
+        # The spec is that of one block, or of the whole canvas.
+        parameters["gen_length"] = parameters[block_name] if block_name else prompt_width + gen_length + 1
+    elif kind.shortens_block and block_name and _find(sources, block_name, None)[1] in (MODEL, FAMILY, SAMPLER):
+        parameters[block_name] = min(parameters[block_name], parameters["gen_length"])
+
+    config = model.config
+    mask_token_id, _ = _find(sources, "mask_token_id", getattr(config, "mask_token_id", None))
+    mask_token_id = family.mask_token_id if mask_token_id is None else mask_token_id
+    if mask_token_id is None and (kind.needs_mask or infill):
+        raise DlmBridgeError(
+            "the model's config names no mask token: pass mask_token_id, or algorithm='uniform' to a model that was "
+            "trained with random tokens instead"
+        )
+    eos = eos_token_ids(_find(sources, "eos_token_id", getattr(config, "eos_token_id", None))[0])
+    named = [ids for source in sources if (ids := eos_token_ids(source.values.get("eos_token_id")))]
+    pad_token_id, _ = _find(sources, "pad_token_id", getattr(config, "pad_token_id", None))
+    if pad_token_id is None:
+        pad_token_id = eos[0] if eos else 0  # without stopping there is no padding
+    stop_strings = check_stop_strings(_find(sources, "stop_strings", ())[0])
+    _check_tokens(mask_token_id, parameters.get("eot_token_id"), eos, pad_token_id, stop_strings, config.vocab_size)
+    return_dict = bool(_find(sources, "return_dict_in_generate", False)[0])
+    output_history, where = _find(sources, "output_history", False)
+    if output_history and not return_dict and where == KEYWORD:
+        raise DlmBridgeError("output_history is a part of the returned dict: pass return_dict_in_generate=True too")
+    return GenerationSettings(
+        sampler=kind(**parameters),
+        gen_length=gen_length,
+        infill=infill,
+        span_lengths=_span_lengths(_find(sources, "span_lengths", None)[0], infill, family, kind),
+        shift=family.shift,
+        eos_token_ids=eos,
+        end_token_ids=named[0] if named else eos_token_ids(getattr(config, "eos_token_id", None)),
+        pad_token_id=pad_token_id,
+        mask_token_id=mask_token_id,
+        seed=_find(sources, "seed", None)[0],
+        cache=_find(sources, "cache", None)[0],
+        execution=_find(sources, "execution", None)[0],
+        return_dict=return_dict,
+        output_history=bool(output_history),
+        num_return_sequences=_find(sources, "num_return_sequences", 1)[0],
+        stop_strings=stop_strings,
+        constraints=_constraints(sources),
+        vocabulary_size=config.vocab_size,
+        context=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def _family_of(model: Any) -> FamilySpec:
+    family = getattr(model, "family", None)
+    if not isinstance(family, FamilySpec) or family.kind != "diffusion":
+        raise DlmBridgeError(f"{type(model).__name__} is not a diffusion language model that dlm-bridge knows")
+    return family
+
+
+def _sampler_class(family: FamilySpec, sources: list[_Source]) -> type[Sampler]:
+    """The sampler that is asked for, or the family's own."""
+    name, _ = _find(sources, "algorithm", family.sampler["algorithm"])
+    kind = SAMPLERS[name]
+    fits = [
+        other
+        for other, known in SAMPLERS.items()
+        if family.attention_pattern in known.attention_patterns
+        and (not known.families or family.name in known.families)
+    ]
+    if name not in fits:
+        wanted = " or ".join(kind.families or kind.attention_patterns)
+        raise DlmBridgeError(
+            f"the {name} sampler runs on {wanted} models, {family.title} is {family.attention_pattern}: "
+            f"use one of {', '.join(fits)}"
+        )
+    return kind
+
+
+def _callers_sources(
+    model: Any, generation_config: GenerationConfig | None, keywords: Mapping[str, Any]
+) -> list[_Source]:
+    """The caller's settings, and those saved with the checkpoint."""
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise DlmBridgeError(
+            f"generation_config must be a DiffusionGenerationConfig, not {type(generation_config).__name__}"
+        )
+    # A keyword of None is a value only where it turns something off; see `_parameter`.
+    off = {"eos_token_id", *SAMPLING_ONLY, *CONSTRAINT_SETTINGS, *SAMPLERS.parameters()}
+    sources = [_Source(KEYWORD, {key: value for key, value in keywords.items() if value is not None or key in off})]
+    if generation_config is not None:
+        sources.append(_Source(GIVEN, _set_fields(generation_config)))
+    stored = getattr(model, "generation_config", None)
+    if stored is not None:
+        sources.append(_Source(STORED, _set_fields(stored)))
+    return [_Source(source.where, merge_names(source.values)) for source in sources]
+
+
+def _default_sources(model: Any, family: FamilySpec, kind: type[Sampler]) -> list[_Source]:
+    """The defaults. The family's are those of its own sampler."""
+    block_name, block = kind.block_parameter(), getattr(model.config, "block_size", None)
+    of_model = {block_name: block} if kind.model_blocks and block_name and block else {}
+    of_family = family.sampler if family.sampler["algorithm"] == kind.name else {}
+    defaults = {name: value for name, value in kind.parameters().items() if value is not None}
+    return [
+        _Source(MODEL, of_model),
+        _Source(FAMILY, merge_names(of_family)),
+        _Source(SAMPLER, merge_names(defaults)),
+    ]
+
+
+def _with_own_block_name(values: Mapping[str, Any], kind: type[Sampler]) -> dict[str, Any]:
+    """The block length under the sampler's own name of it."""
+    own, values = kind.block_parameter(), dict(values)
+    for name in BLOCK_NAMES:
+        if own is not None and name != own and name in values:
+            value = values.pop(name)
+            values.setdefault(own, value)
+    return values
+
+
+def _parameter(sources: list[_Source], name: str, kind: type[Sampler]) -> Any:
+    """A parameter's value. None turns off what can be off, and means "not given" elsewhere."""
+    if kind.accepts_none(name):
+        return _find(sources, name, None)[0]
+    given = [source.values[name] for source in sources if source.values.get(name) is not None]
+    return given[0] if given else None
+
+
+def _set_fields(config: GenerationConfig) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if value is not None}
+
+
+def _constraints(sources: list[_Source]) -> dict[str, Any]:
+    """The caller's constraints; a checkpoint's own are not read, see `_refuse_unsupported`."""
+    callers = [source for source in sources if source.where in (KEYWORD, GIVEN)]
+    found = {name: _find(callers, name, None)[0] for name in CONSTRAINT_SETTINGS}
+    return {name: value for name, value in found.items() if not _is_off(name, value)}
+
+
+def _find(sources: list[_Source], name: str, default: Any) -> tuple[Any, str | None]:
+    """The first source's value and that source's name."""
+    for source in sources:
+        if name in source.values:
+            return source.values[name], source.where
+    return default, None
+
+
+def _check_tokens(
+    mask_token_id: int | None,
+    eot_token_id: int | None,
+    eos: tuple[int, ...],
+    pad_token_id: int,
+    stop_strings: tuple[str, ...],
+    vocabulary_size: int,
+) -> None:
+    for name, token in (("mask_token_id", mask_token_id), ("eot_token_id", eot_token_id)):
+        if token is not None and not 0 <= token < vocabulary_size:
+            raise DlmBridgeError(f"{name} {token} is outside the vocabulary of {vocabulary_size}")
+    if mask_token_id is not None and mask_token_id in eos:
+        raise DlmBridgeError(
+            f"eos_token_id {mask_token_id} is the mask token, which is never generated: pass another, or None"
+        )
+    if (eos or stop_strings) and pad_token_id == mask_token_id:
+        raise DlmBridgeError(f"pad_token_id {pad_token_id} is the mask token: pass another pad_token_id")
+
+
+def _refuse_infill(family: FamilySpec, kind: type[Sampler], parameters: Mapping[str, Any]) -> None:
+    others = [
+        name
+        for name, other in SAMPLERS.items()
+        if other.infills and family.attention_pattern in other.attention_patterns and not other.families
+    ]
+    if not kind.infills:
+        raise DlmBridgeError(
+            f"the {kind.name} sampler cannot fill masks inside a prompt, its blocks do not attend to what follows: use "
+            f"one of {', '.join(others)}"
+        )
+    if parameters.get("alg") == "confidence_threshold":
+        raise DlmBridgeError(
+            "alg 'confidence_threshold' commits equal shares of gen_length, which infilling does not have: use another"
+        )
+
+
+def _span_lengths(value: Any, infill: bool, family: FamilySpec, kind: type[Sampler]) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not infill:
+        raise DlmBridgeError("span_lengths are those of masks inside a prompt: pass infill=True as well")
+    if family.attention_pattern != "bidirectional":
+        raise DlmBridgeError(
+            f"{family.title} is {family.attention_pattern}: it cannot judge a span's length by what follows; leave "
+            "span_lengths out"
+        )
+    if not kind.needs_mask:
+        raise DlmBridgeError(f"the {kind.name} sampler works without masks: leave span_lengths out")
+    lengths = tuple(value) if isinstance(value, (list, tuple, range)) else (value,)
+    if not lengths or not all(isinstance(one, int) and one > 0 for one in lengths):
+        raise DlmBridgeError(f"span_lengths must be whole numbers above 0, not {value!r}")
+    return tuple(sorted({*lengths}))
+
+
+def _gen_length(sources: list[_Source], prompt_width: int, infill: bool) -> int:
+    if infill:
+        sources = [source for source in sources if source.where in (KEYWORD, GIVEN)]
+    for source in sources:
+        if "max_new_tokens" in source.values:
+            return source.values["max_new_tokens"]
+        if "max_length" in source.values:
+            length = source.values["max_length"]
+            if length <= prompt_width:
+                raise DlmBridgeError(
+                    f"max_length {length} ({source.where}) leaves no room after a prompt of {prompt_width} tokens: "
+                    "use gen_length, which counts new tokens only"
+                )
+            return length - prompt_width
+    return 0  # of infilling; every sampler has a default
+
+
+def _temperature(sources: list[_Source]) -> float:
+    """The first source that speaks of sampling decides: by a temperature, by `do_sample`, or by both."""
+    for number, source in enumerate(sources):
+        temperature, do_sample = source.values.get("temperature"), source.values.get("do_sample")
+        if do_sample is False:
+            if source.where == KEYWORD and temperature:
+                raise DlmBridgeError(f"do_sample=False contradicts temperature {temperature}: leave one of them out")
+            return 0.0
+        if temperature is not None:
+            return temperature
+        if do_sample:
+            return _find(sources[number + 1 :], "temperature", 0.0)[0] or 1.0
+    return 0.0
+
+
+def _refuse_unknown(values: Mapping[str, Any], where: str, kind: type[Sampler]) -> None:
+    known = {*aliases(), *diffusion_fields(), *TRANSFORMERS_SETTINGS, *IGNORED_SETTINGS, *SAMPLING_ONLY}
+    known |= {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters}
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"did you mean {near[0]}?" if near else f"the {kind.name} sampler has {', '.join(kind.parameters())}"
+            )
+            raise DlmBridgeError(f"generate does not know '{name}' ({where}): {ALTERNATIVES.get(name, hint)}")
+
+
+def _refuse_unsupported(sources: list[_Source], temperature: float, kind: type[Sampler]) -> None:
+    """Refuse what the caller asks for and the sampler does not have: parameters of other samplers, and other settings
+    of transformers. Checkpoints inherit the latter from autoregressive models: they are ignored with a warning."""
+    supported = {"algorithm", *kind.parameters(), *GENERAL_SETTINGS, *TRANSFORMERS_SETTINGS, *IGNORED_SETTINGS}
+    names = {name for source in sources if source.where in (KEYWORD, GIVEN, STORED) for name in source.values}
+    for name in sorted(names - supported):
+        value, where = _find(sources, name, None)
+        foreign = name in SAMPLERS.parameters()
+        if value is None or (not foreign and _is_off(name, value)) or (name in SAMPLING_ONLY and temperature == 0):
+            continue
+        if name in CONSTRAINT_SETTINGS and where in (KEYWORD, GIVEN):
+            continue
+        if where == STORED and not foreign:
+            if name in vars(GenerationConfig()):
+                logger.warning_once(
+                    f"{STORED} has {name} {value!r}, which the published {kind.name} sampler does not read: ignored"
+                )
+            continue
+        remedy = f"pass {name}=None" if where == STORED else ALTERNATIVES.get(name, "leave it out")
+        has = f"; it has {', '.join(kind.parameters())}" if foreign else ""
+        raise DlmBridgeError(f"the {kind.name} sampler has no {name} ({where}: {_shown(value)}): {remedy}{has}")
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Whether the value of a setting of transformers means that it has no effect."""
+    defaults = {**GenerationConfig._get_default_generation_params(), "min_new_tokens": 0, "guidance_scale": 1.0}
+    return (
+        value is None
+        or value is False
+        or value == defaults.get(name)
+        or (hasattr(value, "__len__") and not len(value))
+    )
+
+
+def _shown(value: Any) -> str:
+    """A value in an error message: models, processors and tensors by their class."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else type(value).__name__
