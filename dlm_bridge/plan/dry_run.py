@@ -15,7 +15,6 @@ from dlm_bridge.plan.run import run_of
 from dlm_bridge.train.adaptation import scheduled_block_size
 from dlm_bridge.train.checkpoints import find_checkpoints
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import options_of
 from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_token_limits
 from dlm_bridge.train.data.sources import DataSources
@@ -23,9 +22,9 @@ from dlm_bridge.train.loading import check_exists, check_quantization, empty_mod
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.setup import check_data, check_output, check_same_model, make_objective, with_objective
 
-MASTERS = "the accelerate engine's fp32 weights are counted in optim, their 16-bit copies in weights"
-ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own keep more"
-ADAPTER = "no memory plan of an adapter: its base takes what its weights do, and nothing for gradients or optimizer"
+MAIN_PARAMS = "the accelerate engine's fp32 weights are counted in optim, their 16-bit copies in weights"
+ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own store more"
+ADAPTER = "no memory plan of an adapter: its base model has weights, but neither gradients nor optimizer state"
 OFFLOADED = "with --cpu-offload weights, gradients and optimizer state are in the CPU's memory, not on the devices"
 HUB = "of a Hub id only the config was read: its weights and tokenizer are checked when the run starts"
 DEVICE = "what needs a GPU or Transformer Engine is checked when the run starts"
@@ -42,7 +41,7 @@ class ParallelGroup:
 
 @dataclass(frozen=True)
 class DataSource:
-    """One thing that `--data` names. Without tokens it is text of so many bytes, or unknown before it is read."""
+    """One source of `--data`: token ids, text of `nbytes` bytes, or a source of unknown size."""
 
     name: str
     weight: float | None
@@ -52,7 +51,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Everything that can be said of a run before it starts; `config` has what was left to the model resolved."""
+    """A run before it starts; in `config`, settings that depend on the model are resolved."""
 
     config: TrainConfig
     gpus: int
@@ -60,7 +59,7 @@ class DryRun:
     micro_batch_size: int
     micro_batches: int
     tokens_per_step: int
-    step: int  # that a resume goes on from, 0 for a new run
+    step: int  # of the checkpoint that a resume loads, 0 for a new run
     data: tuple[DataSource, ...]
     memory: MemoryPlan | None
     notes: tuple[str, ...]
@@ -75,18 +74,18 @@ class DryRun:
             "micro_batches": self.micro_batches,
             "tokens_per_step": self.tokens_per_step,
             "resumes_from_step": self.step,
-            "data": [dataclasses.asdict(piece) for piece in self.data],
+            "data": [dataclasses.asdict(source) for source in self.data],
             "memory": None if self.memory is None else self.memory.as_dict(),
             "notes": list(self.notes),
         }
 
 
 def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) -> DryRun:
-    """What `config` would train on `gpus` devices; where None, on the launcher's WORLD_SIZE.
+    """The run that `config` describes on `gpus` devices, by default the launcher's WORLD_SIZE.
 
-    Reads metadata only, writes nothing and touches no device. Raises DlmBridgeError for whatever a run would refuse
-    that can be told so: a layout that does not divide the model or the devices, missing or damaged data, a tokenizer
-    that does not fit, an output folder that holds a run, a setting that megatron-core does not know.
+    Reads metadata only, writes nothing and uses no device. Raises DlmBridgeError for every error of a run that shows
+    there: a layout that does not divide the model or the devices, missing or damaged data, a tokenizer that does not
+    fit, an output folder that holds a run, a setting that megatron-core does not have.
     """
     gpus = world_size(gpus)
     output = Path(config.checkpoint.output)
@@ -95,7 +94,7 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
         from dlm_bridge.train.megatron.settings import check_settings
 
         check_settings(config)
-    step, checkpoint = _newest(config, output) if resume else (0, None)
+    step, checkpoint = _newest_checkpoint(config, output) if resume else (0, None)
     if checkpoint is not None:
         check_same_model(config, checkpoint.parent if config.engine.name == "megatron" else checkpoint)
         if config.engine.name == "megatron":
@@ -129,7 +128,7 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
 
 
 def world_size(gpus: int | None) -> int:
-    """The number of processes: the launcher's, else `gpus`, else 1. Raises DlmBridgeError where both say different."""
+    """The number of processes: the launcher's, else `gpus`, else 1. Raises DlmBridgeError where they differ."""
     launched = os.environ.get("WORLD_SIZE")
     if launched is None:
         if gpus is not None and gpus < 1:
@@ -142,7 +141,7 @@ def world_size(gpus: int | None) -> int:
     return int(launched)
 
 
-def _newest(config: TrainConfig, output: Path) -> tuple[int, Path | None]:
+def _newest_checkpoint(config: TrainConfig, output: Path) -> tuple[int, Path | None]:
     if config.engine.name == "megatron":
         from dlm_bridge.train.megatron.checkpoints import newest_checkpoint
 
@@ -152,7 +151,7 @@ def _newest(config: TrainConfig, output: Path) -> tuple[int, Path | None]:
 
 
 def _model(config: TrainConfig, checkpoint: Path | None, on_hub: bool) -> Any:
-    """The Hub model without weights; of what lies here, every tensor's name and shape has been looked at."""
+    """The Hub model without weights. Names and shapes of a local checkpoint's tensors are checked."""
     if config.engine.name == "megatron" and not on_hub:
         from dlm_bridge.train.loading import open_megatron_source
 
@@ -161,7 +160,7 @@ def _model(config: TrainConfig, checkpoint: Path | None, on_hub: bool) -> Any:
 
 
 def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_token: int | None) -> None:
-    """Refuse tokens of the data, or a tokenizer, that the model does not have."""
+    """Raise DlmBridgeError for token ids of the data or a tokenizer that the model lacks."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for part in found.parts:
         for source in part:
@@ -169,13 +168,13 @@ def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_toke
                 check_token_limits(source, TokenLimits(vocabulary, mask_token))
     if config.model.tokenizer:
         check_exists("--tokenizer", config.model.tokenizer)
-    needs_one = config.task == "sft" or found.has_text or config.logging.sample_prompt
-    if needs_one and Path(config.model.tokenizer or config.model.path).is_dir():
+    needs_tokenizer = config.task == "sft" or found.has_text or config.logging.sample_prompt
+    if needs_tokenizer and Path(config.model.tokenizer or config.model.path).is_dir():
         check_tokenizer(load_tokenizer(config), vocabulary, mask_token)
 
 
 def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[MemoryPlan | None, list[str]]:
-    """The plan of every rank, and what is to be said of it."""
+    """The memory plan, with notes."""
     source = config.model.path if checkpoint is None or config.engine.name == "accelerate" else str(checkpoint.parent)
     if config.engine.name == "megatron":
         model = open_model(source, family=config.model.family)
@@ -187,33 +186,30 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
         return None, [ADAPTER]
     try:
         model = open_model(source, family=config.model.family)
-    except DlmBridgeError as error:  # a model that megatron-core cannot hold trains here all the same
+    except DlmBridgeError as error:  # the accelerate engine also trains models that megatron-core lacks
         return None, [f"no memory plan: {error}"]
-    recompute = "full" if config.engine.gradient_checkpointing else "none"
-    own = {key: option.default for key, option in options_of(TrainConfig).items() if option.engine == "accelerate"}
-    as_planned = config.replace(
-        **own,
-        engine="megatron",
+    shards = config.parallel.shards
+    run = dataclasses.replace(
+        run_of(config, str(config.objective.name), gpus),
         optimizer="adamw",
-        distributed_optimizer=config.parallel.shards,
-        recompute=recompute,
-        fsdp="optim_grads_params" if config.parallel.shards else None,
+        distributed_optimizer=shards,
+        fsdp="optim_grads_params" if shards else None,
+        recompute="full" if config.engine.gradient_checkpointing else "none",
+        gradient_bytes=8 if gpus > 1 and not shards else 4,  # DDP has buckets besides the parameters' gradients
     )
-    run = run_of(as_planned, str(config.objective.name), gpus)
-    # Data parallel gradients stand in buckets beside the parameters' own, those that are cut do not.
-    run = dataclasses.replace(run, gradient_bytes=8 if gpus > 1 and not config.parallel.shards else 4)
-    masters = [] if config.precision.name == "fp32" else [MASTERS]
-    return memory_plan(model, run), [*masters, *([OFFLOADED] if config.parallel.cpu_offload else []), ESTIMATED]
+    notes = [] if config.precision.name == "fp32" else [MAIN_PARAMS]
+    notes += [OFFLOADED] if config.parallel.cpu_offload else []
+    return memory_plan(model, run), [*notes, ESTIMATED]
 
 
 def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
-    """What megatron-core, and the engine on it, refuse of this model in this layout."""
+    """Raise DlmBridgeError for what megatron-core, and the engine on it, do not support of this model and layout."""
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import NotInstalledError
     from dlm_bridge.train.megatron.mcore_config import DTYPES, check_experts, check_mcore_config, check_sequence
     from dlm_bridge.train.megatron.settings import passed_on
 
-    with contextlib.suppress(NotInstalledError):  # it may be where the run is
+    with contextlib.suppress(NotInstalledError):  # it may be installed where the run is
         check_mcore_config(config)
     if model.dims.experts:
         check_experts(config)
@@ -233,8 +229,7 @@ def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
 
 
 def _parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...]:
-    """Each dimension and rank 0's neighbours in it: megatron-core counts tensor parallel ranks first, then context,
-    then data, then pipeline parallel ones; experts' groups go the same way over the same ranks."""
+    """Each dimension with rank 0's group. megatron-core's rank order is tp-cp-dp-pp, and etp-ep-dp-pp for experts."""
     sizes, etp = config.parallel, config.parallel.expert_tp
     dense = (("tp", sizes.tp), ("cp", sizes.cp), ("dp", gpus // (sizes.tp * sizes.cp * sizes.pp)))
     expert = (("etp", etp), ("ep", sizes.ep), ("expert dp", gpus // (etp * sizes.ep * sizes.pp)))
@@ -252,14 +247,14 @@ def _parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...
 
 
 def _data_sources(found: DataSources) -> list[DataSource]:
-    pieces = []
+    sources = []
     for number, part in enumerate(found.parts):
         weight = found.weights[number] if found.weights else None
         for source in part:
             if isinstance(source, IndexedTokens):
-                pieces.append(DataSource(source.prefix, weight, len(source.tokens), source.tokens.nbytes))
+                sources.append(DataSource(source.prefix, weight, len(source.tokens), source.tokens.nbytes))
             elif isinstance(source, Path):
-                pieces.append(DataSource(str(source), weight, None, source.stat().st_size))
+                sources.append(DataSource(str(source), weight, None, source.stat().st_size))
             else:
-                pieces.append(DataSource(source if isinstance(source, str) else source.name, weight, None, None))
-    return pieces
+                sources.append(DataSource(source if isinstance(source, str) else source.name, weight, None, None))
+    return sources

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.objectives.registry import find_objective
 from dlm_bridge.plan.model import PlannedModel
 
 if TYPE_CHECKING:
@@ -256,7 +257,5 @@ def objective_settings(name: str) -> dict[str, Any]:
 
     Raises DlmBridgeError for an unknown objective.
     """
-    from dlm_bridge.objectives.registry import find_objective
-
     kind = find_objective(name).kind
     return {"streams": kind.tokens_read, "loss_share": kind.loss_fraction}

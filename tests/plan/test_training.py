@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,15 +13,8 @@ from dlm_bridge.plan.run import PlannedRun, objective_settings, run_of
 from dlm_bridge.train.config import TrainConfig
 from tests.plan import configs
 
-if TYPE_CHECKING:
-    from dlm_bridge.train.config import TrainConfig
-
 
 def training_plan(config: TrainConfig, hub_config: dict[str, Any], gpus: int) -> MemoryPlan:
-    """What each of `gpus` ranks of this run on the Megatron engine will hold. `hub_config` is the model's config.json.
-
-    Raises DlmBridgeError for a layout that the model or the number of GPUs cannot have.
-    """
     model = model_of(hub_config, config.model.path, config.model.family)
     return memory_plan(model, run_of(config, config.objective.name or model.family.objective, gpus))
 
