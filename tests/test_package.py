@@ -51,8 +51,11 @@ def test_import_specs_and_help_load_nothing_heavy() -> None:
         # The body imports the Auto classes while it is itself being imported.
         "import dlm_bridge; import transformers.models.llama.modeling_llama;"
         "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM",
-        "import transformers; import dlm_bridge; from transformers import LlamaForCausalLM;"
-        "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM",
+        pytest.param(
+            "import transformers; import dlm_bridge; from transformers import LlamaForCausalLM;"
+            "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["before", "after", "before-body", "between"],
 )

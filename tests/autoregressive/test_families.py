@@ -15,6 +15,8 @@ from dlm_bridge.convert.verify import verify_pair
 from dlm_bridge.models.families import families, find_family
 from tests.autoregressive.cases import CASES, Case
 
+DTYPES = [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")]
+
 IDS = torch.randint(0, 130, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -81,7 +83,7 @@ def test_mapping_covers_the_hubs_tensors(case: Case) -> None:
         assert bool(tensor.any()) != name.endswith("bias"), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_round_trip(case: Case, tmp_path: Path, dtype: torch.dtype) -> None:
     source = case.write(tmp_path / "hub", dtype)
     expected = tensors_of(source)

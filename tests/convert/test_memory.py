@@ -74,6 +74,7 @@ def write_sparse(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_peak_memory_stays_far_below_the_model(tmp_path: Path) -> None:
     hub = write_sparse(tmp_path / "hub")
     result = subprocess.run(

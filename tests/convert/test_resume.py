@@ -91,6 +91,7 @@ def _victim(action: str, source: Path, output: Path, moment: int, resume: bool) 
     convert(action, source, output, workers=2, resume=resume)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["import", "export", "reshard"])
 def test_killed_again_and_again(
     tmp_path: Path, sources: dict[str, Path], expected: dict[str, dict[str, bytes]], action: str

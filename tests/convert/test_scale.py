@@ -58,6 +58,7 @@ def planning_calls(hub: Path) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_planning_is_linear_in_tensors(tmp_path: Path) -> None:
     found = []
     for experts in (8, 8, 16, 32):  # the first run fills caches

@@ -19,6 +19,8 @@ from tests.families.case import FamilyCase, all_cases, config_of
 from tests.families.tp_worker import sampled
 from tests.processes import assert_ok
 
+DTYPES = [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")]
+
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
@@ -186,7 +188,7 @@ def test_logits_to_keep(model: Any, ids: torch.Tensor) -> None:
 # ------------------------------------------------------------------------------------------------- saving
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_saving_gives_back_names_keys_and_bits(case: FamilyCase, tmp_path: Path, dtype: torch.dtype) -> None:
     source = case.write(tmp_path / "hub", dtype)
     case.load(source).save_pretrained(tmp_path / "saved", max_shard_size="50KB")
@@ -255,7 +257,7 @@ def test_mapping_covers_the_hubs_tensors(case: FamilyCase) -> None:
     assert all(tensor.isfinite().all() for tensor in started.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_conversion_gives_back_names_keys_files_and_bits(case: FamilyCase, tmp_path: Path, dtype: torch.dtype) -> None:
     source = case.write(tmp_path / "hub", dtype)
     expected = tensors_of(source)

@@ -61,6 +61,7 @@ def test_tokenizer_is_qwen2s_under_the_hubs_name(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("the").input_ids == [257]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -12,10 +10,8 @@ from tests.interop.cases import Model
 from tests.parallel.training_cases import ADAM, CLIP, MODELS, STEPS, Files, batch, plan
 from tests.processes import assert_ok, launch
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None,
-    reason="megatron-core is not installed: pip install 'dlm-bridge[megatron]'",
-)
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", list(plan()))

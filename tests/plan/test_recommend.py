@@ -18,7 +18,11 @@ from tests.plan.recipes import RECIPES, Recipe
 H100 = Hardware()
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe",
+    [RECIPES[0], *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in RECIPES[1:])],
+    ids=lambda recipe: recipe.name,
+)
 def test_is_no_slower_than_the_published_recipe_and_fits(recipe: Recipe) -> None:
     """The recipe is not among what the search chooses from."""
     model, given = model_of(recipe.config, recipe.name), recipe.settings()

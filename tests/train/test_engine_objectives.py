@@ -51,6 +51,7 @@ def test_accumulation_and_resume_change_nothing(objective: str, tmp_path: Path, 
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["shifted", "shifted_cart", "block", "block_levels"])
 def test_the_loss_falls(objective: str, tmp_path: Path, run: Run) -> None:
     case = CASES[objective.split("_")[0]]

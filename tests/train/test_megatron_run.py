@@ -155,7 +155,14 @@ def test_a_resume_with_fsdp_of_a_run_without_is_refused_before_anything_is_built
 
 
 @pytest.mark.parametrize(
-    ("precision", "distributed"), [("fp32", True), ("fp32", False), ("bf16", True), ("bf16", False), ("fp16", True)]
+    ("precision", "distributed"),
+    [
+        pytest.param("fp32", True, marks=pytest.mark.slow),
+        ("fp32", False),
+        ("bf16", True),
+        pytest.param("bf16", False, marks=pytest.mark.slow),
+        pytest.param("fp16", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_resume_reads_weights_once(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch, precision: str, distributed: bool
@@ -258,13 +265,13 @@ def goes_on_as_if_not_stopped(run: Run, folder: Path, **options: Any) -> None:
         assert [row[figure] for row in resumed] == [row[figure] for row in whole]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_resume_of_an_optimizer_in_many_padded_buckets(tmp_path: Path, on_megatron: Run, precision: str) -> None:
     """megatron-core pads what it reduces at once; a checkpoint must not take the padding for parameters."""
     goes_on_as_if_not_stopped(on_megatron, tmp_path, megatron=["ddp.bucket_size=500"], precision=precision)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_resume_of_gradient_descent(tmp_path: Path, on_megatron: Run, precision: str, momentum: float) -> None:
     settings = [f"optimizer.sgd_momentum={momentum}"]

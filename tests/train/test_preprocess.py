@@ -168,6 +168,7 @@ def _processes_with(word: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_that_looks_whole(tmp_path: Path, seed_folder: Path) -> None:
     """SIGKILL while it writes: the old pair is as it was, no process lives on, and the next run goes through."""
     corpus, prefix = _jsonl(tmp_path / "a.jsonl", copies=200_000), tmp_path / "out"
