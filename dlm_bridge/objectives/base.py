@@ -24,12 +24,13 @@ class Objective(abc.ABC):
 
     A fraction `length_variation` of the sequences is truncated to a length uniform on 1..L.
 
-    `loss_weighting` is the weight of a masked position: "level", one over the probability p that masked it; "fraction",
-    one over the masked fraction of its document, which then has at least one mask (MegaDLMs); "uniform", one.
+    `loss_weighting` is the weight of a masked position: "level", one over the probability p that masked it;
+    "fraction", one over the masked fraction of its document, which then has at least one mask (MegaDLMs); "uniform",
+    one.
 
     `loss_normalisation` is the divisor of the weighted sum over the global batch: "tokens", the positions that count;
-    "predicted", those with a loss; "sequences", the documents, with each position's weight over the number of positions
-    that count in its document (LLaDA's fine-tuning: the mean over answers of any length).
+    "predicted", those with a loss; "sequences", the documents, with each position's weight over the number of
+    positions that count in its document (LLaDA's fine-tuning: the mean over answers of any length).
 
     The class attributes are the objective's capabilities, which engines, planning and evaluation read.
     """

@@ -90,10 +90,11 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     gpus = world_size(gpus)
     output = Path(config.checkpoint.output)
     check_output(output, resume)
+    untested: list[str] = []
     if config.engine.name == "megatron":
         from dlm_bridge.train.megatron.settings import check_settings
 
-        check_settings(config)
+        untested = check_settings(config)
     step, checkpoint = _newest_checkpoint(config, output) if resume else (0, None)
     if checkpoint is not None:
         check_same_model(config, checkpoint.parent if config.engine.name == "megatron" else checkpoint)
@@ -123,7 +124,7 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
         step=step,
         data=tuple(_data_sources(found)),
         memory=memory,
-        notes=(*notes, *([HUB] if on_hub else []), DEVICE),
+        notes=(*untested, *notes, *([HUB] if on_hub else []), DEVICE),
     )
 
 

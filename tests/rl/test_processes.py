@@ -18,7 +18,8 @@ def test_two_processes_are_one(run: Run, tmp_path: Path, problems: Path) -> None
     changes = {"steps": 3, "updates": 2, "beta": 0.1, "eval_data": [str(problems)], "eval_interval": 3}
     alone = run(tmp_path / "alone", **changes)
     options = yaml.safe_load((tmp_path / "alone" / "config.yaml").read_text())
-    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(options | {"micro_batch_size": 8}))
+    options["data"]["micro_batch_size"] = 8
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(options))
     words = ["rl", "--config", str(tmp_path / "rl.yaml"), "--output", str(tmp_path / "two")]
     logs = [tmp_path / f"log_{rank}.txt" for rank in range(2)]
     ended = launcher.run("dlm_bridge.cli", words, environments(2), logs, timeout_s=300)

@@ -138,7 +138,7 @@ def test_rewards_that_fail(file: Path, name: str, what: str) -> None:
     with pytest.raises(DlmBridgeError) as caught:
         judge([""] * 3, ["fine", "bad", "fine"], LINES)
     assert str(caught.value) == (
-        f"rows.jsonl, line 2: --reward {file}:{name}: {what}: mend the function, or count such rows as 0 with "
+        f"rows.jsonl, line 2: --reward {file}:{name}: {what}: fix the function, or count such rows as 0 with "
         "--reward-failure zero"
     )
     judge.failure = "zero"

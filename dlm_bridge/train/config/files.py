@@ -61,8 +61,8 @@ def load_config_as(
 
 
 def read_yaml(path: Path, config_class: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
-    """The options of a nested file, by their flags with underscores. Raises OptionError for a flat file and for unknown
-    keys, naming the section or the nearest known key."""
+    """The options of a nested file, by their flags with underscores. Raises OptionError for a flat file and for
+    unknown keys, naming the section or the nearest known key."""
     options = options_of(config_class)
     sections: dict[str, dict[str, Option]] = {}
     for option in options.values():

@@ -4,7 +4,7 @@
     class OptimizerOptions:
         lr: float = option(3e-4, "Peak learning rate.", minimum=0, task_defaults={"sft": 2.5e-5})
 
-is `--lr`, `optimizer: {lr: ...}` in YAML, and `config.optimizer.lr`; `options_of` lists the options of a configuration.
+is `--lr`, `optimizer: {lr: ...}` in YAML, and `config.optimizer.lr`; `options_of` lists a configuration's options.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]
         flags: every option's value by key, for `engine` and `needs`.
     """
     if option.choices and value is not None and value not in option.choices:
-        raise OptionError(option.flag, f"{value!r} is unknown: known are {', '.join(option.choices)}")
+        raise OptionError(option.flag, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
     if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
         raise OptionError(option.flag, f"must be {_range(option)}, not {value}")
     if value in (None, option.default, option.default_for(task)):

@@ -119,14 +119,14 @@ class DataOptions:
         if self.global_batch_size % processes:
             raise OptionError(
                 "--global-batch-size",
-                f"{self.global_batch_size} does not divide over {processes} processes: make it a multiple of {processes}",
+                f"{self.global_batch_size} does not divide over {processes} processes: take a multiple of {processes}",
             )
         per_process = self.global_batch_size // processes
         micro = self.micro_batch_size or per_process
         if per_process % micro:
             raise OptionError(
                 "--global-batch-size",
-                f"{self.global_batch_size} is not --micro-batch-size {micro} x {processes} processes x a whole number: "
+                f"{self.global_batch_size} is not --micro-batch-size {micro} x {processes} processes x an integer: "
                 f"make it a multiple of {micro * processes}",
             )
         return micro, per_process // micro
@@ -145,7 +145,7 @@ class ObjectiveOptions:
         task_defaults={"sft": 0.0, "rl": 0.0},
     )  # fmt: skip
     loss_weighting: str | None = option(
-        None, "Weight of a masked token: level (1/t), fraction (1/masked fraction), uniform, cart; the objective's own.",
+        None, "Weight of a masked token: level (1/t), fraction (1/masked part), uniform, cart; the objective's own.",
         choices=("level", "fraction", "uniform", "cart"), tasks=TRAINING, fixed=True,
     )  # fmt: skip
     loss_normalisation: str | None = option(

@@ -1,5 +1,5 @@
 """Training data: what `--data` names becomes blocks of `seq_length` token ids, split, shuffled and blended.
 
-`sources` resolves names; `documents` reads and packs text, `indexed` reads and writes Megatron's pairs, `conversations`
-makes rows of chats; `blocks` splits, shuffles and blends, `loader` makes batches ahead of time.
+`sources` resolves names; `documents` reads and packs text, `indexed` reads and writes Megatron's pairs,
+`conversations` makes rows of chats; `blocks` splits, shuffles and blends, `loader` makes batches ahead of time.
 """

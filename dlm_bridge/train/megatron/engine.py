@@ -64,9 +64,11 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     `config` asks for now. Every process of the launcher calls it. Raises DlmBridgeError.
     """
     console = console or Console(stderr=True)
-    check_settings(config)
+    untested = check_settings(config)
     initialize_parallel(config)
     main = dist.get_rank() == 0
+    for line in untested if main else ():
+        console.print(line, highlight=False, soft_wrap=True)
     output = Path(config.checkpoint.output)
     _first_on_main(lambda: open_output(output, resume) if main else None)
     step, checkpoint = newest_checkpoint(output) if resume else (0, None)

@@ -1,7 +1,7 @@
 """`--megatron GROUP.KEY=VALUE`: megatron-core's own settings, checked before a process or a GPU is used.
 
-Refused are fields that an option of ours or config.json determines, and those that would make a run silently wrong: what
-the engine computes itself, and maths that no export carries. All others are passed through, untested.
+Refused are fields that an option of ours or config.json determines, and those that would make a run silently wrong:
+what the engine computes itself, and maths that no export carries. All others are passed through, untested.
 """
 
 from __future__ import annotations
@@ -149,18 +149,12 @@ PROBABILITIES = ("hidden_dropout", "attention_dropout")  # in [0, 1), which torc
 _SIMPLE = (bool, int, float, str)
 
 
-def check_settings(config: TrainConfig) -> None:
-    """Raise OptionError for a `--megatron` setting that megatron-core does not know, or that is refused."""
+def check_settings(config: TrainConfig) -> list[str]:
+    """A line for each `--megatron` setting, which is passed to megatron-core untested. Raises OptionError for one that
+    megatron-core does not know, or that is refused."""
     for group in PASSED_THROUGH:
         passed_on(config, group)
-
-
-def untested(config: TrainConfig) -> list[str]:
-    """A line for each `--megatron` setting: it is megatron-core's to check and to follow."""
-    return [
-        f"--megatron {setting}: passed to megatron-core, untested with this engine"
-        for setting in config.engine.megatron
-    ]
+    return [f"--megatron {setting}: passed to megatron-core, untested here" for setting in config.engine.megatron]
 
 
 def passed_on(config: TrainConfig, group: str) -> dict[str, Any]:

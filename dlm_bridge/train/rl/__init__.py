@@ -1,6 +1,6 @@
-"""Reinforcement learning: completions are sampled and judged, or preferred by rows, and the model follows.
+"""Reinforcement learning and preference optimisation (diffu-GRPO, GRPO, VRPO, DPO).
 
-`prompts` and `preferences` read rows; `rollout` samples completions and judges them (`judge`, with `rewards` in a
-`worker` process); `likelihood` estimates what a diffusion model thinks of them; `policy` and `preference` are the
-updates; `engine` puts them together under Accelerate, `trl_engine` hands autoregressive models to TRL.
+`rows` reads prompts and preferences; `rollout` samples completions and scores them (`reward_worker` runs the functions
+of `rewards`); `likelihood` estimates a diffusion model's log-probabilities of them; `updates` has the losses; `engine`
+trains under Accelerate, `trl_engine` through TRL (autoregressive models).
 """

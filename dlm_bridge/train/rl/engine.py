@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from pathlib import Path
@@ -14,7 +15,6 @@ from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.objectives.noise import Purpose
 from dlm_bridge.objectives.registry import mask_token_id
 from dlm_bridge.train.checkpoints import load_state
 from dlm_bridge.train.config import RLConfig
@@ -26,19 +26,25 @@ from dlm_bridge.train.metrics import StepMetrics
 from dlm_bridge.train.monitoring import check_trackers
 from dlm_bridge.train.rl.likelihood import LikelihoodQuery, Sequences, blockwise, bound_sums, one_step, token_logps
 from dlm_bridge.train.rl.reward_worker import RewardWorkers
-from dlm_bridge.train.rl.rollout import Rollouts
+from dlm_bridge.train.rl.rollout import Rollout, Rollouts
 from dlm_bridge.train.rl.rows import PreferencePair, Problem, load_pairs, load_problems
 from dlm_bridge.train.rl.trainer import PreferenceRow, RLTrainer, RolloutRow, check_length, check_method, check_sampler
-from dlm_bridge.train.rl.updates import PolicyUpdater, PreferenceUpdater, UpdateMetrics, preference_loss
+from dlm_bridge.train.rl.updates import (
+    PreferenceUpdater,
+    UpdateMetrics,
+    optimizer_step,
+    policy_loss,
+    preference_loss,
+)
 from dlm_bridge.train.setup import remove_empty_output_on_error, start_run, trains_on_cpu, write_config
 
 
 @remove_empty_output_on_error
 def train(config: RLConfig, resume: bool = False, console: Console | None = None) -> Path:
-    """Train until `config.steps`, a SIGTERM or `config.exit_duration`, and return the last checkpoint's folder.
+    """Train until `--steps`, a SIGTERM or `--exit-duration`, and return the last checkpoint's folder.
 
-    With `resume` the run in `config.output` goes on from its newest checkpoint. Raises DlmBridgeError for bad input,
-    for rewards that fail and where a loss stops being a number.
+    With `resume` the run in `--output` continues from its newest checkpoint. Raises DlmBridgeError for bad input, for
+    rewards that fail and where a loss is NaN.
     """
     if config.rl.method in AUTOREGRESSIVE:
         from dlm_bridge.train.rl.trl_engine import train_with_trl
@@ -85,7 +91,7 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
 
 
 class PolicyTrainer(RLTrainer[Problem]):
-    """Completions are sampled and judged, and the model moves towards the better ones of each prompt."""
+    """Trainer on sampled completions and their rewards (diffu-GRPO, block-GRPO)."""
 
     @staticmethod
     def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int) -> list[Problem]:
@@ -94,11 +100,11 @@ class PolicyTrainer(RLTrainer[Problem]):
     def set_up(self) -> None:
         config = self.config
         config.groups(self.accelerator.num_processes)
-        self.judge = RewardWorkers(config.rl.reward, config.rl.reward_timeout, config.rl.reward_failure)
+        self.reward_workers = RewardWorkers(config.rl.reward, config.rl.reward_timeout, config.rl.reward_failure)
         self.rollouts = Rollouts(
             model=self.plain_model,
             tokenizer=self.tokenizer,
-            judge=self.judge,
+            reward_workers=self.reward_workers,
             seed=config.data.seed,
             group_size=config.rl.group_size,
             gen_length=config.rl.gen_length,
@@ -107,40 +113,71 @@ class PolicyTrainer(RLTrainer[Problem]):
             batch_size=config.data.micro_batch_size,
             scaled=config.rl.advantages == "scaled",
         )
-        self.updater = PolicyUpdater(
-            accelerator=self.accelerator,
-            model=self.model,
-            optimizer=self.optimizer,
-            ask=self._query,
-            reference=self._reference_logps if config.rl.kl_weight else None,
-            updates=config.rl.updates,
-            micro_batch_size=config.data.micro_batch_size or self.share,
-            total=config.data.global_batch_size,
-            clip_range=config.rl.clip_range,
-            beta=config.rl.kl_weight,
-            clip_grad=config.optimizer.clip_grad,
-        )
 
     def close(self) -> None:
-        self.judge.close()
+        self.reward_workers.close()
 
     def train_step(self, step: int) -> tuple[UpdateMetrics, dict[str, float]]:
         config = self.config
-        first = (step - 1) * config.data.global_batch_size + self.accelerator.process_index * self.share
-        groups = range(first // config.rl.group_size, (first + self.share) // config.rl.group_size)
+        first = (step - 1) * config.data.global_batch_size + self.accelerator.process_index * self.per_process
+        groups = range(first // config.rl.group_size, (first + self.per_process) // config.rl.group_size)
         problems = [self.order[group] for group in groups]
         rollout = self.rollouts.sample(problems, step, first)
-        figures = self.updater.update(rollout, step)
+        metrics = self._update(rollout, step)
         grouped = rollout.rewards.reshape(-1, config.rl.group_size)
-        return figures, {
+        return metrics, {
             "tokens": float((rollout.sequences.prompt | rollout.sequences.scored).sum()),
             "scored": float(rollout.sequences.scored.sum()),
             "reward": float(rollout.rewards.double().sum()),
             "reward_squares": float((rollout.rewards.double() ** 2).sum()),
             "idle": float((grouped.amax(dim=1) == grouped.amin(dim=1)).sum()),
-            "failed": float(rollout.judged.failed),
-            **{f"of {name}": sum(values) for name, values in rollout.judged.parts.items()},
+            "failed": float(rollout.scores.failed),
+            **{f"of {name}": sum(values) for name, values in rollout.scores.parts.items()},
         }
+
+    def _update(self, rollout: Rollout, step: int) -> UpdateMetrics:
+        """`rl.updates` optimizer steps on this process's completions. Each draws the likelihoods' noise anew, the same
+        for the current, the sampling and the reference model. Raises DlmBridgeError where the gradient norm is NaN."""
+        config, accelerator, updates = self.config, self.accelerator, self.config.rl.updates
+        size, total = config.data.micro_batch_size or self.per_process, config.data.global_batch_size
+        parts = [slice(start, start + size) for start in range(0, len(rollout), size)]
+        queries = [
+            [
+                self._query(rollout.sequences.rows(part), draw, rollout.samples[part]).to(accelerator.device)
+                for part in parts
+            ]
+            for draw in range((step - 1) * updates + 1, step * updates + 1)
+        ]
+        # All of it before the first optimizer step; with one step the current model is the sampling model.
+        before = None
+        if updates > 1:
+            with torch.no_grad():
+                before = [[token_logps(self.model, query) for query in row] for row in queries]
+        sums = {"clipped": 0.0, "kl": 0.0}
+        loss = norm = 0.0
+        for number, row in enumerate(queries):
+            loss_sum = torch.zeros((), device=accelerator.device)
+            for place, (part, query) in enumerate(zip(parts, row, strict=True)):
+                last = place + 1 == len(parts)
+                reference = self._reference_logps(query) if config.rl.kl_weight else None
+                with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+                    new = token_logps(self.model, query)
+                    value, measured = policy_loss(
+                        new,
+                        new.detach() if before is None else before[number][place],
+                        reference,
+                        rollout.advantages[part].to(accelerator.device),
+                        rollout.sequences.scored[part].to(accelerator.device),
+                        config.rl.clip_range,
+                        config.rl.kl_weight,
+                    )
+                    # Data parallelism averages over processes; the mean over all completions needs the sum.
+                    accelerator.backward(value * (accelerator.num_processes / total))
+                loss_sum += value.detach()
+                sums = {name: sum_ + float(measured[name]) for name, sum_ in sums.items()}
+            loss += float(accelerator.reduce(loss_sum, reduction="sum")) / total / updates
+            norm = max(norm, optimizer_step(accelerator, self.model, self.optimizer, config.optimizer.clip_grad, step))
+        return UpdateMetrics(loss, norm, {name: sum_ / updates for name, sum_ in sums.items()})
 
     def row(self, common: dict[str, Any], sums: dict[str, float]) -> StepMetrics:
         count = self.config.data.global_batch_size
@@ -167,8 +204,8 @@ class PolicyTrainer(RLTrainer[Problem]):
 
     def _held_out(self) -> tuple[float, dict[str, float]]:
         accelerator = self.accelerator
-        _, judged = self.rollouts.answer(self.valid[accelerator.process_index :: accelerator.num_processes])
-        own = {"": sum(judged.rewards), **{name: sum(values) for name, values in judged.parts.items()}}
+        _, scores = self.rollouts.answer(self.valid[accelerator.process_index :: accelerator.num_processes])
+        own = {"": sum(scores.rewards), **{name: sum(values) for name, values in scores.parts.items()}}
         means = {name: value / len(self.valid) for name, value in self.summed(own).items()}
         return means.pop(""), means
 
@@ -179,12 +216,12 @@ class PolicyTrainer(RLTrainer[Problem]):
         return one_step(model, sequences, config.data.seed, draw, samples, config.rl.prompt_masking)
 
     def _reference_logps(self, query: LikelihoodQuery) -> torch.Tensor:
-        with self.as_it_began() as model:
+        with self.reference() as model:
             return token_logps(model, query)
 
 
 class PreferenceTrainer(RLTrainer[PreferencePair]):
-    """The model moves towards the chosen answers and away from the rejected ones."""
+    """Trainer on pairs of a chosen and a rejected answer (VRPO)."""
 
     @staticmethod
     def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int) -> list[PreferencePair]:
@@ -202,7 +239,7 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
             reference=self._reference_bounds,
             optimizer=self.optimizer,
             seed=config.data.seed,
-            micro_batch_size=config.data.micro_batch_size or self.share,
+            micro_batch_size=config.data.micro_batch_size or self.per_process,
             total=config.data.global_batch_size,
             levels=config.rl.elbo_levels,
             masks=config.rl.elbo_masks,
@@ -211,12 +248,12 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
         )
 
     def train_step(self, step: int) -> tuple[UpdateMetrics, dict[str, float]]:
-        first = (step - 1) * self.config.data.global_batch_size + self.accelerator.process_index * self.share
-        samples = list(range(first, first + self.share))
+        first = (step - 1) * self.config.data.global_batch_size + self.accelerator.process_index * self.per_process
+        samples = list(range(first, first + self.per_process))
         pairs = [self.order[sample] for sample in samples]
-        figures = self.updater.update(pairs, samples, step)
+        metrics = self.updater.update(pairs, samples, step)
         tokens = sum(len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in pairs)
-        return figures, {"tokens": float(tokens)}
+        return metrics, {"tokens": float(tokens)}
 
     def row(self, common: dict[str, Any], sums: dict[str, float]) -> StepMetrics:
         count = self.config.data.global_batch_size
@@ -232,21 +269,21 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
 
     @torch.no_grad()
     def _held_out(self) -> dict[str, float]:
-        accelerator, size = self.accelerator, self.config.data.micro_batch_size or self.share
+        accelerator, size = self.accelerator, self.config.data.micro_batch_size or self.per_process
         samples = range(len(self.valid))[accelerator.process_index :: accelerator.num_processes]
         sums = {"loss": 0.0, "preferred": 0.0}
         self.plain_model.eval()
         for start in range(0, len(samples), size):
             chosen = list(samples[start : start + size])
             pairs = [self.valid[sample] for sample in chosen]
-            margins = self.updater.margins(pairs, chosen, 0, self.plain_model, Purpose.EVAL_NOISE)
+            margins = self.updater.margins(pairs, chosen, 0, self.plain_model)
             sums["loss"] += float(preference_loss(margins, self.config.rl.kl_weight).sum())
             sums["preferred"] += float((margins > 0).sum())
         self.plain_model.train()
         return {name: value / len(self.valid) for name, value in self.summed(sums).items()}
 
     def _reference_bounds(self, noisy: NoisyBatch) -> torch.Tensor:
-        with self.as_it_began() as model:
+        with self.reference() as model:
             return bound_sums(model, noisy)
 
 

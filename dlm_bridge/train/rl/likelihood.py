@@ -1,8 +1,8 @@
-"""What a diffusion model thinks of a completion: one-step estimates of its tokens, and the bound on its likelihood.
+"""Likelihood estimates of diffusion models: one-step and block-wise token log-probabilities, and the evidence bound.
 
-All of them are batches of the training objectives with chosen noise, so that every family's shift, attention pattern and
-two streams come from there. An estimate is made in two parts: `one_step`, `blockwise` and `bounds` say what the model
-reads, on the CPU or anywhere, without the model; `token_logps` and `bound_sums` read its logits.
+All of them are batches of the training objectives with given noise, which define every family's shift, attention
+pattern and streams. `one_step`, `blockwise` and `bound_query` build the model's input without the model;
+`token_logps` and `bound_sums` evaluate it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Sequences:
     tokens: torch.Tensor  # [B, L] int64
     prompt: torch.Tensor  # [B, L] bool
     completion: torch.Tensor  # [B, L] bool: all that the sampler filled
-    scored: torch.Tensor  # [B, L] bool: of it, what is up to the first end-of-sequence token, that included
-    order: torch.Tensor  # [B, L] int64: the sampler's forward, from 1, that settled a token of it; `NEVER` elsewhere
+    scored: torch.Tensor  # [B, L] bool: of it, up to and including the first end-of-sequence token
+    order: torch.Tensor  # [B, L] int64: sampler step, from 1, that committed a token; else `NEVER_COMMITTED`
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -50,7 +50,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class LikelihoodQuery:
-    """What the model reads, and which of the B sequences' tokens its M logits are about."""
+    """Input of the model, and the tokens of the B sequences that its M logits predict."""
 
     noisy: NoisyBatch
     rows: torch.Tensor  # [M] int64
@@ -62,23 +62,23 @@ class LikelihoodQuery:
 
 
 def one_step(
-    model: Any, sequences: Sequences, seed: int, draw: int, samples: Sequence[int], share: float
+    model: Any, sequences: Sequences, seed: int, draw: int, samples: Sequence[int], fraction: float
 ) -> LikelihoodQuery:
-    """diffu-GRPO's estimate (d1, arXiv 2504.12216): every token of the completion from one pass over a canvas in which
-    all of it is masked, and of the prompt a random `share` of tokens; the noise is keyed by (seed, draw, sample)."""
+    """diffu-GRPO's estimate (d1, arXiv 2504.12216): every token of the completion from one forward pass with the whole
+    completion masked, and a random `fraction` of the prompt; the noise is keyed by (seed, draw, sample)."""
     tokens, objective = sequences.tokens, _single_stream(model)
     uniforms = Uniforms.keyed(seed, draw, samples, tokens.shape[1], Purpose.PROMPT_MASK)
-    hidden = sequences.completion | (sequences.prompt & (uniforms.token.to(tokens.device) < share))
+    hidden = sequences.completion | (sequences.prompt & (uniforms.token.to(tokens.device) < fraction))
     return _all_masked(objective, torch.where(hidden, objective.mask_token_id, tokens), sequences)
 
 
 def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> LikelihoodQuery:
-    """The block-wise estimate: tokens are predicted together, with those that were settled before them in view, as the
-    sampler had them (compare TraceRL, arXiv 2509.06949).
+    """The block-wise estimate: tokens given those committed before them, in the sampler's order (compare TraceRL,
+    arXiv 2509.06949).
 
-    A block-causal model reads all blocks in one pass of its two streams, in its own blocks. Of a bidirectional one
-    every sequence is repeated for each `trace_steps` forwards of its sampler, whose tokens are masked together with
-    all later ones; where those are single forwards, this is the probability with which the tokens were drawn.
+    A block-causal model evaluates all blocks in one pass of its two streams. For a bidirectional one each sequence is
+    repeated for every `trace_steps` forward passes of its sampler, whose tokens are masked together with all later
+    ones; with `trace_steps` 1 this is the probability with which the tokens were drawn.
 
     Raises:
         DlmBridgeError: a family whose blocks are neither.
@@ -86,7 +86,7 @@ def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> LikelihoodQ
     family: FamilySpec = model.family
     if family.attention_pattern == "block_causal":
         objective = dataclasses.replace(family_objective(model), length_variation=0.0)
-        behind = sequences.completion & ~sequences.scored  # what follows the end has not been there
+        behind = sequences.completion & ~sequences.scored  # after the end: not part of the sequence
         tokens = torch.where(behind, objective.mask_token_id, sequences.tokens)
         return _all_masked(objective, tokens, sequences)
     objective = _single_stream(model)
@@ -117,11 +117,11 @@ def token_logps(model: Any, query: LikelihoodQuery) -> torch.Tensor:
 def bound_query(
     model: Any, tokens: torch.Tensor, answer: torch.Tensor, real: torch.Tensor, uniforms: Uniforms
 ) -> NoisyBatch:
-    """What the model reads for one sample of the evidence lower bound of B answers, by its family's own objective.
+    """Input of the model for one sample of the evidence lower bound of B answers, by its family's own objective.
 
     Args:
         tokens: [B, L].
-        answer: [B, L] bool, what is bounded.
+        answer: [B, L] bool, the tokens whose likelihood is bounded.
         real: [B, L] bool, false at padding.
         uniforms: of the same B and L; the same for another model gives it the same noise.
 
@@ -145,13 +145,13 @@ def bound_sums(model: Any, noisy: NoisyBatch) -> torch.Tensor:
 
 
 def _single_stream(model: Any) -> Objective:
-    """Masks in one stream, read with the family's own attention."""
+    """The single-stream objective of the family's shift."""
     kind: type[Objective] = ShiftedDiffusion if model.family.shift else MaskedDiffusion
     return kind(mask_token_id=mask_token_id(model))
 
 
 def _all_masked(objective: Objective, tokens: torch.Tensor, sequences: Sequences) -> LikelihoodQuery:
-    """Every scored token masked and asked for."""
+    """The query with every scored token masked and predicted."""
     batch, length = tokens.shape
     zeros_B, zeros_BL = torch.zeros(batch), torch.zeros(batch, length)
     certain = Uniforms(level=zeros_B + 1, token=zeros_BL, cut=zeros_B + 1, cut_length=zeros_B, block=zeros_BL + 1)

@@ -66,13 +66,13 @@ class RewardWorkers:
         self.functions = [_RewardProcess(*_weighted(name), timeout) for name in names]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[RewardRow]) -> RewardScores:
-        """Judge B completions. Raises DlmBridgeError, with file and line of the row, for a reward that raises, hangs
-        or is no finite number, unless those count as 0."""
+        """Rewards of B completions. Raises DlmBridgeError, with file and line of the row, for a reward that raises,
+        hangs or is not finite, unless those count as 0."""
         parts: dict[str, list[float]] = {}
         failed = 0
         for function in self.functions:
             rewards = function.call(prompts, completions, rows)
-            if isinstance(rewards, str):  # which of them was it?
+            if isinstance(rewards, str):  # call row by row, to find the one that fails
                 alone = [
                     function.call([prompt], [completion], [row])
                     for prompt, completion, row in zip(prompts, completions, rows, strict=True)
@@ -82,15 +82,14 @@ class RewardWorkers:
                     place = f"{rows[broken[0]].where}: " if broken else ""
                     what = alone[broken[0]] if broken else rewards
                     raise DlmBridgeError(
-                        f"{place}--reward {function.name}: {what}: mend the function, or count such rows as 0 with "
+                        f"{place}--reward {function.name}: {what}: fix the function, or count such rows as 0 with "
                         "--reward-failure zero"
                     )
                 failed += len(broken)
                 rewards = [0.0 if isinstance(reward, str) else reward[0] for reward in alone]
             parts[function.name] = rewards
-        sums = [0.0] * len(completions)
-        for function in self.functions:
-            sums = [total + function.weight * reward for total, reward in zip(sums, parts[function.name], strict=True)]
+        weighted = [[function.weight * reward for reward in parts[function.name]] for function in self.functions]
+        sums = [sum(rewards) for rewards in zip(*weighted, strict=True)]
         return RewardScores(sums, parts, failed)
 
     def close(self) -> None:
@@ -100,7 +99,7 @@ class RewardWorkers:
 
 
 class _RewardProcess:
-    """One reward function in its process, which is started again after a call that did not come back."""
+    """One reward function in a process, which is restarted after a call that timed out."""
 
     def __init__(self, name: str, weight: float, timeout: float) -> None:
         self.name, self.weight, self.timeout = name, weight, timeout
@@ -108,7 +107,7 @@ class _RewardProcess:
         self._start()
 
     def call(self, prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[RewardRow]) -> list[float] | str:
-        """The rewards, or in words why there are none."""
+        """The rewards, or an error message."""
         if self._process is None:
             self._start()
         request = {
@@ -152,7 +151,7 @@ class _RewardProcess:
             )
 
     def _exchange(self, request: bytes, timeout: float) -> dict[str, Any]:
-        """Send a line and read one, in so many seconds for both; the process is ended where it does not answer."""
+        """Send a line and read one within `timeout` seconds; a process that does not answer is killed."""
         process = self._process
         assert process is not None
         assert process.stdin is not None

@@ -1,7 +1,7 @@
-"""Rollouts: prompts are completed by the family's own sampler and judged. Updates know nothing of how.
+"""Rollouts: completions by the family's own sampler, with their rewards.
 
-A rollout needs a live Hub-side model only. Updates that happen elsewhere (an engine that shards the model) bring their
-weights here with `Bridge.refresh_hf_model` or `Bridge.stream_hf_weights` before the next one.
+A rollout needs a live Hub model only. An engine that shards the model updates it with `Bridge.refresh_hf_model` or
+`Bridge.stream_hf_weights` before the next rollout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Rollout:
     sequences: Sequences  # on the CPU
     prompts: list[Any]  # as in the rows
     completions: list[str]
-    judged: RewardScores
+    scores: RewardScores
     rewards: torch.Tensor  # [B] fp32
     advantages: torch.Tensor  # [B] fp32
 
@@ -38,11 +38,11 @@ class Rollout:
 
 @dataclass
 class Rollouts:
-    """Samples and judges completions of one model."""
+    """Samples and reward_workers completions of one model."""
 
     model: Any
     tokenizer: Any
-    judge: RewardWorkers
+    reward_workers: RewardWorkers
     seed: int
     group_size: int
     gen_length: int
@@ -57,14 +57,14 @@ class Rollouts:
         repeated = [problem for problem in problems for _ in range(self.group_size)]
         samples = list(range(first, first + len(repeated)))
         sequences, texts = self._complete(repeated, samples, step, self.temperature)
-        judged = self.judge([problem.prompt for problem in repeated], texts, repeated)
-        rewards = torch.tensor(judged.rewards)
+        scores = self.reward_workers([problem.prompt for problem in repeated], texts, repeated)
+        rewards = torch.tensor(scores.rewards)
         return Rollout(
             samples=samples,
             sequences=sequences,
             prompts=[problem.prompt for problem in repeated],
             completions=texts,
-            judged=judged,
+            scores=scores,
             rewards=rewards,
             advantages=group_advantages(rewards, self.group_size, self.scaled),
         )
@@ -72,9 +72,9 @@ class Rollouts:
     def answer(self, problems: Sequence[Problem]) -> tuple[list[str], RewardScores]:
         """Complete each problem once, greedily."""
         if not problems:
-            return [], RewardScores([], {function.name: [] for function in self.judge.functions}, 0)
+            return [], RewardScores([], {function.name: [] for function in self.reward_workers.functions}, 0)
         _, texts = self._complete(problems, list(range(len(problems))), 0, 0.0)
-        return texts, self.judge([problem.prompt for problem in problems], texts, problems)
+        return texts, self.reward_workers([problem.prompt for problem in problems], texts, problems)
 
     @torch.no_grad()
     def _complete(
@@ -125,7 +125,7 @@ class _Completed:
 
 
 class _Trace:
-    """Listens to a sampler: which forward settled which token, also behind the end of a row."""
+    """Step callback that records the forward pass that committed each token, also after the end of a row."""
 
     def __init__(self, width: int) -> None:
         self.width = width  # of the prompts

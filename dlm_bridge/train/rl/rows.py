@@ -1,4 +1,4 @@
-"""Rows of data for reinforcement learning: prompts to be answered, and pairs of answers of which one is preferred."""
+"""Data rows of reinforcement learning: prompts, and pairs of a chosen and a rejected answer."""
 
 from __future__ import annotations
 

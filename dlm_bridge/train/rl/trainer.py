@@ -35,7 +35,7 @@ from dlm_bridge.train.trainer import TrainingLoop, check_finite, learning_rate
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRow(StepMetrics):
-    """A step of sampled and judged completions."""
+    """Metrics of a step on sampled completions."""
 
     reward: float  # mean
     reward_std: float  # over all of the step's completions
@@ -60,7 +60,7 @@ class RolloutRow(StepMetrics):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceRow(StepMetrics):
-    """A step of preferred rows."""
+    """Metrics of a step on preference pairs."""
 
     preferred: float  # share of pairs whose chosen answer gained on the rejected one
     margin: float  # mean of beta x (gain of the chosen answer - gain of the rejected one)
@@ -124,7 +124,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         self.model.train()
         if config.engine.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.reference_model = self._reference()
+        self.reference_model = self._reference_model()
         optimizer = adamw(config, self.model)
         self.order = Shuffled(self.rows, config.data.seed)
         self.plain_model = self.model
@@ -134,19 +134,19 @@ class RLTrainer(TrainingLoop, Generic[Item]):
     @staticmethod
     @abc.abstractmethod
     def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int) -> list[Any]:
-        """The rows that some paths name. Raises DlmBridgeError."""
+        """The rows of some paths. Raises DlmBridgeError."""
 
     @abc.abstractmethod
     def set_up(self) -> None:
-        """Make what follows the model."""
+        """Make the parts that need the model."""
 
     @abc.abstractmethod
     def train_step(self, step: int) -> tuple[UpdateMetrics, dict[str, float]]:
-        """Update the model: what it measured, and sums over this process's rows, `tokens` among them."""
+        """Update the model. Returns metrics, and sums over this process's rows, with `tokens` among them."""
 
     @abc.abstractmethod
     def row(self, common: dict[str, Any], sums: dict[str, float]) -> StepMetrics:
-        """The figures of a step from those that all training has and sums over all processes."""
+        """The metrics of a step, from those common to all training and sums over all processes."""
 
     def close(self) -> None:
         """End what the run started."""
@@ -156,7 +156,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         return self.accelerator.is_main_process
 
     @property
-    def share(self) -> int:
+    def per_process(self) -> int:
         """Completions, or pairs, of this process in a step."""
         return self.config.data.global_batch_size // self.accelerator.num_processes
 
@@ -223,9 +223,8 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         row: Any = self.accelerator.reduce(torch.tensor(list(values.values()), dtype=dtype, device=device), "sum")
         return dict(zip(values, row.tolist(), strict=True))
 
-    def _reference(self) -> Any:
-        """The model as it began, on this process's device; None where nothing asks for it, and where it is the model
-        without the adapter that this run began."""
+    def _reference_model(self) -> Any:
+        """A copy of the starting model; None without a KL term, and with a new adapter, whose base is the reference."""
         if self.config.rl.kl_weight == 0 or self.config.model.lora_rank:
             return None
         reference = load_model(self.config)
@@ -236,8 +235,8 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         return reference.requires_grad_(False).eval().to(self.accelerator.device)
 
     @contextlib.contextmanager
-    def as_it_began(self) -> Iterator[Any]:
-        """The model as it began, without gradients."""
+    def reference(self) -> Iterator[Any]:
+        """The reference model, without gradients."""
         without: Any = contextlib.nullcontext()
         if self.reference_model is None:
             assert self.adapter is not None

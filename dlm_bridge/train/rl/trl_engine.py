@@ -74,15 +74,17 @@ def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
         tokenizer.pad_token = tokenizer.eos_token
     if main:
         write_config(config, output)
-    judges = [RewardWorkers([name], config.rl.reward_timeout, config.rl.reward_failure) for name in config.rl.reward]
+    reward_workers = [
+        RewardWorkers([name], config.rl.reward_timeout, config.rl.reward_failure) for name in config.rl.reward
+    ]
     try:
-        trainer = _trainer(config, model, tokenizer, judges)
+        trainer = _trainer(config, model, tokenizer, reward_workers)
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_Reporter(config, trainer, console, step, judges, tokenizer))
+        trainer.add_callback(_Reporter(config, trainer, console, step, reward_workers, tokenizer))
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
-        for judge in judges:
-            judge.close()
+        for workers in reward_workers:
+            workers.close()
     return find_checkpoints(output)[-1][1]
 
 
@@ -93,7 +95,7 @@ def find_checkpoints(output: Path) -> list[tuple[int, Path]]:
 
 
 def trainer_arguments(config: RLConfig, processes: int) -> dict[str, Any]:
-    """What TRL's two trainers are told alike. A step of ours is `updates` of theirs."""
+    """Arguments of both of TRL's trainers. A step of ours is `updates` of theirs."""
     micro, accumulation = config.data.accumulation(processes)
     interval = config.checkpoint.save_interval or config.schedule.steps
     return {
@@ -120,7 +122,7 @@ def trainer_arguments(config: RLConfig, processes: int) -> dict[str, Any]:
     }
 
 
-def _trainer(config: RLConfig, model: Any, tokenizer: Any, judges: Sequence[RewardWorkers]) -> Any:
+def _trainer(config: RLConfig, model: Any, tokenizer: Any, reward_workers: Sequence[RewardWorkers]) -> Any:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
@@ -161,11 +163,11 @@ def _trainer(config: RLConfig, model: Any, tokenizer: Any, judges: Sequence[Rewa
         epsilon=config.rl.clip_range,
         scale_rewards="group" if config.rl.advantages == "scaled" else "none",
         loss_type="grpo",
-        reward_weights=[judge.functions[0].weight for judge in judges],
+        reward_weights=[workers.functions[0].weight for workers in reward_workers],
     )
     return _own(GRPOTrainer)(
         args=arguments,
-        reward_funcs=[_reward(judge, problems) for judge in judges],
+        reward_funcs=[_reward(workers, problems) for workers in reward_workers],
         train_dataset=Dataset.from_list(
             [{"prompt": problem.prompt, "problem": number} for number, problem in enumerate(problems)]
         ),
@@ -173,13 +175,13 @@ def _trainer(config: RLConfig, model: Any, tokenizer: Any, judges: Sequence[Rewa
     )
 
 
-def _reward(judge: RewardWorkers, problems: Sequence[Problem]) -> Callable[..., list[float]]:
+def _reward(workers: RewardWorkers, problems: Sequence[Problem]) -> Callable[..., list[float]]:
     """A reward as TRL calls it."""
-    (function,) = judge.functions
+    (function,) = workers.functions
 
     def reward(prompts: Any, completions: Any, problem: list[int], **_: Any) -> list[float]:
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
-        return judge(prompts, texts, [problems[number] for number in problem]).parts[function.name]
+        return workers(prompts, texts, [problems[number] for number in problem]).parts[function.name]
 
     reward.__name__ = function.name
     return reward
@@ -219,10 +221,10 @@ class _Reporter(TrainerCallback):
         trainer: Any,
         console: Console,
         step: int,
-        judges: Sequence[RewardWorkers],
+        reward_workers: Sequence[RewardWorkers],
         tokenizer: Any,
     ) -> None:
-        self.config, self.trainer, self.judges, self.tokenizer = config, trainer, judges, tokenizer
+        self.config, self.trainer, self.reward_workers, self.tokenizer = config, trainer, reward_workers, tokenizer
         self.output, self.console = Path(config.checkpoint.output), console
         self.main: bool = trainer.accelerator.is_main_process
         self.metrics = MetricsFile(self.output / "metrics.jsonl", step) if self.main else None
@@ -284,7 +286,7 @@ class _Reporter(TrainerCallback):
             self.progress.show(row)
 
     def finish_checkpoint(self) -> None:
-        """Give the newest checkpoint its name, which says that it is whole, and remove old ones."""
+        """Rename the newest checkpoint, now that it is complete, and remove old ones."""
         root = self.output / "checkpoints"
         for folder in root.glob("checkpoint-*"):
             if UNFINISHED.fullmatch(folder.name) and (folder / STATE).is_file():
@@ -306,7 +308,7 @@ class _Reporter(TrainerCallback):
             self.console.print(f"done: the model is at {folder}", highlight=False, soft_wrap=True)
 
     def _sampled(self, common: dict[str, Any], logs: dict[str, Any], held_out: dict[str, Any]) -> RolloutRow:
-        functions = [judge.functions[0].name for judge in self.judges]
+        functions = [workers.functions[0].name for workers in self.reward_workers]
         return RolloutRow(
             **common,
             reward=logs["reward"],
@@ -346,9 +348,9 @@ class _Reporter(TrainerCallback):
             texts += self.tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         model.train(training)
         means, total = {}, 0.0
-        for judge in self.judges:
-            (function,) = judge.functions
-            part = sum(judge([problem.prompt for problem in own], texts, own).parts[function.name]) if own else 0.0
+        for workers in self.reward_workers:
+            (function,) = workers.functions
+            part = sum(workers([problem.prompt for problem in own], texts, own).parts[function.name]) if own else 0.0
             summed = accelerator.reduce(torch.tensor(part, device=accelerator.device), "sum")
             means[function.name] = float(summed) / len(self.problems)
             total += function.weight * means[function.name]

@@ -1,12 +1,12 @@
-"""Model updates: the clipped policy gradient (GRPO) and preference optimisation (VRPO), under Accelerate."""
+"""Losses and updates: the clipped policy gradient (GRPO), and preference optimisation (VRPO) under Accelerate."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,36 +15,19 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms
 from dlm_bridge.train.rl.likelihood import (
-    LikelihoodQuery,
-    Sequences,
     bound_query,
     bound_sums,
-    token_logps,
 )
-from dlm_bridge.train.rl.rollout import Rollout
 from dlm_bridge.train.rl.rows import PreferencePair
 
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """What an update measured. Sums are over this process's part; the engine adds those of all."""
+    """Metrics of an update. `sums` are over this process's part; the trainer adds those of all processes."""
 
     loss: float
     grad_norm: float
     sums: dict[str, float]
-
-
-class Updater(Protocol):
-    """What follows a rollout: all that an engine has to offer to train on one."""
-
-    def update(self, rollout: Rollout, step: int) -> UpdateMetrics:
-        """Change the model. Every process calls it with its own part of the same step."""
-        ...
-
-
-QueryFactory = Callable[
-    [Sequences, int, list[int]], LikelihoodQuery
-]  # (sequences, draw, global sample indices) -> what is read
 
 
 def policy_loss(
@@ -60,13 +43,12 @@ def policy_loss(
     -min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (exp(q) - q - 1), r = exp(new - old), q = reference - new.
 
     Args:
-        new, old, reference: [B, L] log-probabilities of the model as it is, as it sampled, and as it began.
+        new, old, reference: [B, L] log-probabilities under the current model, the sampling model, and the reference.
         advantages: [B].
         scored: [B, L] bool.
 
     Returns:
-        A scalar, and detached sums over the scored tokens: `clipped` (how many the clip keeps from gaining) and `kl`
-        (of the rows' means).
+        A scalar, and detached sums: `clipped`, the scored tokens whose gain is clipped, and `kl`, of the rows' means.
     """
     tokens_B = scored.sum(dim=1).clamp(min=1)
     ratio = (new - old).exp()
@@ -83,74 +65,8 @@ def policy_loss(
     return ((loss_BL * scored).sum(dim=1) / tokens_B).sum(), {"clipped": clipped.detach(), "kl": kl}
 
 
-@dataclass
-class PolicyUpdater:
-    """Optimizer steps with the completions of one rollout.
-
-    Each step draws the likelihoods' noise anew, the same for the model as it is, as it sampled and as it began.
-    """
-
-    accelerator: Any
-    model: Any  # as Accelerate wraps it
-    optimizer: torch.optim.Optimizer
-    ask: QueryFactory
-    reference: Callable[[LikelihoodQuery], torch.Tensor] | None
-    updates: int
-    micro_batch_size: int
-    total: int  # completions of a step, over all processes
-    clip_range: float
-    beta: float
-    clip_grad: float
-
-    def update(self, rollout: Rollout, step: int) -> UpdateMetrics:
-        """As `Updater.update`. Raises DlmBridgeError where the loss or the gradient is no number."""
-        device = self.accelerator.device
-        parts = [
-            slice(start, start + self.micro_batch_size) for start in range(0, len(rollout), self.micro_batch_size)
-        ]
-        draws = [(step - 1) * self.updates + number + 1 for number in range(self.updates)]
-        asked = [[self._asked(rollout, part, draw, device) for part in parts] for draw in draws]
-        # All of it before the first optimizer step; with a single one the model still is as it sampled.
-        before = None if self.updates == 1 else [[self._frozen(query) for query in row] for row in asked]
-        sums = {"clipped": 0.0, "kl": 0.0}
-        loss = norm = 0.0
-        for number, queries in enumerate(asked):
-            loss_sum = torch.zeros((), device=device)
-            for place, (part, query) in enumerate(zip(parts, queries, strict=True)):
-                last = place + 1 == len(parts)
-                reference = None if self.reference is None else self.reference(query)
-                with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                    new = token_logps(self.model, query)
-                    value, measured = policy_loss(
-                        new,
-                        new.detach() if before is None else before[number][place],
-                        reference,
-                        rollout.advantages[part].to(device),
-                        rollout.sequences.scored[part].to(device),
-                        self.clip_range,
-                        self.beta,
-                    )
-                    # Data parallelism averages over processes; the mean over all completions wants the sum.
-                    self.accelerator.backward(value * (self.accelerator.num_processes / self.total))
-                loss_sum += value.detach()
-                sums = {name: total + float(measured[name]) for name, total in sums.items()}
-            loss += float(self.accelerator.reduce(loss_sum, reduction="sum")) / self.total / self.updates
-            norm = max(norm, self._step(step))
-        return UpdateMetrics(loss, norm, {name: total / self.updates for name, total in sums.items()})
-
-    def _step(self, step: int) -> float:
-        return optimizer_step(self.accelerator, self.model, self.optimizer, self.clip_grad, step)
-
-    def _asked(self, rollout: Rollout, part: slice, draw: int, device: torch.device) -> LikelihoodQuery:
-        return self.ask(rollout.sequences.rows(part), draw, rollout.samples[part]).to(device)
-
-    @torch.no_grad()
-    def _frozen(self, query: LikelihoodQuery) -> torch.Tensor:
-        return token_logps(self.model, query)
-
-
 def optimizer_step(accelerator: Any, model: Any, optimizer: Any, clip_grad: float, step: int) -> float:
-    """Clip, step and forget the gradients; the norm before clipping. Raises DlmBridgeError where it is no number."""
+    """Clip the gradients, step, zero them; returns the norm before clipping. Raises DlmBridgeError where it is NaN."""
     norm = float(accelerator.clip_grad_norm_(model.parameters(), clip_grad or math.inf))
     if not math.isfinite(norm) and accelerator.scaler is None:
         raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
@@ -194,10 +110,9 @@ def bound_uniforms(
     length: int,
     levels: int,
     masks: int,
-    purpose: Purpose = Purpose.TRAIN_NOISE,
 ) -> Uniforms:
-    """The noise of `levels` x `masks` samples of the bounds of N pairs, keyed by (seed, step, pair): the masks of a
-    level share it. [K x 2 N] rows, in the order (level, mask, chosen or rejected, pair)."""
+    """Uniforms of `levels` x `masks` samples of the bounds of N pairs, keyed by (seed, step, pair). Masks of a level
+    have the same noise level. [K x 2 N] rows, in the order (level, mask, chosen or rejected, pair)."""
     count = levels * masks
     keyed = [
         Uniforms.keyed(
@@ -216,7 +131,7 @@ def bound_uniforms(
 @dataclass
 class PreferenceUpdater:
     """VRPO (LLaDA 1.5, arXiv 2505.19223): DPO in which log-likelihoods are Monte-Carlo bounds over `levels` x `masks`
-    draws, the same draws for policy and reference, whose errors then largely cancel in the difference."""
+    draws, the same for policy and reference, so that most of their error cancels in the difference."""
 
     accelerator: Any
     model: Any  # as Accelerate wraps it
@@ -233,7 +148,7 @@ class PreferenceUpdater:
 
     def update(self, pairs: Sequence[PreferencePair], samples: Sequence[int], step: int) -> UpdateMetrics:
         """One optimizer step with this process's pairs, whose global sample indices key the noise. Raises
-        DlmBridgeError where the gradient is no number."""
+        DlmBridgeError where the gradient norm is NaN."""
         sums = {"preferred": 0.0, "margin": 0.0}
         loss_sum = torch.zeros((), device=self.accelerator.device)
         starts = range(0, len(pairs), self.micro_batch_size)
@@ -257,12 +172,11 @@ class PreferenceUpdater:
         samples: Sequence[int],
         step: int,
         model: Any,
-        purpose: Purpose = Purpose.TRAIN_NOISE,
     ) -> torch.Tensor:
         """[N] (policy - reference) of the chosen answers less that of the rejected, in nats."""
         answers = pair_rows(pairs)
         count = self.levels * self.masks
-        uniforms = bound_uniforms(self.seed, step, samples, answers.tokens.shape[1], self.levels, self.masks, purpose)
+        uniforms = bound_uniforms(self.seed, step, samples, answers.tokens.shape[1], self.levels, self.masks)
         noisy: NoisyBatch = bound_query(
             self.plain_model,
             answers.tokens.repeat(count, 1),
