@@ -114,12 +114,11 @@ def environment() -> dict[str, Any]:
         "patches": [
             {
                 "target": patch.target,
-                "how": patch.how,
                 "what": patch.what,
                 "why": patch.why,
                 "source": f"megatron/core/{patch.source}",
-                "when": patch.when,
-                "active": patch.active(chosen),
+                "when": patch.when.words,
+                "active": patch.when.met(chosen),
             }
             for patch in mcore_patches.PATCHES
         ],

@@ -1,6 +1,7 @@
 """The one door to megatron-core: the version check, every name that the engine uses of it, and its errors as one
 line."""
 
+# ruff: noqa: F401 (what is imported here is there for the other modules)
 from __future__ import annotations
 
 import contextlib
@@ -49,7 +50,7 @@ try:
             get_gpt_layer_local_spec,
             get_gpt_layer_with_transformer_engine_spec,
         )
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.tensor_parallel import layers as tensor_parallel_layers
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, param_is_not_tensor_parallel_duplicate
@@ -76,68 +77,6 @@ try:
         from megatron.core.utils import unwrap_model
 except ImportError as error:
     raise DlmBridgeError(f"megatron-core {version} cannot be used: {one_line(error)}") from error
-
-__all__ = [
-    "AsyncCallsQueue",
-    "AsyncRequest",
-    "AttnBackend",
-    "AttnMaskType",
-    "ColumnParallelLinear",
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "FullyParallelLoadStrategyWrapper",
-    "FullyParallelSaveStrategyWrapper",
-    "GPTModel",
-    "IdentityOp",
-    "LocalNonpersistentObject",
-    "MLASelfAttention",
-    "MLASelfAttentionSubmodules",
-    "MLATransformerConfig",
-    "MegatronModule",
-    "MoEAllGatherTokenDispatcher",
-    "ModuleSpec",
-    "NotInstalledError",
-    "OptimizerConfig",
-    "SelfAttention",
-    "ShardedBase",
-    "ShardedTensor",
-    "StrictHandling",
-    "TopKRouter",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "TransformerLayer",
-    "concentration_factor",
-    "copy_to_tensor_model_parallel_region",
-    "dequantize_fp8_tensor",
-    "dist_checkpointing",
-    "filesystem_async",
-    "finalize_model_grads",
-    "gather_from_sequence_parallel_region",
-    "get_cuda_rng_tracker",
-    "get_default_load_sharded_strategy",
-    "get_default_save_sharded_strategy",
-    "get_forward_backward_func",
-    "get_gpt_layer_local_spec",
-    "get_gpt_layer_with_transformer_engine_spec",
-    "get_megatron_optimizer",
-    "get_num_layers_to_build",
-    "get_standard_config_overrides",
-    "get_transformer_layer_offset",
-    "is_float8tensor",
-    "is_layer_window_attention",
-    "model_parallel_cuda_manual_seed",
-    "multi_latent_attention",
-    "named_refusals",
-    "parallel_state",
-    "param_is_not_shared",
-    "param_is_not_tensor_parallel_duplicate",
-    "permute",
-    "reduce_scatter_to_sequence_parallel_region",
-    "tensor_parallel_layers",
-    "track_moe_metrics",
-    "unwrap_model",
-    "version",
-]
 
 _BUILD_MODULE = re.compile(r"( when instantiating \w+)+$")  # what its build_module adds to any message, ours too
 

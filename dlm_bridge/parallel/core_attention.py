@@ -40,13 +40,10 @@ class LocalAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
+        attention_type: str = "self",
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         if reason := unsupported(config):

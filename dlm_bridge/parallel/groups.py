@@ -47,14 +47,6 @@ def initialize(layout: Layout, seed: int = 1234, parallel: ContextParallelConfig
         model_parallel_cuda_manual_seed(seed)
 
 
-def fit(layout: Layout, parallel: ContextParallelConfig | None = None) -> bool:
-    """Whether there are groups, and they are those of the layout."""
-    if not parallel_state.model_parallel_is_initialized():
-        return False
-    found_and_wanted = _found_and_wanted(layout, parallel or ContextParallelConfig())
-    return all(found == wanted for found, wanted in found_and_wanted.values())
-
-
 def destroy() -> None:
     """Destroy megatron-core's groups, so that another layout can be initialised. torch.distributed stays up. Every
     process calls it."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 
-from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.parallel.devices import Platform
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel.devices import CPU, CUDA, Platform
+from dlm_bridge.plugins import load_entry_points
 
 VARIABLE = "DLM_BRIDGE_PLATFORM"
 GROUP = "dlm_bridge.platforms"
@@ -29,35 +29,17 @@ def current() -> Platform:
 
 @cache
 def known() -> dict[str, type[Platform]]:
-    """Every platform by name, those of installed packages first. Raises DlmBridgeError for a package's that cannot be
-    loaded, is none, or has a name that another has."""
-    from dlm_bridge.parallel.devices import CPU, CUDA
-
+    """Every platform by name, those of installed packages first. Raises DlmBridgeError for an entry point that is no
+    platform or has a name of ours; one that fails to import is left out with a warning."""
     built_in: dict[str, type[Platform]] = {"cuda": CUDA, "cpu": CPU}
     found: dict[str, type[Platform]] = {}
-    for entry in entry_points(group=GROUP):
-        if entry.name in found or entry.name in built_in:
-            raise DlmBridgeError(f"two platforms are named {entry.name}: uninstall {_package(entry)}, which has one")
-        found[entry.name] = _load(entry)
+    for name, kind in load_entry_points(GROUP).items():
+        if not (isinstance(kind, type) and issubclass(kind, Platform)) or getattr(kind, "name", None) != name:
+            raise DlmBridgeError(f"the entry point {name} of {GROUP} is {kind!r}: no Platform of that name")
+        if name in built_in:
+            raise DlmBridgeError(f"two platforms are named {name}: uninstall the package of {kind.__module__}")
+        found[name] = kind
     return found | built_in
-
-
-def _load(entry: EntryPoint) -> type[Platform]:
-    try:
-        kind = entry.load()
-    except Exception as error:
-        raise DlmBridgeError(
-            f"the platform {entry.name} of {_package(entry)} cannot be loaded, uninstall it: {one_line(error)}"
-        ) from error
-    if not (isinstance(kind, type) and issubclass(kind, Platform)) or getattr(kind, "name", None) != entry.name:
-        raise DlmBridgeError(
-            f"the entry point {entry.name} = {entry.value} of {_package(entry)} is no Platform of that name"
-        )
-    return kind
-
-
-def _package(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else entry.value
 
 
 @cache

@@ -19,6 +19,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import mcore_patches, overrides, platform
 from dlm_bridge.parallel.devices import CPU, CUDA
 from dlm_bridge.parallel.overrides import Overrides
+from dlm_bridge.plugins import load_entry_points
 
 MIB = 2**20
 AVAILABLE = [name for name, kind in platform.known().items() if kind.available()]
@@ -177,7 +178,7 @@ class Vendor:
         module = f"vendor_{self.root.name}"
         (self.root / f"{module}.py").write_text(
             "from dlm_bridge.parallel.devices import CPU\n\n\n"
-            f"class Chip(CPU):\n    name = 'chip'\n{code}\nclass Other: ...\n"
+            f"class Chip(CPU):\n    name = 'chip'\n{code}\nclass Other: ...\n\n\nclass Cpu(CPU): ...\n"
         )
         info = self.root / "vendor-1.0.dist-info"
         info.mkdir()
@@ -185,6 +186,7 @@ class Vendor:
         (info / "entry_points.txt").write_text(f"[{platform.GROUP}]\n{entry.replace('MODULE', module)}\n")
         self.patch.syspath_prepend(str(self.root))
         platform.known.cache_clear()
+        load_entry_points.cache_clear()
 
 
 @pytest.fixture
@@ -193,6 +195,7 @@ def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vendor]:
     with monkeypatch.context() as patch:
         yield Vendor(tmp_path, patch)
     platform.known.cache_clear()
+    load_entry_points.cache_clear()
 
 
 def test_a_package_adds_a_platform(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,17 +222,24 @@ def test_a_packages_platform_counts_only_where_its_device_is(vendor: Vendor, mon
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("chip = MODULE:Absent", "the platform chip of vendor cannot be loaded, uninstall it: .*Absent"),
-        ("chip = absent_module:Chip", "the platform chip of vendor cannot be loaded, uninstall it: .*absent_module"),
-        ("chip = MODULE:Other", "chip = .*:Other of vendor is no Platform of that name"),
-        ("slip = MODULE:Chip", "slip = .*:Chip of vendor is no Platform of that name"),
-        ("cpu = MODULE:Chip", "two platforms are named cpu: uninstall vendor, which has one"),
+        ("chip = MODULE:Other", "the entry point chip of dlm_bridge.platforms is .*Other.*: no Platform of that name"),
+        ("slip = MODULE:Chip", "the entry point slip of dlm_bridge.platforms is .*Chip.*: no Platform of that name"),
+        ("cpu = MODULE:Cpu", "two platforms are named cpu: uninstall the package of vendor_"),
     ],
 )
 def test_a_packages_wrong_platform_is_named(entry: str, message: str, vendor: Vendor) -> None:
     vendor.install(entry)
     with pytest.raises(DlmBridgeError, match=message):
         platform.current()
+
+
+@pytest.mark.parametrize("entry", ["chip = MODULE:Absent", "chip = absent_module:Chip"])
+def test_a_package_that_fails_to_import_is_left_out(
+    entry: str, vendor: Vendor, caplog: pytest.LogCaptureFixture
+) -> None:
+    vendor.install(entry)
+    assert list(platform.known()) == ["cuda", "cpu"]
+    assert "vendor: entry point 'chip' of dlm_bridge.platforms fails to import" in caplog.text
 
 
 class Parent:

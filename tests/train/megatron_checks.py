@@ -293,7 +293,8 @@ def _fit_groups(options: dict[str, Any]) -> None:
         return
     with contextlib.suppress(DlmBridgeError):
         config = TrainConfig.from_flags(**options)
-        if groups.fit(config.parallel.layout, ContextParallelConfig(config.parallel.cp)):
+        if parallel_state.model_parallel_is_initialized():
+            groups._check_groups(config.parallel.layout, ContextParallelConfig(config.parallel.cp))
             return
     groups.destroy()
 

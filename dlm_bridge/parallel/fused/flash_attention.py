@@ -48,7 +48,7 @@ def flash_attention(
 
 @cache
 def missing() -> str | None:
-    """Why this machine cannot run the kernels; None where it can. A package that is there and of no use is told of."""
+    """Why this machine cannot run the kernels; None where it can. Warns of a package that cannot be used."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY:
         return "FlashAttention 4 needs an NVIDIA GPU of compute capability 9.0 or later"
     try:
@@ -69,7 +69,7 @@ def missing() -> str | None:
 
 
 def unsupported_heads(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why heads of this size and dtype get other kernels; None where FlashAttention 4 takes them."""
+    """Why heads of this size and dtype get other kernels; None where FlashAttention 4 supports them."""
     if dtype not in HALF:
         return f"FlashAttention 4 computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
     largest = LARGEST.get(torch.cuda.get_device_capability()[0], LARGEST_ELSEWHERE)
@@ -113,13 +113,7 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    causal: bool,
-    starts: torch.Tensor | None,
-    longest: int,
+    query: torch.Tensor, key: Any, value: Any, scale: float, causal: bool, starts: torch.Tensor | None, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *rows, heads, _ = query.shape
     sums = (rows[0], heads, rows[1]) if starts is None else (heads, rows[0])
@@ -160,16 +154,7 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    sums: torch.Tensor,
-    scale: float,
-    causal: bool,
-    starts: torch.Tensor | None,
-    longest: int,
+    gradient: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _empty_as(query), _empty_as(key), _empty_as(value)
 
@@ -177,7 +162,7 @@ def _(
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     query, key, value, ctx.scale, ctx.causal, starts, ctx.longest = inputs
     ctx.save_for_backward(query, key, value, *output, starts)
-    ctx.set_materialize_grads(False)  # nobody has a gradient of the sums
+    ctx.set_materialize_grads(False)  # the sums have no gradient
 
 
 def _autograd_backward(ctx: Any, gradient: torch.Tensor, _: None) -> tuple[Any, ...]:
@@ -190,7 +175,7 @@ _forward.register_autograd(_autograd_backward, setup_context=_save_for_backward)
 
 
 def _empty_as(like: torch.Tensor) -> torch.Tensor:
-    """Memory for a tensor of the same shape, dense: positions outermost where `like` has them so, else rows."""
+    """A dense empty tensor of the same shape: positions outermost where `like` has them so, else rows."""
     if like.dim() == 4 and like.stride(0) < like.stride(1):
         rows, positions, heads, size = like.shape
         return like.new_empty(positions, rows, heads, size).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Every patch of megatron-core, every class swap and every use of its private attributes, as one table: `PATCHES`.
+"""Every patch of megatron-core, class swap and use of its private attributes, as one table: `PATCHES`.
 
 All are written against megatron-core 0.16.1 (`overrides.SUPPORTED`), whose source lines the table cites. Process-wide
 replacements (`replaces`) are installed by `install`, where a run joins its process groups; the others are applied to
@@ -18,41 +18,49 @@ from dlm_bridge.parallel.mcore_patches import process_wide as process
 from dlm_bridge.parallel.overrides import SUPPORTED, Overrides
 
 
+@dataclass(frozen=True)
+class Condition:
+    """When a patch applies: in words, and whether a platform meets it."""
+
+    words: str
+    met: Callable[[Platform], bool]
+
+
 def _on_cpu(platform: Platform) -> bool:
     return isinstance(platform, CPU)
 
 
-def _with_torch_adam(platform: Platform) -> bool:
-    return _on_cpu(platform) or process.uses_torch_adam()
+def _anywhere(words: str) -> Condition:
+    return Condition(words, lambda platform: True)
 
 
-def _with_te(platform: Platform) -> bool:
-    return platform.uses_transformer_engine()
+def _on_accelerators(words: str) -> Condition:
+    return Condition(words, lambda platform: not _on_cpu(platform))
 
 
-def _without_te(platform: Platform) -> bool:
-    return not platform.uses_transformer_engine()
+def _with_te(words: str) -> Condition:
+    return Condition(words, lambda platform: platform.uses_transformer_engine())
 
 
-def _on_accelerator(platform: Platform) -> bool:
-    return not _on_cpu(platform)
+def _without_te(words: str) -> Condition:
+    return Condition(words, lambda platform: not platform.uses_transformer_engine())
 
 
-def _always(platform: Platform) -> bool:
-    return True
+ON_CPU = Condition("the CPU platform", _on_cpu)
+TORCH_ADAM = Condition(
+    "neither Transformer Engine nor apex", lambda platform: _on_cpu(platform) or process.uses_torch_adam()
+)
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One row: what is patched, how and why, and where."""
+    """One row of the table."""
 
-    target: str  # dotted name in megatron-core; of several, what they have in common
-    how: str  # replaced, class swap, instance patch, subclass, private access
-    what: str
+    target: str  # name in megatron-core; of several, what they have in common
+    what: str  # it becomes, or is used for
     why: str
     source: str  # path:line in megatron-core 0.16.1
-    when: str  # the condition in words
-    active: Callable[[Platform], bool] = _always  # whether a platform has the condition
+    when: Condition
     code: str = ""  # in this folder, where not in `replaces`
     replaces: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)  # full dotted name: make a replacement
 
@@ -92,22 +100,18 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 CPU_PATCHES = (
     Patch(
         target="torch, in 14 modules",
-        how="replaced",
         what='the device "cuda" is the CPU, memory is never pinned, streams do nothing',
         why='they make tensors with device="cuda" and use streams',
         source="pipeline_parallel/schedules.py:596",
-        when="the CPU platform",
-        active=_on_cpu,
+        when=ON_CPU,
         replaces={f"{module}.torch": process.replace_with(_TORCH_ON_CPU) for module in _CUDA_ONLY_MODULES},
     ),
     Patch(
         target="torch.cuda",
-        how="replaced",
         what="current_device is the CPU, synchronize does nothing",
         why="parameters, rotary frequencies, buffers and the checkpoint's status go to the current CUDA device",
         source="tensor_parallel/layers.py:261",
-        when="the CPU platform",
-        active=_on_cpu,
+        when=ON_CPU,
         replaces={
             "torch.cuda.current_device": process.replace_with(process.cpu_device),
             "torch.cuda.synchronize": process.replace_with(process.do_nothing),
@@ -115,12 +119,10 @@ CPU_PATCHES = (
     ),
     Patch(
         target="torch.Tensor",
-        how="replaced",
         what="cuda() is the tensor itself, type() names CUDA",
         why="a tied output layer fetches the embedding by .cuda(); optimizers look for torch.cuda.FloatTensor by name",
         source="models/common/language_module/language_module.py:244",
-        when="the CPU platform",
-        active=_on_cpu,
+        when=ON_CPU,
         replaces={
             "torch.Tensor.cuda": process.replace_with(process.same_tensor),
             "torch.Tensor.type": process.cuda_type_name,
@@ -128,12 +130,10 @@ CPU_PATCHES = (
     ),
     Patch(
         target="the CUDA generator",
-        how="replaced",
         what="the CPU's default generator; no warning that it moved",
         why="the random number tracker forks it in attention, in recomputation and under sequence parallelism",
         source="tensor_parallel/random.py:72",
-        when="the CPU platform",
-        active=_on_cpu,
+        when=ON_CPU,
         replaces={
             "torch.cuda.manual_seed": process.replace_with(process.cpu_manual_seed),
             "torch.cuda.get_rng_state": process.replace_with(process.cpu_rng_state),
@@ -144,12 +144,10 @@ CPU_PATCHES = (
     ),
     Patch(
         target="maybe_move_tensor_to_cpu",
-        how="replaced",
         what="split sizes become numbers on the CPU, too",
         why="it makes numbers only of tensors on a GPU",
         source="transformer/moe/moe_utils.py:1078",
-        when="the CPU platform",
-        active=_on_cpu,
+        when=ON_CPU,
         replaces={
             "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": process.replace_with(
                 process.split_sizes_on_cpu
@@ -158,12 +156,10 @@ CPU_PATCHES = (
     ),
     Patch(
         target="ShardedTensor.init_data",
-        how="replaced",
         what='the device "cuda" is the CPU',
         why="ranks that share the reading of a checkpoint allocate each other's tensors on the GPU",
         source="dist_checkpointing/mapping.py:247",
-        when="the CPU platform",
-        active=_on_cpu,
+        when=ON_CPU,
         replaces={"megatron.core.dist_checkpointing.mapping.ShardedTensor.init_data": process.init_data_on_cpu},
     ),
 )
@@ -171,12 +167,10 @@ CPU_PATCHES = (
 TORCH_ADAM_PATCHES = (
     Patch(
         target="DistributedOptimizer, with torch's Adam",
-        how="replaced",
         what="saved before the first step, every parameter has its own step count, no look for one among the tensors",
         why="it asserts on exactly one step count, and shares one tensor between all parameters",
         source="optimizer/distrib_optimizer.py:642",
-        when="neither Transformer Engine nor apex",
-        active=_with_torch_adam,
+        when=TORCH_ADAM,
         replaces={
             f"{_DISTRIBUTED}.state_dict": process.adam_distributed_state_dict,
             f"{_DISTRIBUTED}.load_state_dict": process.adam_distributed_load_state_dict,
@@ -185,12 +179,10 @@ TORCH_ADAM_PATCHES = (
     ),
     Patch(
         target="FP32Optimizer, Float16OptimizerWithFloat16Params, with torch's Adam",
-        how="replaced",
         what="saved before the first step; a step count on ranks without parameters and of zero",
         why="Adam makes its state at its first step and counts by parameter, but all ranks load what one saves",
         source="optimizer/optimizer.py:1012",
-        when="neither Transformer Engine nor apex",
-        active=_with_torch_adam,
+        when=TORCH_ADAM,
         replaces={
             f"{_MIXED}.step_with_ready_grads": process.adam_step_with_ready_grads,
             f"{_FP32}.step_with_ready_grads": process.adam_step_with_ready_grads,
@@ -203,98 +195,82 @@ TORCH_ADAM_PATCHES = (
 MODULE_PATCHES = (
     Patch(
         target="GPTModel._preprocess, GPTModel._postprocess",
-        how="subclass",
         what="rotary embeddings of explicit positions; the output layer is called by `forward`",
         why="its rotary embeddings are those of 0, 1, 2, ..., and its loss is one of every position",
         source="models/gpt/gpt_model.py:284",
-        when="always",
+        when=_anywhere("always"),
         code="dlm_bridge.parallel.gpt:BridgeGPTModel",
     ),
     Patch(
         target="ColumnParallelLinear._forward_impl",
-        how="class swap",
         what="logits are minus infinity in padded columns; the loss of the loss positions without logits",
         why="padding enters its softmax, and logits of every position take the most memory of a step",
         source="tensor_parallel/layers.py:948",
-        when="always: the output layer",
+        when=_anywhere("always: the output layer"),
         code="modules:OutputLayer",
     ),
     Patch(
         target="TransformerLayer._forward_mlp",
-        how="class swap",
         what="the last layer's feed-forward at the loss positions only",
         why="no later layer reads the other positions",
         source="transformer/transformer_layer.py:683",
-        when="the last layer, where it is dense, without sequence parallelism and full recomputation",
+        when=_anywhere("the last layer, where it is dense, without sequence parallelism and full recomputation"),
         code="modules:LossPositionsLayer",
     ),
     Patch(
         target="MoEAllGatherTokenDispatcher",
-        how="class swap",
         what="token counts go to the CPU while tokens are gathered; one sum in the hidden states' dtype",
         why="it waits for the device twice a layer, and adds up in the router's dtype",
         source="transformer/moe/token_dispatcher.py:208",
-        when="--moe-dispatcher allgather",
+        when=_anywhere("--moe-dispatcher allgather"),
         code="modules:AllGatherDispatcher",
     ),
     Patch(
         target="TopKRouter.gating, TopKRouter._apply_expert_bias",
-        how="subclass",
         what="plain torch",
         why="without Transformer Engine `te_general_gemm` is undefined; compiling two lines takes seconds",
         source="transformer/moe/router.py:532",
-        when="experts, without Transformer Engine",
-        active=_without_te,
+        when=_without_te("experts, without Transformer Engine"),
         code="modules:LocalRouter",
     ),
     Patch(
         target="multi_latent_attention.TELinear",
-        how="replaced while a layer is built",
         what="a replicated linear layer in plain torch",
         why="without Transformer Engine the name is None",
         source="transformer/multi_latent_attention.py:64",
-        when="latent attention, without Transformer Engine",
-        active=_without_te,
+        when=_without_te("latent attention, without Transformer Engine"),
         code="modules:patched_latent_linear",
     ),
     Patch(
         target="tensor_parallel.layers._grad_accum_fusion_available",
-        how="replaced while a model is built",
         what="true",
         why="its own linear layers need apex for gradient_accumulation_fusion; `OutputLayer` does without",
         source="tensor_parallel/layers.py:924",
-        when="Transformer Engine, without apex",
-        active=_with_te,
+        when=_with_te("Transformer Engine, without apex"),
         code="modules:patched_gradient_accumulation",
     ),
     Patch(
         target="extensions.transformer_engine.TEActivationOp",
-        how="class swap",
         what="no state in checkpoints",
         why="a feed-forward asks its modules for sharded_state_dict, which Transformer Engine's operations lack",
         source="extensions/transformer_engine.py:397",
-        when="Transformer Engine, dense models",
-        active=_with_te,
+        when=_with_te("Transformer Engine, dense models"),
         code="modules:TransformerEngineActivation",
     ),
     Patch(
         target="TEGroupedLinear._split_extra_state",
-        how="instance patch",
         what="an empty FP8 state stays empty",
         why="it splits a state that Transformer Engine 2.20 leaves empty for recipes without history",
         source="extensions/transformer_engine.py:1697",
-        when="--precision fp8, grouped experts",
-        active=_with_te,
+        when=_with_te("--precision fp8, grouped experts"),
         code="modules:patch_grouped_linear_state",
     ),
     Patch(
         target="yarn_rotary_pos_embedding._yarn_get_concentration_factor_from_config",
-        how="private access",
         what="YaRN's factor in the fused QK-norm and RoPE kernel",
         why="it has no public name",
         source="models/common/embeddings/yarn_rotary_pos_embedding.py:274",
-        when="Transformer Engine and Triton",
-        active=_with_te,
+        when=_with_te("Transformer Engine and Triton"),
         code="dlm_bridge.parallel.self_attention:rotary_table",
     ),
 )
@@ -302,77 +278,66 @@ MODULE_PATCHES = (
 OPTIMIZER_PATCHES = (
     Patch(
         target="DistributedOptimizer.model_param_group_index_map",
-        how="instance patch",
         what="fp32 params first in each group",
         why="it notes main params in the order of the buffers, and then puts fp32 params first: state is swapped",
         source="optimizer/distrib_optimizer.py:307",
-        when="the distributed optimizer",
+        when=_anywhere("the distributed optimizer"),
         code="optimizers:patch_param_order",
     ),
     Patch(
         target="MegatronOptimizer.init_state_fn",
-        how="instance patch",
         what="momentum buffers before they are loaded",
         why="it is None for SGD, and a resume calls it",
         source="optimizer/__init__.py:408",
-        when="--optimizer sgd",
+        when=_anywhere("--optimizer sgd"),
         code="optimizers:patch_sgd_resume",
     ),
     Patch(
         target="HybridDeviceOptimizer._update_fp32_params_by_new_state",
-        how="instance patch",
         what="main params of every parameter come from a checkpoint",
         why="a resume ends at the first parameter that is fp32 in the model, of which it has no second copy",
         source="optimizer/cpu_offloading/hybrid_optimizer.py:369",
-        when="--optimizer-cpu-offload",
-        active=_with_te,
+        when=_with_te("--optimizer-cpu-offload"),
         code="optimizers:patch_offloading_resume",
     ),
     Patch(
         target="param_index_map of the optimizer's buffers",
-        how="instance patch, while a checkpoint is saved",
         what="places without the padding between buckets",
         why="state is gathered without padding, and cut at the places with it: parameters get a neighbour's state",
         source="optimizer/distrib_optimizer.py:1404",
-        when="the distributed optimizer",
+        when=_anywhere("the distributed optimizer"),
         code="optimizers:unpadded_param_index_map",
     ),
     Patch(
         target="Float16OptimizerWithFloat16Params.float16_groups",
-        how="instance patch, in checkpoints",
         what="fp32 params are saved beside the main params of the others",
         why="it counts on there being none",
         source="optimizer/optimizer.py:797",
-        when="--no-distributed-optimizer",
+        when=_anywhere("--no-distributed-optimizer"),
         code="optimizers:fp32_params_included",
     ),
     Patch(
         target="DistributedOptimizer._get_main_param_and_optimizer_states, ._set_main_param_and_optimizer_states",
-        how="instance patch, in checkpoints",
         what="main params inside Adam are saved and loaded in fp32",
         why="it would save the 16 bits that Adam keeps instead, and assert on loading them",
         source="optimizer/distrib_optimizer.py:883",
-        when="optimizer.use_precision_aware_optimizer",
-        active=_with_te,
+        when=_with_te("optimizer.use_precision_aware_optimizer"),
         code="optimizers:whole_main_params",
     ),
     Patch(
         target="DistributedOptimizer._get_model_param_range_map",
-        how="private access",
         what="which elements of a parameter a rank's main param shard has",
         why="it has no public name",
         source="optimizer/distrib_optimizer.py:610",
-        when="the distributed optimizer",
+        when=_anywhere("the distributed optimizer"),
         code="optimizers:param_range",
     ),
     Patch(
         target="MixedPrecisionOptimizer._copy_main_params_to_model_params",
-        how="instance patch, during a step",
         what="nothing: the step's kernels clip gradients, update main params and round them in one pass",
         why="a pass each over all gradients and over all main params",
         source="optimizer/optimizer.py:585",
-        when="Transformer Engine's AdamW and Triton",
-        active=_with_te,
+        when=_with_te("Transformer Engine's AdamW and Triton"),
         code="fused_step:FusedOptimizerStep",
     ),
 )
@@ -380,32 +345,26 @@ OPTIMIZER_PATCHES = (
 FSDP_PATCHES = (
     Patch(
         target="GradReducePipeline._bucket_group_gradient_reduce",
-        how="instance patch",
         what="gradients that one data parallel rank alone has are left as they are",
         why="they would be added to themselves, doubling what earlier micro-batches left",
         source="distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3182",
-        when="--fsdp",
-        active=_on_accelerator,
+        when=_on_accelerators("--fsdp"),
         code="fsdp:patch_unshared_gradients",
     ),
     Patch(
         target="_mcore_tp, _tp_partition_dim, _tp_duplicated of parameters",
-        how="private access",
         what="the axis along which tensor parallel ranks shard a parameter",
         why="it has no public name",
         source="distributed/fsdp/mcore_fsdp_adapter.py:176",
-        when="--fsdp",
-        active=_on_accelerator,
+        when=_on_accelerators("--fsdp"),
         code="fsdp:fsdp_shards",
     ),
     Patch(
         target="DistributedOptimizer._init_optimizer_states_with_dummy_values",
-        how="private access",
         what="allocates the optimizer's state before a checkpoint is loaded",
         why="it has no public name",
         source="optimizer/distrib_optimizer.py:1137",
-        when="--fsdp --resume",
-        active=_on_accelerator,
+        when=_on_accelerators("--fsdp --resume"),
         code="fsdp:init_optimizer_state",
     ),
 )
@@ -413,20 +372,18 @@ FSDP_PATCHES = (
 PROCESS_PATCHES = (
     Patch(
         target="parallel_state._global_process_group_list, ._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
-        how="private access",
         what="process groups are destroyed where the layout changes",
         why="it only forgets them: their threads and sockets would pile up",
         source="parallel_state.py:147",
-        when="tests, and live models of several layouts",
+        when=_anywhere("tests, and live models of several layouts"),
         code="process_wide:destroy_process_groups",
     ),
     Patch(
         target="filesystem_async._get_write_results_queue",
-        how="private access",
         what="the process of the writers' results is started with SIGTERM blocked",
         why="a job's SIGTERM would end it before the last checkpoint is written",
         source="dist_checkpointing/strategies/filesystem_async.py:51",
-        when="every training checkpoint",
+        when=_anywhere("every training checkpoint"),
         code="process_wide:start_results_queue",
     ),
 )
@@ -444,7 +401,7 @@ PATCHES = (
 def overrides_of(platform: Platform) -> Overrides | None:
     """The process-wide replacements on a platform: those of the table, and what the platform itself adds."""
     added = platform.overrides()
-    table = {name: make for patch in PATCHES if patch.active(platform) for name, make in patch.replaces.items()}
+    table = {name: make for patch in PATCHES if patch.when.met(platform) for name, make in patch.replaces.items()}
     if added is not None:
         return Overrides(added.owner, added.made_for, {**table, **added.table})
     return Overrides(f"the {type(platform).name} platform", SUPPORTED, table) if table else None
