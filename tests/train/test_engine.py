@@ -62,7 +62,7 @@ def test_loss_falls_and_the_folder_holds_what_it_should(tmp_path: Path, run: Run
     output = tmp_path / "run"
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-0000050", "step-0000060"]
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert yaml.safe_load((output / "config.yaml").read_text())["objective"] == "masked"
+    assert yaml.safe_load((output / "config.yaml").read_text())["objective"]["name"] == "masked"
     checkpoint = output / "checkpoints" / "step-0000060"
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert json.loads((checkpoint / "config.json").read_text())["d_model"] == 32
@@ -116,7 +116,7 @@ def test_two_processes_equal_one(tmp_path: Path, run: Run, values: dict[str, Any
     """Through the command line under torchrun, with gloo, and with accumulation on top."""
     one = run(tmp_path / "one", steps=4)
     options = {**values, "steps": 4, "micro_batch_size": 2, "output": str(tmp_path / "two")}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(options))
+    (tmp_path / "run.yaml").write_text(TrainConfig.from_flags(**options).to_yaml())
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, "-m", "dlm_bridge.cli", "pretrain", "--config", str(tmp_path / "run.yaml")]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
@@ -209,7 +209,7 @@ def test_objective_must_be_the_one_that_the_model_is_read_with(
     model = SimpleNamespace(family=family, config=SimpleNamespace(max_position_embeddings=None))
     config = TrainConfig.from_flags(**values, output="o")
     if message is None:
-        assert with_objective(config, model).objective == "masked"
+        assert with_objective(config, model).objective.name == "masked"
     else:
         with pytest.raises(DlmBridgeError, match=message):
             with_objective(config, model)

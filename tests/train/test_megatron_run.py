@@ -312,12 +312,8 @@ def test_wandb_has_every_step_through_accelerates_tracker(
         ({"recompute": "selective", "recompute_modules": "layernorm"}, "--recompute-modules layernorm needs"),
         ({"megatron": ["transformer.cpu_offloading=true"]}, "CPU Offloading is enabled when TE is not present"),
         ({"megatron": ["optimizer.use_precision_aware_optimizer=true"]}, "use_precision_aware_optimizer needs"),
-        ({"recompute": "selective", "recompute_modules": "mlp,moe"}, "--recompute-modules moe: the model is dense"),
-        ({"recompute_modules": "mlp"}, "--recompute-modules mlp needs --recompute selective"),
-        ({"recompute": "selective", "recompute_layers": 1}, "--recompute-layers 1 needs --recompute full"),
         ({"fp8_recipe": "tensorwise"}, "--fp8-recipe needs --precision fp8"),
         ({"megatron": ["ddp.nccl_ub=true"]}, "--megatron ddp.nccl_ub: its buffers are NCCL's"),
-        ({"megatron": ["transformer.moe_router_dtype=fp32"]}, "moe_router_dtype: the model is dense"),
         ({"attention_backend": "sdpa"}, "--attention-backend 'sdpa' is unknown"),
     ],
 )
@@ -346,11 +342,11 @@ class GatedOperation(torch.nn.Module):
 def test_a_run_with_transformer_engines_activation_saves_and_resumes(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.train.megatron import mcore_config
+    from dlm_bridge.train.megatron import engine
 
     plain = on_megatron(tmp_path / "plain", steps=4)
     built = []
-    overrides = mcore_config.transformer_overrides
+    overrides = engine.transformer_overrides
 
     def operation(config: Any) -> torch.nn.Module:
         built.append(GatedOperation())
@@ -358,7 +354,7 @@ def test_a_run_with_transformer_engines_activation_saves_and_resumes(
 
     monkeypatch.setattr("dlm_bridge.parallel.mcore_patches.modules._te_activation", operation)
     monkeypatch.setattr(
-        mcore_config,
+        engine,
         "transformer_overrides",
         lambda *arguments: overrides(*arguments) | {"use_te_activation_func": True},
     )
