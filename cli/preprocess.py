@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -52,7 +53,7 @@ def preprocess(
     with progress_bar("tokenising") as progress:
         report = run(inputs, output, loaded, append_eod, key, workers, overwrite, progress)
     if as_json:
-        typer.echo(json.dumps(report.as_dict()))
+        typer.echo(json.dumps(dataclasses.asdict(report)))
         return
     typer.echo(
         f"{output}.bin, {Path(output).name}.idx: {report.documents:,} documents, {report.tokens:,} tokens "

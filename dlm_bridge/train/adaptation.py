@@ -34,28 +34,27 @@ def open_probability(step: int, annealing_steps: int) -> float:
 
 
 def anneal_mask(noisy: NoisyBatch, config: TrainConfig, step: int, samples: Sequence[int]) -> NoisyBatch:
-    """The batch with the attention of its step, as `pairs`: causal plus a random `open_share` of the later keys, drawn
-    anew for each global sample index and step. `noisy` holds one stream, a row for each of `samples`."""
-    share = open_probability(step, config.objective.mask_annealing_steps)
-    if share == 1.0:
+    """The batch with the attention of its step, as `pairs`: causal plus random later keys with `open_probability`,
+    drawn for each global sample index and step. `noisy` has one stream, a row for each of `samples`."""
+    opened = open_probability(step, config.objective.mask_annealing_steps)
+    if opened == 1.0:
         return noisy
     batch, length = noisy.input_ids.shape
     device = noisy.input_ids.device
     allowed_BLL = torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
-    if share > 0:
-        allowed_BLL = allowed_BLL | (_uniform(config.data.seed, step, samples, length).to(device) < share)
+    if opened > 0:
+        allowed_BLL = allowed_BLL | (_uniform(config.data.seed, step, samples, length).to(device) < opened)
     if noisy.mask_descriptor is not None:  # packed documents
         allowed_BLL = allowed_BLL & noisy.mask_descriptor.dense()[:, 0]
     elif noisy.attention_mask is not None:
-        # Padding looks at itself, so that no row of a softmax is empty.
+        # Padding attends to itself, so that no row of a softmax is empty.
         own_LL = torch.eye(length, dtype=torch.bool, device=device)
         allowed_BLL = (allowed_BLL & noisy.attention_mask[:, None, :]) | own_LL
     return dataclasses.replace(noisy, pairs=allowed_BLL[:, None])
 
 
 def with_block_size(objective: Objective, model: Any, config: TrainConfig, step: int) -> Objective:
-    """The objective `at_step`. The model's config says the size too: a checkpoint names the one that it was trained
-    with last."""
+    """The objective `at_step`, and the same block size in the model's config: a checkpoint has the last one."""
     size = scheduled_block_size(config, step)
     if size is not None:
         model.config.block_size = size
@@ -65,7 +64,7 @@ def with_block_size(objective: Objective, model: Any, config: TrainConfig, step:
 def at_step(objective: Objective, config: TrainConfig, step: int) -> Objective:
     """The objective with the block size of a step."""
     size = scheduled_block_size(config, step)
-    # A TwoStreams where there is a schedule, as checked.
+    # `check_adaptation` requires a two-stream objective where there is a schedule.
     return objective if size is None else dataclasses.replace(objective, block_size=size)  # type: ignore[call-arg]
 
 
@@ -76,19 +75,17 @@ def scheduled_block_size(config: TrainConfig, step: int) -> int | None:
 
 
 def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
-    """Raise DlmBridgeError where the resolved `config.objective` or the family cannot follow a schedule."""
+    """Raise DlmBridgeError where the objective or the family does not support a schedule."""
     name = str(config.objective.name)
     kind = find_objective(name).kind
     if config.objective.block_sizes and kind.streams == 1:
         known = ", ".join(other for other, spec in objectives().items() if spec.kind.streams == 2)
-        raise DlmBridgeError(f"--block-schedule: objective '{name}' has no blocks: those that have are {known}")
+        raise DlmBridgeError(f"--block-schedule: objective '{name}' has no blocks: objectives with blocks are {known}")
     if not config.objective.mask_annealing_steps:
         return
     flag = f"--mask-annealing-steps {config.objective.mask_annealing_steps}"
     if kind.streams == 2:
-        raise DlmBridgeError(
-            f"{flag}: objective '{name}' makes the mask of its two streams itself: adapt it with --block-schedule"
-        )
+        raise DlmBridgeError(f"{flag}: objective '{name}' has its own mask of two streams: use --block-schedule")
     if family.attention_pattern != "bidirectional":
         raise DlmBridgeError(f"{flag}: {family.title} is {family.attention_pattern}, not bidirectional: leave it out")
 
@@ -102,8 +99,8 @@ def _uniform(seed: int, step: int, samples: Sequence[int], length: int) -> torch
 
 
 def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig:
-    """The configuration, with its objective resolved, where what is not given is as `family` was tuned. Raises
-    DlmBridgeError for padding that the rest does not allow."""
+    """The configuration, with its objective resolved, and the family's fine-tuning defaults for what is not given.
+    Raises DlmBridgeError for padding that the objective or packing excludes."""
     kind = find_objective(str(config.objective.name)).kind
     blocks = kind.streams == 2
     chosen = config.data.eos_padding
@@ -130,7 +127,7 @@ def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig
 def load_conversations(
     config: TrainConfig, model: Any, found: DataSources, mask_token: int | None
 ) -> tuple[Samples, Samples, Any]:
-    """The training and validation samples and the tokenizer of a configuration that `tuned_as` gave. Raises
+    """The training and validation samples and the tokenizer of a configuration from `with_family_defaults`. Raises
     DlmBridgeError."""
     tokenizer, fractions = load_tokenizer(config), config.data.split_fractions
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], mask_token)
@@ -152,7 +149,7 @@ def load_conversations(
 
 
 def _largest_block(config: TrainConfig, model: Any) -> int:
-    """The largest block that the run will have, which its schedule's smaller ones divide; 1 without blocks."""
+    """The largest block size of the run, which the schedule's smaller ones divide; 1 without blocks."""
     kind = find_objective(str(config.objective.name)).kind
     if kind.streams == 1:
         return 1

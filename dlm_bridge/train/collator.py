@@ -39,11 +39,11 @@ class DiffusionCollator:
 
     The noise of a sample with a `sample_index` is keyed by (seed, that index) alone: give every visit of a sample its
     own. Otherwise it is keyed by the seed, the process, the loader's worker and how many batches that has collated, so
-    that a run repeats; one that is resumed begins its noise anew. A `generator` (only without workers) comes first.
+    that a run repeats; one that is resumed begins its noise anew. A `generator` (only without workers) takes precedence.
     """
 
     objective: Objective
-    pad_token_id: int = 0  # never looked at nor counted
+    pad_token_id: int = 0  # masked from attention and the loss
     seed: int = 0
     generator: torch.Generator | None = None
     pad_to_multiple_of: int = 1

@@ -1,4 +1,4 @@
-"""LoRA adapters of a run, by PEFT: which linear layers they change, how they begin, how they are saved and go on."""
+"""LoRA adapters by PEFT: target layers, initialisation, saving and resuming."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dlm_bridge.train.config.options import comma_separated
 from dlm_bridge.train.loading import decoder_layers, model_family
 
 BASE = "base.json"  # beside an adapter: the base that it was trained on
-STEP = 0  # of the seed that an adapter's first weights are drawn with: before the first step
-SAMPLED = 64  # rows of the embedding, and elements of each, that tell a base from another
+STEP = 0  # of the seed of a new adapter's weights: before the first step
+SAMPLED = 64  # rows of the embedding, and elements of each, in a base's fingerprint
 
 
 def with_lora(config: Config, model: Any) -> Config:
@@ -44,18 +44,18 @@ def with_lora(config: Config, model: Any) -> Config:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a model: `peft` holds that model, whose own linear layers it has replaced."""
+    """The adapter of a model. `peft` is PEFT's wrapper of it, which has replaced its linear layers."""
 
     peft: Any
     base: str  # as --model names it
     fingerprint: str | None  # of the base's weights; None where this process has none
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by the names that PEFT's state dict has."""
+        """The trained parameters, by PEFT's names."""
         return {name: weight for name, weight in self.peft.named_parameters() if weight.requires_grad}
 
     def described(self) -> str:
-        """One line on what is trained."""
+        """One line about the trained parameters."""
         settings, weights = self.peft.peft_config["default"], self.parameters()
         kinds = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in weights})
         numbers = sum(weight.numel() for weight in weights.values())
@@ -65,8 +65,8 @@ class Adapter:
         )
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write PEFT's adapter_config.json and adapter_model.safetensors, and what tells the base from others;
-        `state_dict` in place of `parameters()`, where these are cut."""
+        """Write PEFT's adapter_config.json and adapter_model.safetensors, and the base's fingerprint; `state_dict`
+        replaces `parameters()` where these are sharded."""
         tensors = self.parameters() if state_dict is None else state_dict
         self.peft.save_pretrained(folder, state_dict=dict(tensors), save_embedding_layers=False)
         (folder / BASE).write_text(json.dumps({"base": self.base, "fingerprint": self.fingerprint}, indent=2) + "\n")
@@ -119,8 +119,8 @@ def check_adapter(folder: Path, base: str) -> None:
 
 
 def fingerprint(model: Any) -> str:
-    """What tells a base's weights from another's, in whatever precision the base is loaded: a digest of some of its
-    embedding and of its norms, in bf16."""
+    """A digest of a base's weights that does not depend on its precision: of a part of the embedding and of the
+    norms, in bf16."""
     digest = xxhash.xxh3_128()
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and weight is not model.get_input_embeddings().weight:

@@ -22,10 +22,10 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class TextSamples:
-    """The prompts of `--sample-prompt`, and the file that what follows on them goes to.
+    """The prompts of `--sample-prompt`, and the file that continuations are written to.
 
-    Every sampling has the same seed, so that only the weights differ from one to the next, and leaves training's
-    random numbers, and the model's mode, as they were.
+    Every sampling has the same seed, so that only the weights differ, and leaves training's random state and the
+    model's mode unchanged.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Any, output: Path, step: int, main: bool) -> None:
@@ -49,17 +49,17 @@ class TextSamples:
         os.replace(temporary, self._path)
 
     def write(self, step: int, model: Any) -> None:
-        """Sample after `step` and append a row for each prompt; every process that has a share of the model's weights
+        """Sample after `step` and append a row for each prompt; every process that holds a part of the model's weights
         calls it. Raises DlmBridgeError where the model cannot be sampled from."""
         family = model_family(model)
         diffusion = family is not None and family.kind == "diffusion"
         settings: dict[str, Any] = {"gen_length": self._config.logging.sample_length, "seed": self._config.data.seed}
         if diffusion:
-            settings["execution"] = "eager"  # nothing of it stays behind in the device's memory
+            settings["execution"] = "eager"  # leaves nothing in the device's memory
         training = model.training
         model.eval()
         try:
-            # A layer that training compiled would be compiled anew for each length.
+            # A compiled layer would be recompiled for each length.
             with random_state_kept(), torch.compiler.set_stance("force_eager"):
                 result = write_texts(model, self._tokenizer, self._tokens, settings, diffusion=diffusion)
         except DlmBridgeError as error:
@@ -108,7 +108,7 @@ class Trackers:
         from accelerate import PartialState
         from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-        PartialState()  # which Accelerate's trackers and their logger look at; a Megatron run has no Accelerator
+        PartialState()  # Accelerate's trackers and their logger need it; a Megatron run has no Accelerator
         self.trackers: list[Any] = []
         for name in config.logging.tracker_names:
             if name == "tensorboard":
@@ -121,7 +121,7 @@ class Trackers:
             self.trackers.append(tracker)
 
     def log(self, row: StepMetrics) -> None:
-        """One step's figures, without what is not a number."""
+        """The metrics of a step, without those that are None."""
         values = {key: value for key, value in dataclasses.asdict(row).items() if value is not None and key != "step"}
         for tracker in self.trackers:
             tracker.log(values, step=row.step)

@@ -26,7 +26,8 @@ from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.parallelize import build_megatron_model
-from dlm_bridge.train.config import TrainConfig, nested
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import options_of
 from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.megatron import engine
 from dlm_bridge.train.megatron import trainer as trainer_module
@@ -250,11 +251,23 @@ def refuses(files: Files, name: str, message: str, options: dict[str, Any], *fla
         assert not files.run(f"refused-{name}").exists()
 
 
+def _nested(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flat options in the sections of a `--config` file."""
+    sections: dict[str, Any] = {}
+    for key, value in flags.items():
+        if key == "task":
+            sections["task"] = value
+        else:
+            option = options_of(TrainConfig)[key]
+            sections.setdefault(option.section, {})[option.name] = value
+    return sections
+
+
 def run_cli(files: Files, options: dict[str, Any], *flags: str) -> tuple[int, str]:
     """`dlm-bridge pretrain` in this process: its exit code and what it says on stderr."""
     _fit_groups(options)
     path = files.root / f"options_{os.environ['RANK']}.yaml"
-    path.write_text(yaml.safe_dump(nested(TrainConfig, options)))
+    path.write_text(yaml.safe_dump(_nested(options)))
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
         patch.setattr(sys, "argv", ["dlm-bridge", "pretrain", "--config", str(path), *flags])
         with pytest.raises(SystemExit) as exit_code:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -60,17 +59,14 @@ class TrainConfig:
         for key, option in options.items():
             value = flags.get(key, option.default_for(task))
             sections.setdefault(option.section, {})[option.name] = list(value) if option.default == [] else value
-        return cls(task, **_made(cls, sections))
+        kinds = {field.name: field.default_factory for field in dataclasses.fields(cls)}
+        return cls(task, **{name: kinds[name](**values) for name, values in sections.items()})  # type: ignore[operator]
 
     def as_flags(self) -> dict[str, Any]:
         """Every option's value by its flag with underscores, and the task."""
         options = options_of(type(self))
-        return {"task": self.task} | {key: self.value(option.key) for key, option in options.items()}
-
-    def value(self, key: str) -> Any:
-        """The value of an option by its flag with underscores."""
-        option = options_of(type(self))[key]
-        return getattr(getattr(self, option.section), option.name)
+        values = {key: getattr(getattr(self, option.section), option.name) for key, option in options.items()}
+        return {"task": self.task} | values
 
     def replace(self, **flags: Any) -> Self:
         """A copy with other values, by their flags with underscores."""
@@ -198,17 +194,3 @@ class RLConfig(TrainConfig):
                 f"{options.gen_length} leaves no room for a prompt in --seq-length {self.data.seq_length}",
             )
         self.groups(processes=1)
-
-
-def nested(config_class: type[TrainConfig], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat dictionary of options in its sections, as a `--config` file has them."""
-    options = options_of(config_class)
-    found: dict[str, Any] = {key: value for key, value in flags.items() if key == "task"}
-    for key in flags.keys() - {"task"}:
-        found.setdefault(options[key].section, {})[options[key].name] = flags[key]
-    return found
-
-
-def _made(config_class: type[TrainConfig], sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    kinds = {known.name: known.default_factory for known in dataclasses.fields(config_class)}
-    return {name: kinds[name](**values) for name, values in sections.items()}  # type: ignore[operator]

@@ -42,7 +42,7 @@ class Blocks(Protocol):
 
 
 class Samples(Protocol):
-    """What a run reads: rows by their sample index, which counts from 0 over all steps and processes, without end."""
+    """The endless samples of a run: rows by their sample index, which counts from 0 over all steps and processes."""
 
     def __len__(self) -> int:
         """The number of different blocks."""
@@ -56,7 +56,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class MockBlocks:
-    """Made-up blocks that a model can learn: each repeats a random motif of 8 tokens. Nothing is read or stored."""
+    """Synthetic blocks that a model can learn: each repeats a random motif of 8 tokens."""
 
     seq_length: int
     tokens: int  # ids below this number are used
@@ -112,7 +112,7 @@ class Concatenated:
 
 @dataclass(frozen=True)
 class Epochs:
-    """Blocks over and over: sample n is the block at position n mod N of epoch n // N's order.
+    """Repeated blocks: sample n is the block at position n mod N of epoch n // N's order.
 
     The order is shuffled by (seed, epoch, source), the file's own where the seed is None.
     """
@@ -146,7 +146,7 @@ class Epochs:
 
 def join_rows(parts: Sequence[Rows], places: Sequence[int]) -> Rows:
     """The rows of all parts in one batch: row i of them, counted over the parts, at `places[i]`. A field that only
-    some parts have is filled in with what its absence means."""
+    some parts have gets its default in the others."""
     order = torch.argsort(torch.tensor(places))
     fields: dict[str, torch.Tensor | None] = {}
     for name in vars(parts[0]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +13,20 @@ from typing import Any, Literal
 
 import datasets
 import numpy as np
-import pyarrow.parquet
 import torch
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.train.data.blocks import Rows
-from dlm_bridge.train.data.documents import JSON_SUFFIXES, NamedDataset, Source, cached, fingerprint
+from dlm_bridge.train.data.documents import (
+    JSON_SUFFIXES,
+    NamedDataset,
+    Source,
+    cached,
+    fingerprint,
+    open_parquet,
+    parse_object,
+)
 
 FIELDS = "'messages', or 'prompt' and 'completion'"
 # A template that marks what the assistant says.
@@ -183,7 +189,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ConversationSettings:
-    """How conversations become rows of `seq_length` tokens."""
+    """Settings of rows of `seq_length` tokens."""
 
     seq_length: int
     mask_token_id: int | None  # which no row may hold
@@ -272,26 +278,12 @@ def read_data_rows(source: Source) -> Iterator[DataRow]:
         with source.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield DataRow(_object(line, f"{source}, line {number}"), f"{source}, line {number}")
-
-
-def _object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DlmBridgeError(f"{where}: not JSON, one object a line is needed ({error})") from None
-    if not isinstance(row, dict):
-        raise DlmBridgeError(f"{where}: not JSON, one object a line is needed (it is {type(row).__name__})")
-    return row
+                    yield DataRow(parse_object(line, f"{source}, line {number}"), f"{source}, line {number}")
 
 
 def _parquet_rows(path: Path) -> Iterator[DataRow]:
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DlmBridgeError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
     number = 0
-    with file:
+    with open_parquet(path) as file:
         for batch in file.iter_batches(batch_size=CONVERSATIONS_AT_ONCE):
             for row in batch.to_pylist():
                 number += 1
@@ -345,8 +337,8 @@ def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSe
 
 
 def _pack_best_fit(examples: Iterator[Example], length: int) -> Iterator[list[Example]]:
-    """Each conversation goes into the fullest open row that has room for it. When too many are open, the fullest is
-    done."""
+    """Best-fit packing: each conversation goes into the fullest open row with room for it. When too many rows are
+    open, the fullest is closed."""
     rooms: list[int] = []  # left in the open rows, ascending
     rows: list[list[Example]] = []
     for example in examples:

@@ -74,13 +74,10 @@ class JsonlChunk:
             if not line.strip():
                 continue
             where = f"{self.path}, line {number}"
-            try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise DlmBridgeError(f"{where}: not JSON, one object a line is needed ({error})") from None
-            if not isinstance(row, dict) or not isinstance(row.get(key), str):
-                has = f"it has {', '.join(map(repr, row)) or 'nothing'}" if isinstance(row, dict) else "not an object"
-                raise DlmBridgeError(f"{where}: no '{key}' field with text ({has})")
+            row = parse_object(line, where)
+            if not isinstance(row.get(key), str):
+                has = ", ".join(map(repr, row)) or "nothing"
+                raise DlmBridgeError(f"{where}: no '{key}' field with text (it has {has})")
             if row[key]:
                 found.append(DocumentPart(row[key], True, True, where))
         return found
@@ -116,6 +113,25 @@ def read_chunks(sources: Sequence[Source], key: str, size: int) -> Iterator[Chun
             yield from (chunk for path in group if isinstance(path, Path) for chunk in _jsonl_chunks(path, size))
         else:
             yield from _chunked((document for source in group for document in _documents(source, key)), size)
+
+
+def parse_object(line: bytes, where: str) -> dict[str, Any]:
+    """The object in a line of JSONL. Raises DlmBridgeError for anything else."""
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DlmBridgeError(f"{where}: not JSON, one object a line is needed ({error})") from None
+    if not isinstance(row, dict):
+        raise DlmBridgeError(f"{where}: not JSON, one object a line is needed (it is {type(row).__name__})")
+    return row
+
+
+def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
+    """An open parquet file. Raises DlmBridgeError where it is none."""
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DlmBridgeError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
 
 
 def source_bytes(source: Source) -> int:
@@ -178,11 +194,7 @@ def _jsonl_chunks(path: Path, size: int) -> Iterator[JsonlChunk]:
 
 
 def _parquet_parts(path: Path, key: str) -> Iterator[tuple[DocumentPart, float]]:
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DlmBridgeError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
-    with file:
+    with open_parquet(path) as file:
         if key not in file.schema_arrow.names:
             raise DlmBridgeError(f"{path}: no '{key}' column (it has {', '.join(file.schema_arrow.names)})")
         cost = path.stat().st_size / max(file.metadata.num_rows, 1)

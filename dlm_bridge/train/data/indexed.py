@@ -272,7 +272,7 @@ CHECKED_PLACES, CHECKED_WIDTH = 64, 16_384  # of a pair that are looked at befor
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """What the tokens of a model's data must keep to."""
+    """Limits on the token ids of a model's data."""
 
     vocabulary: int  # ids are below it
     mask_token_id: int | None  # which stands for a masked token and so is no token of the data
@@ -281,8 +281,8 @@ class TokenLimits:
 @dataclass(frozen=True)
 class StreamBlocks:
     """Blocks of `seq_length` tokens from the documents between two tokens of a pair. The documents are shuffled by the
-    seed, strung together without gaps and cut; a document that a bound cuts is a document on either side. Held in
-    memory are two numbers a document."""
+    seed, concatenated and cut; a document at a bound is a document on either side. Two numbers per document are held
+    in memory."""
 
     source: IndexedTokens
     seq_length: int
@@ -366,8 +366,8 @@ def check_length(source: IndexedTokens, seq_length: int) -> None:
 
 
 def check_token_limits(source: IndexedTokens, fit: TokenLimits) -> None:
-    """Raise DlmBridgeError where there are tokens that the model does not have, as another tokenizer leaves them all
-    over a file: some are looked at, the rest as it is read."""
+    """Raise DlmBridgeError where a token id exceeds the model's vocabulary, as with another tokenizer. A sample of the
+    file is checked here, the rest when it is read."""
     for start in np.linspace(0, max(len(source.tokens) - CHECKED_WIDTH, 0), CHECKED_PLACES).astype(np.int64):
         _check_ids(source, source.tokens[start : start + CHECKED_WIDTH], fit)
 

@@ -1,4 +1,4 @@
-"""What `--data` names: files, folders, datasets, Megatron pairs and blends of them become the blocks of a run."""
+"""Resolution of `--data`: files, folders, datasets, Megatron pairs and blends of them become the blocks of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass(frozen=True)
 class ReaderSettings:
-    """How a run reads its data: the same for every source."""
+    """Settings of a run's data that all sources share."""
 
     seq_length: int
     seed: int
