@@ -46,13 +46,13 @@ def import_(
 
     Example: dlm-bridge adapter import my-lora lora-megatron --base Qwen/Qwen3-8B --tp 2
     """
-    from dlm_bridge.convert.checkpoints.opening import open_any
+    from dlm_bridge.convert.checkpoints import open_checkpoint
     from dlm_bridge.convert.lora.megatron import write_megatron_adapter
     from dlm_bridge.convert.lora.peft import PeftAdapter
     from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
 
     split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
-    opened = open_any(base, family=family)
+    opened = open_checkpoint(base, family=family)
     report = write_megatron_adapter(
         PeftAdapter(source, opened),
         opened,
@@ -92,7 +92,7 @@ def export(
 
     Example: dlm-bridge adapter export run merged --merge
     """
-    from dlm_bridge.convert.checkpoints.opening import open_any
+    from dlm_bridge.convert.checkpoints import open_checkpoint
     from dlm_bridge.convert.lora.convert import MergedCheckpoint, export_adapter, named_base, open_adapter
     from dlm_bridge.convert.planning import Options
     from dlm_bridge.convert.transfer import write_hub
@@ -104,7 +104,7 @@ def export(
         raise DlmBridgeError("--dtype casts merged weights: it needs --merge")
     if checkpoints := find_checkpoints(source):
         source = checkpoints[-1][1]
-    opened = open_any(base or named_base(source), family=family)
+    opened = open_checkpoint(base or named_base(source), family=family)
     adapter = open_adapter(source, opened)
     if not merge:
         _show(export_adapter(adapter, opened, output, overwrite).as_dict(), as_json)

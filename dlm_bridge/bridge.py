@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.checkpoints import open_megatron
 from dlm_bridge.convert.checkpoints.huggingface import open_hub
 from dlm_bridge.convert.checkpoints.in_memory import InitialCheckpoint, LiveCheckpoint
-from dlm_bridge.convert.checkpoints.opening import open_megatron
 from dlm_bridge.convert.formats.rank_names import parse_key_style
 from dlm_bridge.convert.planning import ConversionReport, MegatronFormat, Options
 from dlm_bridge.convert.transfer import write_hub, write_megatron

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from dlm_bridge.convert.checkpoints.store import is_megatron
+from dlm_bridge.convert.checkpoints import is_megatron
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype

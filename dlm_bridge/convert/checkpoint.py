@@ -1,31 +1,46 @@
-"""The `Checkpoint` interface: a model's tensors by their Hub names, whichever format holds them."""
+"""The `Checkpoint` interface: a model's tensors by their Hub names, and what is known of the files that hold them.
+
+Every kind of checkpoint (checkpoints/) implements it, so that planning, transfer, verify and inspect never ask which
+kind they have.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
+from dlm_bridge.convert.formats.rank_names import KeyStyle
 from dlm_bridge.convert.formats.safetensors_file import ShardRecord
+from dlm_bridge.convert.manifest import Manifest, read_manifest
+from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
 from dlm_bridge.convert.streaming import Bands, FileRegion
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.hub import Derived, with_dtype
+from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.hub import CONFIG_FILE, with_dtype
 from dlm_bridge.mapping.dtypes import dtype_name
+from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Mapping, ParamMapping, Passthrough
-from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
 
-if TYPE_CHECKING:
-    pass
-
-
 _LARGEST = 10**6  # layers times experts; a hostile config must not ask for more names than memory holds
+_MAX_NAMED = 5  # missing tensors are looked for no further: a wrong config can ask for millions
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """One key of a derived config: its value, and the setting (or the assumption) that it follows from."""
+
+    key: str
+    value: Any
+    origin: str
+    assumed: bool = False
 
 
 @dataclass
@@ -40,40 +55,106 @@ class HubMetadata:
     excluded: tuple[str, ...] = ()  # files that are left out, as reported
     texts: dict[str, bytes] = field(default_factory=dict)  # side files that lie nowhere: name -> content
     shards: list[ShardRecord] = field(default_factory=list)  # the Hub's own shard map, where known
-    passthrough: tuple[str, ...] = ()  # the mapping's passthrough tensors that the model has
+    passthrough: tuple[str, ...] = ()  # passthrough tensors of a checkpoint that does not store them by name
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the Hub tensors when imported, where known
     derived: tuple[Derived, ...] = ()  # how `config` was made, where the checkpoint names no Hub model
 
-    def config_bytes(self) -> bytes:
-        """config.json as it stands."""
-        if "config.json" in self.texts:
-            return self.texts["config.json"]
-        assert self.folder is not None
-        return (self.folder / "config.json").read_bytes()
+    def config_bytes(self, dtype: torch.dtype | None = None) -> bytes:
+        """config.json, with its dtype field set where the weights are cast to `dtype`."""
+        data = self.texts.get(CONFIG_FILE)
+        if data is None:
+            assert self.folder is not None
+            data = (self.folder / CONFIG_FILE).read_bytes()
+        return data if dtype is None else with_dtype(data.decode("utf-8"), dtype_name(dtype)).encode("utf-8")
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A stored tensor as it is, whatever it belongs to."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 class Checkpoint(ABC):
-    """A model's tensors by Hub name. Opening one reads no tensor."""
+    """One checkpoint of any kind. Opening it reads configuration and headers, no tensor.
 
-    format: str
+    Family, mapping and sizes are looked up when they are first asked for (`bind` does so at once), so that files can
+    be listed and compared also where nothing names a supported model.
+    """
 
-    def __init__(self, where: str, hub: HubMetadata) -> None:
+    format: ClassVar[str]
+    writable: ClassVar[bool] = False  # whether `plan_output` can write it as a Megatron checkpoint
+    root: Path | None = None  # the folder that dlm_bridge.json describes
+    folder: Path | None = None  # the folder of the weights
+    iteration: str | None = None  # a Megatron checkpoint's, by its folder: "iter_0000000" or "release"
+    step: int | str | None = None  # the iteration as the checkpoint itself counts it
+    layout: dict[str, Any] | None = None  # parallel sizes, where files or saved arguments show them
+    names_model: bool = True  # False: nothing beside the tensors says for sure which model it is
+
+    def __init__(self, where: str, hub: HubMetadata | None = None) -> None:
         self.where = where  # for messages
-        self.hub = hub
-        self.family: FamilySpec = hub.family
-        self.config: dict[str, Any] = hub.config
-        self.mapping: Mapping = hub.family.mapping
-        self.dims: Dims = checked_dims(self.mapping, hub.config, where)
         self.notes: list[str] = []  # for the report
+        if hub is not None:
+            self.hub = hub
 
-    def _drop_absent_mtp(self, present: Callable[[ParamMapping], bool]) -> None:
-        """A checkpoint without any of its multi-token prediction layers is whole too: transformers drops them."""
-        if not self.dims.mtp:
-            return
-        layers = (param for param in self.mapping.params(self.dims) if param.is_mtp)
-        if not any(present(param) for param in layers):
-            self.notes.append(f"no multi-token prediction layer is there, though the config says {self.dims.mtp}")
-            self.dims = replace(self.dims, mtp=0)
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        """Whether a folder is a checkpoint of this kind."""
+        return False
+
+    @classmethod
+    def plan_output(cls, request: OutputRequest) -> PlannedOutput:
+        """Lay out a checkpoint of this kind before any tensor is read. Raises DlmBridgeError."""
+        raise NotImplementedError(f"{cls.format} is not written")
+
+    # The model.
+
+    @cached_property
+    def hub(self) -> HubMetadata:
+        """Its Hub side. Raises DlmBridgeError where nothing names the model."""
+        return self._hub_metadata()
+
+    def _hub_metadata(self) -> HubMetadata:
+        raise NotImplementedError(f"{type(self).__name__} is made with its Hub metadata")
+
+    def adopt(self, other: Checkpoint) -> None:
+        """Take the Hub side of `other` in place of its own, before anything else is asked for."""
+        self.hub = replace(other.hub, dtypes={}, passthrough=tuple(other.passthrough))
+
+    def bind(self) -> Self:
+        """Look the model up now. Raises DlmBridgeError where nothing names it, or its config is not supported."""
+        _ = self.dims
+        return self
+
+    @property
+    def family(self) -> FamilySpec:
+        return self.hub.family
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The Hub's config.json."""
+        return self.hub.config
+
+    @property
+    def mapping(self) -> Mapping:
+        return self.family.mapping
+
+    @cached_property
+    def dims(self) -> Dims:
+        """The model's sizes. A checkpoint without any multi-token prediction layer is whole too: transformers drops
+        them."""
+        dims = self.config_dims
+        if dims.mtp and not any(self.has(param) for param in self.mapping.params(dims) if param.is_mtp):
+            self.notes.append(f"no multi-token prediction layer is there, though the config says {dims.mtp}")
+            return replace(dims, mtp=0)
+        return dims
+
+    @cached_property
+    def config_dims(self) -> Dims:
+        """The sizes that config.json says."""
+        return checked_dims(self.mapping, self.config, self.where)
 
     @cached_property
     def params(self) -> list[ParamMapping]:
@@ -100,16 +181,26 @@ class Checkpoint(ABC):
         """Every Hub tensor of the model."""
         return [*self.param_of, *self.passthrough]
 
+    def check(self) -> list[str]:
+        """Raise DlmBridgeError unless tensors and mapping cover each other exactly. Returns notes for the report."""
+        raise NotImplementedError
+
+    # Tensors.
+
+    @abstractmethod
+    def has(self, param: ParamMapping) -> bool:
+        """Whether any tensor of a parameter is stored."""
+
+    @abstractmethod
+    def spec(self, name: str) -> TensorSpec:
+        """dtype and shape of a Hub tensor."""
+
     def read(self, name: str) -> torch.Tensor:
         """One Hub tensor, in the dtype and shape that `spec` says."""
         if name in self.passthrough:
             return self.read_passthrough(name)
         param = self.param_of[name]
         return self.read_param(param)[param.hub_names.index(name)]
-
-    @abstractmethod
-    def spec(self, name: str) -> TensorSpec:
-        """dtype and shape of a Hub tensor."""
 
     @abstractmethod
     def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
@@ -119,6 +210,10 @@ class Checkpoint(ABC):
         """The same one by one, so that not all need to be held where they lie apart."""
         yield from self.read_param(param)
 
+    @abstractmethod
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        """A tensor that Megatron has no place for."""
+
     def streams(self, param: ParamMapping) -> bool:
         """Whether `regions` can tell where the bytes of a parameter's Megatron slice lie. Nothing is read."""
         return False
@@ -127,54 +222,71 @@ class Checkpoint(ABC):
         """Where they lie, in the one dtype that all of the parameter's tensors then have. Raises DlmBridgeError."""
         raise NotImplementedError(f"{self.format} has no files to read rows from")
 
-    @abstractmethod
-    def read_passthrough(self, name: str) -> torch.Tensor:
-        """A tensor that Megatron has no place for."""
+    # Files, metadata and digests.
 
-    @abstractmethod
-    def check(self) -> list[str]:
-        """Raise DlmBridgeError unless tensors and mapping cover each other exactly. Returns notes for the report."""
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """Its dlm_bridge.json. Raises DlmBridgeError for a broken one."""
+        return None if self.root is None else read_manifest(self.root)
 
     @abstractmethod
     def folders(self) -> list[Path]:
         """The folders that are read, which no output may touch."""
 
+    def files(self) -> dict[str, int]:
+        """The files that hold tensors, below `folder`, and their bytes."""
+        return {}
 
-def open_family(config: dict[str, Any], family: str | None, where: str) -> FamilySpec:
-    """The family of a config, named by its file in errors. Raises DlmBridgeError."""
-    return find_family(config, family, where)
+    def stored_tensors(self) -> dict[str, RawTensor]:
+        """Every stored tensor, the training state's too, by the names that the format gives."""
+        specs = {name: self.spec(name) for name in self.hub_names()}
+        return {name: RawTensor(dtype_name(spec[0]), spec[1], spec_bytes(spec)) for name, spec in specs.items()}
 
+    def training_state(self) -> list[str]:
+        """The keys of a training run's state: optimizer, random generators."""
+        return []
 
-def checked_dims(mapping: Mapping, config: dict[str, Any], where: str) -> Dims:
-    """The sizes of a config, every one a positive whole number. Raises DlmBridgeError naming the config."""
-    try:
-        dims = mapping.dims(config)
-    except DlmBridgeError as error:
-        raise DlmBridgeError(f"{where}: {error}") from None
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        raise DlmBridgeError(f"{where}: config.json: sizes cannot be read: {error!r}") from None
-    feed_forward = ("moe_ffn",) if dims.experts else ("ffn",)
-    for name in ("layers", "hidden", "heads", "groups", "head_dim", "vocab", *feed_forward):
-        value = getattr(dims, name)
-        if type(value) is not int or not 0 < value < 1 << 40:
-            raise DlmBridgeError(f"{where}: config.json: the size '{name}' is {value!r}, not a positive whole number")
-    if (dims.layers + dims.mtp) * max(1, dims.experts) > _LARGEST:
-        raise DlmBridgeError(f"{where}: config.json: {dims.layers} layers of {dims.experts} experts cannot be")
-    return dims
+    def optimizer_state(self, padded: Sequence[ParamMapping], format_: str) -> OptimizerState | None:
+        """The optimizer's state that goes into a checkpoint of `padded` parameters, None where there is none.
 
+        Raises DlmBridgeError for a state that cannot be cut anew; --weights-only is the way without it.
+        """
+        if any(map(is_optimizer_key, self.training_state())):
+            raise DlmBridgeError(
+                f"{self.where}: an optimizer's state goes from torch_dist to torch_dist only: give --weights-only to "
+                "leave the optimizer's state out"
+            )
+        return None
 
-def first_of(names: Iterable[str]) -> str:
-    """ "a (and 3 more)": one line whatever the number of names."""
-    found = sorted(names)
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return f"{found[0]}{more}"
+    # For comparisons: what is there, whole or not.
 
+    def stored_specs(self) -> dict[str, TensorSpec]:
+        """The Hub tensors that are there, whether or not they are all of the model's."""
+        return {name: self.spec(name) for name in self.hub_names()}
 
-_MAX_NAMED = 5  # missing tensors are looked for no further: a wrong config can ask for millions
+    def read_group(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Stored Hub tensors of one `group_of`. Raises DlmBridgeError for those that are not whole."""
+        return {name: self.read(name) for name in names}
+
+    def group_of(self, name: str) -> str:
+        """Names with the same value lie in one stored tensor and are best read together."""
+        return name
+
+    def unmapped(self) -> list[str]:
+        """Stored tensors that belong to no Hub tensor and to no training state."""
+        return []
+
+    def differing_copies(self) -> list[tuple[str, str]]:
+        """(tensor, what is wrong) of every parameter that several ranks hold and that is not the same in all."""
+        return []
+
+    def changed_files(self, manifest: Manifest) -> list[str]:
+        """Weight files whose bytes around the tensors are not what the manifest says."""
+        return []
 
 
 class ByNameCheckpoint(Checkpoint):
-    """A checkpoint whose tensors lie under their Hub names."""
+    """A checkpoint whose tensors lie under their Hub names, listed in `_stored`."""
 
     _stored: dict[str, TensorSpec]
 
@@ -182,8 +294,19 @@ class ByNameCheckpoint(Checkpoint):
     def _tensor(self, name: str) -> torch.Tensor:
         """One of `_stored`."""
 
+    def has(self, param: ParamMapping) -> bool:
+        return any(name in self._stored for name in param.hub_names)
+
     def spec(self, name: str) -> TensorSpec:
         return self._stored[name]
+
+    @cached_property
+    def passthrough(self) -> dict[str, Passthrough]:
+        known = self.mapping.passthrough_names(self.dims)
+        return {name: known[name] for name in self._stored if name in known}
+
+    def stored_specs(self) -> dict[str, TensorSpec]:
+        return dict(self._stored)
 
     def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
         return tuple(self._tensor(name) for name in param.hub_names)
@@ -194,18 +317,20 @@ class ByNameCheckpoint(Checkpoint):
     def read_passthrough(self, name: str) -> torch.Tensor:
         return self._tensor(name)
 
+    def read_group(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: self._tensor(name) for name in names}
+
     def check(self) -> list[str]:
-        stored = self._stored
         missing = []
         for name, _ in self._expected():
-            if name not in stored:
+            if name not in self._stored:
                 missing.append(name)
                 if len(missing) == _MAX_NAMED:
                     break
         if missing:
             raise DlmBridgeError(f"{self.where}: tensor {first_of(missing)} is missing")
         expected = dict(self._expected())
-        extra = stored.keys() - expected.keys() - self.passthrough.keys()
+        extra = self._stored.keys() - expected.keys() - self.passthrough.keys()
         if extra:
             raise DlmBridgeError(
                 f"{self.where}: tensor {first_of(extra)} is not part of a {self.family.name} model of this config"
@@ -214,9 +339,10 @@ class ByNameCheckpoint(Checkpoint):
             if entry.copy_of:
                 expected[name] = expected[entry.copy_of]
         for name, shape in expected.items():
-            if stored[name][1] != shape:
+            found = self._stored[name][1]
+            if found != shape:
                 raise DlmBridgeError(
-                    f"{self.where}: tensor {name} has shape {list(stored[name][1])}, the config asks for {list(shape)}"
+                    f"{self.where}: tensor {name} has shape {list(found)}, the config asks for {list(shape)}"
                 )
         return list(self.notes)
 
@@ -241,7 +367,46 @@ class CheckpointWriter(Protocol):
         """Complete the checkpoint; digests of its files."""
 
 
-def config_bytes(source: Checkpoint, dtype: torch.dtype | None) -> bytes:
-    """The source's config.json, with its dtype field set where the weights were cast."""
-    data = source.hub.config_bytes()
-    return data if dtype is None else with_dtype(data.decode("utf-8"), dtype_name(dtype)).encode("utf-8")
+@dataclass(frozen=True)
+class OutputRequest:
+    """A Megatron checkpoint to lay out: `params` have their vocabulary padded, `dtypes` go by their keys."""
+
+    source: Checkpoint
+    params: Sequence[ParamMapping]
+    layout: Layout
+    dtypes: dict[str, torch.dtype]
+    iteration: int
+    key_style: KeyStyle
+    state: OptimizerState | None = None
+
+
+@dataclass(frozen=True)
+class PlannedOutput:
+    """A planned checkpoint: its files below the iteration's folder, and what writes it there."""
+
+    files: dict[str, int]
+    writer: Callable[[Path], CheckpointWriter]
+
+
+def checked_dims(mapping: Mapping, config: dict[str, Any], where: str) -> Dims:
+    """The sizes of a config, every one a positive whole number. Raises DlmBridgeError naming the config."""
+    try:
+        dims = mapping.dims(config)
+    except DlmBridgeError as error:
+        raise DlmBridgeError(f"{where}: {error}") from None
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        raise DlmBridgeError(f"{where}: config.json: sizes cannot be read: {error!r}") from None
+    feed_forward = ("moe_ffn",) if dims.experts else ("ffn",)
+    for name in ("layers", "hidden", "heads", "groups", "head_dim", "vocab", *feed_forward):
+        value = getattr(dims, name)
+        if type(value) is not int or not 0 < value < 1 << 40:
+            raise DlmBridgeError(f"{where}: config.json: the size '{name}' is {value!r}, not a positive whole number")
+    if (dims.layers + dims.mtp) * max(1, dims.experts) > _LARGEST:
+        raise DlmBridgeError(f"{where}: config.json: {dims.layers} layers of {dims.experts} experts cannot be")
+    return dims
+
+
+def spec_bytes(spec: TensorSpec) -> int:
+    """Bytes of a tensor of this dtype and shape."""
+    dtype, shape = spec
+    return prod(shape) * dtype.itemsize

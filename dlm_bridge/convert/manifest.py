@@ -8,22 +8,23 @@ by the rank that wrote it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
 from dlm_bridge.convert.formats.dcp_metadata import read_metadata
 from dlm_bridge.convert.formats.safetensors_file import ShardRecord
-from dlm_bridge.convert.streaming import bytes_digest, file_digest
+from dlm_bridge.convert.streaming import bytes_digest, digest, file_digest
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, read_config
-from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES
+from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, cast, dtype_name
 
 MANIFEST = "dlm_bridge.json"
 FORMAT_VERSION = 1
@@ -164,6 +165,56 @@ def _parse(data: dict[str, Any]) -> Manifest:
 FILE_DIGESTS = "dlm_bridge_files.json"
 
 
+class Records:
+    """What was read and what was written of every Hub tensor. Methods may be called from several threads."""
+
+    def __init__(self, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        self._specs = specs  # dtypes and shapes after the cast
+        self.read: dict[str, TensorRecord] = {}
+        self.written: dict[str, TensorRecord] = {}
+
+    def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Cast a tensor that was read to its target dtype, contiguous, and note both digests."""
+        tensor = tensor.contiguous()
+        target = cast(tensor, self._specs[name][0], name)
+        self.read[name] = record_of(tensor)
+        self.written[name] = self.read[name] if target is tensor else record_of(target)
+        return target
+
+    def note(self, name: str, found: str) -> None:
+        """Note the digest of a tensor that went through unchanged."""
+        dtype, shape = self._specs[name]
+        self.read[name] = self.written[name] = TensorRecord(dtype_name(dtype), shape, found)
+
+    def entry(self, names: Iterable[str]) -> list[tuple[TensorRecord, TensorRecord]]:
+        """What was read and written of each of these tensors, for the journal."""
+        return [(self.read[name], self.written[name]) for name in names]
+
+    def restore(self, names: Iterable[str], entry: Iterable[tuple[TensorRecord, TensorRecord]]) -> None:
+        """Take over what an earlier run noted as `entry`."""
+        for name, (read, written) in zip(names, entry, strict=True):
+            self.read[name], self.written[name] = read, written
+
+    def alias(self, name: str, copy_of: str) -> None:
+        """A passthrough tensor that is derived from another: nothing was read for it."""
+        self.read[name] = self.read[copy_of]
+        self.written[name] = self.written[copy_of]
+
+    def check_copies(self, copies: Mapping[str, str], where: str) -> None:
+        """Raise DlmBridgeError where a tensor is not the copy that it must be: name -> name of the original."""
+        for name, copy_of in copies.items():
+            if self.read[name] != self.read[copy_of]:
+                raise DlmBridgeError(
+                    f"{where}: tensor {name} differs from {copy_of}, of which it must be a copy, since the config "
+                    "ties them"
+                )
+
+
+def record_of(tensor: torch.Tensor) -> TensorRecord:
+    """dtype, shape and digest of a tensor."""
+    return TensorRecord(dtype_name(tensor.dtype), tuple(tensor.shape), digest(tensor))
+
+
 @dataclass(frozen=True)
 class ChangedFile:
     """A file that is not what it was."""
@@ -208,8 +259,8 @@ def check_files(folder: Path, workers: int | None = None, progress: Progress | N
     found = digests_of([file for file in there if file.name in recorded], workers, progress)
     findings = [ChangedFile(name, "is missing") for name in recorded if name not in found]
     findings += [ChangedFile(file.name, "was not there") for file in there if file.name not in recorded]
-    for name, digest in found.items():
-        if digest != recorded[name]:
+    for name, now in found.items():
+        if now != recorded[name]:
             findings.append(ChangedFile(name, f"is not as it was written{_holding(folder, name)}"))
     return sorted(findings, key=lambda finding: finding.file)
 

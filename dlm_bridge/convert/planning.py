@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dlm_bridge.convert.atomic import check_output
-from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
-from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
-from dlm_bridge.convert.formats.legacy_writer import LegacyWriter, plan_legacy
+from dlm_bridge.convert.checkpoint import Checkpoint, OutputRequest, PlannedOutput, TensorSpec, spec_bytes
+from dlm_bridge.convert.checkpoints import KINDS
 from dlm_bridge.convert.formats.rank_names import KeyStyle
 from dlm_bridge.convert.formats.safetensors_file import ShardPlan
-from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter, plan_torch_dist
-from dlm_bridge.convert.optimizer_state import OptimizerState, carried_note, dropped_note, optimizer_state
-from dlm_bridge.convert.run_settings import _DIVISIBLE_BY, megatron_args
+from dlm_bridge.convert.optimizer_state import OptimizerState, dropped_note
+from dlm_bridge.convert.run_settings import VOCAB_DIVISIBLE_BY
 from dlm_bridge.convert.side_files import check_shard_map, shard_plans
-from dlm_bridge.convert.streaming import (
-    BAND,
-)
+from dlm_bridge.convert.streaming import BAND
 from dlm_bridge.convert.workers import Progress, check_processes, gc_paused, in_flight, worker_count
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.dtypes import dtype_name, promote
@@ -66,19 +62,7 @@ class ConversionReport:
         return asdict(self)
 
 
-FORMATS = ("torch_dist", "torch")
-
-
-class OptimizerTensors(Protocol):
-    """The optimizer's tensors that are written with the weights."""
-
-    @property
-    def params(self) -> Sequence[ParamMapping]:
-        """Their slices."""
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """By their keys."""
+FORMATS = tuple(sorted((kind.format for kind in KINDS if kind.writable), reverse=True))
 
 
 @dataclass(frozen=True)
@@ -106,37 +90,7 @@ class MegatronFormat:
                 f"--vocab-multiple {given}: --format torch needs one that --tp {layout.tp} divides, since every rank "
                 "has as many rows"
             )
-        return _DIVISIBLE_BY * layout.tp if given is None else given
-
-
-@dataclass(frozen=True)
-class PlannedOutput:
-    """A planned checkpoint: its files below the iteration's folder, and what writes it there."""
-
-    files: dict[str, int]
-    writer: Callable[[Path], CheckpointWriter]
-
-
-def plan_output(
-    asked: MegatronFormat,
-    source: Checkpoint,
-    params: Sequence[ParamMapping],
-    layout: Layout,
-    dtypes: dict[str, torch.dtype],
-    iteration: int,
-    state: OptimizerTensors | None = None,
-) -> PlannedOutput:
-    """Lay the checkpoint out; `params` have their vocabulary padded, `state` goes with them into torch_dist.
-
-    Raises DlmBridgeError.
-    """
-    if asked.name == "torch":
-        args = megatron_args(source, params, layout, promote(list(dtypes.values())), asked.key_style)
-        legacy = plan_legacy(params, layout, dtypes, args, asked.key_style, iteration)
-        return PlannedOutput(legacy.files, lambda folder: LegacyWriter(folder, legacy))
-    more = ([], {}) if state is None else (state.params, state.dtypes)
-    plan = plan_torch_dist([*params, *more[0]], layout, {**dtypes, **more[1]})
-    return PlannedOutput(plan.files, lambda folder: TorchDistWriter(folder, plan))
+        return VOCAB_DIVISIBLE_BY * layout.tp if given is None else given
 
 
 FIRST_ITERATION = "iter_0000000"
@@ -197,27 +151,27 @@ def plan_megatron(
     layout.check(source.dims)
     for rule in dict.fromkeys(param.rule for param in source.params):
         rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, source.dims)
-    if vocab_multiple is None and isinstance(source, MegatronCheckpoint) and source.manifest is not None:
-        asked_for = source.format == options.megatron.name == "torch_dist"  # the legacy format pads by itself
-        vocab_multiple = source.manifest.vocab_multiple if asked_for else None
+    same_format = source.format == options.megatron.name == "torch_dist"  # the legacy format pads by itself
+    if vocab_multiple is None and same_format and source.manifest is not None:
+        vocab_multiple = source.manifest.vocab_multiple
     vocab_multiple = options.megatron.vocab_multiple(vocab_multiple, layout)
     params = _padded_params(source, vocab_multiple)
     specs = _target_specs(source, options.dtype)
     dtypes = _key_dtypes(source.params, specs)
-    from_megatron = isinstance(source, MegatronCheckpoint)
-    iteration = source.iteration if isinstance(source, MegatronCheckpoint) else FIRST_ITERATION
+    iteration = source.iteration or FIRST_ITERATION
     if iteration != "release" and not re.fullmatch(r"iter_\d{7,}", iteration):
         iteration = FIRST_ITERATION  # the folder of an iteration that was saved under a name of its own
     number = 0 if iteration == "release" else int(iteration.removeprefix("iter_"))
-    state = None if options.megatron.weights_only else optimizer_state(source, params, options.megatron.name)
-    target = plan_output(options.megatron, source, params, layout, dtypes, number, state)
-    report = _report("reshard" if from_megatron else "import", source, output, specs, options)
+    state = None if options.megatron.weights_only else source.optimizer_state(params, options.megatron.name)
+    kind = next(kind for kind in KINDS if kind.format == options.megatron.name)
+    target = kind.plan_output(OutputRequest(source, params, layout, dtypes, number, options.megatron.key_style, state))
+    report = _report("reshard" if source.iteration else "import", source, output, specs, options)
     report.format, report.layout, report.vocab_multiple = options.megatron.name, layout.as_dict(), vocab_multiple
     report.key_style = options.megatron.key_style if options.megatron.name == "torch" else None
     report.files = {f"{iteration}/{file}": size for file, size in sorted(target.files.items())}
     report.bytes = sum(target.files.values())
     report.notes += notes + _widened(source.params, specs, dtypes)
-    report.notes += dropped_note(source) if state is None else [carried_note(state)]
+    report.notes += dropped_note(source.training_state()) if state is None else [state.note]
     shards = source.hub.shards
     if shards:
         check_shard_map(source.where, shards, source.hub_names())
@@ -238,7 +192,7 @@ def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int
     report = _report("export", source, output, specs, options)
     report.files = {plan.file: plan.nbytes for plan in plans}
     report.bytes = sum(report.files.values())
-    report.notes += notes + dropped_note(source)
+    report.notes += notes + dropped_note(source.training_state())
     sizes = [task_bytes(param, source, specs, specs[param.hub_names[0]][0]) for param in source.params]
     _tell_cost(report, sizes, options)
     return HubPlan(report, specs, plans)
@@ -337,9 +291,3 @@ def can_stream(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorS
     and its slice lies in whole rows or columns."""
     same = all(source.spec(name)[0] == specs[name][0] == dtype for name in param.hub_names)
     return same and source.streams(param)
-
-
-def spec_bytes(spec: TensorSpec) -> int:
-    """Bytes of a tensor of this dtype and shape."""
-    dtype, shape = spec
-    return prod(shape) * dtype.itemsize

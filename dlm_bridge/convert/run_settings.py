@@ -285,7 +285,7 @@ def _from_run_config(path: Path) -> dict[str, Any]:
     return values
 
 
-_DIVISIBLE_BY = 128  # Megatron-LM's --make-vocab-size-divisible-by
+VOCAB_DIVISIBLE_BY = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
 def write_run_config(
@@ -346,7 +346,7 @@ def megatron_args(
         "add_position_embedding": False,
         "vocab_size": dims.vocab,
         "padded_vocab_size": padded,
-        "make_vocab_size_divisible_by": _DIVISIBLE_BY,
+        "make_vocab_size_divisible_by": VOCAB_DIVISIBLE_BY,
         "untie_embeddings_and_output_weights": not dims.tied,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec, config_bytes
+from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.formats.safetensors_file import (
     METADATA,
     SAFETENSORS_INDEX,
@@ -119,7 +119,7 @@ def write_side_files(source: Checkpoint, folder: Path, dtype: torch.dtype | None
             (folder / name).write_bytes(text)
     if index is not None:
         (folder / SAFETENSORS_INDEX).write_bytes(index)
-    (folder / CONFIG_FILE).write_bytes(config_bytes(source, dtype))
+    (folder / CONFIG_FILE).write_bytes(hub.config_bytes(dtype))
 
 
 def side_file_digests(folder: Path, skip: Collection[str]) -> dict[str, str]:

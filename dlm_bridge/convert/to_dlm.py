@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, TensorSpec
+from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, open_hub
 from dlm_bridge.convert.planning import ConversionReport, Options
 from dlm_bridge.convert.transfer import write_hub
@@ -113,18 +113,16 @@ class _Converted(ByNameCheckpoint):
             excluded=source.hub.excluded,
             texts=texts,
             shards=[shard for shard in shards if shard.tensors],
-            passthrough=tuple(name for name in source.hub.passthrough if name not in self._left),
         )
+        self._stored = {name: source.spec(name) for name in source.reader.names if name not in self._left}
         super().__init__(source.where, hub)
         old, new = source.dims.vocab, self.dims.vocab
         vocabulary = {n for param in self.params if isinstance(param.rule, Vocabulary) for n in param.hub_names}
         self._noisy = vocabulary | {n for n, entry in self.passthrough.items() if entry.copy_of in vocabulary}
-        self._stored: dict[str, TensorSpec] = {}
-        for name in source.reader.names:
-            if name in self._left:
-                continue
-            dtype, shape = source.spec(name)
-            self._stored[name] = (dtype, (new, *shape[1:]) if name in self._noisy and shape[0] == old else shape)
+        for name in self._noisy & self._stored.keys():
+            dtype, shape = self._stored[name]
+            if shape[0] == old:
+                self._stored[name] = (dtype, (new, *shape[1:]))
 
     def _tensor(self, name: str) -> torch.Tensor:
         tensor = self._source.reader.read(name)

@@ -1,29 +1,36 @@
 """Streaming conversions: any checkpoint to Megatron's layout or to the Hub's, one parameter at a time.
 
-Both read a parameter's Hub tensors once, digest them on the way, and write them once. Import is a Hub source to
-Megatron, reshard a Megatron source to Megatron, export a Megatron source to the Hub.
+Each task reads a parameter's Hub tensors once, digests them on the way, and writes them once. Import is a Hub source
+to Megatron, reshard a Megatron source to Megatron, export a Megatron source to the Hub.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from dlm_bridge.convert.atomic import JOURNAL as JOURNAL
-from dlm_bridge.convert.atomic import Journal, JournalEntry, atomic_output, fingerprint, has_progress, matches
-from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
-from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
-from dlm_bridge.convert.checkpoints.torch_dist import TRACKER
+from dlm_bridge.convert.atomic import (
+    JOURNAL,
+    Journal,
+    JournalEntry,
+    atomic_output,
+    fingerprint,
+    has_progress,
+    matches,
+)
+from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, spec_bytes
+from dlm_bridge.convert.checkpoints.megatron import TRACKER
 from dlm_bridge.convert.formats.safetensors_file import HubWriter, ShardRecord, plan_like
-from dlm_bridge.convert.manifest import MANIFEST as MANIFEST
-from dlm_bridge.convert.optimizer_state import transfer_state, write_common
+from dlm_bridge.convert.manifest import MANIFEST, Manifest, Records, combined_digest
 from dlm_bridge.convert.planning import (
     ConversionReport,
     HubPlan,
@@ -32,10 +39,8 @@ from dlm_bridge.convert.planning import (
     can_stream,
     plan_hub,
     plan_megatron,
-    spec_bytes,
     task_bytes,
 )
-from dlm_bridge.convert.records import Records
 from dlm_bridge.convert.run_settings import write_run_config
 from dlm_bridge.convert.side_files import (
     CARRIED_FILE,
@@ -46,6 +51,7 @@ from dlm_bridge.convert.side_files import (
     write_side_files,
 )
 from dlm_bridge.convert.streaming import (
+    Bands,
     Sink,
     SliceRange,
     bytes_digest,
@@ -55,12 +61,13 @@ from dlm_bridge.convert.streaming import (
     tensor_bands,
     with_zero_rows,
 )
-from dlm_bridge.convert.workers import Progress, TaskMemory, in_flight, new_tensor, run_forked, run_tasks, worker_count
+from dlm_bridge.convert.workers import TaskMemory, in_flight, new_tensor, run_forked, run_tasks, worker_count
+from dlm_bridge.errors import first_of
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
-# Beside what a conversion carries; a run that was killed at its end has left the last two to the one that resumes it.
+# Beside the side files; a run that was killed at its end has left the last two to the one that resumes it.
 _NO_SIDE_FILES = (JOURNAL, MANIFEST, TRACKER)
 
 
@@ -77,30 +84,30 @@ def write_megatron(
     report, specs, iteration = plan.report, plan.specs, plan.iteration
     if options.dry_run:
         return report
-    with _unfinished_output(source, output, plan, options) as (folder, job):
+    with _unfinished_output(source, output, plan, options) as (folder, journal):
         writer = plan.target.writer(folder / iteration)
-        carried = move_to_megatron(job, writer, plan.params, plan.dtypes)
+        transfer = MegatronTransfer(source, plan, journal, options, writer)
+        transfer.run()
         if plan.state is not None:
-            transfer_state(source, plan.state, writer, options.workers)
+            plan.state.transfer(lambda param, bands: writer.note(param, writer.write(param, bands)), options.workers)
         hub_folder = folder / HUB_FOLDER
         hub_folder.mkdir(exist_ok=True)
-        write_passthrough(hub_folder / CARRIED_FILE, carried)
+        write_passthrough(hub_folder / CARRIED_FILE, transfer.passthrough)
         shards = source.hub.shards
         index = index_bytes(source, plan_like(shards, specs), specs, like_source=True) if shards else None
         write_side_files(source, hub_folder, options.dtype, index)
         file_digests = writer.finish(plan.number)
         if plan.state is not None:
-            file_digests |= write_common(plan.state, folder / iteration)
+            file_digests |= plan.state.write_common(folder / iteration)
         if options.megatron.run_config:
             write_run_config(folder / iteration, source, plan.params, layout, plan.dtypes)
-        manifest = job.records.manifest(options.megatron.name, options.dtype)
+        manifest = transfer.manifest(options.megatron.name, folder)
         manifest.layout, manifest.vocab_multiple = report.layout, report.vocab_multiple
         manifest.iteration = iteration
-        manifest.side_files = side_file_digests(folder, skip={*_NO_SIDE_FILES, *report.files})
         manifest.files = {f"{iteration}/{file}": value for file, value in sorted(file_digests.items())}
         manifest.write(folder)
         (folder / TRACKER).write_text(iteration if iteration == "release" else str(plan.number))
-    report.notes += job.records.notes()
+    report.notes += transfer.changed_note()
     report.seconds = time.monotonic() - started
     return report
 
@@ -115,12 +122,14 @@ def write_hub(source: Checkpoint, output: Path, options: Options, shard_size: in
     report = plan.report
     if options.dry_run:
         return report
-    with _unfinished_output(source, output, plan, options) as (folder, job):
-        move_to_hub(job, HubWriter(folder, plan.shards))
+    with _unfinished_output(source, output, plan, options) as (folder, journal):
+        writer = HubWriter(folder, plan.shards)
+        transfer = HubTransfer(source, plan, journal, options, writer)
+        transfer.run()
+        writer.finish()
         like_source = shard_size is None and bool(source.hub.shards)
         write_side_files(source, folder, options.dtype, index_bytes(source, plan.shards, plan.specs, like_source))
-        manifest = job.records.manifest("huggingface", options.dtype)
-        manifest.side_files = side_file_digests(folder, skip={*_NO_SIDE_FILES, *report.files})
+        manifest = transfer.manifest("huggingface", folder)
         manifest.files = {shard.file: bytes_digest(shard.header) for shard in plan.shards}
         if not like_source:
             manifest.shards = [
@@ -128,16 +137,262 @@ def write_hub(source: Checkpoint, output: Path, options: Options, shard_size: in
                 for shard in plan.shards
             ]
         manifest.write(folder)
-    report.notes += job.records.notes()
+    report.notes += transfer.changed_note()
     report.seconds = time.monotonic() - started
     return report
+
+
+class Transfer(ABC):
+    """The tasks of one conversion, one for each parameter of the source, in any thread or process.
+
+    What a task read and wrote is noted in this process, and in the journal, from which a later run goes on.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        plan: MegatronPlan | HubPlan,
+        journal: Journal,
+        options: Options,
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        self.source, self.plan, self.specs, self.journal, self.options = source, plan, plan.specs, journal, options
+        self.dtypes = dtypes  # what each parameter is written in
+        self.records = Records(plan.specs)
+        self._sizes = [
+            task_bytes(param, source, self.specs, dtype) for param, dtype in zip(source.params, dtypes, strict=True)
+        ]
+        self._memory = TaskMemory(in_flight(self._sizes))
+        self._total = sum(map(spec_bytes, self.specs.values()))
+
+    def run(self) -> None:
+        """Write every parameter and take every passthrough tensor that is not derived from another.
+
+        Raises DlmBridgeError where one is not the copy that it must be.
+        """
+        source, workers = self.source, worker_count(self.options.workers)
+        read = [name for name in source.passthrough if name not in source.derived]
+        taking = [(spec_bytes(source.spec(name)), partial(self._take_passthrough, name)) for name in read]
+        if self.options.processes == 1:
+            tasks = [(size, partial(self._work_and_note, number)) for number, size in enumerate(self._sizes)]
+            run_tasks([*tasks, *taking], workers)
+        else:
+            work = [(size, partial(self._work, number)) for number, size in enumerate(self._sizes)]
+            run_forked(work, self.options.processes, workers, lambda number, done: self._note(number, *done))
+            run_tasks(taking, workers)
+        for name, copy_of in source.derived.items():
+            self.records.alias(name, copy_of)
+        copies = {name: entry.copy_of for name, entry in source.passthrough.items() if entry.copy_of}
+        self.records.check_copies(copies, source.where)
+
+    def manifest(self, format_: str, folder: Path) -> Manifest:
+        """The manifest of what was written into `folder`, but for layout and weight files."""
+        source, hub = self.source, self.source.hub
+        origin: dict[str, Any] = {key: hub.source.get(key) for key in ("name", "revision")}
+        origin["digest"] = hub.source.get("digest") or combined_digest(self.records.read)
+        dtype = self.options.dtype
+        return Manifest(
+            format=format_,
+            family=source.family.name,
+            config=json.loads(hub.config_bytes(dtype)),
+            dtype="keep" if dtype is None else dtype_name(dtype),
+            tensors={name: self.records.written[name] for name in source.hub_names()},
+            source=origin,
+            shards=hub.shards,
+            side_files=side_file_digests(folder, skip={*_NO_SIDE_FILES, *self.plan.report.files}),
+            left_out=list(hub.excluded),
+            carried=list(source.passthrough),
+        )
+
+    def changed_note(self) -> list[str]:
+        """What the report says of a Megatron source that is no longer what its own manifest describes."""
+        manifest = None if self.source.iteration is None else self.source.manifest
+        if manifest is None or manifest.iteration != self.source.iteration:
+            return []
+        changed = [name for name, record in self.records.read.items() if manifest.tensors.get(name) != record]
+        return [f"tensors that differ from the source's own manifest: {first_of(changed)}"] if changed else []
+
+    @abstractmethod
+    def _write(self, number: int) -> JournalEntry:
+        """Read and write a parameter's bytes."""
+
+    @abstractmethod
+    def _is_written(self, number: int, entry: JournalEntry) -> bool:
+        """Whether what an earlier run has noted of a parameter lies there."""
+
+    @abstractmethod
+    def _note_written(self, number: int, entry: JournalEntry) -> None:
+        """Tell the writer that a parameter is there."""
+
+    @abstractmethod
+    def _take_passthrough(self, name: str) -> None:
+        """Read a passthrough tensor and keep or write it."""
+
+    def _names(self, param: ParamMapping) -> tuple[str, ...]:
+        """The Hub tensors that are noted with a parameter."""
+        return param.hub_names
+
+    def _work(self, number: int) -> tuple[JournalEntry, bool]:
+        """What was read and written of a parameter, and whether an earlier run had done it."""
+        entry = self.journal.done.get(self.source.params[number].megatron_name)
+        if entry is not None and self._is_written(number, entry):
+            return entry, True
+        with self._memory.task():
+            return self._write(number), False
+
+    def _note(self, number: int, entry: JournalEntry, before: bool) -> None:
+        param = self.source.params[number]
+        names = self._names(param)
+        nbytes = sum(spec_bytes(self.specs[name]) for name in names)
+        self.records.restore(names, entry.tensors)
+        self._note_written(number, entry)
+        if not before:
+            self.journal.add(param.megatron_name, entry, nbytes)
+        self._tell(nbytes)
+
+    def _work_and_note(self, number: int) -> None:
+        self._note(number, *self._work(number))
+
+    def _tell(self, nbytes: int) -> None:
+        if self.options.progress is not None:
+            self.options.progress(nbytes, self._total)
+
+    def _can_stream(self, number: int) -> bool:
+        return can_stream(self.source.params[number], self.source, self.specs, self.dtypes[number])
+
+    def _bands(self, number: int) -> Bands:
+        """A parameter's Megatron slice, straight from the source's files."""
+        param = self.source.params[number]
+        row_bytes = prod(param.megatron_shape[1:]) * self.dtypes[number].itemsize
+        return read_bands(self.source.regions(param), param.megatron_shape[0], row_bytes)
+
+    def _record_digests(self, names: Sequence[str], sinks: Sequence[Sink]) -> None:
+        """Note the digests of tensors that went through unchanged."""
+        for name, sink in zip(names, sinks, strict=False):
+            self.records.note(name, sink.digest.hexdigest())
+
+
+class MegatronTransfer(Transfer):
+    """Every Hub tensor into the slices of a planned Megatron checkpoint.
+
+    `passthrough` are afterwards the passthrough tensors that are copies of nothing.
+    """
+
+    def __init__(
+        self, source: Checkpoint, plan: MegatronPlan, journal: Journal, options: Options, writer: CheckpointWriter
+    ) -> None:
+        super().__init__(source, plan, journal, options, [plan.dtypes[param.megatron_key] for param in plan.params])
+        self._writer, self._padded = writer, plan.params
+        self._taken: dict[str, torch.Tensor] = {}
+
+    @property
+    def passthrough(self) -> dict[str, torch.Tensor]:
+        return {name: self._taken[name] for name in self.source.passthrough if name in self._taken}
+
+    def _is_written(self, number: int, entry: JournalEntry) -> bool:
+        return self._writer.has(self._padded[number], entry.items)
+
+    def _write(self, number: int) -> JournalEntry:
+        param, padded, dtype = self.source.params[number], self._padded[number], self.dtypes[number]
+        rows, wanted = param.megatron_shape[0], padded.megatron_shape[0]
+        row_bytes = prod(param.megatron_shape[1:]) * dtype.itemsize
+        with ExitStack() as stack:
+            sinks: list[Sink] = []
+            if self._can_stream(number):
+                sinks = [stack.enter_context(Sink()) for _ in param.hub_names]
+                bands = digested(self._bands(number), _slice_ranges(param), sinks)
+            else:
+                bands = tensor_bands(self._slice(param, dtype))
+            items = self._writer.write(padded, with_zero_rows(bands, rows, wanted, row_bytes))
+            self._record_digests(param.hub_names, sinks)
+        return JournalEntry(tuple(self.records.entry(param.hub_names)), tuple(items))
+
+    def _slice(self, param: ParamMapping, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter's Megatron slice of its tensors after their cast."""
+        slice_ = new_tensor(param.megatron_shape, dtype)
+        views = param.hub_views(slice_)
+        parts = []
+        for place, (name, tensor) in enumerate(zip(param.hub_names, self.source.read_each(param), strict=True)):
+            converted = self.records.convert(name, tensor)
+            if views is not None:
+                views[place].copy_(converted.view(views[place].shape))
+            else:
+                parts.append(converted.to(dtype))
+        if views is None:
+            slice_.copy_(param.to_megatron(parts))
+        return slice_
+
+    def _note_written(self, number: int, entry: JournalEntry) -> None:
+        self._writer.note(self._padded[number], entry.items)
+
+    def _take_passthrough(self, name: str) -> None:
+        tensor = self.records.convert(name, self.source.read_passthrough(name))
+        if not self.source.passthrough[name].copy_of:
+            self._taken[name] = tensor
+        self._tell(tensor.nbytes)
+
+
+class HubTransfer(Transfer):
+    """Every Hub tensor into the planned safetensors files."""
+
+    def __init__(
+        self, source: Checkpoint, plan: HubPlan, journal: Journal, options: Options, writer: HubWriter
+    ) -> None:
+        dtypes = [plan.specs[param.hub_names[0]][0] for param in source.params]
+        super().__init__(source, plan, journal, options, dtypes)
+        self._writer = writer
+        self._copies = {copy_of: name for name, copy_of in source.derived.items()}
+
+    def _names(self, param: ParamMapping) -> tuple[str, ...]:
+        return self._with_copies(param.hub_names)
+
+    def _with_copies(self, names: Sequence[str]) -> tuple[str, ...]:
+        """With those that are derived from one of them and written again."""
+        return (*names, *(self._copies[name] for name in names if name in self._copies))
+
+    def _is_written(self, number: int, entry: JournalEntry) -> bool:
+        names = self._names(self.source.params[number])
+        written = [record for _, record in entry.tensors]
+        return len(written) == len(names) and self._writer.has(
+            {name: record.digest for name, record in zip(names, written, strict=True)}
+        )
+
+    def _write(self, number: int) -> JournalEntry:
+        param = self.source.params[number]
+        names = self._names(param)
+        if self._can_stream(number):
+            ranges = dict(zip(param.hub_names, _slice_ranges(param), strict=True))
+            with ExitStack() as stack:
+                sinks = [stack.enter_context(self._writer.sink(name)) for name in names]
+                parts = [ranges[name if name in ranges else self.source.derived[name]] for name in names]
+                distribute(self._bands(number), parts, sinks)
+            self._record_digests(param.hub_names, sinks)
+        else:
+            for name, tensor in zip(param.hub_names, self.source.read_each(param), strict=True):
+                self._put(name, tensor)
+        for name in names[len(param.hub_names) :]:
+            self.records.alias(name, self.source.derived[name])
+        return JournalEntry(tuple(self.records.entry(names)), ())
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        converted = self.records.convert(name, tensor)
+        for target in self._with_copies([name]):
+            self._writer.put(target, converted)
+
+    def _note_written(self, number: int, entry: JournalEntry) -> None:
+        self._writer.note(self._names(self.source.params[number]))
+
+    def _take_passthrough(self, name: str) -> None:
+        self._put(name, self.source.read_passthrough(name))
+        self._writer.note(self._with_copies([name]))
+        self._tell(spec_bytes(self.specs[name]))
 
 
 @contextmanager
 def _unfinished_output(
     source: Checkpoint, output: Path, plan: MegatronPlan | HubPlan, options: Options
-) -> Iterator[tuple[Path, TransferJob]]:
-    """The folder that becomes the output, and the job that fills it, from where an earlier run was stopped."""
+) -> Iterator[tuple[Path, Journal]]:
+    """The folder that becomes the output, and its journal, from where an earlier run was stopped."""
     sources, report = source.folders(), plan.report
     mark = _fingerprint(source, plan, options)
     resume = partial(matches, fingerprint=mark) if options.resume and sources else None
@@ -145,13 +400,7 @@ def _unfinished_output(
     with atomic_output(output, sources, options.overwrite, report.bytes, resume, keep) as folder:
         journal = Journal(folder, mark, report.files)
         try:
-            records = Records(source, plan.specs)
-            yield (
-                folder,
-                TransferJob(
-                    source, plan.specs, records, journal, options.workers, options.processes, options.progress
-                ),
-            )
+            yield folder, journal
         except BaseException:
             journal.close(remove=False)
             raise
@@ -168,207 +417,10 @@ def _fingerprint(source: Checkpoint, plan: MegatronPlan | HubPlan, options: Opti
         "config": source.hub.config_bytes().decode("utf-8", "replace"),
         "tensors": {name: [dtype_name(dtype), *shape] for name, (dtype, shape) in plan.specs.items()},
     }
-    iteration = source.folder if isinstance(source, MegatronCheckpoint) else None
-    return fingerprint(source.folders(), iteration, facts)
-
-
-@dataclass(frozen=True)
-class TransferJob:
-    """What the tasks of one conversion share. `specs` are the Hub tensors' dtypes and shapes after the cast."""
-
-    source: Checkpoint
-    specs: dict[str, TensorSpec]
-    records: Records
-    journal: Journal
-    workers: int | None
-    processes: int
-    progress: Progress | None
-
-    def done(self, nbytes: int) -> None:
-        """Tell the progress that so many more bytes are written."""
-        if self.progress is not None:
-            self.progress(nbytes, self._total)
-
-    @cached_property
-    def _total(self) -> int:
-        return sum(map(spec_bytes, self.specs.values()))
-
-
-@dataclass(frozen=True)
-class _ParamTask:
-    """`work` reads and writes one parameter's bytes, in any thread or process; `note` is told of it, in this process.
-
-    Both know whether an earlier run had done it: then nothing was written.
-    """
-
-    size: int
-    work: Callable[[], tuple[JournalEntry, bool]]
-    note: Callable[[JournalEntry, bool], None]
-
-    def run(self) -> None:
-        self.note(*self.work())
-
-
-def move_to_megatron(
-    job: TransferJob, writer: CheckpointWriter, params: Sequence[ParamMapping], dtypes: dict[str, torch.dtype]
-) -> dict[str, torch.Tensor]:
-    """Write every slice; `params` are the source's with the padded vocabulary, `dtypes` go by their `megatron_key`.
-
-    Returns the carried tensors that are copies of nothing.
-    """
-    source, records = job.source, job.records
-    carried: dict[str, torch.Tensor] = {}
-    targets = [dtypes[param.megatron_key] for param in params]
-    sizes = [task_bytes(param, source, job.specs, dtype) for param, dtype in zip(source.params, targets, strict=True)]
-    memory = TaskMemory(in_flight(sizes))
-
-    def work(param: ParamMapping, padded: ParamMapping, dtype: torch.dtype) -> tuple[JournalEntry, bool]:
-        entry = job.journal.done.get(param.megatron_name)
-        if entry is not None and writer.has(padded, entry.items):
-            return entry, True
-        rows, wanted = param.megatron_shape[0], padded.megatron_shape[0]
-        row_bytes = prod(param.megatron_shape[1:]) * dtype.itemsize
-        with memory.task(), ExitStack() as stack:
-            sinks: list[Sink] = []
-            if can_stream(param, source, job.specs, dtype):
-                sinks = [stack.enter_context(Sink()) for _ in param.hub_names]
-                bands = digested(read_bands(source.regions(param), rows, row_bytes), _slice_ranges(param), sinks)
-            else:
-                bands = tensor_bands(_slice(job, param, dtype))
-            items = writer.write(padded, with_zero_rows(bands, rows, wanted, row_bytes))
-            _record_digests(job, param.hub_names, sinks)
-        return JournalEntry(tuple(records.entry(param.hub_names)), tuple(items)), False
-
-    def note(param: ParamMapping, padded: ParamMapping, entry: JournalEntry, before: bool) -> None:
-        nbytes = sum(spec_bytes(job.specs[name]) for name in param.hub_names)
-        records.restore(param.hub_names, entry.tensors)
-        writer.note(padded, entry.items)
-        if not before:
-            job.journal.add(param.megatron_name, entry, nbytes)
-        job.done(nbytes)
-
-    def carry(name: str) -> None:
-        tensor = records.convert(name, source.read_passthrough(name))
-        if not source.passthrough[name].copy_of:
-            carried[name] = tensor
-        job.done(tensor.nbytes)
-
-    _run_tasks(
-        job,
-        [
-            _ParamTask(size, partial(work, param, padded, dtype), partial(note, param, padded))
-            for size, param, padded, dtype in zip(sizes, source.params, params, targets, strict=True)
-        ],
-        carry,
-    )
-    for name, copy_of in source.derived.items():
-        records.alias(name, copy_of)
-    records.check_copies()
-    return carried
-
-
-def move_to_hub(job: TransferJob, writer: HubWriter) -> None:
-    """Write every Hub tensor."""
-    source, records = job.source, job.records
-    copies = {copy_of: name for name, copy_of in source.derived.items()}
-    targets = [job.specs[param.hub_names[0]][0] for param in source.params]
-    sizes = [task_bytes(param, source, job.specs, dtype) for param, dtype in zip(source.params, targets, strict=True)]
-    memory = TaskMemory(in_flight(sizes))
-
-    def named(names: Iterable[str]) -> tuple[str, ...]:
-        """With those that are derived from one of them and written again."""
-        names = tuple(names)
-        return (*names, *(copies[name] for name in names if name in copies))
-
-    def work(param: ParamMapping, dtype: torch.dtype) -> tuple[JournalEntry, bool]:
-        names = named(param.hub_names)
-        entry = job.journal.done.get(param.megatron_name)
-        records_there = [] if entry is None else [record for _, record in entry.tensors]
-        if entry is not None and len(records_there) == len(names):
-            digests = {name: record.digest for name, record in zip(names, records_there, strict=True)}
-            if writer.has(digests):
-                return entry, True
-        with memory.task(), ExitStack() as stack:
-            if can_stream(param, source, job.specs, dtype):
-                sinks = [stack.enter_context(writer.sink(name)) for name in names]
-                parts = dict(zip(param.hub_names, _slice_ranges(param), strict=True))
-                row_bytes = prod(param.megatron_shape[1:]) * dtype.itemsize
-                bands = read_bands(source.regions(param), param.megatron_shape[0], row_bytes)
-                distribute(bands, [parts[name if name in parts else source.derived[name]] for name in names], sinks)
-                _record_digests(job, param.hub_names, sinks)
-            else:
-                for name, tensor in zip(param.hub_names, source.read_each(param), strict=True):
-                    put(name, tensor)
-        for name in names[len(param.hub_names) :]:
-            records.alias(name, source.derived[name])
-        return JournalEntry(tuple(records.entry(names)), ()), False
-
-    def put(name: str, tensor: torch.Tensor) -> None:
-        converted = records.convert(name, tensor)
-        for target in named([name]):
-            writer.put(target, converted)
-
-    def note(param: ParamMapping, entry: JournalEntry, before: bool) -> None:
-        names = named(param.hub_names)
-        nbytes = sum(spec_bytes(job.specs[name]) for name in names)
-        records.restore(names, entry.tensors)
-        writer.note(names)
-        if not before:
-            job.journal.add(param.megatron_name, entry, nbytes)
-        job.done(nbytes)
-
-    def carry(name: str) -> None:
-        put(name, source.read_passthrough(name))
-        writer.note(named([name]))
-        job.done(spec_bytes(job.specs[name]))
-
-    _run_tasks(
-        job,
-        [
-            _ParamTask(size, partial(work, param, dtype), partial(note, param))
-            for size, param, dtype in zip(sizes, source.params, targets, strict=True)
-        ],
-        carry,
-    )
-    writer.finish()
-    records.check_copies()
-
-
-def _slice(job: TransferJob, param: ParamMapping, dtype: torch.dtype) -> torch.Tensor:
-    """A param's Megatron slice of its tensors after their cast."""
-    slice_ = new_tensor(param.megatron_shape, dtype)
-    windows = param.hub_views(slice_)
-    parts = []
-    for place, (name, tensor) in enumerate(zip(param.hub_names, job.source.read_each(param), strict=True)):
-        converted = job.records.convert(name, tensor)
-        if windows is not None:
-            windows[place].copy_(converted.view(windows[place].shape))
-        else:
-            parts.append(converted.to(dtype))
-    if windows is None:
-        slice_.copy_(param.to_megatron(parts))
-    return slice_
+    return fingerprint(source.folders(), source.folder if source.iteration else None, facts)
 
 
 def _slice_ranges(param: ParamMapping) -> list[SliceRange]:
     """What the Hub tensors are of a parameter's slice."""
     assert param.hub_rows is not None
     return [SliceRange(rows) for rows in param.hub_rows]
-
-
-def _record_digests(job: TransferJob, names: Sequence[str], sinks: Sequence[Sink]) -> None:
-    """Note the digests of tensors that went through unchanged."""
-    for name, sink in zip(names, sinks, strict=False):
-        job.records.note(name, sink.digest.hexdigest())
-
-
-def _run_tasks(job: TransferJob, tasks: Sequence[_ParamTask], carry: Callable[[str], None]) -> None:
-    """Run the tasks, and `carry` on every carried tensor that is not derived from another."""
-    source, workers = job.source, worker_count(job.workers)
-    read = [name for name in source.passthrough if name not in source.derived]
-    carrying = [(spec_bytes(source.spec(name)), partial(carry, name)) for name in read]
-    if job.processes == 1:
-        run_tasks([*((task.size, task.run) for task in tasks), *carrying], workers)
-        return
-    run_forked([(task.size, task.work) for task in tasks], job.processes, workers, lambda n, r: tasks[n].note(*r))
-    run_tasks(carrying, workers)

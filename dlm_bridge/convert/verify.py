@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -12,26 +12,13 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import HubMetadata, TensorSpec
-from dlm_bridge.convert.checkpoints.dcp import DcpCheckpoint, dcp_folder
-from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, HubReader
-from dlm_bridge.convert.checkpoints.legacy import LegacyReader
-from dlm_bridge.convert.checkpoints.megatron import (
-    MegatronCheckpoint,
-    is_extra_state,
-    is_training_state,
-    megatron_root,
-)
-from dlm_bridge.convert.checkpoints.store import is_megatron, newest_iteration
+from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
+from dlm_bridge.convert.checkpoints import find_checkpoint
 from dlm_bridge.convert.formats.dcp_metadata import read_metadata
-from dlm_bridge.convert.formats.legacy_writer import legacy_file_digest
-from dlm_bridge.convert.formats.torch_dist_writer import read_file_digests
-from dlm_bridge.convert.manifest import FILE_DIGESTS as FILE_DIGESTS
-from dlm_bridge.convert.manifest import MANIFEST, Manifest, TensorRecord, check_files, is_intact, read_manifest
-from dlm_bridge.convert.streaming import digest, file_digest, range_digest
+from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST, Manifest, TensorRecord, check_files, is_intact
+from dlm_bridge.convert.streaming import digest, file_digest
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.hub import resolve
 from dlm_bridge.mapping.dtypes import bit_view, dtype_name, same_bits
 
 
@@ -86,21 +73,26 @@ def verify_pair(
     A Megatron checkpoint without a manifest is read by the other side's configuration. Raises DlmBridgeError for what
     is not a checkpoint; tensors that cannot be read are differences.
     """
-    left, right = _open_pair(resolve(a), resolve(b))
-    differences: list[Difference] = [*left.oddities(), *right.oddities()]
-    for names, other, where in ((left.names, right, right.where), (right.names, left, left.where)):
-        differences += [Difference(name, "missing", f"not in {where}") for name in names if name not in other.names]
-    common = [name for name in left.names if name in right.names]
-    total = _nbytes(common, left.names)
+    left, right = find_checkpoint(a), find_checkpoint(b)
+    if not left.names_model:
+        left.adopt(right)
+    if not right.names_model:
+        right.adopt(left)
+    here_specs, there_specs = left.stored_specs(), right.stored_specs()
+    differences = [*_unmapped(left), *_unmapped(right)]
+    differences += [Difference(n, "missing", f"not in {right.where}") for n in here_specs if n not in there_specs]
+    differences += [Difference(n, "missing", f"not in {left.where}") for n in there_specs if n not in here_specs]
+    common = [name for name in here_specs if name in there_specs]
+    total = _nbytes(common, here_specs)
     found: dict[str, Difference] = {}
     for group in _groups(common, left, right):
         for name in group:
-            if problem := _compare_specs(name, left.names[name], right.names[name]):
+            if problem := _compare_specs(name, here_specs[name], there_specs[name]):
                 found[name] = problem
 
     def compare(group: Sequence[str]) -> None:
         try:
-            here, there = left.read(group), right.read(group)
+            here, there = left.read_group(group), right.read_group(group)
         except DlmBridgeError as error:
             found.update({name: Difference(name, "unreadable", str(error)) for name in group})
             return
@@ -110,10 +102,10 @@ def verify_pair(
             if progress is not None:
                 progress(here[name].nbytes, total)
 
-    tasks = [(2 * _nbytes(group, left.names), partial(compare, group)) for group in _groups(common, left, right)]
+    tasks = [(2 * _nbytes(group, here_specs), partial(compare, group)) for group in _groups(common, left, right)]
     run_tasks(tasks, worker_count(workers))
     differences += [found[name] for name in common if name in found]
-    differences += [*left.compare_copies(), *right.compare_copies()]
+    differences += [*_copies(left), *_copies(right)]
     return Verdict(left.where, right.where, not differences, len(common), total, differences)
 
 
@@ -125,51 +117,52 @@ def verify_manifest(
 
     Raises DlmBridgeError where there is no manifest, or none of what is there now.
     """
-    folder = resolve(path)
-    if is_megatron(folder) and (newest_iteration(folder) / FILE_DIGESTS).is_file():
-        return _verify_files(newest_iteration(folder), workers, progress)
-    side = _open_one(folder)
-    manifest = side.manifest
-    if manifest is None:
-        raise DlmBridgeError(f"{folder} has no {MANIFEST} to verify it against: name a second checkpoint")
-    if manifest.iteration is not None and manifest.iteration != side.iteration:
+    checkpoint = find_checkpoint(path)
+    if checkpoint.iteration is not None and checkpoint.folder and (checkpoint.folder / FILE_DIGESTS).is_file():
+        return _verify_files(checkpoint.folder, workers, progress)
+    manifest = checkpoint.manifest
+    if manifest is None or checkpoint.root is None:
+        raise DlmBridgeError(f"{checkpoint.where} has no {MANIFEST} to verify it against: name a second checkpoint")
+    if manifest.iteration is not None and manifest.iteration != checkpoint.iteration:
         raise DlmBridgeError(
-            f"{folder}: its {MANIFEST} describes {manifest.iteration}, the newest iteration is {side.iteration}: "
-            "name a second checkpoint"
+            f"{checkpoint.where}: its {MANIFEST} describes {manifest.iteration}, the newest iteration is "
+            f"{checkpoint.iteration}: name a second checkpoint"
         )
     if not manifest.tensors:
         raise DlmBridgeError(
-            f"{folder}: written by a training run before those had digests: name a second checkpoint to compare it "
-            "with"
+            f"{checkpoint.where}: written by a training run before those had digests: name a second checkpoint to "
+            "compare it with"
         )
     records = manifest.tensors
-    differences = side.oddities()
-    differences += [Difference(n, "missing", f"{MANIFEST} has it") for n in records if n not in side.names]
-    differences += [Difference(n, "extra", f"{MANIFEST} does not have it") for n in side.names if n not in records]
-    common = [name for name in side.names if name in records]
-    total = _nbytes(common, side.names)
+    specs = checkpoint.stored_specs()
+    differences = _unmapped(checkpoint)
+    differences += [Difference(n, "missing", f"{MANIFEST} has it") for n in records if n not in specs]
+    differences += [Difference(n, "extra", f"{MANIFEST} does not have it") for n in specs if n not in records]
+    common = [name for name in specs if name in records]
+    total = _nbytes(common, specs)
     found: dict[str, Difference] = {}
 
     def compare(group: Sequence[str]) -> None:
         try:
-            tensors = side.read(group)
+            tensors = checkpoint.read_group(group)
         except DlmBridgeError as error:
             found.update({name: Difference(name, "unreadable", str(error)) for name in group})
             return
         for name in group:
-            problem = _compare_record(name, side.names[name], records[name], tensors[name])
+            problem = _compare_record(name, specs[name], records[name], tensors[name])
             if problem is not None:
                 found[name] = problem
             if progress is not None:
                 progress(tensors[name].nbytes, total)
 
-    groups = _groups(common, side)
-    run_tasks([(2 * _nbytes(group, side.names), partial(compare, group)) for group in groups], worker_count(workers))
+    groups = _groups(common, checkpoint)
+    run_tasks([(2 * _nbytes(group, specs), partial(compare, group)) for group in groups], worker_count(workers))
     differences += [found[name] for name in common if name in found]
-    differences += _compare_files(side.root, manifest)
-    differences += side.compare_copies()
-    differences += [] if found else side.compare_headers(manifest)
-    return Verdict(side.where, MANIFEST, not differences, len(common), total, differences)
+    differences += [*_compare_files(checkpoint.root, manifest), *_copies(checkpoint)]
+    if not found:
+        detail = f"its bytes around the tensors are not what {MANIFEST} says"
+        differences += [Difference(file, "file", detail) for file in checkpoint.changed_files(manifest)]
+    return Verdict(checkpoint.where, MANIFEST, not differences, len(common), total, differences)
 
 
 def _verify_files(folder: Path, workers: int | None, progress: Progress | None) -> Verdict:
@@ -182,157 +175,16 @@ def _verify_files(folder: Path, workers: int | None, progress: Progress | None) 
     return Verdict(str(folder), FILE_DIGESTS, not differences, tensors, size, differences)
 
 
-class _Side:
-    """A checkpoint as named tensors, whole or not."""
-
-    where: str
-    root: Path
-    names: dict[str, TensorSpec]
-    manifest: Manifest | None
-    iteration: str | None = None
-
-    def read(self, group: Sequence[str]) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
-
-    def group_of(self, name: str) -> str:
-        """Names with the same value are best read together."""
-        return name
-
-    def oddities(self) -> list[Difference]:
-        """What is there and belongs to no Hub tensor."""
-        return []
-
-    def compare_headers(self, manifest: Manifest) -> list[Difference]:
-        """Weight files that are not what the manifest says, though all their tensors are."""
-        return []
-
-    def compare_copies(self) -> list[Difference]:
-        """Parameters that several ranks hold and that are not the same on all of them."""
-        return []
+def _unmapped(checkpoint: Checkpoint) -> list[Difference]:
+    detail = f"in {checkpoint.where}, but it belongs to no Hub tensor"
+    return [Difference(key, "extra", detail) for key in checkpoint.unmapped()]
 
 
-class _HubTensors(_Side):
-    def __init__(self, folder: Path) -> None:
-        self.where, self.root = str(folder), folder
-        self._reader = HubReader(folder)
-        entries = [self._reader.entry(name) for name in self._reader.names]
-        self.names = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-        self.manifest = read_manifest(folder)
-
-    def read(self, group: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: self._reader.read(name) for name in group}
-
-    def compare_headers(self, manifest: Manifest) -> list[Difference]:
-        if manifest.format != "huggingface":
-            return []
-        found = {shard.file: shard for shard in self._reader.shards()}
-        wrong = {shard.file for shard in manifest.shards if found.get(shard.file) != shard}
-        wrong |= {file for file, recorded in manifest.files.items() if self._header_digest(file) != recorded}
-        return [Difference(file, "file", f"its header is not what {MANIFEST} says") for file in sorted(wrong)]
-
-    def _header_digest(self, file: str) -> str | None:
-        content = self._reader.files.get(file)
-        return None if content is None else range_digest(content.path, 0, content.start)
+def _copies(checkpoint: Checkpoint) -> list[Difference]:
+    return [Difference(key, "values", detail) for key, detail in checkpoint.differing_copies()]
 
 
-class _MegatronTensors(_Side):
-    def __init__(self, folder: Path, hub: HubMetadata | None, twin: HubCheckpoint | None) -> None:
-        self._checkpoint = MegatronCheckpoint(folder, hub, twin)
-        self.where, self.root = str(folder), self._checkpoint.root
-        self.manifest, self.iteration = self._checkpoint.manifest, self._checkpoint.iteration
-        self.names = {}
-        used = set()
-        for param in self._checkpoint.params:
-            key = self._checkpoint.stored_key(param)
-            if key is None:
-                continue
-            used.add(key)
-            for name in param.hub_names:
-                self.names[name] = self._checkpoint.spec(name)
-        self._odd = [key for key in self._checkpoint.reader.contents.tensors if key not in used]
-        self._odd = [key for key in self._odd if not is_training_state(key) and not is_extra_state(key)]
-        for name, entry in self._checkpoint.passthrough.items():
-            if not entry.copy_of or entry.copy_of in self.names:
-                self.names[name] = self._checkpoint.spec(name)
-
-    def read(self, group: Sequence[str]) -> dict[str, torch.Tensor]:
-        checkpoint = self._checkpoint
-        if group[0] not in checkpoint.param_of:
-            return {name: checkpoint.read(name) for name in group}
-        param = checkpoint.param_of[group[0]]
-        checkpoint.check_param(param)
-        return dict(zip(param.hub_names, checkpoint.read_param(param), strict=True))
-
-    def group_of(self, name: str) -> str:
-        param = self._checkpoint.param_of.get(name)
-        return param.megatron_name if param is not None else name
-
-    def compare_headers(self, manifest: Manifest) -> list[Difference]:
-        reader, iteration = self._checkpoint.reader, self._checkpoint.iteration
-        if isinstance(reader, LegacyReader):
-            found = {file: legacy_file_digest(reader.folder / file) for file in self._checkpoint.store.files()}
-        else:
-            found = read_file_digests(reader.folder, reader.contents)
-        return [
-            Difference(file, "file", f"its bytes around the tensors are not what {MANIFEST} says")
-            for file, recorded in manifest.files.items()
-            if found.get(file.removeprefix(f"{iteration}/")) != recorded
-        ]
-
-    def compare_copies(self) -> list[Difference]:
-        reader = self._checkpoint.reader
-        if not isinstance(reader, LegacyReader):
-            return []
-        return [Difference(key, "values", detail) for key, detail in reader.check_copies()]
-
-    def oddities(self) -> list[Difference]:
-        return [Difference(key, "extra", f"in {self.where}, but it belongs to no Hub tensor") for key in self._odd]
-
-
-class _DcpTensors(_Side):
-    def __init__(self, checkpoint: DcpCheckpoint) -> None:
-        self._checkpoint = checkpoint
-        self.where, self.root, self.manifest = checkpoint.where, checkpoint.folder, None
-        self.names = {name: checkpoint.spec(name) for name in checkpoint.stored_names()}
-
-    def read(self, group: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: self._checkpoint.read(name) for name in group}
-
-
-def _open_one(folder: Path) -> _Side:
-    if is_megatron(folder):
-        return _MegatronTensors(folder, None, None)
-    return _HubTensors(folder) if dcp_folder(folder) is None else _DcpTensors(DcpCheckpoint(folder))
-
-
-def _open_pair(a: Path, b: Path) -> tuple[_Side, _Side]:
-    """Each side by its own manifest, settings or config.json, or by the other's where it has none."""
-
-    def open_by(folder: Path, other: Path) -> _Side:
-        megatron = is_megatron(folder)
-        if not megatron and dcp_folder(folder) is None:
-            return _HubTensors(folder)
-        if megatron and _manifest_of(folder) is not None:
-            return _MegatronTensors(folder, None, None)
-        twin = None
-        if is_megatron(other):
-            hub = MegatronCheckpoint(other).hub
-        elif dcp_folder(other) is not None:
-            hub = DcpCheckpoint(other).hub
-        else:
-            twin = HubCheckpoint(other)
-            hub = twin.hub
-        hub = replace(hub, dtypes={})
-        return _MegatronTensors(folder, hub, twin) if megatron else _DcpTensors(DcpCheckpoint(folder, hub))
-
-    return open_by(a, b), open_by(b, a)
-
-
-def _manifest_of(folder: Path) -> Manifest | None:
-    return read_manifest(megatron_root(folder, newest_iteration(folder)))
-
-
-def _groups(names: Iterable[str], *sides: _Side) -> list[list[str]]:
+def _groups(names: Iterable[str], *sides: Checkpoint) -> list[list[str]]:
     """Names that are read together, since they lie in one Megatron tensor."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:

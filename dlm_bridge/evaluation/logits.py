@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from dlm_bridge.bridge import Bridge
+from dlm_bridge.convert.checkpoints import open_checkpoint, open_megatron
 from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
-from dlm_bridge.convert.checkpoints.opening import open_any, open_megatron
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
@@ -38,7 +38,7 @@ PathLike = str | os.PathLike[str]
 def check_alone(path: PathLike) -> None:
     """Raise DlmBridgeError unless a checkpoint's logits can be computed in two ways: it is a Megatron checkpoint, and
     megatron-core is installed and supports its model."""
-    bridge = Bridge(open_any(path))
+    bridge = Bridge(open_checkpoint(path))
     if not isinstance(bridge.checkpoint, MegatronCheckpoint):
         raise DlmBridgeError(
             f"{path}: --logits of one checkpoint compares megatron-core with transformers, so it must be a Megatron "
@@ -100,7 +100,7 @@ def compare_logits(a: PathLike, b: PathLike | None = None) -> LogitsVerdict:
 def _open(path: PathLike, other: PathLike | None, notes: list[str]) -> _Computed:
     """A checkpoint with the engine that computes it; `notes` says why a Megatron one is not on megatron-core."""
     try:
-        bridge = Bridge(open_any(path))
+        bridge = Bridge(open_checkpoint(path))
     except DlmBridgeError:  # a Megatron checkpoint without a manifest: the other names its model
         if other is None:
             raise

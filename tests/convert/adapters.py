@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlm_bridge import Layout
-from dlm_bridge.convert.checkpoints.opening import open_any
+from dlm_bridge.convert.checkpoints import open_checkpoint
 from dlm_bridge.convert.lora.convert import export_adapter, open_adapter
 from dlm_bridge.convert.lora.megatron import write_megatron_adapter
 from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftAdapter
@@ -35,13 +35,13 @@ RANK, ALPHA = 4, 8
 
 
 def to_megatron(base: Path, adapter: Path, output: Path, layout: Layout | None = None, style: str = "auto") -> Path:
-    opened = open_any(base)
+    opened = open_checkpoint(base)
     write_megatron_adapter(PeftAdapter(adapter, opened), opened, output, layout or Layout(), style)
     return output
 
 
 def back(base: Path, megatron: Path, output: Path) -> Path:
-    opened = open_any(base)
+    opened = open_checkpoint(base)
     export_adapter(open_adapter(megatron, opened), opened, output)
     return output
 

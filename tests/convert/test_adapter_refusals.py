@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.checkpoints.opening import open_any
+from dlm_bridge.convert.checkpoints import open_checkpoint
 from dlm_bridge.convert.lora.convert import open_adapter
 from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests.checkpoints import standard_tensors, write_hub_folder
@@ -157,7 +157,7 @@ def test_experts_are_refused_and_attention_beside_them_converts(tmp_path: Path) 
 
 def test_another_models_adapter_is_refused_by_name(llama: Path, tmp_path: Path) -> None:
     adapter = written_adapter(llama, tmp_path)
-    base = open_any(llama)
+    base = open_checkpoint(llama)
     base.hub.source = {"name": "owner/other", "revision": None}
     with pytest.raises(DlmBridgeError, match="is an adapter of owner/base, not of owner/other"):
         open_adapter(adapter, base)
@@ -170,10 +170,10 @@ def test_a_megatron_adapter_of_another_model_is_refused(llama: Path, tmp_path: P
     wider = {**LLAMA, "intermediate_size": 64}
     other = write_hub_folder(tmp_path / "other", wider, standard_tensors(wider))
     with pytest.raises(DlmBridgeError, match=r"linear_fc1.adapter.adapter_gate.linear_out.weight has shape"):
-        open_adapter(out, open_any(other))
+        open_adapter(out, open_checkpoint(other))
     whole = tmp_path / "whole"
     Bridge.from_hf(llama).to_megatron(whole, Layout())
     with pytest.raises(DlmBridgeError, match="holds no adapter weight"):
-        open_adapter(whole, open_any(llama))
+        open_adapter(whole, open_checkpoint(llama))
     with pytest.raises(DlmBridgeError, match="is no adapter"):
-        open_adapter(llama, open_any(llama))
+        open_adapter(llama, open_checkpoint(llama))

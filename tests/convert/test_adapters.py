@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.checkpoints.opening import open_any
+from dlm_bridge.convert.checkpoints import open_checkpoint
 from dlm_bridge.convert.lora.convert import MergedCheckpoint, open_adapter
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -80,7 +80,7 @@ def test_peft_merged_and_megatron_are_one_change(llama: Path, tmp_path: Path) ->
     tuned = PeftModel.from_pretrained(live(llama), adapter)
     expected = logits(tuned)
     assert (expected - logits(live(llama))).abs().max() > 0.1  # the adapter does something
-    base = open_any(llama)
+    base = open_checkpoint(llama)
     write_hub(MergedCheckpoint(base, open_adapter(adapter, base)), tmp_path / "merged", Options())
     torch.testing.assert_close(logits(live(tmp_path / "merged")), expected, rtol=1e-4, atol=1e-4)
     by_peft = {f"{name}": value for name, value in tuned.merge_and_unload().state_dict().items()}
@@ -89,7 +89,7 @@ def test_peft_merged_and_megatron_are_one_change(llama: Path, tmp_path: Path) ->
     # From the Megatron layout, and into a base in the Megatron layout.
     megatron = to_megatron(llama, adapter, tmp_path / "megatron", Layout(tp=2, pp=2))
     Bridge.from_hf(llama).to_megatron(tmp_path / "base", Layout(tp=2))
-    other = open_any(tmp_path / "base")
+    other = open_checkpoint(tmp_path / "base")
     write_hub(MergedCheckpoint(other, open_adapter(megatron, other)), tmp_path / "merged2", Options())
     ours, again = hub_tensors(tmp_path / "merged"), hub_tensors(tmp_path / "merged2")
     assert ours.keys() == again.keys()
@@ -103,7 +103,7 @@ def test_megatron_factors_multiply_to_the_change_of_the_fused_weight(llama: Path
         share_a(adapter)
     out = to_megatron(llama, adapter, tmp_path / "out", Layout(tp=2), style)
     stored = dcp_tensors(out / "iter_0000000")
-    base = open_any(llama)
+    base = open_checkpoint(llama)
     opened = open_adapter(adapter, base)
     qkv = "decoder.layers.self_attention.linear_qkv.adapter."
     fc1 = "decoder.layers.mlp.linear_fc1.adapter."
@@ -176,9 +176,8 @@ def test_round_trip_is_exact(
         k: v for k, v in tree(again).items() if k != ADAPTER_WEIGHTS
     }
     scale = ALPHA / (math.sqrt(RANK) if shared else RANK)
-    assert (
-        open_adapter(out, open_any(llama)).facts.scale == open_adapter(adapter, open_any(llama)).facts.scale == scale
-    )
+    for folder in (out, adapter):
+        assert open_adapter(folder, open_checkpoint(llama)).facts.scale == scale
 
 
 def test_a_family_of_other_module_names(tmp_path: Path) -> None:
@@ -196,7 +195,7 @@ def test_a_family_of_other_module_names(tmp_path: Path) -> None:
     # The same adapter as the Hub's own code would have saved it.
     hub = tmp_path / "hub-names"
     shutil.copytree(adapter, hub)
-    opened = open_adapter(adapter, open_any(base))
+    opened = open_adapter(adapter, open_checkpoint(base))
     renamed = {
         f"base_model.model.{weight.removesuffix('.weight')}.lora_{part}.weight": opened.tensor(weight, part)  # type: ignore[arg-type]
         for weight in opened.facts.modules
@@ -215,7 +214,7 @@ def test_bridges_own_checkpoint_is_read_with_its_run_config(llama: Path, tmp_pat
     (out / ADAPTER_MANIFEST).unlink()
     shutil.rmtree(out / "hf")
     with pytest.raises(DlmBridgeError, match=r"neither a dlm_bridge_adapter.json nor a run_config.yaml"):
-        open_adapter(out, open_any(llama))
+        open_adapter(out, open_checkpoint(llama))
     target = "megatron.bridge.peft.canonical_lora.CanonicalLoRA"
     (out / "iter_0000000" / "run_config.yaml").write_text(f"peft:\n  _target_: {target}\n  dim: 4\n  alpha: 16\n")
     again = back(llama, out, tmp_path / "again")
@@ -233,7 +232,7 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     config = {**LLAMA, "torch_dtype": "bfloat16"}
     base = write_hub_folder(tmp_path / "llama", config, standard_tensors(config, dtype=torch.bfloat16))
     adapter = written_adapter(base, tmp_path)
-    opened = open_any(base)
+    opened = open_checkpoint(base)
     write_hub(MergedCheckpoint(opened, open_adapter(adapter, opened)), tmp_path / "merged", Options())
     before, merged, factors = hub_tensors(base), hub_tensors(tmp_path / "merged"), load_file(adapter / ADAPTER_WEIGHTS)
     name = "model.layers.1.mlp.down_proj"
@@ -347,7 +346,7 @@ def test_one_fused_tensor_on_the_hub(tmp_path: Path) -> None:
     again = load_file(back(base, out, tmp_path / "again") / ADAPTER_WEIGHTS)
     assert factors.keys() == again.keys()
     assert all(same(factors[name], again[name]) for name in factors)
-    opened = open_any(base)
+    opened = open_checkpoint(base)
     delta = open_adapter(adapter, opened).delta(fused[0])
     param = opened.param_of[fused[0]]
     stored = dcp_tensors(out / "iter_0000000")

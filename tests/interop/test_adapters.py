@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from dlm_bridge import Layout
-from dlm_bridge.convert.checkpoints.opening import open_any
+from dlm_bridge.convert.checkpoints import open_checkpoint
 from dlm_bridge.convert.lora.megatron import write_megatron_adapter
 from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftAdapter
 from tests.checkpoints import standard_tensors, write_hub_folder
@@ -38,7 +38,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         pytest.skip("megatron-core is not installed: pip install 'dlm-bridge[megatron]'")
     root = tmp_path_factory.mktemp("adapters")
     write_hub_folder(root / "hub", LLAMA, standard_tensors(LLAMA))
-    base = open_any(root / "hub")
+    base = open_checkpoint(root / "hub")
     expected: dict[str, dict[str, torch.Tensor]] = {style: {} for style in LAYERS}
     for style in LAYERS:
         folder = root / f"peft-{style}"

@@ -1,1 +1,89 @@
-"""checkpoints."""
+"""Kinds of checkpoints, one module each, and how a path is opened.
+
+A new format is a module with a `Checkpoint` class, and its row in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.checkpoints.dcp import DcpCheckpoint, hub_of_config
+from dlm_bridge.convert.checkpoints.fsdp_dtensor import FsdpDtensorCheckpoint
+from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, open_hub
+from dlm_bridge.convert.checkpoints.legacy import LegacyCheckpoint
+from dlm_bridge.convert.checkpoints.megatron import TRACKER, MegatronCheckpoint, iteration_folder
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint
+from dlm_bridge.convert.workers import gc_paused
+from dlm_bridge.errors import DlmBridgeError
+
+# In the order in which they are asked whether a folder is theirs.
+KINDS: tuple[type[Checkpoint], ...] = (
+    LegacyCheckpoint,
+    TorchDistCheckpoint,
+    FsdpDtensorCheckpoint,
+    DcpCheckpoint,
+    HubCheckpoint,
+)
+PathLike = str | os.PathLike[str]
+
+
+@gc_paused()
+def find_checkpoint(path: PathLike, revision: str | None = None, family: str | None = None) -> Checkpoint:
+    """A checkpoint of any kind, whose model is looked up when it is asked for. Raises DlmBridgeError."""
+    folder = Path(path).expanduser()
+    kind, iteration = _kind(folder)
+    if kind is None or kind is HubCheckpoint:
+        return open_hub(os.fspath(path), revision, family)
+    if issubclass(kind, MegatronCheckpoint):
+        return kind.open(folder, iteration, family)
+    return DcpCheckpoint(folder, family)
+
+
+def open_checkpoint(path: PathLike, revision: str | None = None, family: str | None = None) -> Checkpoint:
+    """A checkpoint of any kind and its model. Raises DlmBridgeError, also where nothing names the model."""
+    return find_checkpoint(path, revision, family).bind()
+
+
+@gc_paused()
+def open_megatron(
+    path: PathLike, like: PathLike | None = None, hf_config: PathLike | None = None, family: str | None = None
+) -> Checkpoint:
+    """Open a Megatron checkpoint of any format, or a plain distributed one of a Hub model; `like` (a Hub folder or id)
+    or `hf_config` (a config.json) names its Hub model in place of its own manifest or settings.
+
+    Raises DlmBridgeError.
+    """
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        raise DlmBridgeError(f"{root} is not a checkpoint: " + ("not a folder" if root.exists() else "no such folder"))
+    if like is not None and hf_config is not None:
+        raise DlmBridgeError("give --like or --hf-config, not both")
+    if _kind(root)[0] in (None, HubCheckpoint):
+        runs = f" (a training run's are in {root / 'checkpoints'})" if (root / "checkpoints").is_dir() else ""
+        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no {TRACKER}{runs}")
+    twin = None if like is None else open_hub(os.fspath(like), family=family)
+    checkpoint = find_checkpoint(root, family=family)
+    if twin is not None:
+        twin.check()
+        checkpoint.adopt(twin)
+    if hf_config is not None:
+        checkpoint.hub = hub_of_config(Path(hf_config), family, str(hf_config))
+    return checkpoint.bind()
+
+
+def is_megatron(folder: Path) -> bool:
+    """Whether a folder is (or claims to be) a Megatron checkpoint of any format, or one of its iterations."""
+    kind, _ = _kind(folder)
+    return kind is not None and issubclass(kind, MegatronCheckpoint)
+
+
+def _kind(folder: Path) -> tuple[type[Checkpoint] | None, Path]:
+    """The kind of a folder, and the iteration's folder of a Megatron checkpoint. Raises DlmBridgeError."""
+    is_root = (folder / TRACKER).is_file()
+    found = iteration_folder(folder) if is_root else folder
+    kind = next((kind for kind in KINDS if kind.recognises(found)), None)
+    if is_root and (kind is None or not issubclass(kind, MegatronCheckpoint)):
+        kind = TorchDistCheckpoint  # which says what the folder lacks
+    return kind, found

@@ -10,16 +10,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, TensorSpec, open_family
+from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, TensorSpec
 from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, read_metadata
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import CONFIG_FILE, read_config
+from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
 
 _FSDP_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's, in the folder of a training checkpoint
@@ -36,37 +38,50 @@ class _Place:
     row: int = 0
 
 
-def dcp_folder(path: Path) -> Path | None:
-    """The folder with the `.metadata` of a plain distributed checkpoint: itself or Accelerate's below it."""
-    return next((folder for folder in (path, path / _FSDP_FOLDER) if (folder / DCP_METADATA).is_file()), None)
-
-
 class DcpCheckpoint(ByNameCheckpoint):
-    """Opens `path` by the config.json in it or beside it, or by `hub`. Raises DlmBridgeError for what is not a whole
-    checkpoint of that model."""
+    """Opens `path` by the config.json in it or beside it. Raises DlmBridgeError for what is not a whole checkpoint."""
 
     format = "dcp"
 
-    def __init__(self, path: Path, hub: HubMetadata | None = None, family: str | None = None) -> None:
-        folder = dcp_folder(path)
+    def __init__(self, path: Path, family: str | None = None) -> None:
+        super().__init__(str(path))
+        folder = _dcp_folder(path)
         if folder is None:
             raise DlmBridgeError(f"{path} is not a distributed checkpoint: it has no {DCP_METADATA}")
-        self.folder = folder
-        contents = read_metadata(folder)
-        super().__init__(str(path), hub or _hub_side(path, folder, family))
-        self._reader = ChunkedReader(folder, contents, {})
-        self._places = _places(
-            self.family, self.config, contents, {n for param in self.params for n in param.hub_names}
-        )
-        self._stored = {name: self._spec(contents, name, place) for name, place in self._places.items()}
-        self._drop_absent_mtp(lambda param: any(name in self._stored for name in param.hub_names))
-        self.hub.passthrough = tuple(
-            name for name in self.mapping.passthrough_names(self.dims) if name in self._stored
-        )
-        used = {place.key for place in self._places.values()}
-        left = [key for key in contents.tensors if key not in used]
+        self.folder, self._family = folder, family
+        self._config_folder = next((f for f in (path, folder, folder.parent) if (f / CONFIG_FILE).is_file()), None)
+        self.names_model = self._config_folder is not None
+        self._contents = read_metadata(folder)
+        self._reader = ChunkedReader(folder, self._contents, {})
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        return _dcp_folder(folder) is not None
+
+    def _hub_metadata(self) -> HubMetadata:
+        if self._config_folder is None:
+            raise DlmBridgeError(
+                f"{self.where} is a plain distributed checkpoint without a {CONFIG_FILE}: name its model with --like "
+                "HF or --hf-config FILE"
+            )
+        return hub_of_config(self._config_folder / CONFIG_FILE, self._family, self.where)
+
+    @cached_property
+    def _places(self) -> dict[str, _Place]:
+        """Hub name -> where it lies, of every stored tensor that has one."""
+        names = {name for param in self.mapping.params(self.config_dims) for name in param.hub_names}
+        found = _by_name(self._contents, {name: name for name in names})
+        if found.keys() < names:
+            renamed = _module_names(self.family, self.config)
+            found |= _by_name(self._contents, {module: hub for module, hub in renamed.items() if hub not in found})
+        left = self._contents.tensors.keys() - {place.key for place in found.values()}
         if left:
             self.notes.append(f"weights only: {len(left)} other tensors (an optimizer's) are not read")
+        return found
+
+    @cached_property
+    def _stored(self) -> dict[str, TensorSpec]:  # type: ignore[override]
+        return {name: self._spec(name, place) for name, place in self._places.items()}
 
     def check(self) -> list[str]:
         notes = super().check()
@@ -74,15 +89,8 @@ class DcpCheckpoint(ByNameCheckpoint):
             self._reader.check_tiled(key)
         return notes
 
-    def stored_names(self) -> list[str]:
-        """The Hub tensors that are there, whether or not they are all of the model's."""
-        return list(self._stored)
-
     def files(self) -> dict[str, int]:
-        """The files of the weights' chunks, and their bytes."""
-        keys = {place.key for place in self._places.values()}
-        names = {chunk.place.file for key in keys for chunk in self._reader.tensor(key).chunks}
-        return {name: (self.folder / name).stat().st_size for name in sorted(names)}
+        return self._contents.files(self.folder, {place.key for place in self._places.values()})
 
     def folders(self) -> list[Path]:
         return [self.folder, *([self.hub.folder] if self.hub.folder else [])]
@@ -95,8 +103,8 @@ class DcpCheckpoint(ByNameCheckpoint):
         rows = self._reader.read(place.key, (place.expert,), (place.row + shape[0], *shape[1:]))
         return rows[place.row :]
 
-    def _spec(self, contents: Contents, name: str, place: _Place) -> TensorSpec:
-        tensor = contents.tensors[place.key]
+    def _spec(self, name: str, place: _Place) -> TensorSpec:
+        tensor = self._contents.tensors[place.key]
         if tensor.dtype is None:
             raise DlmBridgeError(f"{self.where}: tensor {place.key} has dtype {tensor.dtype_name}, no weight's dtype")
         if place.expert is None:
@@ -105,26 +113,16 @@ class DcpCheckpoint(ByNameCheckpoint):
         return tensor.dtype, (rows, *tensor.shape[2:])
 
 
-def _hub_side(path: Path, folder: Path, family: str | None) -> HubMetadata:
-    found = next((place for place in (path, folder, folder.parent) if (place / CONFIG_FILE).is_file()), None)
-    if found is None:
-        raise DlmBridgeError(
-            f"{path} is a plain distributed checkpoint without a {CONFIG_FILE}: name its model with --like HF or "
-            "--hf-config FILE"
-        )
-    config = read_config(found / CONFIG_FILE)
-    spec = open_family(config, family, str(found / CONFIG_FILE))
-    texts = {CONFIG_FILE: (found / CONFIG_FILE).read_bytes()}
-    return HubMetadata(spec, config, {"name": str(path), "revision": None}, texts=texts)
+def hub_of_config(path: Path, family: str | None, name: str) -> HubMetadata:
+    """Only a config.json: no side files, no shard map. `name` is recorded as the source."""
+    config = read_config(path)
+    spec = find_family(config, family, str(path))
+    return HubMetadata(spec, config, {"name": name, "revision": None}, texts={CONFIG_FILE: path.read_bytes()})
 
 
-def _places(family: FamilySpec, config: dict[str, Any], contents: Contents, hub_names: set[str]) -> dict[str, _Place]:
-    """Hub name -> where it lies, of every stored tensor that has one."""
-    found = _by_name(contents, {name: name for name in hub_names})
-    if found.keys() < hub_names:
-        renamed = _module_names(family, config)
-        found |= _by_name(contents, {module: hub for module, hub in renamed.items() if hub not in found})
-    return found
+def _dcp_folder(path: Path) -> Path | None:
+    """The folder with the `.metadata` of a plain distributed checkpoint: itself or Accelerate's below it."""
+    return next((folder for folder in (path, path / _FSDP_FOLDER) if (folder / DCP_METADATA).is_file()), None)
 
 
 def _by_name(contents: Contents, wanted: dict[str, str]) -> dict[str, _Place]:

@@ -13,9 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dlm_bridge.convert.checkpoints.megatron import DistributedCheckpoint
 from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
-from dlm_bridge.convert.formats.dcp_metadata import Contents, StoredTensor, read_metadata
+from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, StoredTensor, read_metadata
 from dlm_bridge.convert.formats.rank_names import rank_names
+from dlm_bridge.convert.formats.torch_dist_writer import BACKEND_FILE
 from dlm_bridge.convert.formats.unpickler import Inert, read_torch_item
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import GatedMLP, ParamMapping, Vocabulary
@@ -25,23 +27,55 @@ _MEGATRON = re.compile(r"(decoder\.|embedding\.word_embeddings\.|output_layer\.|
 _HALVES = ("_w", "_v")
 
 
-class PerLayerReader(ChunkedReader):
-    """The tensors of `params`, unsharded, under their `Link.megatron_name`; what belongs to none keeps its own name.
+class FsdpDtensorCheckpoint(DistributedCheckpoint):
+    """What Megatron FSDP saves, `fsdp_dtensor`."""
 
-    `names` maps a stored key to the parameter's name. Raises DlmBridgeError for a tensor that its params do not fit.
+    format = "fsdp_dtensor"
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        if not (folder / DCP_METADATA).is_file() or (folder / BACKEND_FILE).exists():
+            return False
+        return bool(_fsdp_names(read_metadata(folder)))
+
+    @classmethod
+    def open(cls, path: Path, folder: Path, family: str | None = None) -> FsdpDtensorCheckpoint:
+        contents = read_metadata(folder)
+        common: dict[str, Any] = {}
+        for key in ("args", "iteration", "checkpoint_version"):
+            if place := contents.objects.get(key):
+                value = read_torch_item(folder / place.file, place.offset, place.length)
+                common[key] = value.fields if isinstance(value, Inert) else value
+        kept = {key: t for key, t in contents.tensors.items() if _MODEL.match(key) or key.startswith("optimizer.")}
+        objects = {key: place for key, place in contents.objects.items() if key.startswith("optimizer.")}
+        checkpoint = cls(path, folder, common, family)
+        checkpoint.contents = Contents(kept, objects)
+        return checkpoint
+
+    def _reader(self, params: Iterable[ParamMapping], tied: bool) -> ChunkedReader:
+        size = (self.layout or {}).get("tp")
+        # torch's own writer does not keep the halves of tensor parallel ranks apart, as megatron-core's does.
+        fused_over = size if type(size) is int else 1
+        return PerLayerReader(self.folder, self.contents, _fsdp_names(self.contents), params, fused_over)
+
+
+class PerLayerReader(ChunkedReader):
+    """The tensors of `params`, unsharded, under their `megatron_name`; what belongs to none keeps its own name.
+
+    `names` maps a stored key to the parameter's name; `fused_over` tensor parallel ranks have their gate and up in
+    turn. Raises DlmBridgeError for a tensor that its params do not fit.
     """
 
     def __init__(
         self,
         folder: Path,
         contents: Contents,
-        common: dict[str, Any],
         names: dict[str, str],
         params: Iterable[ParamMapping],
+        fused_over: int = 1,
     ) -> None:
         by_name = {name: key for key, name in names.items()}
-        self._folder, self._raw = folder, contents.tensors
-        self._fused_over = tensor_parallel_size(common)
+        self._folder, self._raw, self._fused_over = folder, contents.tensors, fused_over
         rest = dict(contents.tensors)
         tensors: dict[str, StoredTensor] = {}
         for param in params:
@@ -50,7 +84,7 @@ class PerLayerReader(ChunkedReader):
                 tensors[param.megatron_name] = stored
             for key in keys:
                 rest.pop(key, None)
-        super().__init__(folder, Contents({**rest, **tensors}, contents.objects), common)
+        super().__init__(folder, Contents({**rest, **tensors}, contents.objects))
 
     def _store(self, param: ParamMapping, by_name: dict[str, str]) -> tuple[tuple[str, ...], StoredTensor | None]:
         """The keys that hold a parameter's tensor, and the tensor."""
@@ -94,7 +128,12 @@ class PerLayerReader(ChunkedReader):
             )
 
 
-def fsdp_names(contents: Contents) -> dict[str, str]:
+def singleton_names(contents: Contents) -> dict[str, str]:
+    """Stored key -> parameter's name where `singleton_local_shards` was set: the keys are the names."""
+    return {key: key for key in contents.tensors if _MEGATRON.match(key)}
+
+
+def _fsdp_names(contents: Contents) -> dict[str, str]:
     """Stored key -> parameter's name, of every tensor of the model; empty where Megatron FSDP did not save it."""
     found = {}
     for key in contents.tensors:
@@ -102,30 +141,3 @@ def fsdp_names(contents: Contents) -> dict[str, str]:
         if match and _MEGATRON.match(key[match.end() :]):
             found[key] = key[match.end() :]
     return found
-
-
-def singleton_names(contents: Contents) -> dict[str, str]:
-    """Stored key -> parameter's name where `singleton_local_shards` was set: the keys are the names."""
-    return {key: key for key in contents.tensors if _MEGATRON.match(key)}
-
-
-def read_fsdp(folder: Path) -> tuple[Contents, dict[str, Any]]:
-    """What lies in a folder that torch's own writer saved: (the model's and the optimizer's tensors, `args` and
-    `iteration` where they were saved). Raises DlmBridgeError."""
-    contents = read_metadata(folder)
-    common: dict[str, Any] = {}
-    for key in ("args", "iteration", "checkpoint_version"):
-        if key in contents.objects:
-            place = contents.objects[key]
-            value = read_torch_item(folder / place.file, place.offset, place.length)
-            common[key] = value.fields if isinstance(value, Inert) else value
-    kept = {key: t for key, t in contents.tensors.items() if _MODEL.match(key) or key.startswith("optimizer.")}
-    objects = {key: place for key, place in contents.objects.items() if key.startswith("optimizer.")}
-    return Contents(kept, objects), common
-
-
-def tensor_parallel_size(common: dict[str, Any]) -> int:
-    """What the saved arguments say, 1 where they say nothing."""
-    args = common.get("args")
-    found = args.get("tensor_model_parallel_size") if isinstance(args, dict) else None
-    return found if type(found) is int else 1

@@ -11,11 +11,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, open_family
+from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata
 from dlm_bridge.convert.formats.safetensors_file import (
     FP8,
     SAFETENSORS_INDEX,
@@ -26,10 +26,12 @@ from dlm_bridge.convert.formats.safetensors_file import (
     read_header,
 )
 from dlm_bridge.convert.formats.unpickler import FileTensor, read_torch_file
+from dlm_bridge.convert.manifest import Manifest
 from dlm_bridge.convert.side_files import list_side_files
 from dlm_bridge.convert.streaming import (
     FileRegion,
     SliceRange,
+    range_digest,
     read_tensor,
 )
 from dlm_bridge.convert.workers import gc_paused
@@ -37,13 +39,11 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import CONFIG_FILE, inside, read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES, dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
-
-if TYPE_CHECKING:
-    pass
+from dlm_bridge.models.families import find_family
 
 
 class HubCheckpoint(ByNameCheckpoint):
-    """A Hub folder. Raises DlmBridgeError for everything that HubReader does, and for an unknown family.
+    """A Hub folder. Raises DlmBridgeError for everything that HubReader does; what names the model is read later.
 
     With `dequantize_fp8` block-scaled FP8 weights are bfloat16 ones, and config.json no longer names the quantisation.
     """
@@ -57,34 +57,41 @@ class HubCheckpoint(ByNameCheckpoint):
         source: dict[str, Any] | None = None,
         dequantize_fp8: bool = False,
     ) -> None:
-        config = read_config(inside(folder, CONFIG_FILE) if (folder / CONFIG_FILE).exists() else folder / CONFIG_FILE)
-        spec = open_family(config, family, f"{folder / CONFIG_FILE}")
-        self.folder = folder
-        texts = {}
-        self.reader = DequantisedReader(folder, config) if dequantize_fp8 else HubReader(folder)
-        if dequantize_fp8:
-            config = {key: value for key, value in config.items() if key != "quantization_config"}
-            texts[CONFIG_FILE] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        super().__init__(str(folder))
+        self.folder = self.root = folder
+        self._family, self._source, self._dequantize = family, source, dequantize_fp8
+        self.reader = DequantisedReader(folder, self._config()) if dequantize_fp8 else HubReader(folder)
         entries = [self.reader.entry(name) for name in self.reader.names]
         self._stored = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-        files = list_side_files(folder, self.reader.weight_files())
-        hub = HubMetadata(
-            family=spec,
+        if isinstance(self.reader, DequantisedReader):
+            self.notes.append(f"{len(self.reader.quantised)} FP8 tensors are dequantised to bfloat16")
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        return (folder / CONFIG_FILE).is_file()
+
+    def _config(self) -> dict[str, Any]:
+        path = self.root / CONFIG_FILE
+        return read_config(inside(self.root, CONFIG_FILE) if path.exists() else path)
+
+    def _hub_metadata(self) -> HubMetadata:
+        config, texts = self._config(), {}
+        family = find_family(config, self._family, f"{self.root / CONFIG_FILE}")
+        if self._dequantize:
+            config = {key: value for key, value in config.items() if key != "quantization_config"}
+            texts[CONFIG_FILE] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        files = list_side_files(self.root, self.reader.weight_files())
+        return HubMetadata(
+            family=family,
             config=config,
-            source=source or {"name": str(folder), "revision": None},
-            folder=folder,
+            source=self._source or {"name": str(self.root), "revision": None},
+            folder=self.root,
             files=files.kept,
             excluded=files.excluded,
             texts=texts,
             shards=self.reader.shards(),
-            dtypes={entry.name: entry.dtype for entry in entries},
+            dtypes={name: dtype for name, (dtype, _) in self._stored.items()},
         )
-        super().__init__(str(folder), hub)
-        if isinstance(self.reader, DequantisedReader):
-            self.notes.append(f"{len(self.reader.quantised)} FP8 tensors are dequantised to bfloat16")
-        self._drop_absent_mtp(lambda param: any(name in self._stored for name in param.hub_names))
-        known = self.mapping.passthrough_names(self.dims)
-        hub.passthrough = tuple(name for name in self.reader.names if name in known)
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self.reader.read(name)
@@ -101,7 +108,18 @@ class HubCheckpoint(ByNameCheckpoint):
         ]
 
     def folders(self) -> list[Path]:
-        return [self.folder]
+        return [self.root]
+
+    def files(self) -> dict[str, int]:
+        return {name: (self.root / name).stat().st_size for name in self.reader.files}
+
+    def changed_files(self, manifest: Manifest) -> list[str]:
+        if manifest.format != self.format:
+            return []
+        found = {shard.file: shard for shard in self.reader.shards()}
+        headers = {name: range_digest(file.path, 0, file.start) for name, file in self.reader.files.items()}
+        wrong = {shard.file for shard in manifest.shards if found.get(shard.file) != shard}
+        return sorted(wrong | {name for name, recorded in manifest.files.items() if headers.get(name) != recorded})
 
 
 @gc_paused()
@@ -113,7 +131,7 @@ def open_hub(
     source = {"name": str(folder.absolute()) if folder == Path(name).expanduser() else str(name), "revision": revision}
     if folder.parent.name == "snapshots":  # the Hub's cache names a snapshot by its commit
         source["revision"] = folder.name
-    return HubCheckpoint(folder, family, source, dequantize_fp8)
+    return HubCheckpoint(folder, family, source, dequantize_fp8).bind()
 
 
 class HubReader:

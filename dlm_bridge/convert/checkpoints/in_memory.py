@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, open_family
+from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata
 from dlm_bridge.convert.side_files import list_side_files
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import CONFIG_FILE, read_config
 from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES, dtype_name
+from dlm_bridge.mapping.rules import ParamMapping
+from dlm_bridge.models.families import find_family
 from dlm_bridge.models.initialisation import InitialisationRule, initialise
 
 if TYPE_CHECKING:
@@ -34,17 +36,13 @@ class LiveCheckpoint(ByNameCheckpoint):
         where = f"the live {type(model).__name__}"
         # A model of this package knows its family, also where its config cannot tell (DiffuLLaMA's is Llama's).
         family = family or getattr(getattr(type(model), "family", None), "name", None)
-        spec = open_family(config, family, where)
+        spec = find_family(config, family, where)
         super().__init__(
             where, HubMetadata(spec, config, {"name": where, "revision": None}, texts={CONFIG_FILE: text})
         )
-        self._drop_absent_mtp(lambda param: any(name in self._tensors for name in param.hub_names))
         for name, entry in self.mapping.passthrough_names(self.dims).items():
             if entry.copy_of:  # a tied head: the state dict names one parameter twice
                 self._tensors.pop(name, None)
-        self.hub.passthrough = tuple(
-            name for name in self.mapping.passthrough_names(self.dims) if name in self._tensors
-        )
         self.hub.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
         self._stored = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
         for name, tensor in self._tensors.items():
@@ -52,6 +50,9 @@ class LiveCheckpoint(ByNameCheckpoint):
                 raise DlmBridgeError(f"{where}: tensor {name} has dtype {dtype_name(tensor.dtype)}, no weight's dtype")
             if tensor.device.type == "meta":
                 raise DlmBridgeError(f"{where}: tensor {name} is on the meta device: it has no values")
+
+    def has(self, param: ParamMapping) -> bool:
+        return any(name in self._tensors for name in param.hub_names)
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self._tensors[name].detach().cpu()
@@ -87,29 +88,33 @@ class InitialCheckpoint(ByNameCheckpoint):
     format = "initial"
 
     def __init__(self, folder: str | os.PathLike[str], seed: int, family: str | None = None) -> None:
-        self.folder, self.seed = Path(folder), seed
-        path = self.folder / CONFIG_FILE
+        root = Path(folder)
+        path = root / CONFIG_FILE
         if not path.is_file():
-            raise DlmBridgeError(f"--model {self.folder}: --from-scratch needs a folder with a config.json")
+            raise DlmBridgeError(f"--model {root}: --from-scratch needs a folder with a config.json")
         config = read_config(path)
-        spec = open_family(config, family, str(path))
-        files = list_side_files(self.folder, ())
+        spec = find_family(config, family, str(path))
+        files = list_side_files(root, ())
         hub = HubMetadata(
             family=spec,
             config=config,
-            source={"name": str(self.folder.absolute()), "revision": None},
-            folder=self.folder,
+            source={"name": str(root.absolute()), "revision": None},
+            folder=root,
             files=files.kept,
             excluded=files.excluded,
         )
-        super().__init__(str(self.folder), hub)
-        self._drop_absent_mtp(lambda param: False)  # transformers' models do not have these layers
+        super().__init__(str(root), hub)
+        self.folder, self.seed = root, seed
         self._rule: InitialisationRule = spec.initialisation(config)
         self._stored = {name: (torch.float32, shape) for name, shape in self._expected()}
         hub.dtypes = {name: dtype for name, (dtype, _) in self._stored.items()}
+
+    def has(self, param: ParamMapping) -> bool:
+        return not param.is_mtp  # transformers' models do not have these layers
 
     def _tensor(self, name: str) -> torch.Tensor:
         return initialise(name, self._stored[name][1], self._rule(name), self.seed)
 
     def folders(self) -> list[Path]:
+        assert self.folder is not None
         return [self.folder]

@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 
+from dlm_bridge.convert.checkpoint import OutputRequest, PlannedOutput, RawTensor
+from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
 from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
 from dlm_bridge.convert.formats.dcp_metadata import Chunk, Contents, StorageLocation, StoredTensor
+from dlm_bridge.convert.formats.legacy_writer import RANK_FILE, LegacyWriter, legacy_file_digest, plan_legacy
 from dlm_bridge.convert.formats.rank_names import LAYER_OF, rank_names
 from dlm_bridge.convert.formats.unpickler import FileTensor, Inert, read_torch_file, tensors_in
+from dlm_bridge.convert.run_settings import megatron_args
 from dlm_bridge.convert.streaming import FileRegion, read_tensor
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name, same_bits
+from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name, promote, same_bits
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 
-RANK_FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODEL = re.compile(r"model(\d*)")
 
@@ -60,36 +63,73 @@ class LegacyFiles:
     def first(self) -> RankFile:
         return self.ranks[min(self.ranks)]
 
-    @property
-    def common(self) -> dict[str, Any]:
-        """What is not the model's in the first rank's file; `args` is the Namespace's dict."""
-        rest = dict(self.first.rest)
-        if isinstance(rest.get("args"), Inert):
-            rest["args"] = rest["args"].fields
-        return rest
 
-    def training_state(self) -> list[str]:
-        """What the first rank's folder holds of the run's state, the optimizer's under "optimizer."."""
-        rank = self.first
+class LegacyCheckpoint(MegatronCheckpoint):
+    """Megatron's legacy format, `torch`."""
+
+    format = "torch"
+    writable = True
+    _ranks: LegacyFiles
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        return folder.is_dir() and any(_RANK.fullmatch(path.name) and path.is_dir() for path in folder.iterdir())
+
+    @classmethod
+    def open(cls, path: Path, folder: Path, family: str | None = None) -> LegacyCheckpoint:
+        ranks = open_legacy(folder)
+        common = dict(ranks.first.rest)
+        if isinstance(common.get("args"), Inert):
+            common["args"] = common["args"].fields
+        checkpoint = cls(path, folder, common, family)
+        checkpoint._ranks = ranks
+        checkpoint.layout = {"tp": ranks.tp, "pp": ranks.pp, "vp": ranks.vp, "ep": ranks.ep}
+        return checkpoint
+
+    @classmethod
+    def plan_output(cls, request: OutputRequest) -> PlannedOutput:
+        dtype = promote(list(request.dtypes.values()))
+        args = megatron_args(request.source, request.params, request.layout, dtype, request.key_style)
+        plan = plan_legacy(request.params, request.layout, request.dtypes, args, request.key_style, request.iteration)
+        return PlannedOutput(plan.files, lambda folder: LegacyWriter(folder, plan))
+
+    def _reader(self, params: Iterable[ParamMapping], tied: bool) -> LegacyReader:
+        return LegacyReader(self._ranks, params, tied)
+
+    def stored_tensors(self) -> dict[str, RawTensor]:
+        found = {}
+        for rank in self._ranks.ranks.values():
+            for number, chunk in enumerate(rank.chunks):
+                part = f"model{number}." if len(rank.chunks) > 1 else ""
+                for name, tensor in chunk.items():
+                    raw = RawTensor(dtype_name(tensor.dtype), tensor.shape, tensor.nbytes)
+                    found[f"{rank.name}/{part}{name}"] = raw
+        return found
+
+    def objects(self) -> Iterable[str]:
+        """Training state in the first rank's folder, the optimizer's under "optimizer."."""
+        rank = self._ranks.first
         found = [f"optimizer.{key}" for key in ("optimizer", "opt_param_scheduler") if rank.rest.get(key)]
         found += [f"optimizer.{path.name}" for path in (self.folder / rank.name).glob("distrib_optim*.pt")]
         return [*found, *(["rng_state"] if rank.rest.get("rng_state") else [])]
 
-    def histories(self) -> list[str]:
-        """The modules of the first rank whose extra state (an FP8 scaling history) is not empty."""
-        return list(self.first.histories)
+    def scaling_histories(self) -> list[str]:
+        return list(self._ranks.first.histories)
 
-    def tensors(self) -> Iterable[tuple[str, FileTensor]]:
-        """(folder and name, tensor) of every parameter of every rank."""
-        for rank in self.ranks.values():
-            for number, chunk in enumerate(rank.chunks):
-                part = f"model{number}." if len(rank.chunks) > 1 else ""
-                yield from ((f"{rank.name}/{part}{name}", tensor) for name, tensor in chunk.items())
+    def files(self) -> dict[str, int]:
+        names = sorted(rank.file for rank in self._ranks.ranks.values())
+        return {name: (self.folder / name).stat().st_size for name in names}
 
+    def _embedding(self) -> tuple[int | None, str]:
+        rows, dtype = super()._embedding()
+        return (None if rows is None else rows * self._ranks.tp), dtype
 
-def is_legacy(folder: Path) -> bool:
-    """Whether a folder is an iteration of the legacy format."""
-    return any(_RANK.fullmatch(path.name) and path.is_dir() for path in folder.iterdir())
+    def differing_copies(self) -> list[tuple[str, str]]:
+        assert isinstance(self.reader, LegacyReader)
+        return self.reader.check_copies()
+
+    def _file_digests(self) -> dict[str, str]:
+        return {file: legacy_file_digest(self.folder / file) for file in self.files()}
 
 
 def open_legacy(folder: Path) -> LegacyFiles:
@@ -130,7 +170,7 @@ def open_legacy(folder: Path) -> LegacyFiles:
 def _read_rank(folder: Path, name: str, numbers: list[int]) -> tuple[RankFile, int]:
     path = folder / name / RANK_FILE
     if not path.is_file() or path.is_symlink() or (folder / name).is_symlink():
-        raise DlmBridgeError(f"{path} does not exist or is a parameter: every rank folder has one")
+        raise DlmBridgeError(f"{path} does not exist or is a link: every rank folder has one")
     content = read_torch_file(path)
     if not isinstance(content, dict):
         raise DlmBridgeError(f"{path}: is not a dict")
@@ -228,7 +268,7 @@ class LegacyReader(ChunkedReader):
             if stored is not None:
                 tensors[param.megatron_name] = stored
         self._check_all_used()
-        super().__init__(files.folder, Contents(tensors, {}), files.common)
+        super().__init__(files.folder, Contents(tensors, {}))
 
     def read_into(self, key: str, stack: tuple[int, ...], out: torch.Tensor) -> None:
         self._compare_small(key)

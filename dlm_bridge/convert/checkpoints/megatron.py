@@ -1,62 +1,173 @@
-"""Megatron checkpoints of any format by Hub names."""
+"""What Megatron's formats share: iterations, the Hub side, and stored tensors by the names of a family's mapping."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from abc import abstractmethod
+from collections.abc import Iterable
 from functools import cached_property
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import Checkpoint, HubMetadata, TensorSpec, first_of, open_family
-from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
-from dlm_bridge.convert.checkpoints.store import Store, newest_iteration, open_store
-from dlm_bridge.convert.formats.dcp_metadata import StoredTensor
+from dlm_bridge.convert.checkpoint import Checkpoint, HubMetadata, RawTensor, TensorSpec
+from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
+from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, StoredTensor
 from dlm_bridge.convert.formats.safetensors_file import read_header
-from dlm_bridge.convert.manifest import MANIFEST, Manifest, read_manifest
+from dlm_bridge.convert.formats.torch_dist_writer import object_item, read_file_digests
+from dlm_bridge.convert.manifest import MANIFEST, Manifest
+from dlm_bridge.convert.optimizer_state import is_training_state, stored_keys
 from dlm_bridge.convert.run_settings import RUN_CONFIG, derive_config, read_settings
 from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, list_side_files
 from dlm_bridge.convert.streaming import FileRegion, read_tensor
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.hub import CONFIG_FILE, read_config
+from dlm_bridge.errors import DlmBridgeError, first_of, one_line
+from dlm_bridge.hub import CONFIG_FILE
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, narrow_exactly, promote
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
+from dlm_bridge.models.families import family_by_name
 
-# What a training checkpoint holds besides the weights.
-_NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state\b|rerun_state_machine_state\b|common_state/")
+TRACKER = "latest_checkpointed_iteration.txt"
 _EXTRA_STATE = re.compile(r"\._extra_state\d*(/|$)")
+_EMBEDDING = re.compile(r"^(?!optimizer|chained).*\bembedding\.word_embeddings\.weight$")
+_PARALLEL_SIZES = (
+    ("tp", "tensor_model_parallel_size"),
+    ("pp", "pipeline_model_parallel_size"),
+    ("vp", "virtual_pipeline_model_parallel_size"),
+    ("ep", "expert_model_parallel_size"),
+    ("etp", "expert_tensor_parallel_size"),
+)
+
+
+def iteration_folder(root: Path) -> Path:
+    """The folder of the newest iteration, by the tracker file; an iteration's own folder is itself.
+
+    Raises DlmBridgeError.
+    """
+    if (root / DCP_METADATA).is_file():
+        return root
+    tracker = root / TRACKER
+    try:
+        text = tracker.read_text("utf-8").strip()
+    except FileNotFoundError:
+        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no {TRACKER}") from None
+    except (OSError, ValueError) as error:
+        raise DlmBridgeError(f"{tracker}: cannot be read: {one_line(error)}") from None
+    if text != "release" and not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise DlmBridgeError(f"{tracker}: says {text[:40]!r}, neither an iteration's number nor 'release'")
+    folder = root / (text if text == "release" else f"iter_{int(text):07d}")
+    if not folder.is_dir():
+        raise DlmBridgeError(f"{tracker} names iteration {text}, but {folder} does not exist")
+    return folder
 
 
 class MegatronCheckpoint(Checkpoint):
-    """The newest iteration under a root, by the Hub names of its manifest's model or of `hub`'s; where there is
-    neither, of a model derived from the run's own settings (`family` says which).
+    """One iteration under a root, by the Hub names of its manifest's model; without a manifest, of a model derived
+    from the run's own settings (`family` says which).
 
-    Raises DlmBridgeError for what is not a whole checkpoint, and where nothing names the model.
+    `common` is what is not a tensor, with `args` as a plain dict. Raises DlmBridgeError for what is not a whole
+    checkpoint.
     """
 
-    def __init__(
-        self, path: Path, hub: HubMetadata | None = None, like: HubCheckpoint | None = None, family: str | None = None
-    ) -> None:
-        self.folder = newest_iteration(path)
-        self.root = megatron_root(path, self.folder)
-        self.store = open_store(self.folder)
-        self.format = self.store.format
-        self.manifest = read_manifest(self.root)
-        self._like = like
-        super().__init__(str(path), hub or _hub_side(self.root, self.manifest, self.store, family))
-        self.reader = self.store.reader(self.mapping.params(self.dims), self.dims.tied)
-        self._drop_absent_mtp(lambda param: self.stored_key(param) is not None)
+    folder: Path
+    root: Path
+    iteration: str
 
-    @property
-    def iteration(self) -> str:
-        """The folder's name: "iter_0000000" or "release"."""
-        return self.folder.name
+    def __init__(self, path: Path, folder: Path, common: dict[str, Any], family: str | None = None) -> None:
+        super().__init__(str(path))
+        parent = folder.absolute().parent
+        self.folder, self.iteration, self.common = folder, folder.name, common
+        self.root = parent if path == folder and (parent / MANIFEST).is_file() else path
+        self.names_model = self.manifest is not None
+        self._family = family
+        self._like: Checkpoint | None = None
+        step = common.get("iteration")
+        self.step = step if isinstance(step, int) else folder.name
+        args = common.get("args")
+        if isinstance(args, dict) and _PARALLEL_SIZES[0][1] in args:
+            self.layout = {short: args[name] for short, name in _PARALLEL_SIZES if args.get(name) is not None}
+
+    @classmethod
+    @abstractmethod
+    def open(cls, path: Path, folder: Path, family: str | None = None) -> MegatronCheckpoint:
+        """The iteration in `folder` of the checkpoint `path`. Raises DlmBridgeError."""
+
+    @abstractmethod
+    def _reader(self, params: Iterable[ParamMapping], tied: bool) -> ChunkedReader:
+        """The tensors by the keys of `params`. Raises DlmBridgeError where they cannot be theirs."""
+
+    @abstractmethod
+    def objects(self) -> Iterable[str]:
+        """The names of what is stored beside the tensors."""
+
+    @abstractmethod
+    def scaling_histories(self) -> list[str]:
+        """The modules with an extra state that has content, such as an FP8 scaling history."""
+
+    @cached_property
+    def reader(self) -> ChunkedReader:
+        """Its tensors, global and unsharded."""
+        dims = self.config_dims
+        return self._reader(self.mapping.params(dims), dims.tied)
+
+    def adopt(self, other: Checkpoint) -> None:
+        super().adopt(other)
+        self._like = other
+
+    def _hub_metadata(self) -> HubMetadata:
+        manifest = self.manifest
+        if manifest is None:
+            return self._derived_metadata()
+        folder = self.root / HUB_FOLDER
+        if not (folder / CONFIG_FILE).is_file():
+            raise DlmBridgeError(
+                f"{self.root}: {HUB_FOLDER}/{CONFIG_FILE} is missing: name the Hub model with --like HF"
+            )
+        files = list_side_files(folder, {CARRIED_FILE})
+        return HubMetadata(
+            family=family_by_name(manifest.family),
+            config=manifest.config,
+            source=manifest.source,
+            folder=folder,
+            files=files.kept,
+            excluded=tuple(manifest.left_out),
+            shards=manifest.shards,
+            passthrough=tuple(manifest.carried),
+            dtypes={name: WEIGHT_DTYPES[record.dtype] for name, record in manifest.tensors.items()},
+        )
+
+    def _derived_metadata(self) -> HubMetadata:
+        """The Hub side of a run that no dlm-bridge wrote, from its own settings."""
+        settings = read_settings(self.root, self.folder, self.common)
+        if settings is None:
+            raise DlmBridgeError(
+                f"{self.root} has no {MANIFEST}, no {RUN_CONFIG} and no saved args, so its Hub model is not known: "
+                "name it with --like HF or --hf-config FILE"
+            )
+        rows, dtype = self._embedding()
+        spec, config, derived = derive_config(settings, self._family, rows, dtype, str(self.root))
+        texts = {CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode()}
+        return HubMetadata(spec, config, {"name": str(self.root), "revision": None}, texts=texts, derived=derived)
+
+    def _embedding(self) -> tuple[int | None, str]:
+        """Rows of the stored embedding over all ranks (None where there is none), and its dtype's name."""
+        found = [t for name, t in self.stored_tensors().items() if _EMBEDDING.search(name) and len(t.shape) == 2]
+        return (found[0].shape[0], found[0].dtype) if found else (None, "float32")
 
     @property
     def derived(self) -> dict[str, str]:
         return {name: entry.copy_of for name, entry in self.passthrough.items() if entry.copy_of}
+
+    def training_state(self) -> list[str]:
+        return [key for key in (*self.stored_tensors(), *self.objects()) if is_training_state(key)]
+
+    def folders(self) -> list[Path]:
+        return [self.root, self.folder, *([self.hub.folder] if self.hub.folder else [])]
+
+    def has(self, param: ParamMapping) -> bool:
+        return self.stored_key(param) is not None
 
     def spec(self, name: str) -> TensorSpec:
         if name in self.passthrough:
@@ -66,83 +177,89 @@ class MegatronCheckpoint(Checkpoint):
             tensor = self.read_passthrough(name)
             return tensor.dtype, tuple(tensor.shape)
         param = self.param_of[name]
-        shape = param.hub_shapes[param.hub_names.index(name)]
-        return self._hub_dtypes(param)[param.hub_names.index(name)], shape
+        number = param.hub_names.index(name)
+        return self._hub_dtypes(param)[number], param.hub_shapes[number]
 
     def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
-        key, stack = self._place(param)
-        tensors = param.to_hub(self.reader.read(key, tuple(index for index, _ in stack), param.megatron_shape))
-        dtypes = self._hub_dtypes(param)
-        return tuple(
-            narrow_exactly(tensor, dtype, name)
-            for tensor, dtype, name in zip(tensors, dtypes, param.hub_names, strict=True)
-        )
+        key, index = self._place(param)
+        tensors = param.to_hub(self.reader.read(key, index, param.megatron_shape))
+        stored = zip(tensors, self._hub_dtypes(param), param.hub_names, strict=True)
+        return tuple(narrow_exactly(tensor, dtype, name) for tensor, dtype, name in stored)
 
     def streams(self, param: ParamMapping) -> bool:
-        key, stack = self._place(param)
+        key, index = self._place(param)
         if param.hub_rows is None or len({self.reader.tensor(key).dtype, *self._hub_dtypes(param)}) != 1:
             return False
-        return self.reader.in_regions(key, tuple(index for index, _ in stack), param.megatron_shape)
+        return self.reader.in_regions(key, index, param.megatron_shape)
 
     def regions(self, param: ParamMapping) -> list[FileRegion]:
-        key, stack = self._place(param)
-        return self.reader.regions(key, tuple(index for index, _ in stack), param.megatron_shape)
+        key, index = self._place(param)
+        return self.reader.regions(key, index, param.megatron_shape)
 
     def read_passthrough(self, name: str) -> torch.Tensor:
         if copy_of := self.passthrough[name].copy_of:
             return self.read(copy_of)
         if self._like is not None:
             return self._like.read(name)
-        for entry in read_header(self.root / HUB_FOLDER / CARRIED_FILE).entries:
+        path = self.root / HUB_FOLDER / CARRIED_FILE
+        for entry in read_header(path).entries:
             if entry.name == name:
-                return read_tensor(self.root / HUB_FOLDER / CARRIED_FILE, entry.offset, entry.dtype, entry.shape)
-        raise DlmBridgeError(f"{self.root / HUB_FOLDER / CARRIED_FILE}: tensor {name} is missing")
+                return read_tensor(path, entry.offset, entry.dtype, entry.shape)
+        raise DlmBridgeError(f"{path}: tensor {name} is missing")
 
     def check(self) -> list[str]:
-        used = set()
-        for param in self.mapping.params(self.dims):
-            used.add(self.check_param(param))
-        contents = self.reader.contents
-        extra = [key for key in contents.tensors.keys() - used if not is_training_state(key)]
-        extra += [key for key in contents.objects if not is_training_state(key) and not is_extra_state(key)]
+        used = {self._check_param(param) for param in self.mapping.params(self.dims)}
+        extra = self._unmapped(used) + [key for key in self.reader.contents.objects if not _is_state(key)]
         if extra:
             raise DlmBridgeError(
                 f"{self.where}: {first_of(extra)} is not part of a {self.family.name} model of this config"
             )
-        return self._notes()
-
-    def check_param(self, param: ParamMapping) -> str:
-        """The stored key of a parameter. Raises DlmBridgeError unless it has its shape and its chunks cover it."""
-        key, stack = self._place(param)
-        self._check_shape(param, key, tuple(size for _, size in stack))
-        self.reader.check_tiled(key)
-        return key
+        full = self.scaling_histories()
+        resets = [f"extra states with content (an FP8 scaling history) are reset: {first_of(full)}"] if full else []
+        return [*self.notes, *resets]
 
     def stored_key(self, param: ParamMapping) -> str | None:
         """The key that the parameter's slice is stored under, None where it is missing."""
         tensors = self.reader.contents.tensors
         return next((key for key, _ in stored_keys(param) if key in tensors), None)
 
-    def folders(self) -> list[Path]:
-        return [self.root, self.folder, *([self.hub.folder] if self.hub.folder else [])]
+    def stored_specs(self) -> dict[str, TensorSpec]:
+        names = [name for param in self.params if self.has(param) for name in param.hub_names]
+        there = set(names)
+        names += [n for n, entry in self.passthrough.items() if not entry.copy_of or entry.copy_of in there]
+        return {name: self.spec(name) for name in names}
 
-    def _notes(self) -> list[str]:
-        notes = list(self.notes)
-        if full := self.store.histories():
-            notes.append(f"extra states with content (an FP8 scaling history) are reset: {first_of(full)}")
-        return notes
+    def read_group(self, names: Any) -> dict[str, torch.Tensor]:
+        param = self.param_of.get(names[0])
+        if param is None:
+            return super().read_group(names)
+        self._check_param(param)
+        return dict(zip(param.hub_names, self.read_param(param), strict=True))
 
-    def _place(self, param: ParamMapping) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The stored key of a parameter's slice, and (index, size) on the axes that are stacked before it."""
-        key = self.stored_key(param)
-        if key is None:
-            name = param.megatron_key if self.format == "torch_dist" else param.megatron_name
-            raise DlmBridgeError(f"{self.where}: tensor {name} is missing")
-        return key, dict(stored_keys(param))[key]
+    def group_of(self, name: str) -> str:
+        param = self.param_of.get(name)
+        return param.megatron_name if param is not None else name
 
-    def _check_shape(self, param: ParamMapping, key: str, stack: tuple[int, ...]) -> None:
-        found = self.reader.tensor(key).shape
-        wanted = (*stack, *param.megatron_shape)
+    def unmapped(self) -> list[str]:
+        return self._unmapped({self.stored_key(param) for param in self.params})
+
+    def _unmapped(self, used: set[Any]) -> list[str]:
+        left = self.reader.contents.tensors.keys() - used
+        return sorted(key for key in left if not _is_state(key))
+
+    def changed_files(self, manifest: Manifest) -> list[str]:
+        found = self._file_digests()
+        prefix = f"{self.iteration}/"
+        return [file for file, recorded in manifest.files.items() if found.get(file.removeprefix(prefix)) != recorded]
+
+    def _file_digests(self) -> dict[str, str]:
+        return read_file_digests(self.folder, self.reader.contents)
+
+    def _check_param(self, param: ParamMapping) -> str:
+        """The stored key of a parameter. Raises DlmBridgeError unless it has its shape and its chunks cover it."""
+        key, _ = self._place(param)
+        stack = dict(stored_keys(param))[key]
+        found, wanted = self.reader.tensor(key).shape, (*(size for _, size in stack), *param.megatron_shape)
         padded = isinstance(param.rule, Vocabulary)
         rest = slice(1, None) if padded else slice(0, None)
         if found[rest] != wanted[rest] or (found and found[0] < wanted[0]):
@@ -150,6 +267,18 @@ class MegatronCheckpoint(Checkpoint):
             raise DlmBridgeError(
                 f"{self.where}: tensor {key} has shape {list(found)}, the config asks for {list(wanted)}{more}"
             )
+        self.reader.check_tiled(key)
+        return key
+
+    def _place(self, param: ParamMapping) -> tuple[str, tuple[int, ...]]:
+        """The stored key of a parameter's slice, and its index on the axes that are stacked before it."""
+        key = self.stored_key(param)
+        if key is None:
+            raise DlmBridgeError(f"{self.where}: tensor {self._expected_name(param)} is missing")
+        return key, tuple(index for index, _ in dict(stored_keys(param))[key])
+
+    def _expected_name(self, param: ParamMapping) -> str:
+        return param.megatron_name
 
     @cached_property
     def _key_dtypes(self) -> dict[str, torch.dtype]:
@@ -171,17 +300,27 @@ class MegatronCheckpoint(Checkpoint):
         return tuple(self.hub.dtypes.get(name, stored.dtype) for name in param.hub_names)
 
 
-def stored_keys(param: ParamMapping) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
-    """The keys that a parameter may be stored under, each with what is then stacked before it: all layers in one
-    tensor, each layer by itself, or each layer and expert by itself."""
-    of_layer = param.rule.megatron.replace("{expert}.", "").replace("{layer}", str(param.layer))
-    found = {param.megatron_name: (), of_layer: param.stack[1:], param.megatron_key: param.stack}
-    return list(reversed(found.items()))
+class DistributedCheckpoint(MegatronCheckpoint):
+    """A Megatron checkpoint that torch.distributed.checkpoint's `.metadata` lists."""
 
+    contents: Contents
 
-def is_training_state(key: str) -> bool:
-    """Whether a stored key is an optimizer's, a random generator's or another part of a training run's state."""
-    return _NOT_WEIGHTS.match(key) is not None
+    def stored_tensors(self) -> dict[str, RawTensor]:
+        return {
+            key: RawTensor(t.dtype_name, t.shape, prod(t.shape) * (t.dtype.itemsize if t.dtype else 0))
+            for key, t in self.contents.tensors.items()
+        }
+
+    def objects(self) -> Iterable[str]:
+        return self.contents.objects
+
+    def scaling_histories(self) -> list[str]:
+        empty = len(object_item([None]))
+        objects = self.contents.objects.items()
+        return [key for key, place in objects if is_extra_state(key) and place.length > 2 * empty]
+
+    def files(self) -> dict[str, int]:
+        return self.contents.files(self.folder)
 
 
 def is_extra_state(key: str) -> bool:
@@ -189,55 +328,5 @@ def is_extra_state(key: str) -> bool:
     return _EXTRA_STATE.search(key) is not None
 
 
-def megatron_root(path: Path, iteration: Path) -> Path:
-    """The folder that holds dlm_bridge.json and hf/: the parent where an iteration's own folder was named."""
-    parent = iteration.absolute().parent
-    return parent if path == iteration and (parent / MANIFEST).is_file() else path
-
-
-def hub_side_like(like: HubCheckpoint) -> HubMetadata:
-    """Config, side files and shard map of a Hub folder, for a Megatron checkpoint that was not imported from it."""
-    like.check()
-    hub = like.hub
-    return replace(hub, dtypes={})
-
-
-def hub_side_of_config(path: Path, family: str | None = None) -> HubMetadata:
-    """Only a config.json: no side files, no shard map."""
-    config = read_config(path)
-    spec = open_family(config, family, str(path))
-    return HubMetadata(spec, config, {"name": str(path), "revision": None}, texts={CONFIG_FILE: path.read_bytes()})
-
-
-def _hub_side(root: Path, manifest: Manifest | None, store: Store, family: str | None) -> HubMetadata:
-    if manifest is None:
-        return _derived_side(root, store, family)
-    folder = root / HUB_FOLDER
-    if not (folder / CONFIG_FILE).is_file():
-        raise DlmBridgeError(f"{root}: {HUB_FOLDER}/{CONFIG_FILE} is missing: name the Hub model with --like HF")
-    files = list_side_files(folder, {CARRIED_FILE})
-    return HubMetadata(
-        family=open_family({}, manifest.family, str(root / MANIFEST)),
-        config=manifest.config,
-        source=manifest.source,
-        folder=folder,
-        files=files.kept,
-        excluded=tuple(manifest.left_out),
-        shards=manifest.shards,
-        passthrough=tuple(manifest.carried),
-        dtypes={name: WEIGHT_DTYPES[record.dtype] for name, record in manifest.tensors.items()},
-    )
-
-
-def _derived_side(root: Path, store: Store, family: str | None) -> HubMetadata:
-    """The Hub side of a run that no dlm-bridge wrote, from its own settings."""
-    settings = read_settings(root, store.folder, store.common)
-    if settings is None:
-        raise DlmBridgeError(
-            f"{root} has no {MANIFEST}, no {RUN_CONFIG} and no saved args, so its Hub model is not known: name it "
-            "with --like HF or --hf-config FILE"
-        )
-    rows, dtype = store.embedding()
-    spec, config, derived = derive_config(settings, family, rows, dtype, str(root))
-    texts = {CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode()}
-    return HubMetadata(spec, config, {"name": str(root), "revision": None}, texts=texts, derived=derived)
+def _is_state(key: str) -> bool:
+    return is_training_state(key) or is_extra_state(key)

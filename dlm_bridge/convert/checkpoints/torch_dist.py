@@ -3,71 +3,82 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlm_bridge.convert.formats.chunked_reader import (
-    ChunkedReader,
-)
+from dlm_bridge.convert.checkpoint import OutputRequest, PlannedOutput
+from dlm_bridge.convert.checkpoints.fsdp_dtensor import PerLayerReader, singleton_names
+from dlm_bridge.convert.checkpoints.megatron import DistributedCheckpoint
+from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, read_metadata
+from dlm_bridge.convert.formats.torch_dist_writer import BACKEND_FILE, TorchDistWriter, plan_torch_dist
 from dlm_bridge.convert.formats.unpickler import Inert, read_torch_file, read_torch_item
+from dlm_bridge.convert.optimizer_state import COMMON_STATE, OptimizerState, find_optimizer_state, is_optimizer_key
 from dlm_bridge.errors import DlmBridgeError, one_line
-
-TRACKER = "latest_checkpointed_iteration.txt"
-COMMON_STATE = "common_state/shard_0_1"  # the object that newer Megatron-LM saves in place of common.pt
-BACKEND = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+from dlm_bridge.mapping.rules import ParamMapping
 
 
-def is_torch_dist(path: Path) -> bool:
-    """Whether the folder is (or claims to be) a Megatron checkpoint or one of its iterations."""
-    return (path / TRACKER).is_file() or (path / DCP_METADATA).is_file()
+class TorchDistCheckpoint(DistributedCheckpoint):
+    """megatron-core's distributed checkpoint, read and written as version 0.16 does."""
 
+    format = "torch_dist"
+    writable = True
 
-def iteration_folder(root: Path) -> Path:
-    """The folder of the newest iteration, by the tracker file; an iteration's own folder is itself.
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        return (folder / DCP_METADATA).is_file() and (folder / BACKEND_FILE).is_file()
 
-    Raises DlmBridgeError.
-    """
-    if (root / DCP_METADATA).is_file():
-        return root
-    tracker = root / TRACKER
-    try:
-        text = tracker.read_text("utf-8").strip()
-    except FileNotFoundError:
-        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no {TRACKER}") from None
-    except (OSError, ValueError) as error:
-        raise DlmBridgeError(f"{tracker}: cannot be read: {one_line(error)}") from None
-    if text != "release" and not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise DlmBridgeError(f"{tracker}: says {text[:40]!r}, neither an iteration's number nor 'release'")
-    folder = root / (text if text == "release" else f"iter_{int(text):07d}")
-    if not folder.is_dir():
-        raise DlmBridgeError(f"{tracker} names iteration {text}, but {folder} does not exist")
-    return folder
+    @classmethod
+    def open(cls, path: Path, folder: Path, family: str | None = None) -> TorchDistCheckpoint:
+        reader = TorchDistReader(folder)
+        checkpoint = cls(path, folder, reader.common, family)
+        checkpoint.contents, checkpoint._as_stored = reader.contents, reader
+        return checkpoint
+
+    @classmethod
+    def plan_output(cls, request: OutputRequest) -> PlannedOutput:
+        more, dtypes = ([], {}) if request.state is None else (request.state.params, request.state.dtypes)
+        plan = plan_torch_dist([*request.params, *more], request.layout, {**request.dtypes, **dtypes})
+        return PlannedOutput(plan.files, lambda folder: TorchDistWriter(folder, plan))
+
+    def _reader(self, params: Iterable[ParamMapping], tied: bool) -> ChunkedReader:
+        content = self.common.get("content_metadata")
+        if isinstance(content, dict) and content.get("singleton_local_shards"):
+            return PerLayerReader(self.folder, self.contents, singleton_names(self.contents), params)
+        return self._as_stored
+
+    def _expected_name(self, param: ParamMapping) -> str:
+        return param.megatron_key
+
+    def optimizer_state(self, padded: Sequence[ParamMapping], format_: str) -> OptimizerState | None:
+        if format_ != self.format or not any(map(is_optimizer_key, self.training_state())):
+            return super().optimizer_state(padded, format_)
+        return find_optimizer_state(self.reader, self.where, self.params, padded)
 
 
 class TorchDistReader(ChunkedReader):
     """One iteration's tensors. Opening reads `.metadata`, `metadata.json` and `common.pt`, no tensor.
 
-    Raises DlmBridgeError for what is unreadable, hostile or not whole.
+    `common` is what is not sharded, with `args` as a plain dict. Raises DlmBridgeError for what is unreadable, hostile
+    or not whole.
     """
 
     def __init__(self, folder: Path) -> None:
         _check_backend(folder)
-        contents = read_metadata(folder)
-        super().__init__(folder, contents, _read_common(folder, contents))
+        super().__init__(folder, read_metadata(folder))
+        self.common = _read_common(folder, self.contents)
 
 
 def _check_backend(folder: Path) -> None:
-    path = folder / "metadata.json"
+    path = folder / BACKEND_FILE
     try:
         backend = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise DlmBridgeError(f"{folder} is not a torch_dist checkpoint: it has no metadata.json") from None
+        raise DlmBridgeError(
+            f"{folder} is not a torch_dist checkpoint: it has no {BACKEND_FILE}, nor are its tensors named as "
+            "Megatron FSDP does (model.module.decoder...)"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise DlmBridgeError(f"{path}: is not valid JSON: {one_line(error)}") from None
     name = backend.get("sharded_backend") if isinstance(backend, dict) else None
@@ -76,7 +87,6 @@ def _check_backend(folder: Path) -> None:
 
 
 def _read_common(folder: Path, contents: Contents) -> dict[str, Any]:
-    """What is not sharded: `common.pt`, or in newer checkpoints the object `common_state`; `args` as a plain dict."""
     path = folder / "common.pt"
     if path.is_file():
         common = read_torch_file(path)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,10 +36,9 @@ class _Box:
 class ChunkedReader:
     """Global tensors in chunks that lie anywhere in a folder's files, read box by box."""
 
-    def __init__(self, folder: Path, contents: Contents, common: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, contents: Contents) -> None:
         self.folder = folder
         self.contents = contents
-        self.common = common  # what is not sharded: iteration, args
         self._by_place: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
         self._lock = threading.Lock()
         self._tiled: set[str] = set()  # keys that were checked

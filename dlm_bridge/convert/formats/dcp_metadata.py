@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -68,6 +69,12 @@ class Contents:
 
     tensors: dict[str, StoredTensor]
     objects: dict[str, StorageLocation]
+
+    def files(self, folder: Path, keys: Iterable[str] | None = None) -> dict[str, int]:
+        """The files of `folder` that hold tensors (those of `keys`), and their bytes."""
+        tensors = self.tensors.values() if keys is None else [self.tensors[key] for key in keys]
+        names = {chunk.place.file for tensor in tensors for chunk in tensor.chunks}
+        return {name: (folder / name).stat().st_size for name in sorted(names)}
 
 
 def read_metadata(folder: Path) -> Contents:

@@ -21,7 +21,6 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
-from dlm_bridge.convert.checkpoints.legacy import RANK_FILE
 from dlm_bridge.convert.formats.rank_names import KeyStyle, extra_state_of, rank_name
 from dlm_bridge.convert.formats.unpickler import ArchiveRecord, read_records
 from dlm_bridge.convert.streaming import (
@@ -38,6 +37,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
+RANK_FILE = "model_optim_rng.pt"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _CRC_IN_DESCRIPTOR, _CRC_IN_DIRECTORY = 4, 16  # bytes from the start of either
 

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dlm_bridge.convert.checkpoints.torch_dist import BACKEND
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Chunk, Contents, StorageLocation, StoredTensor
 from dlm_bridge.convert.streaming import Bands, Sink, allocate, distribute, range_digest, slice_range
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
@@ -42,6 +41,13 @@ _WITH_EXTRA_STATE = {
     "input_layernorm", "eh_proj", "enorm", "hnorm", "linear_in", "linear_out",
 }  # fmt: skip
 _NO_STATE = [None]
+BACKEND_FILE = "metadata.json"  # which torch_dist has and torch's own writer leaves out
+_BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
@@ -171,7 +177,7 @@ class TorchDistWriter:
                     self._digests[place] = xxhash.xxh3_128_digest(data)
         common = {"iteration": iteration, "checkpoint_version": 3.0, "content_metadata": dict(CONTENT_METADATA)}
         torch.save(common, self._folder / "common.pt")
-        (self._folder / "metadata.json").write_text(json.dumps(BACKEND))
+        (self._folder / BACKEND_FILE).write_text(json.dumps(_BACKEND))
         write_metadata(self._folder, self._plan.contents)
         return combined_file_digests(self._digests)
 

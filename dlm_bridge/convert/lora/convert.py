@@ -64,12 +64,15 @@ class MergedCheckpoint(Checkpoint):
 
     def __init__(self, base: Checkpoint, adapter: LoraAdapter) -> None:
         super().__init__(base.where, base.hub)
-        self.dims = base.dims
+        self.dims, self.passthrough = base.dims, base.passthrough
         self._base, self._adapter = base, adapter
 
     @property
     def derived(self) -> dict[str, str]:
         return self._base.derived
+
+    def has(self, param: ParamMapping) -> bool:
+        return self._base.has(param)
 
     def spec(self, name: str) -> TensorSpec:
         return self._base.spec(name)

@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from dlm_bridge.convert.checkpoint import Checkpoint, first_of
+from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.formats.safetensors_file import TensorEntry, read_header
 from dlm_bridge.convert.side_files import copy_files, list_side_files
 from dlm_bridge.convert.streaming import read_tensor
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, first_of
 from dlm_bridge.hub import HUB_ID, read_config
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dlm_bridge.convert.atomic import atomic_file, publish_folder, sync
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.checkpoints.torch_dist import TRACKER
+from dlm_bridge.convert.checkpoints.megatron import TRACKER
 from dlm_bridge.convert.manifest import Manifest, digests_of, write_digests
 from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, write_passthrough, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
