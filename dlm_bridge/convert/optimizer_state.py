@@ -58,7 +58,8 @@ class OptimizerState:
 
     reader: ChunkedReader
     slices: list[tuple[str, tuple[int, ...], StateMapping]]
-    dtypes: dict[str, torch.dtype]  # by StateLink.megatron_key
+    dtypes: dict[str, torch.dtype]  # by StateMapping.megatron_key
+    vocab: int  # rows of the vocabulary without padding
     common: bytes
     common_is_object: bool  # of the distributed checkpoint; else it is common.pt
 

@@ -52,7 +52,7 @@ class DcpCheckpoint(ByNameCheckpoint):
         self._config_folder = next((f for f in (path, folder, folder.parent) if (f / CONFIG_FILE).is_file()), None)
         self.names_model = self._config_folder is not None
         self._contents = read_metadata(folder)
-        self._reader = ChunkedReader(folder, self._contents, {})
+        self._reader = ChunkedReader(folder, self._contents)
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
