@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,23 +11,19 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims
 
-if TYPE_CHECKING:
-    pass
-
-
-# By our names, megatron-core's.
+# Our names: megatron-core's.
 CP_COMMUNICATION = {"p2p": "p2p", "a2a": "a2a", "allgather": "all_gather", "a2a+p2p": "a2a+p2p"}
 
 
 @dataclass(frozen=True)
 class ContextParallelConfig:
-    """What cuts a run's sequences and not its weights, so that no checkpoint knows of it: context parallelism.
+    """Context parallelism: it shards sequences and not weights, so that no checkpoint depends on it.
 
-    Raises DlmBridgeError for sizes that cannot be; `check` does so for those that a model cannot have.
+    Raises DlmBridgeError for invalid sizes; `check` for those that do not fit a model.
     """
 
     cp: int = 1
-    cp_comm_type: str = "p2p"  # of Transformer Engine; where masks are codes, keys and values are gathered
+    cp_comm_type: str = "p2p"  # of Transformer Engine; with mask descriptors keys and values are gathered
     hierarchical_cp_sizes: tuple[int, ...] | None = None  # (inner, outer) of a2a+p2p
 
     def __post_init__(self) -> None:
@@ -50,7 +45,7 @@ class ContextParallelConfig:
             )
 
     def check(self, dims: Dims, layout: Layout) -> None:
-        """Raise DlmBridgeError where a model of these sizes cannot be cut so."""
+        """Raise DlmBridgeError where the sizes do not fit a model."""
         if self.cp == 1 or self.cp_comm_type not in ("a2a", "a2a+p2p"):
             return
         ranks = self.hierarchical_cp_sizes[0] if self.hierarchical_cp_sizes else self.cp
@@ -62,7 +57,7 @@ class ContextParallelConfig:
                 )
 
     def world_size(self, layout: Layout) -> int:
-        """The fewest ranks that both run on, with one data parallel replica."""
+        """The fewest ranks for both, with one data parallel replica."""
         return layout.pp * math.lcm(layout.tp * self.cp, layout.ep * layout.expert_tp)
 
 

@@ -271,8 +271,8 @@ def uses_flash(
     if config.attention_backend not in (AttnBackend.auto, AttnBackend.flash):
         return False
     reason = (
-        _unfit(config, mask_type, window, setting, ranks)
-        or _missing()
+        _flash_unsupported(config, mask_type, window, setting, ranks)
+        or _flash_missing()
         or flash_attention.unsupported_heads(config.kv_channels, config.params_dtype)
     )
     if reason is not None and config.attention_backend == AttnBackend.flash:
@@ -281,7 +281,7 @@ def uses_flash(
 
 
 def is_flash_call(packed: Any, bias: torch.Tensor | None) -> bool:
-    """Whether a call is of whole sequences, or of documents without padding between them."""
+    """Whether FlashAttention 4 supports a call: of whole sequences, or of documents without padding between them."""
     if bias is not None:
         return False
     odd = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "cp_group", "local_cp_size")
@@ -304,17 +304,14 @@ def flash_rows(
     return flash_attention.flash_attention(q, k, v, scale, causal).transpose(0, 1).flatten(2)
 
 
-def _missing() -> str | None:
-    """A GPU that is there is of no use to a platform that computes elsewhere."""
-    name = platform.current().name
-    return (
-        flash_attention.missing()
-        if name == "cuda"
-        else f"FlashAttention 4 needs the CUDA platform, this one is {name}"
-    )
+def _flash_missing() -> str | None:
+    """Why FlashAttention 4 cannot be used here, also where a GPU is there but another platform computes."""
+    if (name := platform.current().name) != "cuda":
+        return f"FlashAttention 4 needs the CUDA platform, this one is {name}"
+    return flash_attention.missing()
 
 
-def _unfit(
+def _flash_unsupported(
     config: TransformerConfig, mask_type: AttnMaskType, window: tuple[int, int] | None, setting: str | None, ranks: int
 ) -> str | None:
     reasons = {

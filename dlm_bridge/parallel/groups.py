@@ -27,10 +27,10 @@ def initialize(layout: Layout, seed: int = 1234, parallel: ContextParallelConfig
     Raises DlmBridgeError where the number of processes or existing groups do not fit the layout.
     """
     parallel = parallel or ContextParallelConfig()
-    chosen = platform.current()
-    mcore_patches.install(chosen)
-    _check_communication(chosen, parallel)
-    _join(chosen, layout, parallel)
+    current = platform.current()
+    mcore_patches.install(current)
+    _check_communication(current, parallel)
+    _join(current, layout, parallel)
     if parallel_state.model_parallel_is_initialized():
         _check_groups(layout, parallel)
     else:
@@ -55,15 +55,15 @@ def destroy() -> None:
     get_cuda_rng_tracker().reset()
 
 
-def _check_communication(chosen: Platform, parallel: ContextParallelConfig) -> None:
-    if parallel.cp_comm_type in ("a2a", "a2a+p2p") and not chosen.uses_transformer_engine():
+def _check_communication(current: Platform, parallel: ContextParallelConfig) -> None:
+    if parallel.cp_comm_type in ("a2a", "a2a+p2p") and not current.uses_transformer_engine():
         raise DlmBridgeError(f"--cp-comm-type {parallel.cp_comm_type} needs Transformer Engine: leave it out")
     if parallel.hierarchical_cp_sizes is not None and importlib.util.find_spec("einops") is None:
         raise DlmBridgeError("megatron-core makes hierarchical groups with einops: pip install einops")
 
 
-def _join(chosen: Platform, layout: Layout, parallel: ContextParallelConfig) -> None:
-    """Initialise torch.distributed where nobody has."""
+def _join(current: Platform, layout: Layout, parallel: ContextParallelConfig) -> None:
+    """Initialise torch.distributed unless it is."""
     need = parallel.world_size(layout)
     if dist.is_initialized():
         world = dist.get_world_size()
@@ -79,14 +79,14 @@ def _join(chosen: Platform, layout: Layout, parallel: ContextParallelConfig) -> 
         )
     if dist.is_initialized():
         return
-    device = chosen.group_device()
+    device = current.group_device()
     if world == 1:
-        dist.init_process_group(chosen.backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+        dist.init_process_group(current.backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     else:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise DlmBridgeError(f"WORLD_SIZE={world}, but {', '.join(missing)} is not set: start with torchrun")
-        dist.init_process_group(chosen.backend, device_id=device)
+        dist.init_process_group(current.backend, device_id=device)
 
 
 def _check_groups(layout: Layout, parallel: ContextParallelConfig) -> None:

@@ -91,7 +91,7 @@ def refresh_hf_model(checkpoint: Checkpoint, hf_model: PreTrainedModel, megatron
 
 
 def _live_params(checkpoint: Checkpoint) -> list[ParamMapping]:
-    """Those of a live model, which has no multi-token prediction layers, nor has transformers' model."""
+    """The parameters of a live model, which like transformers' has no multi-token prediction layers."""
     return [param for param in checkpoint.mapping.params(checkpoint.dims) if not param.is_mtp]
 
 
@@ -199,10 +199,10 @@ _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 
 
 class InPlaceWriter:
-    """A live model's parameters as targets under their Hub names.
+    """Writes Hub tensors into a live model's parameters in place.
 
     transformers merges some Hub tensors into one parameter (experts), and only its own conversion knows how. Run
-    backwards on a parameter it gives the Hub tensors, as views or as copies; run backwards on the numbers of the
+    backwards on a parameter it gives the Hub tensors, as views or as copies; run backwards on the indices of the
     parameter's elements it says where each element of a copy came from. Memory is bounded by a layer.
     """
 

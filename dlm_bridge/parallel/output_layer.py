@@ -17,7 +17,7 @@ TILE = 128  # rows; matrix products take as long for a part of one
 
 @dataclass(frozen=True)
 class LossPositions:
-    """The positions with a loss, M of them, and what is asked there."""
+    """The M loss positions, their targets and weights."""
 
     positions: torch.Tensor  # [M] int64, b * S + s, with S counted over all tensor parallel ranks
     targets: torch.Tensor  # [M] int64, below the true vocabulary
@@ -28,7 +28,7 @@ class LossPositions:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of the true vocabulary that a tensor parallel rank holds."""
+    """A tensor parallel rank's shard of the true vocabulary."""
 
     first: int  # token
     tokens: int  # rows of the weight that are tokens; the rest is padding
@@ -38,16 +38,16 @@ class VocabShard:
 def linear_cross_entropy(
     hidden_MH: torch.Tensor,
     weight_VH: torch.Tensor,
-    chosen: LossPositions,
+    loss_positions: LossPositions,
     shard: VocabShard,
     accumulates: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighted cross-entropy, and how it is made up.
+    """Weighted cross-entropy of hidden states through the output layer, and its terms.
 
     Args:
-        hidden_MH: the chosen positions' hidden states, the same on every rank of `shard.group`; its gradient is what
-            this rank's tokens give, to be summed over the group.
-        weight_VH: this rank's rows of the output layer; those beyond `shard.tokens` are no tokens, enter no softmax
+        hidden_MH: hidden states of the loss positions, the same on every rank of `shard.group`; the gradient is
+            that of this rank's tokens, to be summed over the group.
+        weight_VH: this rank's rows of the output layer; those beyond `shard.tokens` are padding: they enter no softmax
             and get no gradient.
         accumulates: add the weight's gradient to `weight.main_grad`, where there is one, as megatron-core's
             gradient_accumulation_fusion does.
@@ -58,19 +58,21 @@ def linear_cross_entropy(
     """
     if torch.is_grad_enabled() and (hidden_MH.requires_grad or weight_VH.requires_grad):
         loss, losses_M = _LinearCrossEntropy.apply(
-            hidden_MH, weight_VH, chosen.targets, chosen.weights, shard, accumulates
+            hidden_MH, weight_VH, loss_positions.targets, loss_positions.weights, shard, accumulates
         )
     else:
-        losses_M = _cross_entropy(hidden_MH, weight_VH, chosen.targets, shard)
-        loss = torch.dot(losses_M, chosen.weights)
-    weighted_M = losses_M * chosen.weights
-    if chosen.terms is None:
+        losses_M = _cross_entropy(hidden_MH, weight_VH, loss_positions.targets, shard)
+        loss = torch.dot(losses_M, loss_positions.weights)
+    weighted_M = losses_M * loss_positions.weights
+    if loss_positions.terms is None:
         return loss, weighted_M.sum()[None]
-    return loss, torch.stack([(weighted_M * (chosen.terms == term)).sum() for term in range(chosen.num_terms)])
+    return loss, torch.stack(
+        [(weighted_M * (loss_positions.terms == term)).sum() for term in range(loss_positions.num_terms)]
+    )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are made where the logits are, in the forward pass: one product with the vocabulary, no logits kept.
+    """Gradients are computed with the logits in the forward pass: one product with the vocabulary, no logits kept.
 
     What is kept is softmax minus target, [M, V] in half precision, until two products give both gradients. Where that
     would take more memory than the weight's gradient in fp32, the products are made at once, some rows at a time.
@@ -139,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _deliver(
     weight: Any, tokens: int, accumulates: bool, add_to: Callable[[torch.Tensor], None]
 ) -> torch.Tensor | None:
-    """Put the weight's gradient where its owner expects it, and return what autograd is to be given."""
+    """Add the weight's gradient where its owner reads it, and return the gradient for autograd."""
     # Megatron FSDP's `main_grad` is a passing buffer, which its own hook fills from what autograd is given.
     if not accumulates or not hasattr(weight, "main_grad") or hasattr(weight, "__fsdp_param__"):
         gradient = torch.zeros_like(weight)
@@ -183,7 +185,7 @@ def _cross_entropy(
 
 
 def _statistics(logits_MV: torch.Tensor, targets_M: torch.Tensor) -> torch.Tensor:
-    """[3, M]: the largest logit, the sum of exponentials relative to it, the target's logit or 0 if it is not here."""
+    """[3, M]: the largest logit, the sum of exponentials relative to it, the target's logit or 0 on other ranks."""
     largest = logits_MV.amax(1)
     total = torch.exp(logits_MV - largest[:, None]).sum(1)
     here = (targets_M >= 0) & (targets_M < logits_MV.shape[1])
@@ -192,7 +194,7 @@ def _statistics(logits_MV: torch.Tensor, targets_M: torch.Tensor) -> torch.Tenso
 
 
 def _combine(statistics_T3M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M] the logarithm of the whole sum of exponentials, and [M] the cross-entropy."""
+    """[M] the log-sum-exp over all ranks, and [M] the cross-entropy."""
     largest_T, total_T, target_T = statistics_T3M.unbind(1)
     largest = largest_T.amax(0)
     total = largest + torch.log((total_T * torch.exp(largest_T - largest)).sum(0))
@@ -238,12 +240,12 @@ def _scaled(values_MN: torch.Tensor, scale_M: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned_rows(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] whose rows begin at multiples of 16 bytes, as fast matrix products want."""
+    """[rows, columns] whose rows are aligned to 16 bytes, for fast matrix products."""
     return like.new_empty(rows, -(-columns // 8) * 8)[:, :columns]
 
 
 def _parts(rows: int, most: int) -> list[slice]:
-    """Slices of at most `most` rows, about as many in each, in whole tiles where that is possible."""
+    """Slices of at most `most` rows of about equal size, in whole tiles where possible."""
     tile = TILE if most >= TILE else 1
     pieces = -(-rows // (most // tile * tile))
     size = -(-rows // max(1, pieces * tile)) * tile

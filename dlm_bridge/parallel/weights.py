@@ -34,7 +34,7 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 def live_tensors(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Every stored tensor of this rank's GPTModel chunks, by the name that `Link.megatron_name` gives it.
+    """Every stored tensor of this rank's GPTModel chunks, by `ParamMapping.megatron_name`.
 
     Layers and experts carry their global numbers, and norms their Transformer Engine name, whichever layer spec the
     model has.
@@ -72,7 +72,7 @@ def expert_name(name: str, first: int) -> str:
 
 
 def tensor_parallel(param: ParamMapping) -> tuple[int, int]:
-    """This process's rank and the size of the group over which a param's tensor is split: experts have their own."""
+    """This process's rank and the size of the tensor parallel group of a parameter: experts have their own."""
     if param.expert is not None:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
@@ -82,8 +82,8 @@ def tensor_parallel(param: ParamMapping) -> tuple[int, int]:
 
 
 def check_source(checkpoint: Checkpoint) -> None:
-    """Raise DlmBridgeError unless the source's tensors and the mapping cover each other exactly, and a redundant
-    tensor is the copy that it must be."""
+    """Raise DlmBridgeError unless the source's tensors and the mapping cover each other exactly, and every redundant
+    tensor equals the one that it copies."""
     checkpoint.check()
     for name, entry in checkpoint.passthrough.items():
         if not entry.copy_of or name in checkpoint.derived:
@@ -109,7 +109,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def load(chunks: Sequence[Any], checkpoint: Checkpoint, values: bool = True) -> None:
-    """Fill this rank's chunks, a few params at a time, reading only what its stages and experts are, each once.
+    """Load this rank's chunks, a few parameters at a time, reading only its own stages and experts, each once.
 
     The values take the parameters' dtype, but a tensor with a dtype of its own (a router in fp32) is never narrowed;
     padded vocabulary rows become zero. Without `values` all is zero, and only the tensors with a dtype of their own
@@ -145,8 +145,8 @@ def _load_param(checkpoint: Checkpoint, param: ParamMapping, targets: dict[str, 
 
 
 def shard_of(param: ParamMapping, whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """What this process's tensor parallel rank holds of a param's whole tensor, in the parameter `target`: without the
-    rows of a padded vocabulary, which `target` may have besides."""
+    """This tensor parallel rank's shard of a parameter's unsharded tensor, for `target`: without the rows of a padded
+    vocabulary, which `target` may have."""
     rank, size = tensor_parallel(param)
     if is_vocabulary(param):
         return whole.narrow(0, *vocabulary_range(param, rank, target.shape[0]))
@@ -154,21 +154,20 @@ def shard_of(param: ParamMapping, whole: torch.Tensor, target: torch.Tensor) -> 
 
 
 def param_bytes(checkpoint: Checkpoint, param: ParamMapping) -> int:
-    """The size of a param's stored tensors."""
+    """The size of a parameter's stored tensors."""
     specs = [checkpoint.spec(name) for name in param.hub_names]
     return sum(dtype.itemsize * math.prod(shape) for dtype, shape in specs)
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
-    """A live tensor's values, also where Transformer Engine keeps it in FP8; where FSDP shares it out, its data
-    parallel ranks call this together."""
+    """A live tensor's values, dequantised from FP8. Collective over data parallel ranks where FSDP shards it."""
     if is_sharded(tensor):
         return whole(tensor)
     return dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor.detach()
 
 
 def places(param: ParamMapping) -> tuple[str, ...]:
-    """Where a param's tensor stands in a model: a tied embedding also is the last pipeline stage's output layer."""
+    """The names of a parameter in a model: a tied embedding is also the last pipeline stage's output layer."""
     if param.dims.tied and param.megatron_name == EMBEDDING:
         return (EMBEDDING, OUTPUT)
     return (param.megatron_name,)
@@ -200,8 +199,8 @@ def is_vocabulary(param: ParamMapping) -> bool:
 
 
 def vocabulary_range(param: ParamMapping, tp_rank: int, rows: int) -> tuple[int, int]:
-    """The (start, length) of the true vocabulary that a tensor parallel rank with `rows` rows holds; what is left of
-    the rows is padding, which only the last ranks have."""
+    """The (start, length) of the true vocabulary that a tensor parallel rank with `rows` rows holds; the remaining
+    rows are padding, on the last ranks only."""
     vocab = param.megatron_shape[0]
     start = min(tp_rank * rows, vocab)
     return start, min(rows, vocab - start)

@@ -14,19 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS = 16  # query groups of tokens that a program has at a time
+ROWS = 16  # query groups of tokens in a program's tile
 PROGRAMS = 1056  # at most, of a backward pass that sums the norms' gradients: 8 on each of 132 multiprocessors
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """How a token's queries, keys and values stand in the fused product, group after group: its queries, then a key,
-    then a value."""
+    """Layout of a token's heads in the QKV projection, group after group: the queries, then a key, then a value."""
 
     queries: int  # of one group
     size: int  # D, of one head
     eps: float  # of the norms
-    interleaved: bool  # whether neighbours are rotated into each other, else the halves
+    interleaved: bool  # RoPE rotates neighbours into each other, else the two halves
 
 
 def split_qkv(
@@ -93,7 +92,7 @@ class _Split(torch.autograd.Function):
         if normed:
             programs = min(programs, PROGRAMS)
         mixed, query_weight, key_weight = of_norms if normed else (d_mixed,) * 3
-        sums = table.new_empty(programs, 2, ctx.heads.size)  # each program's share of the weights' gradients
+        sums = table.new_empty(programs, 2, ctx.heads.size)  # partial sums of the weights' gradients
         _backward_kernel[(programs,)](
             mixed,
             table,
@@ -114,7 +113,7 @@ class _Split(torch.autograd.Function):
 
 
 def _sizes(shape: torch.Size, table: torch.Tensor, heads: HeadLayout, normed: bool) -> dict[str, Any]:
-    """What both kernels are compiled for."""
+    """Arguments that both kernels have in common."""
     half = table.shape[-1]
     rest = heads.size - 2 * half
     return {
@@ -135,7 +134,7 @@ def _sizes(shape: torch.Size, table: torch.Tensor, heads: HeadLayout, normed: bo
 
 @triton.jit
 def _columns(HALF: tl.constexpr, HALF_TILE: tl.constexpr, INTERLEAVED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The columns of a head that are rotated into each other, and which of the tile's are there."""
+    """The columns of a head that are rotated into each other, and the mask of the tile."""
     column = tl.arange(0, HALF_TILE)
     there = column < HALF
     if INTERLEAVED:

@@ -29,7 +29,7 @@ class FusedOptimizerStep:
         self.optimizer = part.optimizer
         self.adam = hasattr(self.optimizer, "adam_w_mode")
         self.distributed = hasattr(part, "shard_fp32_from_float16_groups")
-        # In half precision without a loss scale nothing is to be done to the model's gradients before they are read:
+        # In bf16 without a loss scale the model's gradients are read as they are:
         # megatron-core copies them to fp32 first.
         self.direct = hasattr(part, "float16_groups") and not self.distributed and part.grad_scaler is None
         self.inputs: dict[torch.Tensor, StepInputs] = {}  # by main param, in this step
@@ -87,8 +87,8 @@ class FusedOptimizerStep:
     def _step_inputs(self) -> dict[torch.Tensor, StepInputs]:
         weights = {main: StepInputs(main.grad) for group in self.optimizer.param_groups for main in group["params"]}
         if self._shards is not None:
-            halves = self._shards.model_params
-            return {main: StepInputs(gradient, halves.get(main)) for main, (gradient, _) in weights.items()}
+            model_params = self._shards.model_params
+            return {main: StepInputs(gradient, model_params.get(main)) for main, (gradient, _) in weights.items()}
         part = self.part
         if self.direct:
             for group in part.fp32_from_fp32_groups:
@@ -110,10 +110,10 @@ class FusedOptimizerStep:
             for main in group["params"]:
                 if self.adam and not state[main]:
                     self.optimizer.initialize_state(main, False)
-                gradient, half = self.inputs[main]
+                gradient, model_param = self.inputs[main]
                 if gradient is not None:
                     averages = (state[main]["exp_avg"], state[main]["exp_avg_sq"]) if self.adam else ()
-                    parameters.append(StepTensors(main.detach(), gradient, half, *averages))
+                    parameters.append(StepTensors(main.detach(), gradient, model_param, *averages))
             lr, decay = float(group["lr"]), float(group["weight_decay"])
             if self.adam:
                 group["step"] = group.get("step", 0) + 1
@@ -131,14 +131,14 @@ class DistributedShards:
     def __init__(self, part: Any) -> None:
         self.part = part
         self._places = self._now()
-        halves = list(_pairs(part.model_float16_groups, part.shard_fp32_from_float16_groups))
-        others = list(_pairs(part.model_fp32_groups, part.shard_fp32_groups))
+        float16 = list(_pairs(part.model_float16_groups, part.shard_fp32_from_float16_groups))
+        fp32 = list(_pairs(part.model_fp32_groups, part.shard_fp32_groups))
         # Copied where they are not fp32, and looked at first where there is a loss scale: by megatron-core.
-        as_they_are = all(model.main_grad.dtype == torch.float32 for model, _ in (*halves, *others))
+        as_they_are = all(model.main_grad.dtype == torch.float32 for model, _ in (*float16, *fp32))
         self.gradients: dict[torch.Tensor, torch.Tensor] | None = None
         if part.grad_scaler is None and as_they_are:
-            self.gradients = {main: self._gradient(model) for model, main in (*halves, *others)}
-        self.model_params = {} if _quantised(halves) else {main: self._model_param(model) for model, main in halves}
+            self.gradients = {main: self._gradient(model) for model, main in (*float16, *fp32)}
+        self.model_params = {} if _quantised(float16) else {main: self._model_param(model) for model, main in float16}
 
     def hold(self) -> bool:
         """Whether the buffers still are where they were."""

@@ -68,15 +68,15 @@ def write_main_param(inner: Any, shard: torch.Tensor, values: torch.Tensor) -> N
     inner.set_scaled_state(shard, MAIN_PARAM, remainder(values, shard) if lacks else values.clone())
 
 
-def joined(half: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
     """fp32 of bf16 weights and the int16 that they lack."""
-    return ((half.detach().view(torch.int16).int() << 16) + lower.int()).view(torch.float32)
+    return ((upper.detach().view(torch.int16).int() << 16) + lower.int()).view(torch.float32)
 
 
-def remainder(values: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
+def remainder(values: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
     """The int16 that bf16 weights lack of fp32 `values`, whose rounding they are; `joined` gives the values back, but
     for the last bit of one that is halfway between two bf16 numbers and was rounded down."""
-    lower = values.contiguous().view(torch.int32) - (half.detach().view(torch.int16).int() << 16)
+    lower = values.contiguous().view(torch.int32) - (rounded.detach().view(torch.int16).int() << 16)
     return lower.clamp(max=32767).to(torch.int16)
 
 
