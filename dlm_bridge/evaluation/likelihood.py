@@ -188,11 +188,13 @@ def _bound_batch(estimator: BoundEstimator, rows: Sequence[Answer], mask_samples
     # Objectives mask tokens whose number is below the mask probability, here one half.
     number_BL = torch.where(masked, 0.0, 1 - 2**-24)
     half_B, fraction_BL = torch.full((len(rows),), 0.5), torch.full((len(rows), length), 0.5)
-    if objective.exact_block_masks:  # masks the lowest numbers of a block, by the block's fraction
-        fraction_BL = _masked_fractions(masked, labels != IGNORE_INDEX, objective.block_size)
+    if (
+        objective.exact_block_masks and estimator.block is not None
+    ):  # masks the lowest numbers of a block, by the block's fraction
+        fraction_BL = _masked_fractions(masked, labels != IGNORE_INDEX, estimator.block)
     uniforms = Uniforms(level=half_B, token=number_BL, cut=half_B + 0.5, cut_length=half_B, block=fraction_BL)
     noisy = _first_rows(objective.noise(tokens, uniforms, labels, None if bool(real.all()) else real), len(rows))
-    predicting, order = _predicting_positions(objective, noisy, masked)
+    predicting, order = _predicting_positions(estimator, noisy, masked)
     owners, columns = (index[order] for index in masked.nonzero(as_tuple=True))
     return BoundBatch(
         noisy=dataclasses.replace(noisy, mask=predicting),
@@ -204,20 +206,20 @@ def _bound_batch(estimator: BoundEstimator, rows: Sequence[Answer], mask_samples
 
 
 def _predicting_positions(
-    objective: Objective, noisy: NoisyBatch, masked: torch.Tensor
+    estimator: BoundEstimator, noisy: NoisyBatch, masked: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, S] positions that predict masked tokens; [M] the order of the predicted tokens, row by row."""
     length = masked.shape[1]
     predicting = noisy.mask.clone()
-    if objective.streams == 1:
+    if estimator.block is None:
         return predicting, torch.arange(int(masked.sum()))
     predicting[:, length:] = False  # the clean stream's own predictions
-    if not objective.shift:
+    if not estimator.objective.shift:
         # Masks keep their order also where an objective reorders the tokens of a block.
         return predicting, torch.arange(int(masked.sum()))
     # A block's first token is predicted by the last token of the block before, from the clean stream.
     rows, columns = masked.nonzero(as_tuple=True)
-    places = columns - 1 + torch.where(columns % objective.block_size == 0, length, 0)
+    places = columns - 1 + torch.where(columns % estimator.block == 0, length, 0)
     predicting = torch.zeros_like(predicting)
     predicting[rows, places] = True
     return predicting, (rows * predicting.shape[1] + places).argsort()
@@ -227,24 +229,12 @@ def _first_rows(noisy: NoisyBatch, rows: int) -> NoisyBatch:
     """The first rows, without the complementary ones that some objectives add."""
     if len(noisy.mask) == rows:
         return noisy
-    kept = int(noisy.mask[:rows].sum())
-
-    def first(value: Any, count: int) -> Any:
-        return None if value is None else value[:count]
-
-    return NoisyBatch(
-        input_ids=noisy.input_ids[:rows],
-        attention_mask=first(noisy.attention_mask, rows),
-        mask_descriptor=None if noisy.mask_descriptor is None else MaskDescriptor(noisy.mask_descriptor.codes[:rows]),
-        position_ids=first(noisy.position_ids, rows),
-        mask=noisy.mask[:rows],
-        counted=noisy.counted[:rows],
-        targets=noisy.targets[:kept],
-        weights=noisy.weights[:kept],
-        terms=first(noisy.terms, kept),
-        normaliser=noisy.normaliser,
-        pairs=first(noisy.pairs, rows),
-    )
+    counts = dict.fromkeys(("input_ids", "attention_mask", "position_ids", "mask", "counted", "pairs"), rows)
+    counts |= dict.fromkeys(("targets", "weights", "terms"), int(noisy.mask[:rows].sum()))
+    values = {name: getattr(noisy, name) for name in counts}
+    first = {name: None if value is None else value[: counts[name]] for name, value in values.items()}
+    descriptor = None if noisy.mask_descriptor is None else MaskDescriptor(noisy.mask_descriptor.codes[:rows])
+    return dataclasses.replace(noisy, mask_descriptor=descriptor, **first)
 
 
 def _masked_fractions(masked: torch.Tensor, counted: torch.Tensor, block: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ class DLMConfig(HubConfig, Qwen3Config):
     required_values = REQUIRED
 
     use_cache: bool = False
-    head_dim: int | None = None  # type: ignore[assignment]
+    head_dim: int | None = None
     attn_mask_type: str = "bidirectional"
     mask_token_id: int | None = None
 

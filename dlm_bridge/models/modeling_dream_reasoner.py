@@ -22,7 +22,7 @@ class DreamReasonerConfig(HubConfig, Qwen3Config):
     family = SPEC
 
     use_cache: bool = False
-    head_dim: int | None = None  # type: ignore[assignment]
+    head_dim: int | None = None
     block_size: int = 32
     mask_token_id: int | None = 151669
 

@@ -31,13 +31,13 @@ class LLaDAMoEConfig(HubConfig, Qwen3MoeConfig):
     vocab_size: int = 157184
     num_hidden_layers: int = 16
     num_attention_heads: int = 16
-    num_key_value_heads: int | None = None  # type: ignore[assignment]
+    num_key_value_heads: int | None = None
     num_experts: int = 64
     expert_intermediate_size: int = 1024
     dense_intermediate_size: int = 8192
     max_position_embeddings: int = 8192
     rms_norm_eps: float = 1e-5
-    norm_topk_prob: bool | None = None  # type: ignore[assignment]
+    norm_topk_prob: bool | None = None
     qk_layernorm: bool = True
     use_cache: bool = False
     mask_token_id: int | None = 156895

@@ -26,7 +26,7 @@ class ExpertStackConverter(WeightConverter):
 
     __slots__ = ()
 
-    def convert(self, layer_name: str, model: Any = None, config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def convert(self, layer_name: str, model: Any = None, config: Any = None, **kwargs: Any) -> Any:
         """As in transformers. Raises DlmBridgeError with the tensor that is missing, left over or mis-shaped."""
         if kwargs.get("loading_info") is not None:
             where = config.name_or_path or "the state dict"

@@ -30,7 +30,7 @@ class WeDLMConfig(HubConfig, Qwen3Config):
 
     attention_bias: bool = True  # of queries, keys and values
     qk_norm: bool = False
-    head_dim: int | None = None  # type: ignore[assignment]
+    head_dim: int | None = None
     mask_token_id: int | None = 151665
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -64,7 +64,7 @@ class _Work:
 
 
 def step_time(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> StepTime:
-    """Of a run that `Run.check` accepts."""
+    """Estimated time of a step of a run that `PlannedRun.check` accepts."""
     layout = run.layout
     kinds = model.kinds(layout)
     layers = {moe: _layer(model, run, hardware, moe) for moe in set().union(*kinds)}
@@ -77,16 +77,10 @@ def step_time(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> StepT
             work.add(_head(model, run, hardware))
         works.append(work)
     slowest = max(works, key=lambda work: work.total)
-    count = run.micro_batches
-    bubble = (layout.pp - 1) / layout.vp * slowest.total
     exposed, optimizer = _data_parallel(model, run, hardware, slowest.total / layout.vp)
     return StepTime(
-        compute=count * slowest.compute,
-        recompute=count * slowest.recompute,
-        tensor_parallel=count * slowest.tensor_parallel,
-        context_parallel=count * slowest.context_parallel,
-        expert_parallel=count * slowest.expert_parallel,
-        pipeline_bubble=bubble,
+        **{cause: run.micro_batches * seconds for cause, seconds in vars(slowest).items()},
+        pipeline_bubble=(layout.pp - 1) / layout.vp * slowest.total,
         pipeline_messages=_messages(model, run, hardware),
         data_parallel=exposed,
         optimizer=optimizer,

@@ -99,6 +99,7 @@ def recommend(
     """
     if wanted.global_batch_size is None:
         raise DlmBridgeError("--recommend needs --global-batch-size: it decides how far the data can be split")
+    wanted.check_values()
     named = None
     if given is not None:
         named = LayoutCandidate(given, memory_plan(model, given), step_time(model, given, hardware))
@@ -195,7 +196,7 @@ def _batches(model: PlannedModel, run: PlannedRun) -> Iterator[PlannedRun]:
             continue
         trial = replace(run, micro_batch_size=micro)
         try:
-            trial.check(model)
+            trial.check_layout(model)
         except DlmBridgeError:
             continue
         yield trial

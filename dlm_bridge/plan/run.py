@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.objectives.registry import find_objective
 from dlm_bridge.plan.model import PlannedModel
-
-if TYPE_CHECKING:
-    from dlm_bridge.train.config import TrainConfig
-
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import check_option, options_of
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -74,12 +72,11 @@ class Hardware:
 OVERHEADS = Overheads()
 
 
-PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
-RECOMPUTE = ("none", "selective", "full")
+TRAINING_OPTIONS = (
+    "seq_length", "micro_batch_size", "global_batch_size", "cp", "precision", "optimizer", "fsdp", "recompute",
+    "recompute_layers", "moe_dispatcher",
+)  # fmt: skip
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-FSDP = ("optim", "optim_grads", "optim_grads_params")
-OPTIMIZERS = ("adamw", "sgd")
-DISPATCHERS = ("auto", "alltoall", "allgather", "flex")
 
 
 @dataclass(frozen=True)
@@ -150,8 +147,12 @@ class PlannedRun:
         return self.micro_batch_size * self.streams * self.seq_length // self.cp
 
     def check(self, model: PlannedModel) -> None:
-        """Raise DlmBridgeError, naming number and remedy, where megatron-core would refuse this run of this model."""
-        self._check_values()
+        """Raise DlmBridgeError, naming number and remedy, for a run that megatron-core does not support."""
+        self.check_values()
+        self.check_layout(model)
+
+    def check_layout(self, model: PlannedModel) -> None:
+        """`check` of the numbers of ranks alone."""
         layout = self.layout
         model.cached(("takes", layout), lambda: _check_layout(model, layout))
         for ranks, what in (
@@ -168,21 +169,13 @@ class PlannedRun:
                 f"--tp {layout.tp} --ep {layout.ep} needs sequence parallelism: leave out --no-sequence-parallel"
             )
 
-    def _check_values(self) -> None:
-        for name in ("gpus", "seq_length", "cp", "micro_batch_size", "global_batch_size", "recompute_layers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise DlmBridgeError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-        for name, known in (
-            ("precision", PRECISIONS),
-            ("recompute", RECOMPUTE),
-            ("optimizer", OPTIMIZERS),
-            ("fsdp", (None, *FSDP)),
-            ("moe_dispatcher", DISPATCHERS),
-        ):
-            if getattr(self, name) not in known:
-                choices = ", ".join(value for value in known if value)
-                raise DlmBridgeError(f"--{name.replace('_', '-')} {getattr(self, name)}: choose one of {choices}")
+    def check_values(self) -> None:
+        """`check` of each setting alone, as the training options declare it."""
+        if self.gpus < 1:
+            raise DlmBridgeError(f"--gpus must be at least 1, not {self.gpus}")
+        options, flags = options_of(TrainConfig), vars(self) | {"engine": "megatron"}
+        for name in TRAINING_OPTIONS:
+            check_option(options[name], flags[name], "pretrain", flags)
         for module in self.recompute_modules:
             if module not in RECOMPUTE_MODULES:
                 raise DlmBridgeError(f"--recompute-modules {module}: choose of {', '.join(RECOMPUTE_MODULES)}")

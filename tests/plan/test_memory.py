@@ -122,9 +122,9 @@ def test_logits_in_chunks_cost_less_than_all_of_them() -> None:
         ({"global_batch_size": 12}, "--global-batch-size 12 is no multiple"),
         ({"layout": Layout(pp=4, vp=2), "global_batch_size": 10}, "micro-batches of a step are no multiple of --pp 4"),
         ({"layout": Layout(pp=2), "fsdp": "optim"}, "FSDP has no pipeline"),
-        ({"recompute": "some"}, "--recompute some: choose one of none, selective, full"),
+        ({"recompute": "some"}, "--recompute"),
         ({"recompute_modules": ("mlps",)}, "--recompute-modules mlps"),
-        ({"micro_batch_size": 0}, "--micro-batch-size must be at least 1"),
+        ({"micro_batch_size": 0}, "--micro-batch-size"),
     ],
 )
 def test_what_megatron_refuses_is_refused(changes: dict[str, Any], said: str) -> None:
