@@ -71,7 +71,7 @@ def test_objectives_read_one_stream_or_two() -> None:
     assert objective_settings("causal") == {"streams": 1, "loss_share": 1.0}
     assert objective_settings("block")["streams"] == 2
     assert objective_settings("nemotron") == {"streams": 2, "loss_share": 1.5}
-    with pytest.raises(DlmBridgeError, match="--objective.*guess"):
+    with pytest.raises(DlmBridgeError, match=r"--objective.*guess"):
         objective_settings("guess")
 
 
