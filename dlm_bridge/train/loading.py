@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.checkpoints.megatron import TRACKER
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import read_config
 from dlm_bridge.models.families import families, family_by_name, find_family
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.train.config import TrainConfig
@@ -84,18 +84,17 @@ def empty_model(config: TrainConfig) -> Any:
 
     import dlm_bridge  # noqa: F401  registers the families
 
-    folder = Path(config.model.path)
-    spec = None if config.model.family is None else family_by_name(config.model.family)
-    if (folder / TRACKER).is_file():
-        bridge = Bridge.from_megatron(config.model.path, family=config.model.family)
-        spec, hub_config = bridge.family, bridge.family.load("config_class").from_dict(bridge.config)
+    path, family = config.model.path, config.model.family
+    if (Path(path) / TRACKER).is_file():
+        return open_megatron_source(config, None).model
+    if config.model.from_scratch:
+        file = Path(path) / "config.json"
+        spec: FamilySpec | None = find_family(read_config(file), family, where=str(file))
     else:
-        if config.model.from_scratch:
-            spec = find_family(_read_config(folder), config.model.family, where=str(folder / "config.json"))
-        else:
-            check_weights(config.model.path)
-        hub_config = _hub_config(config.model.path, spec)
-        spec = spec or getattr(type(hub_config), "family", None)
+        check_weights(path)
+        spec = None if family is None else family_by_name(family)
+    hub_config = _hub_config(path, spec)
+    spec = spec or getattr(type(hub_config), "family", None)
     if config.model.mask_token_id is not None:
         hub_config.mask_token_id = config.model.mask_token_id
     with torch.device("meta"):
@@ -177,27 +176,14 @@ def _quantization(config: TrainConfig) -> dict[str, Any]:
 def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
     import dlm_bridge  # noqa: F401  registers the families
 
-    raw = _read_config(folder)
-    spec = find_family(raw, family, where=str(folder / "config.json"))
+    file = folder / "config.json"
+    raw = read_config(file)
+    spec = find_family(raw, family, where=str(file))
     config = _hub_config(str(folder), spec)
     weights = dict(spec.initial_weights(raw, seed))
     model_class = spec.load("model_class")
     # Through transformers' own loading, so that names are converted as for a checkpoint and coverage is checked.
     return model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder for --from-scratch."""
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise DlmBridgeError(f"--model {folder}: --from-scratch needs a folder with a config.json") from None
-    except (OSError, ValueError) as error:
-        raise DlmBridgeError(f"{path}: not readable as JSON ({one_line(error)})") from None
-    if not isinstance(raw, dict):
-        raise DlmBridgeError(f"{path}: not a JSON object")
-    return raw
 
 
 def _hub_config(model: str, family: FamilySpec | None) -> Any:

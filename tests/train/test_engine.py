@@ -227,7 +227,7 @@ def test_mock_data_needs_no_tokenizer(tmp_path: Path, run: Run, seed_folder: Pat
     ("changes", "message"),
     [
         ({"precision": "fp16"}, "--precision fp16 needs a GPU"),
-        ({"model": "/nowhere"}, "--model /nowhere: --from-scratch needs a folder with a config.json"),
+        ({"model": "/nowhere"}, "/nowhere is not a checkpoint: it has no config.json"),
         ({"model": "/nowhere", "from_scratch": False}, "--model /nowhere: no such folder"),
         ({"from_scratch": False}, "no weights there (*.safetensors): add --from-scratch"),
         ({"data": ["/nowhere.txt"]}, "/nowhere.txt: no such file or folder"),

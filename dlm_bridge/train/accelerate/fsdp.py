@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +36,13 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import decoder_layers
 from dlm_bridge.train.lora import Adapter
 
-WRAPPING = "TRANSFORMER_BASED_WRAP"  # accelerate's word for a unit for each decoder layer
-
-
-@dataclass(frozen=True)
-class FSDPConfig:
-    """How a model is cut."""
-
-    device: torch.device
-    dtype: torch.dtype | None  # that it computes in; None: its own
-    offload: bool = False  # weights, gradients and optimizer state stay in the CPU's memory
-    reshard: bool = True  # a layer's whole weights are let go after its forward pass, and gathered again
+OPTIMIZER = "optimizer"  # folder of a checkpoint: torch's distributed checkpoint
+SHARD_SIZE = 5 * 10**9  # bytes of a safetensors file
 
 
 def with_launcher_settings(config: TrainConfig) -> TrainConfig:
-    """The configuration with what `accelerate launch` was told about FSDP and precision. Raises DlmBridgeError for
-    what this engine does not do, or does otherwise."""
+    """The configuration with the settings of `accelerate launch` for FSDP. Decoder layers are the units, whatever its
+    wrapping policy. Raises DlmBridgeError for another precision and for FSDP1."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", config.precision.name):
         raise DlmBridgeError(
@@ -63,12 +53,6 @@ def with_launcher_settings(config: TrainConfig) -> TrainConfig:
         return config
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise DlmBridgeError("accelerate is configured for FSDP's first version: launch with --fsdp_version 2")
-    wrapping = os.environ.get("FSDP_AUTO_WRAP_POLICY", WRAPPING)
-    if wrapping != WRAPPING:
-        raise DlmBridgeError(
-            f"accelerate is configured for {wrapping}: decoder layers are FSDP's units here, launch with "
-            f"--fsdp_auto_wrap_policy {WRAPPING}"
-        )
     return config.replace(
         sharding="fsdp",
         cpu_offload=config.parallel.cpu_offload or _env_flag("FSDP_OFFLOAD_PARAMS"),
@@ -78,7 +62,8 @@ def with_launcher_settings(config: TrainConfig) -> TrainConfig:
 
 @contextlib.contextmanager
 def process_group(config: TrainConfig) -> Iterator[None]:
-    """A group of one process, which can be cut too (its weights onto the CPU), unless a launcher has made a larger."""
+    """A process group of one process for FSDP (which can offload to the CPU), unless a launcher has made a larger
+    one."""
     own = config.parallel.shards and not dist.is_initialized()
     if own:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -90,37 +75,29 @@ def process_group(config: TrainConfig) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def fsdp_config(config: TrainConfig, device: torch.device) -> FSDPConfig | None:
-    """How a configuration that `as_launched` gave cuts the model; None where every process has all of it."""
-    if not config.parallel.shards:
-        return None
-    return FSDPConfig(
-        device=device,
-        dtype=None if config.precision.name == "fp32" else torch.bfloat16,
-        offload=config.parallel.cpu_offload,
-        reshard=_env_flag("FSDP_RESHARD_AFTER_FORWARD", "true"),
-    )
+def shard_model(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    """Shard `model` in place over all processes, which call this together.
 
-
-def shard_model(model: nn.Module, sharding: FSDPConfig) -> DeviceMesh:
-    """Cut `model` in place over all processes, which call this together.
-
-    Rank 0 has the weights; on other ranks the model may be on the meta device. Weights keep their dtype (fp32 masters)
-    and are gathered in `sharding.dtype`; gradients are averaged in fp32. What transformers keeps in fp32 (routers)
-    computes in it: such modules are units of their own. Tied weights stay tied, in the unit of the whole model.
+    Rank 0 has the weights; on other ranks the model may be on the meta device. Params keep their dtype (fp32 main
+    params) and are gathered in that of the run; gradients are averaged in fp32. What transformers keeps in fp32
+    (routers) computes in it: such modules are units of their own. Tied weights stay tied, in the unit of the whole
+    model. With `--cpu-offload` params, gradients and optimizer state stay in the CPU's memory.
     """
-    mesh = init_device_mesh(sharding.device.type, (dist.get_world_size(),))
+    dtype = None if config.precision.name == "fp32" else torch.bfloat16
+    offload = config.parallel.cpu_offload
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     source = dict(model.named_parameters()) | dict(model.named_buffers(remove_duplicate=False))
-    _to_meta(model, _dtypes(source, sharding.device))
+    _to_meta(model, _dtypes(source, device))
     settings: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": sharding.reshard,
-        "offload_policy": CPUOffloadPolicy(sharding.device.type == "cuda") if sharding.offload else OffloadPolicy(),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=sharding.dtype, reduce_dtype=torch.float32),
+        # A layer's gathered weights are freed after its forward pass, and gathered again.
+        "reshard_after_forward": _env_flag("FSDP_RESHARD_AFTER_FORWARD", "true"),
+        "offload_policy": CPUOffloadPolicy(device.type == "cuda") if offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
     }
     exact = {**settings, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for layer in decoder_layers(model):
-        if sharding.dtype is not None:
+        if dtype is not None:
             for router in _kept_in_fp32(model, layer):
                 fully_shard(router, **exact)
         fully_shard(layer, **settings)
@@ -129,21 +106,20 @@ def shard_model(model: nn.Module, sharding: FSDPConfig) -> DeviceMesh:
         fully_shard(embedding, **settings)
         fully_shard(head, **{**settings, "reshard_after_forward": False})  # its backward pass comes next
     fully_shard(model, **{**settings, "reshard_after_forward": False})
-    model.to_empty(device="cpu" if sharding.offload else sharding.device)
-    _distribute_weights(model, source, mesh, sharding.device)
-    return mesh
+    model.to_empty(device="cpu" if offload else device)
+    _distribute_weights(model, source, mesh, device)
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Let go of whole weights that a forward pass without a backward pass has left: `parameters()` are parts again."""
+    """Free the weights that a forward pass without a backward pass has gathered: `parameters()` are shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def clip_grad_norm(parameters: list[nn.Parameter], bound: float, device: torch.device) -> torch.Tensor:
-    """The norm of the gradients of all processes, in float64 on `device`, and the gradients scaled down where it is
-    above `bound`, without waiting for the device."""
+def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, device: torch.device) -> torch.Tensor:
+    """Clip sharded gradients and return their norm over all processes, in float64 on `device`, without waiting for the
+    device."""
     gradients = [weight.grad.to_local() for weight in parameters if isinstance(weight.grad, DTensor)]
     norms = torch._foreach_norm(gradients) if gradients else []
     squares = torch.stack([norm.double().square() for norm in norms]).sum() if norms else torch.zeros(())
@@ -151,25 +127,25 @@ def clip_grad_norm(parameters: list[nn.Parameter], bound: float, device: torch.d
     dist.all_reduce(squares)
     norm = squares.sqrt()
     if gradients:
-        scale = (bound / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
-        torch._foreach_mul_(gradients, scale.to(gradients[0]))
+        clip_coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_
+        torch._foreach_mul_(gradients, clip_coef.to(gradients[0]))
     return norm
 
 
 def full_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The whole of a weight that is cut; every process calls this together."""
+    """A sharded weight as a whole; every process calls this together."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    local = tensor.to_local().to(device)  # from where an offloaded weight lies, the network may not take it
+    local = tensor.to_local().to(device)  # NCCL does not gather from an offloaded weight's memory
     whole = DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
     return whole.full_tensor()
 
 
-def _env_flag(name: str, otherwise: str = "false") -> bool:
-    return os.environ.get(name, otherwise).lower() in ("1", "true")
+def _env_flag(name: str, default: str = "false") -> bool:
+    return os.environ.get(name, default).lower() in ("1", "true")
 
 
 def _kept_in_fp32(model: Any, layer: nn.Module) -> Iterator[nn.Module]:
@@ -182,15 +158,15 @@ def _kept_in_fp32(model: Any, layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _dtypes(source: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.dtype]:
-    """Those of rank 0's tensors, which a model made of a configuration alone need not have."""
-    told: list[Any] = [{name: tensor.dtype for name, tensor in source.items()}]
-    dist.broadcast_object_list(told, src=0, device=device)
-    assert told[0].keys() == source.keys(), "the processes have different models"
-    return told[0]
+    """The dtypes of rank 0's tensors; those of a model on the meta device may differ."""
+    dtypes: list[Any] = [{name: tensor.dtype for name, tensor in source.items()}]
+    dist.broadcast_object_list(dtypes, src=0, device=device)
+    assert dtypes[0].keys() == source.keys(), "the processes have different models"
+    return dtypes[0]
 
 
 def _to_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Take the weights out of a model, which has them on the meta device then, tied as before."""
+    """Move a model's params to the meta device, tied as before."""
     moved = {
         id(weight): nn.Parameter(
             torch.empty_like(weight, device="meta", dtype=dtypes[name]), requires_grad=weight.requires_grad
@@ -207,7 +183,7 @@ def _to_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 def _distribute_weights(
     model: nn.Module, source: Mapping[str, torch.Tensor], mesh: DeviceMesh, device: torch.device
 ) -> None:
-    """Give each process its part of rank 0's weights, one weight at a time, and all of the buffers."""
+    """Give each process its shards of rank 0's weights, one weight at a time, and all of the buffers."""
     main = dist.get_rank() == 0
     for name, weight in model.named_parameters():
         assert isinstance(weight, DTensor)
@@ -222,10 +198,6 @@ def _distribute_weights(
         model.get_submodule(owner)._buffers[own_name] = whole
 
 
-OPTIMIZER = "optimizer"  # folder of a checkpoint: torch's distributed checkpoint
-SHARD_SIZE = 5 * 10**9  # bytes of a safetensors file
-
-
 def save_sharded(
     output: Path,
     step: int,
@@ -238,8 +210,8 @@ def save_sharded(
 ) -> None:
     """Write the checkpoint of `step`; every process calls this together, rank 0 writes the weights and `state`.
 
-    Whole weights are gathered one after the other on `device`, and written before the next one. Raises DlmBridgeError
-    where the disk refuses.
+    Weights are gathered one at a time on `device`, and written before the next one. Raises DlmBridgeError where the
+    disk refuses.
     """
     main = dist.get_rank() == 0
     with atomic_checkpoint(output, step) if main else contextlib.nullcontext(temporary_folder(output, step)) as folder:
@@ -276,8 +248,8 @@ def save_weights(folder: Path, model: Any, device: torch.device, shard_size: int
 
 
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Set the optimizer's state to what a checkpoint has, however many processes wrote it, cut or not; `state` is what
-    else it has. Every process calls this together. Raises DlmBridgeError where it is damaged."""
+    """Load the optimizer's state of a checkpoint of any number of processes, sharded or not; `state` is its trainer
+    state. Every process calls this together. Raises DlmBridgeError where it is damaged."""
     if not (folder / OPTIMIZER).is_dir():
         whole = _by_name(state[OPTIMIZER], model, optimizer)
         set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
@@ -301,14 +273,14 @@ def _by_name(state: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer
 
 
 def _stored_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """The weights and buffers that a checkpoint holds, a tied weight once."""
+    """The weights and buffers of a checkpoint, a tied weight once."""
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     return [*model.named_parameters(), *buffers]
 
 
 def _hub_tensors(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a parameter is on the Hub: transformers merges some of its tensors into one."""
+    """A parameter as Hub tensors, of which transformers merges some into one."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, {name: tensor}))
@@ -327,7 +299,7 @@ def _shard_plans(model: Any, shard_size: int) -> list[ShardPlan]:
 def _write_configs(folder: Path, model: Any) -> None:
     config = model.config
     config.dtype = str(model.dtype).removeprefix("torch.")
-    # FSDP gives a module a class of its own, named after the one that it had.
+    # FSDP replaces a module's class by one whose name starts so.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
     if model.can_generate():

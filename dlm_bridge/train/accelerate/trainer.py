@@ -23,7 +23,6 @@ from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.train.accelerate.attention import FLASH, attention_kernels, set_attention, uses_flash_attention
 from dlm_bridge.train.accelerate.fsdp import (
     clip_grad_norm,
-    fsdp_config,
     load_optimizer,
     process_group,
     reshard_model,
@@ -119,12 +118,12 @@ class AccelerateTrainer(Trainer):
         model.train()  # transformers loads models for inference: no dropout, no gradient checkpointing
         if config.engine.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.fsdp = fsdp_config(config, self.device)
+        self.fsdp = config.parallel.shards
         # A model under FSDP reaches the device shard by shard; a quantized one is there.
-        stays = self.fsdp is not None or config.model.lora_quantize is not None
+        stays = self.fsdp or config.model.lora_quantize is not None
         self.plain_model = model if stays else model.to(self.device)
         # In half precision one process computes with copies of the weights, several under autocast, or FSDP's.
-        half = config.precision.name in HALF and accelerator.mixed_precision == "no" and self.fsdp is None
+        half = config.precision.name in HALF and accelerator.mixed_precision == "no" and not self.fsdp
         self.half = HalfPrecisionParams(self.plain_model) if half else None
         self.computing = self.plain_model if self.half is None else self.half.model
         if config.precision.name == "fp8":
@@ -133,12 +132,12 @@ class AccelerateTrainer(Trainer):
         if self.compiled:
             compile_layers(self.computing)
         self.head = LossHead(self.computing)
-        if self.fsdp is not None:
-            shard_model(self.plain_model, self.fsdp)
-        unwrapped = half or self.fsdp is not None
+        if self.fsdp:
+            shard_model(self.plain_model, config, self.device)
+        unwrapped = half or self.fsdp
         self.model = self.computing if unwrapped else accelerator.prepare(self.plain_model)
         optimizer = adamw(config, self.plain_model, fused=self.device.type == "cuda")
-        self.optimizer = optimizer if self.fsdp is not None else accelerator.prepare(optimizer)
+        self.optimizer = optimizer if self.fsdp else accelerator.prepare(optimizer)
 
     def announce(self, step: int, layout: str = "") -> None:
         super().announce(step, layout)
@@ -156,7 +155,7 @@ class AccelerateTrainer(Trainer):
         for number, (batch, positions) in enumerate(batches, 1):
             # DDP sums gradients over the processes once, with the last micro-batch; FSDP each time, since a process
             # has no room for unsharded ones.
-            reduces = number == len(batches) or self.fsdp is not None
+            reduces = number == len(batches) or self.fsdp
             sync = contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.model)
             with sync, self._attention(batch):
                 loss, terms_K = self._loss(self.model, batch, positions, divisors_K)
@@ -167,7 +166,7 @@ class AccelerateTrainer(Trainer):
 
     def optimizer_step(self) -> tuple[bool, torch.Tensor]:
         max_norm = self.config.optimizer.clip_grad or math.inf  # infinity only measures
-        if self.fsdp is not None:
+        if self.fsdp:
             norm = clip_grad_norm(list(self.plain_model.parameters()), max_norm, self.device)
         else:
             norm = self.accelerator.clip_grad_norm_(self.plain_model.parameters(), max_norm)
@@ -195,7 +194,7 @@ class AccelerateTrainer(Trainer):
         return self._sum(totals).cpu()
 
     def save(self, step: int, metrics: Any) -> Path:
-        if self.fsdp is not None:
+        if self.fsdp:
             reshard_model(self.plain_model)
         return super().save(step, metrics)
 
@@ -206,7 +205,7 @@ class AccelerateTrainer(Trainer):
             "scaler": None if scaler is None else scaler.state_dict(),
             "train_blocks": len(self.train),
         }
-        if self.fsdp is not None:
+        if self.fsdp:
             save_sharded(
                 self.output, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer, state, self.device
             )
@@ -222,7 +221,7 @@ class AccelerateTrainer(Trainer):
         """Set the state of the optimizer and of the gradient scaler; `starting_model` has loaded the weights."""
         state = load_state(folder)
         self.check_same_data(state["train_blocks"])
-        if self.fsdp is None and "optimizer" in state:
+        if not self.fsdp and "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
             plain = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate around it
