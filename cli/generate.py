@@ -165,8 +165,7 @@ def _command() -> Callable[..., None]:
         "family": Annotated[str | None, Option(help="The model family, where config.json cannot tell.", **panel)],
         "revision": Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.", **panel)],
         "like": Annotated[
-            str | None,
-            Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.", **panel),
+            str | None, Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.", **panel)
         ],
     }
     defaults: dict[str, Any] = {

@@ -260,7 +260,7 @@ def _record(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         **{name: getattr(found.sampler, name) for name in found.sampler.parameters()},
         **found.constraints,
         "eos_token_ids": list(found.eos_token_ids),
-        "mask_token_id": found.mask_token_id,
+        "mask_token_id": found.limits.mask_token_id,
         "stop_strings": list(found.stop_strings),
         "seed": found.seed,
         "cache": str(found.cache) if found.cache is not None else None,

@@ -113,30 +113,13 @@ def generate(
     if attention_mask is None:
         warn_of_padding(tokens_BP, settings.pad_token_id)
     spec = _sampler_spec(settings, commit_rule)
-    mask_token_id = -1 if settings.mask_token_id is None else settings.mask_token_id  # -1: no token
-    make_prompt = partial(
-        PromptBatch.build,
-        mask_token_id=settings.mask_token_id,
-        vocabulary_size=settings.vocabulary_size,
-        gen_length=settings.gen_length,
-        context=settings.context,
-        device=input_device(model),
-        infill=settings.infill,
-    )
+    limits = settings.limits
+    make_prompt = partial(PromptBatch.build, limits=limits, device=input_device(model))
     prompt, trials, row_trials = make_prompt(tokens_BP, attention_mask), 0, 0
     given_rows = [row for row in prompt.rows for _ in range(settings.num_return_sequences)]
     if settings.span_lengths:
         make_padded = partial(_left_padded, make_prompt, settings.pad_token_id)
-        rows, trials, row_trials = fit_spans(
-            model,
-            prompt.rows,
-            settings.span_lengths,
-            spec,
-            make_padded,
-            gen_length=settings.gen_length,
-            mask_token_id=mask_token_id,
-            shift=settings.shift,
-        )
+        rows, trials, row_trials = fit_spans(model, prompt.rows, spec, settings, make_padded)
         prompt = make_padded(rows)
     prompt = prompt.repeated(settings.num_return_sequences)
     seed = settings.seed if generator is None else kwargs.get("seed")  # a generator wins over a stored seed
@@ -145,32 +128,18 @@ def generate(
     noise = Noise.build(generator, seed, given_rows, prompt.tokens.device)
     keep_history = settings.return_dict and settings.output_history
     callbacks = CallbackHandler(streamer, keep_history=keep_history, batch=len(prompt.rows))
-    tokenizer = kwargs.get("tokenizer")
-    result = denoise(
-        model,
-        prompt,
-        spec,
-        noise,
-        gen_length=settings.gen_length,
-        mask_token_id=mask_token_id,
-        vocabulary_size=settings.vocabulary_size,
+    stop = StopCondition(settings.eos_token_ids, prompt.tokens.device, settings.stop_strings, kwargs.get("tokenizer"))
+    constraints = read_constraints(
+        settings.constraints.get,
+        prompt_width=prompt.tokens.shape[1],
+        vocabulary_size=limits.vocabulary_size,
+        mask_token_id=limits.masked_token_id,
+        eos_token_ids=settings.eos_token_ids,
         pad_token_id=settings.pad_token_id,
-        stop_condition=StopCondition(settings.eos_token_ids, prompt.tokens.device, settings.stop_strings, tokenizer),
-        constraints=read_constraints(
-            settings.constraints.get,
-            prompt_width=prompt.tokens.shape[1],
-            vocabulary_size=settings.vocabulary_size,
-            mask_token_id=mask_token_id,
-            eos_token_ids=settings.eos_token_ids,
-            pad_token_id=settings.pad_token_id,
-            suppress=spec.suppress,
-        ),
-        shift=settings.shift,
-        callbacks=callbacks,
-        cache=settings.cache,
-        execution=settings.execution,
+        suppress=spec.suppress,
     )
-    _refuse_nan(callbacks, result.sequences, prompt, mask_token_id)
+    result = denoise(model, prompt, spec, settings, noise, stop, constraints, callbacks)
+    _refuse_nan(callbacks, result.sequences, prompt, limits.masked_token_id)
     if not settings.return_dict:
         return result.sequences
     if result.sequences.device.type == "cuda":
@@ -190,10 +159,10 @@ def _sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) 
     sampler = settings.sampler
     spec = sampler.spec(SpecialTokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
     closing = spec.layout.closing
-    if closing is not None and closing >= settings.vocabulary_size:
+    if closing is not None and closing >= settings.limits.vocabulary_size:
         raise DlmBridgeError(
             f"the {sampler.name} sampler puts token {closing} at the text's end, outside the vocabulary of "
-            f"{settings.vocabulary_size}: pass another eos_token_id and pad_token_id"
+            f"{settings.limits.vocabulary_size}: pass another eos_token_id and pad_token_id"
         )
     if commit_rule is None:
         return spec
@@ -238,36 +207,27 @@ def _refuse_nan(callbacks: CallbackHandler, tokens_BS: torch.Tensor, prompt: Pro
 def fit_spans(
     model: Any,
     rows: Sequence[Sequence[int]],
-    lengths: Sequence[int],
     spec: SamplerSpec,
+    settings: GenerationSettings,
     make_prompt: Callable[[list[list[int]]], PromptBatch],
-    *,
-    gen_length: int,
-    mask_token_id: int,
-    shift: bool,
 ) -> tuple[list[list[int]], int, int]:
-    """The rows with each span of masks at the best of `lengths`; the number of forward passes, and the sum over them of
-    the rows that took part.
+    """The rows with each span of masks at the best of `span_lengths`; the number of forward passes, and the sum over
+    them of the rows that took part.
 
     Spans are decided from left to right, those to the right at their given length; of equal scores the shortest length
     wins. Each length costs a forward pass for the first span of all rows, one for the second, and so on.
     """
+    mask_token_id = settings.limits.masked_token_id
     fitted = [list(row) for row in rows]
     forwards = row_forwards = 0
     for number in range(max((len(spans(row, mask_token_id)) for row in rows), default=0)):
         undecided = [row for row, tokens in enumerate(fitted) if len(spans(tokens, mask_token_id)) > number]
         scores, candidates = [], []
-        for length in lengths:
+        for length in settings.span_lengths:
             tried = [resized_span(fitted[row], number, length, mask_token_id) for row in undecided]
             prompt = make_prompt(tried)
-            canvas = Canvas(
-                prompt,
-                spec.layout,
-                gen_length=gen_length,
-                mask_token_id=mask_token_id,
-                pad_token_id=0,
-                stop_condition=StopCondition((), prompt.tokens.device),
-            )
+            stop = StopCondition((), prompt.tokens.device)
+            canvas = Canvas(prompt, spec.layout, settings.limits, settings.pad_token_id, stop)
             begins = [
                 origin + spans(row, mask_token_id)[number][0]
                 for origin, row in zip(canvas.origins, tried, strict=True)
@@ -275,7 +235,7 @@ def fit_spans(
             columns = slice(min(begins), max(begins) + length)
             cache = KVCache()
             with ModelRunner.open(model, "eager", cache, rows=len(tried), width=canvas.width) as runner:
-                predictor = spec.predictor(runner, canvas, cache, shift=shift, **spec.predictor_options)
+                predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
                 predictor.open_block(columns)
                 logits_ANV = predictor(None, columns)
             if spec.logits_bias is not None:

@@ -91,6 +91,29 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
+class PromptLimits:
+    """What a prompt may hold.
+
+    Args:
+        mask_token_id: None: the sampler works without one.
+        gen_length: new tokens behind the prompt.
+        context: the longest sequence that the model was made for, in tokens; None: any.
+        infill: the mask tokens of a prompt are to be filled; without it there may be none.
+    """
+
+    mask_token_id: int | None
+    vocabulary_size: int
+    gen_length: int
+    context: int | None
+    infill: bool = False
+
+    @property
+    def masked_token_id(self) -> int:
+        """The mask token; -1, which is no token, without one."""
+        return -1 if self.mask_token_id is None else self.mask_token_id
+
+
+@dataclass(frozen=True)
 class PromptBatch:
     """B prompts of at most P tokens, so aligned that every row's last token stands in the last column."""
 
@@ -104,18 +127,10 @@ class PromptBatch:
         cls,
         tokens_BP: torch.Tensor,
         attention_mask_BP: torch.Tensor | None,
-        *,
-        mask_token_id: int | None,
-        vocabulary_size: int,
-        gen_length: int,
-        context: int | None,
+        limits: PromptLimits,
         device: torch.device,
-        infill: bool = False,
     ) -> PromptBatch:
         """Check every row and align it. Only here does the host read the prompt.
-
-        Args:
-            infill: the mask tokens of a prompt are to be filled; without it there may be none.
 
         Raises:
             DlmBridgeError: padding inside a row, a token outside the vocabulary, an unexpected or missing mask token,
@@ -135,24 +150,17 @@ class PromptBatch:
                     f"attention_mask row {number} has padding between its tokens: pad on the left or on the right"
                 )
             prompt = row[first : first + count]
-            check_row(
-                prompt,
-                f"input_ids row {number}",
-                mask_token_id=mask_token_id,
-                vocabulary_size=vocabulary_size,
-                gen_length=gen_length,
-                context=context,
-                infill=infill,
-            )
+            check_row(prompt, f"input_ids row {number}", limits)
             rows.append(prompt)
             pads.append(width - count)
             aligned.append(row[first + count :] + row[:first] + prompt)
         tokens = torch.tensor(aligned, dtype=torch.long, device=device).view(len(ids), width)
-        if not infill:
+        if not limits.infill:
             return cls(tokens, tuple(pads), rows)
-        holes = tuple(tuple(i for i, token in enumerate(row) if token == mask_token_id) for row in rows)
-        if not gen_length and not any(holes):
-            raise DlmBridgeError(f"infill: no row of input_ids holds the mask token {mask_token_id}: nothing to fill")
+        mask = limits.mask_token_id
+        holes = tuple(tuple(i for i, token in enumerate(row) if token == mask) for row in rows)
+        if not limits.gen_length and not any(holes):
+            raise DlmBridgeError(f"infill: no row of input_ids holds the mask token {mask}: nothing to fill")
         return cls(tokens, tuple(pads), rows, holes)
 
     def repeated(self, copies: int) -> PromptBatch:
@@ -210,38 +218,25 @@ def warn_of_padding(tokens_BP: torch.Tensor, pad_token_id: int) -> None:
         )
 
 
-def check_row(
-    prompt: Sequence[int],
-    name: str,
-    *,
-    mask_token_id: int | None,
-    vocabulary_size: int,
-    gen_length: int,
-    context: int | None,
-    infill: bool,
-) -> None:
+def check_row(prompt: Sequence[int], name: str, limits: PromptLimits) -> None:
     """Raise DlmBridgeError, which calls the prompt `name`, where it cannot be continued or filled."""
-    if mask_token_id is not None and mask_token_id in prompt and not infill:
+    mask, count, new = limits.mask_token_id, len(prompt), limits.gen_length
+    if mask is not None and mask in prompt and not limits.infill:
         raise DlmBridgeError(
-            f"{name} holds the mask token {mask_token_id} at its token {prompt.index(mask_token_id)}: "
+            f"{name} holds the mask token {mask} at its token {prompt.index(mask)}: "
             "a prompt must be all real tokens (mask padding with attention_mask); infill=True fills its masks"
         )
-    outside = next((token for token in prompt if not 0 <= token < vocabulary_size), None)
+    outside = next((token for token in prompt if not 0 <= token < limits.vocabulary_size), None)
     if outside is not None:
-        raise DlmBridgeError(f"{name} holds token {outside}, outside the vocabulary of {vocabulary_size}")
-    if context is not None and len(prompt) + gen_length > context:
-        raise DlmBridgeError(f"{name}: {_too_long(len(prompt), gen_length, context)}")
-
-
-def _too_long(count: int, gen_length: int, context: int) -> str:
-    room = context - count
-    remedy = f"use gen_length {room} or less" if room > 0 else f"shorten the prompt by at least {1 - room}"
-    if not gen_length:
-        return f"a prompt of {count} tokens is beyond the model's context of {context}: shorten it by {-room}"
-    return (
-        f"a prompt of {count} tokens and gen_length {gen_length} make {count + gen_length}, beyond the model's "
-        f"context of {context}: {remedy}"
-    )
+        raise DlmBridgeError(f"{name} holds token {outside}, outside the vocabulary of {limits.vocabulary_size}")
+    if limits.context is not None and count + new > limits.context:
+        room = limits.context - count
+        remedy = f"use gen_length {room} or less" if room > 0 else f"shorten the prompt by at least {1 - room}"
+        length = f"tokens and gen_length {new} make {count + new}," if new else "tokens is"
+        raise DlmBridgeError(
+            f"{name}: a prompt of {count} {length} beyond the model's context of {limits.context}: "
+            f"{remedy if new else f'shorten it by {-room}'}"
+        )
 
 
 Columns = slice | torch.Tensor  # the same columns of every row, or a [rows, N] tensor of each row's own
@@ -275,9 +270,7 @@ class Canvas:
         self,
         prompt: PromptBatch,
         layout: BlockLayout,
-        *,
-        gen_length: int,
-        mask_token_id: int,
+        limits: PromptLimits,
         pad_token_id: int,
         stop_condition: StopCondition,
     ) -> None:
@@ -292,7 +285,7 @@ class Canvas:
             first = self.prompt_width
             self.origins = list(prompt.pads)
         self.starts = [origin + length for origin, length in zip(self.origins, lengths, strict=True)]
-        self._gen_length = gen_length
+        self._gen_length = gen_length = limits.gen_length
         closing = layout.closing if gen_length else None
         new = gen_length - (closing is not None)
         stop = max(self.starts) + new + layout.spare
@@ -304,7 +297,7 @@ class Canvas:
         self.blocks = [slice(begin, min(begin + block, stop)) for begin in range(first, stop, block)]
         if prompt.holes and first:
             self.blocks.insert(0, slice(0, first))
-        self.mask_token_id = mask_token_id
+        self.mask_token_id = mask_token_id = limits.masked_token_id
         self._pad_token_id = pad_token_id
         self._stop_condition = stop_condition
 

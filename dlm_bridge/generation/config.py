@@ -10,15 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.samplers import (
-    GENERAL_SETTINGS,
-    POSITIVE_INTEGER,
-    SAMPLERS,
-    TOKEN_ID,
-    Sampler,
-    check_value,
-    is_integer,
-)
+from dlm_bridge.generation.samplers import GENERAL_SETTINGS, SAMPLERS, Check, Sampler, check_value, is_token_ids
 
 BLOCK_NAMES = ("block_length", "block_size")  # two names of one setting
 # Unset in the file, so that transformers' text-generation pipeline does not fill them with its own defaults.
@@ -26,11 +18,11 @@ PIPELINE_DEFAULTS = ("max_new_tokens", "do_sample", "temperature")
 # Settings of transformers' generate with the same meaning here.
 TRANSFORMERS_SETTINGS = {
     "max_new_tokens": None,
-    "max_length": POSITIVE_INTEGER,
+    "max_length": Check("int", minimum=1),
     "do_sample": None,
     "eos_token_id": None,
-    "pad_token_id": TOKEN_ID,
-    "num_return_sequences": POSITIVE_INTEGER,
+    "pad_token_id": Check("int", minimum=0),
+    "num_return_sequences": Check("int", minimum=1),
     "return_dict_in_generate": None,
     "stop_strings": None,
 }
@@ -200,8 +192,8 @@ def eos_token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value.tolist() if isinstance(value, torch.Tensor) else value
-    ids = [ids] if is_integer(ids) else ids
-    if not isinstance(ids, (list, tuple)) or not all(is_integer(token) and token >= 0 for token in ids):
+    ids = ids if isinstance(ids, (list, tuple)) else [ids]
+    if not is_token_ids(ids):
         raise DlmBridgeError(f"eos_token_id must be a token id or a list of them, not {value!r}: None is no stopping")
     return tuple(ids)
 

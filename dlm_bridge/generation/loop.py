@@ -19,8 +19,9 @@ from dlm_bridge.generation.commit_rules import SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.kv_cache import CacheMode, KVCache
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.runtime.runner import Execution, ModelRunner, supports_kv_cache
+from dlm_bridge.generation.runtime.runner import ModelRunner, supports_kv_cache
 from dlm_bridge.generation.samplers import SamplerSpec
+from dlm_bridge.generation.settings import GenerationSettings
 from dlm_bridge.generation.token_sampling import Noise
 
 
@@ -45,38 +46,24 @@ def denoise(
     model: Any,
     prompt: PromptBatch,
     spec: SamplerSpec,
+    settings: GenerationSettings,
     noise: Noise,
-    *,
-    gen_length: int,
-    mask_token_id: int,
-    pad_token_id: int,
-    vocabulary_size: int,
     stop_condition: StopCondition,
     constraints: Constraints,
-    shift: bool,
     callbacks: CallbackHandler,
-    cache: CacheMode | None = None,
-    execution: Execution | None = None,
 ) -> SamplingResult:
     """Run the sampler. Rows that have ended leave the batch after their block.
 
     Raises:
         DlmBridgeError: a cache that the sampler does not have, or an execution that the model or its device does not.
     """
-    canvas = Canvas(
-        prompt,
-        spec.layout,
-        gen_length=gen_length,
-        mask_token_id=mask_token_id,
-        pad_token_id=pad_token_id,
-        stop_condition=stop_condition,
-    )
+    canvas = Canvas(prompt, spec.layout, settings.limits, settings.pad_token_id, stop_condition)
     rule = spec.rule.constrained(constraints)
-    kv_cache = _choose_cache(spec.predictor, model, cache)
+    kv_cache = _choose_cache(spec.predictor, model, settings.cache)
     copies = 2 if spec.predictor_options.get("cfg_scale") else 1
     rows = copies * len(canvas.rows)
-    with ModelRunner.open(model, execution, kv_cache, rows=rows, width=canvas.width) as runner:
-        predictor = spec.predictor(runner, canvas, kv_cache, shift=shift, **spec.predictor_options)
+    with ModelRunner.open(model, settings.execution, kv_cache, rows=rows, width=canvas.width) as runner:
+        predictor = spec.predictor(runner, canvas, kv_cache, shift=settings.shift, **spec.predictor_options)
         predictor.commits_first_token = spec.first_token is not None
         context = SamplerContext(
             canvas,
@@ -85,7 +72,7 @@ def denoise(
             constraints,
             noise,
             callbacks,
-            vocabulary_size,
+            settings.limits.vocabulary_size,
             first_token=spec.first_token,
             window=spec.window,
             logits_bias=spec.logits_bias,

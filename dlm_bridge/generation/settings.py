@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import check_stop_strings
+from dlm_bridge.generation.canvas import PromptLimits, check_stop_strings
 from dlm_bridge.generation.config import (
     BLOCK_NAMES,
     TRANSFORMERS_SETTINGS,
@@ -63,28 +63,24 @@ class GenerationSettings:
     """The resolved and checked settings of a call.
 
     Args:
-        gen_length: new tokens behind the prompt; with `infill` 0 unless they are asked for.
+        limits: what a prompt may hold; its `gen_length` is 0 with `infill` unless new tokens are asked for.
         span_lengths: lengths to try for each span of masks; empty: the given ones.
         shift: the model's logits[i - 1] predict token i.
         eos_token_ids: empty: no stopping.
         end_token_ids: the model's end-of-sequence tokens, even if rows do not stop at them.
-        mask_token_id: None: the sampler works without one.
         cache: None: the exact one, where there is one.
         execution: None: by the device.
         output_history: the steps are part of the returned dict.
         constraints: the settings that `constraints.read_constraints` reads, as far as they are given.
-        context: the longest sequence that the model was made for, in tokens.
     """
 
     sampler: Sampler
-    gen_length: int
-    infill: bool
+    limits: PromptLimits
     span_lengths: tuple[int, ...]
     shift: bool
     eos_token_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
     pad_token_id: int
-    mask_token_id: int | None
     seed: int | None
     cache: CacheMode | None
     execution: Execution | None
@@ -93,8 +89,6 @@ class GenerationSettings:
     num_return_sequences: int
     stop_strings: tuple[str, ...]
     constraints: Mapping[str, Any]
-    vocabulary_size: int
-    context: int | None
 
 
 @dataclass(frozen=True)
@@ -158,14 +152,14 @@ def resolve_settings(
         raise DlmBridgeError("output_history is a part of the returned dict: pass return_dict_in_generate=True too")
     return GenerationSettings(
         sampler=kind(**parameters),
-        gen_length=gen_length,
-        infill=infill,
+        limits=PromptLimits(
+            mask_token_id, config.vocab_size, gen_length, getattr(config, "max_position_embeddings", None), infill
+        ),
         span_lengths=_span_lengths(_find(sources, "span_lengths", None)[0], infill, family, kind),
         shift=family.shift,
         eos_token_ids=eos,
         end_token_ids=named[0] if named else eos_token_ids(getattr(config, "eos_token_id", None)),
         pad_token_id=pad_token_id,
-        mask_token_id=mask_token_id,
         seed=_find(sources, "seed", None)[0],
         cache=_find(sources, "cache", None)[0],
         execution=_find(sources, "execution", None)[0],
@@ -174,8 +168,6 @@ def resolve_settings(
         num_return_sequences=_find(sources, "num_return_sequences", 1)[0],
         stop_strings=stop_strings,
         constraints=_constraints(sources),
-        vocabulary_size=config.vocab_size,
-        context=getattr(config, "max_position_embeddings", None),
     )
 
 
@@ -230,11 +222,7 @@ def _default_sources(model: Any, family: FamilySpec, kind: type[Sampler]) -> lis
     of_model = {block_name: block} if kind.model_blocks and block_name and block else {}
     of_family = family.sampler if family.sampler["algorithm"] == kind.name else {}
     defaults = {name: value for name, value in kind.parameters().items() if value is not None}
-    return [
-        _Source(MODEL, of_model),
-        _Source(FAMILY, merge_names(of_family)),
-        _Source(SAMPLER, merge_names(defaults)),
-    ]
+    return [_Source(MODEL, of_model), _Source(FAMILY, merge_names(of_family)), _Source(SAMPLER, merge_names(defaults))]
 
 
 def _with_own_block_name(values: Mapping[str, Any], kind: type[Sampler]) -> dict[str, Any]:

@@ -92,15 +92,7 @@ def check_prompts(
     if diffusion:
         found = resolve_settings(model, None, settings, prompt_width=max(len(ids) for _, ids in prompts))
         for name, ids in prompts:
-            check_row(
-                ids,
-                name,
-                mask_token_id=found.mask_token_id,
-                vocabulary_size=found.vocabulary_size,
-                gen_length=found.gen_length,
-                context=found.context,
-                infill=found.infill,
-            )
+            check_row(ids, name, found.limits)
         return
     given = _autoregressive_settings(model, settings)
     for name, ids in prompts:

@@ -209,11 +209,7 @@ class TokenSampling:
         return logits
 
     def propose(
-        self,
-        logits: torch.Tensor,
-        shaped: torch.Tensor,
-        mask_token_id: int,
-        uniform: torch.Tensor | None,
+        self, logits: torch.Tensor, shaped: torch.Tensor, mask_token_id: int, uniform: torch.Tensor | None
     ) -> torch.Tensor:
         """[A, N] tokens out of `shaped` [A, N, V], never the mask token. `uniform` [A, N, V] is needed to draw.
 

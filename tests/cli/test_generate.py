@@ -291,7 +291,7 @@ def test_a_sampling_that_fails_leaves_no_output(
         (["--jsonl", "/nowhere.jsonl"], "--jsonl /nowhere.jsonl: No such file"),
         (["--prompt", "x", "--system", "y"], "--system is a message of a chat"),
         (["--prompt", "x", "--chat"], "its tokenizer has no chat template"),
-        (["--prompt", "x", "--gen-length", "0"], "gen_length (max_new_tokens) must be a whole number above 0"),
+        (["--prompt", "x", "--gen-length", "0"], "gen_length (max_new_tokens) must be a whole number"),
         (["--prompt", "x", "--set", "remaskng=random"], "did you mean remasking?"),
         (["--prompt", "x", "--set", "remasking"], "--set remasking: a setting's name and value are needed"),
         (["--prompt", "x", "--set", "attention_mask=1"], "--set attention_mask: an argument of generate in Python"),

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import BlockLayout, generate
-from dlm_bridge.generation.canvas import Canvas, PromptBatch, StopCondition
+from dlm_bridge.generation.canvas import Canvas, PromptBatch, PromptLimits, StopCondition
 from dlm_bridge.generation.constraints import Constraints
 from tests.generation.published_samplers import bidirectional
 from tests.generation.scripted import Scripted
@@ -263,11 +263,9 @@ def test_a_penalty_s_text_is_the_row_s_own() -> None:
 
 def test_a_penalty_counts_neither_a_position_s_own_token_nor_masks() -> None:
     device, mask = torch.device("cpu"), torch.tensor([[0, 0, 1], [1, 1, 1]])
-    given = {"mask_token_id": MASK, "gen_length": 4}
-    prompt = PromptBatch.build(
-        torch.tensor([[0, 0, 7], [5, 6, 7]]), mask, vocabulary_size=VOCABULARY, context=None, device=device, **given
-    )
-    canvas = Canvas(prompt, BlockLayout(4), pad_token_id=0, stop_condition=StopCondition((), device), **given)
+    limits = PromptLimits(MASK, VOCABULARY, gen_length=4, context=None)
+    prompt = PromptBatch.build(torch.tensor([[0, 0, 7], [5, 6, 7]]), mask, limits, device)
+    canvas = Canvas(prompt, BlockLayout(4), limits, 0, StopCondition((), device))
     canvas.tokens[:, 4] = 9  # the second new token is settled
     logits = torch.ones(2, 4, VOCABULARY)
     penalised = Constraints(repetition_penalty=2.0)(logits, canvas, [0, 1], slice(3, 7))
@@ -319,7 +317,7 @@ def test_an_end_outside_the_vocabulary_is_never_proposed_anyway() -> None:
         ({"stop_strings": ["a"]}, "stop_strings .* pass tokenizer="),
         ({"stop_strings": [""]}, "stop_strings must be a string or a list of them, none empty"),
         ({"stop_strings": 3}, "stop_strings must be a string or a list of them, none empty, not 3"),
-        ({"num_return_sequences": 0}, "num_return_sequences must be a whole number above 0, not 0"),
+        ({"num_return_sequences": 0}, "num_return_sequences must be a whole number"),
         ({"eot_token_id": 48, "confidence_eos_eot_inf": True}, "eot_token_id 48 is outside the vocabulary of 48"),
         ({"logits_eos_inf": True}, "logits_eos_inf: the model's config names no end-of-sequence token"),
         ({"guidance_scale": 2.0}, "the llada sampler has no guidance_scale"),

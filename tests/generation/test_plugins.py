@@ -27,7 +27,6 @@ from dlm_bridge.generation import (
 )
 from dlm_bridge.generation.commit_rules import best
 from dlm_bridge.generation.config import diffusion_fields
-from dlm_bridge.generation.samplers import POSITIVE_INTEGER
 from dlm_bridge.generation.samplers.sdar import SequentialRule
 from dlm_bridge.generation.token_sampling import Noise
 from tests.generation.published_samplers import bidirectional
@@ -72,7 +71,7 @@ def left_to_right() -> Iterator[type[Sampler]]:
     class LeftToRight(Sampler):
         name: ClassVar[str] = "left_to_right"
         attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-        per_step: int = parameter(2, POSITIVE_INTEGER)
+        per_step: int = parameter(2, minimum=1)
 
         def spec(self, tokens: SpecialTokens) -> SamplerSpec:
             schedule = [self.per_step] * self.gen_length

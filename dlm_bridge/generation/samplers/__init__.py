@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from transformers import GenerationConfig
@@ -50,60 +50,78 @@ _BUILT_IN = {
 
 @dataclass(frozen=True)
 class Check:
-    """What a parameter's value must be.
+    """Validity of a setting's value, from its type and bounds.
 
     Args:
-        accepts: whether a value other than None is valid.
-        requirement: completes the sentence "NAME must be ...".
+        type: annotation of the field, as text.
+        minimum, maximum: bounds that are valid values.
+        above, below: bounds that are not.
+        choices: the valid strings.
     """
 
-    accepts: Callable[[Any], bool]
-    requirement: str
+    type: str
+    minimum: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    maximum: float = math.inf
+    choices: tuple[str, ...] = ()
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value other than None is valid."""
+        if self.choices or "str" in self.type:
+            return isinstance(value, str) and (not self.choices or value in self.choices)
+        if "tuple[int" in self.type:
+            return is_token_ids(value)
+        if "bool" in self.type or isinstance(value, bool):
+            return "bool" in self.type and isinstance(value, bool)
+        if "float" not in self.type and "int" not in self.type:
+            return True
+        if not isinstance(value, (int, float) if "float" in self.type else int):
+            return False
+        return self.minimum <= value <= self.maximum and self.above < value < self.below
+
+    @property
+    def requirement(self) -> str:
+        """Completes the sentence "NAME must be ..."."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        for part, words in {"str": "a name", "tuple[int": "a list of token ids", "bool": "True or False"}.items():
+            if part in self.type:
+                return words
+        lower = {"{:g} or above": self.minimum, "above {:g}": self.above}
+        upper = {"at most {:g}": self.maximum, "below {:g}": self.below}
+        limits = [text.format(bound) for text, bound in (lower | upper).items() if math.isfinite(bound)]
+        return ", ".join(["a number" if "float" in self.type else "a whole number", *limits])
 
 
-def is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def parameter(default: Any, **bounds: Any) -> Any:
+    """A field of a `Sampler`, validated by its type and by `bounds`, which are arguments of `Check`.
+
+    None is valid where the type allows it.
+    """
+    return field(default=default, metadata=bounds)
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def check_of(declared: Field[Any]) -> Check:
+    """The check of a sampler's field."""
+    return Check(str(declared.type), **declared.metadata)
 
 
 def is_token_ids(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(is_integer(token) and token >= 0 for token in value)
-
-
-POSITIVE_INTEGER = Check(lambda value: is_integer(value) and value > 0, "a whole number above 0")
-COUNT = Check(lambda value: is_integer(value) and value >= 0, "a whole number, 0 or above")
-NUMBER = Check(lambda value: is_number(value) and 0 <= value < math.inf, "a number, 0 or above")
-PROBABILITY = Check(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
-OPEN_UNIT = Check(lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1")
-FLAG = Check(lambda value: isinstance(value, bool), "True or False")
-TOKEN_ID = Check(lambda value: is_integer(value) and value >= 0, "a token id")
-TOKEN_IDS = Check(is_token_ids, "a list of token ids")
-NAME = Check(lambda value: isinstance(value, str), "a name")
-
-
-def one_of(*values: str) -> Check:
-    """The check of a parameter that takes one of these strings."""
-    return Check(lambda value: value in values, f"one of {', '.join(values)}")
+    """Whether the value is a list of token ids."""
+    return isinstance(value, (list, tuple)) and all(Check("int", minimum=0).accepts(token) for token in value)
 
 
 # Settings of every sampler that are neither its parameters nor in transformers' GenerationConfig.
 GENERAL_SETTINGS = {
-    "cache": one_of(*get_args(CacheMode)),
-    "execution": one_of(*EXECUTIONS),
-    "mask_token_id": TOKEN_ID,
-    "seed": Check(is_integer, "a whole number"),
-    "output_history": FLAG,
-    "infill": FLAG,
-    "span_lengths": Check(lambda value: True, "whole numbers"),
+    "cache": Check("str", choices=get_args(CacheMode)),
+    "execution": Check("str", choices=EXECUTIONS),
+    "mask_token_id": Check("int", minimum=0),
+    "seed": Check("int"),
+    "output_history": Check("bool"),
+    "infill": Check("bool"),
+    "span_lengths": None,
 }
-
-
-def parameter(default: Any, check: Check) -> Any:
-    """A dataclass field of a `Sampler` that is validated by the check; None is valid where the type allows it."""
-    return field(default=default, metadata={"check": check})
 
 
 @dataclass(frozen=True)
@@ -171,14 +189,14 @@ class Sampler(ABC):
     infills: ClassVar[bool] = True
     takes_commit_rule: ClassVar[bool] = True
 
-    gen_length: int = parameter(128, POSITIVE_INTEGER)
-    temperature: float = parameter(0.0, NUMBER)
-    top_k: int | None = parameter(None, COUNT)
-    top_p: float | None = parameter(None, PROBABILITY)
+    gen_length: int = parameter(128, minimum=1)
+    temperature: float = parameter(0.0, minimum=0)
+    top_k: int | None = parameter(None, minimum=0)
+    top_p: float | None = parameter(None, above=0, maximum=1)
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            check_value(one.name, one.metadata.get("check"), getattr(self, one.name))
+            check_value(one.name, check_of(one), getattr(self, one.name))
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
@@ -237,7 +255,7 @@ def register_sampler(kind: Kind) -> Kind:
         class LeftToRight(Sampler):
             name: ClassVar[str] = "left_to_right"
             attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-            per_step: int = parameter(2, POSITIVE_INTEGER)
+            per_step: int = parameter(2, minimum=1)
 
             def spec(self, tokens: SpecialTokens) -> SamplerSpec:
                 schedule = [self.per_step] * self.gen_length
@@ -262,7 +280,7 @@ class SamplerTable(Mapping[str, type[Sampler]]):
     def __init__(self) -> None:
         self._kinds: dict[str, type[Sampler]] = {}
         self._loaded = False
-        self._parameters: dict[str, list[Check | None]] | None = None
+        self._parameters: dict[str, list[Check]] | None = None
 
     def __getitem__(self, name: str) -> type[Sampler]:
         return self._all()[name]
@@ -300,19 +318,19 @@ class SamplerTable(Mapping[str, type[Sampler]]):
         del self._all()[name]
         self._parameters = None
 
-    def parameters(self) -> dict[str, list[Check | None]]:
+    def parameters(self) -> dict[str, list[Check]]:
         """The checks of every parameter of all samplers, by its name."""
         if self._parameters is None:
             self._parameters = {}
             for kind in self._all().values():
                 for one in fields(kind):
-                    self._parameters.setdefault(one.name, []).append(one.metadata.get("check"))
+                    self._parameters.setdefault(one.name, []).append(check_of(one))
         return self._parameters
 
     def check(self, name: str, value: Any, where: str) -> None:
         """Raise DlmBridgeError for a value that no sampler with this parameter accepts."""
         checks = self.parameters()[name]
-        if not any(check is None or check.accepts(value) for check in checks):
+        if not any(check.accepts(value) for check in checks):
             check_value(name, checks[0], value, where)
 
     def _all(self) -> dict[str, type[Sampler]]:

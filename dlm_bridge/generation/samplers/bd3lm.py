@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dlm_bridge.generation.predictors import BlockCausalPredictor, Predictor
-from dlm_bridge.generation.samplers import POSITIVE_INTEGER, parameter
+from dlm_bridge.generation.samplers import parameter
 from dlm_bridge.generation.samplers.mdlm import MDLMSampler
 
 
@@ -27,7 +27,7 @@ class BD3LMSampler(MDLMSampler):
     infills: ClassVar[bool] = False  # a block does not attend to what follows, and begins where the prompt ends
     _ranks_canvas: ClassVar[bool] = False
 
-    block_size: int = parameter(32, POSITIVE_INTEGER)
+    block_size: int = parameter(32, minimum=1)
 
     def _predictor(self) -> tuple[type[Predictor], dict[str, Any]]:
         return BlockCausalPredictor, {"block_length": self.block_size}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dlm_bridge.generation.commit_rules import Score, precise_confidence
-from dlm_bridge.generation.samplers import POSITIVE_INTEGER, parameter
+from dlm_bridge.generation.samplers import parameter
 from dlm_bridge.generation.samplers.llada import LLaDASampler
 from dlm_bridge.generation.token_sampling import TokenSampling
 
@@ -24,8 +24,8 @@ class DiffLMSampler(LLaDASampler):
 
     name: ClassVar[str] = "difflm"
 
-    gen_length: int = parameter(256, POSITIVE_INTEGER)
-    block_length: int = parameter(256, POSITIVE_INTEGER)
+    gen_length: int = parameter(256, minimum=1)
+    block_length: int = parameter(256, minimum=1)
 
     def sampling(self) -> TokenSampling:
         if not self.temperature:

@@ -16,15 +16,7 @@ from typing import ClassVar
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
-from dlm_bridge.generation.samplers import (
-    NUMBER,
-    POSITIVE_INTEGER,
-    PROBABILITY,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.samplers.dream import AncestralRule
 
 
@@ -40,9 +32,9 @@ class DiffuLLaMASampler(Sampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     aliases: ClassVar[Mapping[str, str]] = {"logits_temp": "temperature", "topp_temp": "top_p"}
 
-    temperature: float = parameter(0.9, NUMBER)
-    diffusion_steps: int = parameter(64, POSITIVE_INTEGER)
-    top_p: float | None = parameter(0.9, PROBABILITY)
+    temperature: float = parameter(0.9, minimum=0)
+    diffusion_steps: int = parameter(64, minimum=1)
+    top_p: float | None = parameter(0.9, above=0, maximum=1)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(

@@ -34,16 +34,7 @@ from dlm_bridge.generation.commit_rules import (
     probability,
     top_scores_on_canvas,
 )
-from dlm_bridge.generation.samplers import (
-    NUMBER,
-    OPEN_UNIT,
-    POSITIVE_INTEGER,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    one_of,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling
 
 
@@ -62,11 +53,13 @@ class DreamSampler(Sampler):
     name: ClassVar[str] = "dream"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
 
-    steps: int = parameter(512, POSITIVE_INTEGER)
-    eps: float = parameter(1e-3, OPEN_UNIT)
-    alg: str = parameter("origin", one_of("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"))
-    alg_temp: float | None = parameter(None, NUMBER)
-    threshold: float | None = parameter(None, NUMBER)
+    steps: int = parameter(512, minimum=1)
+    eps: float = parameter(1e-3, above=0, below=1)
+    alg: str = parameter(
+        "origin", choices=("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
+    )
+    alg_temp: float | None = parameter(None, minimum=0)
+    threshold: float | None = parameter(None, minimum=0)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(

@@ -27,15 +27,7 @@ from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, St
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
 from dlm_bridge.generation.predictors import BlockCausalPredictor
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
-from dlm_bridge.generation.samplers import (
-    NUMBER,
-    POSITIVE_INTEGER,
-    PROBABILITY,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +44,11 @@ class FastDLLMv2Sampler(Sampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     model_blocks: ClassVar[bool] = True
 
-    gen_length: int = parameter(2048, POSITIVE_INTEGER)
-    block_size: int = parameter(32, POSITIVE_INTEGER)
-    small_block_size: int = parameter(8, POSITIVE_INTEGER)
-    threshold: float = parameter(1.0, NUMBER)
-    top_p: float | None = parameter(0.95, PROBABILITY)
+    gen_length: int = parameter(2048, minimum=1)
+    block_size: int = parameter(32, minimum=1)
+    small_block_size: int = parameter(8, minimum=1)
+    threshold: float = parameter(1.0, minimum=0)
+    top_p: float | None = parameter(0.95, above=0, maximum=1)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         if self.block_size % self.small_block_size:

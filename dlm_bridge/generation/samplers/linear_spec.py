@@ -29,15 +29,7 @@ from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, Sa
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
-from dlm_bridge.generation.samplers import (
-    NAME,
-    NUMBER,
-    POSITIVE_INTEGER,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
 
 # Rows in different columns attend to a multiple of so many columns, so that shapes recur.
@@ -62,9 +54,9 @@ class LinearSpecSampler(Sampler):
     model_blocks: ClassVar[bool] = True
     takes_commit_rule: ClassVar[bool] = False
 
-    block_length: int = parameter(32, POSITIVE_INTEGER)
-    threshold: float = parameter(0.0, NUMBER)
-    draft_adapter: str | None = parameter(None, NAME)
+    block_length: int = parameter(32, minimum=1)
+    threshold: float = parameter(0.0, minimum=0)
+    draft_adapter: str | None = None
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         spare = self.block_length - 1  # what a check may predict behind the last new token

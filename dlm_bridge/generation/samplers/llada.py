@@ -37,19 +37,7 @@ from dlm_bridge.generation.commit_rules import (
     precise_confidence,
     random_order,
 )
-from dlm_bridge.generation.samplers import (
-    FLAG,
-    NUMBER,
-    POSITIVE_INTEGER,
-    TOKEN_ID,
-    TOKEN_IDS,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    check_blocks,
-    one_of,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +52,11 @@ class GuidedSampler(Sampler):
         end_think_boost_power: exponent of the fraction of `gen_length` written so far, for the boost before the end.
     """
 
-    cfg_scale: float = parameter(0.0, NUMBER)
-    remasking: str = parameter("low_confidence", one_of("low_confidence", "random"))
-    end_think_token_ids: tuple[int, ...] | None = parameter(None, TOKEN_IDS)
-    end_think_logit_boost: float = parameter(0.0, NUMBER)
-    end_think_boost_power: float = parameter(2.0, NUMBER)
+    cfg_scale: float = parameter(0.0, minimum=0)
+    remasking: str = parameter("low_confidence", choices=("low_confidence", "random"))
+    end_think_token_ids: tuple[int, ...] | None = None
+    end_think_logit_boost: float = parameter(0.0, minimum=0)
+    end_think_boost_power: float = parameter(2.0, minimum=0)
 
     def end_think_bias(self) -> EndThinkBias | None:
         """The bias of the logits, if any. Raises DlmBridgeError for a boost without tokens."""
@@ -98,13 +86,13 @@ class LLaDASampler(GuidedSampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     shortens_block: ClassVar[bool] = True
 
-    block_length: int = parameter(128, POSITIVE_INTEGER)
-    steps: int | None = parameter(None, POSITIVE_INTEGER)
-    threshold: float | None = parameter(None, NUMBER)
-    factor: float | None = parameter(None, NUMBER)
-    logits_eos_inf: bool = parameter(False, FLAG)
-    confidence_eos_eot_inf: bool = parameter(False, FLAG)
-    eot_token_id: int | None = parameter(None, TOKEN_ID)
+    block_length: int = parameter(128, minimum=1)
+    steps: int | None = parameter(None, minimum=1)
+    threshold: float | None = parameter(None, minimum=0)
+    factor: float | None = parameter(None, minimum=0)
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: bool = False
+    eot_token_id: int | None = parameter(None, minimum=0)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         blocks = check_blocks(self.gen_length, self.block_length)

@@ -17,7 +17,7 @@ from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import DynamicThresholdRule, even_schedule
 from dlm_bridge.generation.predictors import BlockCausalPredictor
-from dlm_bridge.generation.samplers import NUMBER, POSITIVE_INTEGER, Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,11 @@ class LLaDA2Sampler(Sampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     model_blocks: ClassVar[bool] = True
 
-    gen_length: int = parameter(2048, POSITIVE_INTEGER)
-    block_length: int = parameter(32, POSITIVE_INTEGER)
-    steps: int = parameter(32, POSITIVE_INTEGER)
-    threshold: float = parameter(0.95, NUMBER)
-    minimal_topk: int = parameter(1, POSITIVE_INTEGER)
+    gen_length: int = parameter(2048, minimum=1)
+    block_length: int = parameter(32, minimum=1)
+    steps: int = parameter(32, minimum=1)
+    threshold: float = parameter(0.95, minimum=0)
+    minimal_topk: int = parameter(1, minimum=1)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         steps = max(1, min(self.steps, self.gen_length // self.minimal_topk))

@@ -20,15 +20,7 @@ from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, CommitRule, Step, probability, top_scores
 from dlm_bridge.generation.predictors import BlockCausalPredictor
-from dlm_bridge.generation.samplers import (
-    COUNT,
-    NUMBER,
-    POSITIVE_INTEGER,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise
 
 
@@ -48,12 +40,12 @@ class LLaDA21Sampler(Sampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     model_blocks: ClassVar[bool] = True
 
-    gen_length: int = parameter(2048, POSITIVE_INTEGER)
-    block_length: int = parameter(32, POSITIVE_INTEGER)
-    threshold: float = parameter(0.95, NUMBER)
-    editing_threshold: float = parameter(0.9, NUMBER)
-    max_post_steps: int = parameter(16, COUNT)
-    num_to_transfer: int = parameter(1, POSITIVE_INTEGER)
+    gen_length: int = parameter(2048, minimum=1)
+    block_length: int = parameter(32, minimum=1)
+    threshold: float = parameter(0.95, minimum=0)
+    editing_threshold: float = parameter(0.9, minimum=0)
+    max_post_steps: int = parameter(16, minimum=0)
+    num_to_transfer: int = parameter(1, minimum=1)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(

@@ -23,15 +23,7 @@ from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import TopScoresRule, low_confidence, random_order
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.samplers import (
-    NUMBER,
-    POSITIVE_INTEGER,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    one_of,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +41,10 @@ class MDLMSampler(Sampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     _ranks_canvas: ClassVar[bool] = True
 
-    block_size: int = parameter(128, POSITIVE_INTEGER)
-    steps: int = parameter(128, POSITIVE_INTEGER)
-    cfg_scale: float = parameter(0.0, NUMBER)
-    remasking: str = parameter("low_confidence", one_of("low_confidence", "random"))
+    block_size: int = parameter(128, minimum=1)
+    steps: int = parameter(128, minimum=1)
+    cfg_scale: float = parameter(0.0, minimum=0)
+    remasking: str = parameter("low_confidence", choices=("low_confidence", "random"))
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         steps = ceil(self.steps / ceil(self.gen_length / self.block_size))

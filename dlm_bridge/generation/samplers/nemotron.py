@@ -18,24 +18,10 @@ from typing import ClassVar
 
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
 from dlm_bridge.generation.canvas import BlockLayout
-from dlm_bridge.generation.commit_rules import (
-    CommitRule,
-    ThresholdRule,
-    TopScoresRule,
-    even_schedule,
-    low_confidence,
-)
+from dlm_bridge.generation.commit_rules import CommitRule, ThresholdRule, TopScoresRule, even_schedule, low_confidence
 from dlm_bridge.generation.predictors import BlockCachePredictor
 from dlm_bridge.generation.runtime.runner import CanvasView
-from dlm_bridge.generation.samplers import (
-    NUMBER,
-    POSITIVE_INTEGER,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    check_blocks,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +40,8 @@ class NemotronSampler(Sampler):
     model_blocks: ClassVar[bool] = True
     shortens_block: ClassVar[bool] = True
 
-    block_length: int = parameter(32, POSITIVE_INTEGER)
-    threshold: float | None = parameter(0.9, NUMBER)
+    block_length: int = parameter(32, minimum=1)
+    threshold: float | None = parameter(0.9, minimum=0)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         check_blocks(self.gen_length, self.block_length)

@@ -32,15 +32,7 @@ from dlm_bridge.generation.commit_rules import (
     entropy,
     one_each_then_rest,
 )
-from dlm_bridge.generation.samplers import (
-    FLAG,
-    NUMBER,
-    POSITIVE_INTEGER,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling, gather_tokens
 
 
@@ -58,12 +50,12 @@ class RND1Sampler(Sampler):
     name: ClassVar[str] = "rnd1"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
 
-    gen_length: int = parameter(256, POSITIVE_INTEGER)
-    temperature: float = parameter(0.1, NUMBER)
-    num_diffusion_steps: int = parameter(256, POSITIVE_INTEGER)
-    greedy: bool = parameter(False, FLAG)
-    eb_gamma: float | None = parameter(None, NUMBER)
-    add_eos_at_end: bool = parameter(False, FLAG)
+    gen_length: int = parameter(256, minimum=1)
+    temperature: float = parameter(0.1, minimum=0)
+    num_diffusion_steps: int = parameter(256, minimum=1)
+    greedy: bool = False
+    eb_gamma: float | None = parameter(None, minimum=0)
+    add_eos_at_end: bool = False
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         closing = None

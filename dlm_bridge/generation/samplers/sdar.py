@@ -33,15 +33,7 @@ from dlm_bridge.generation.commit_rules import (
     truncate_schedule,
 )
 from dlm_bridge.generation.predictors import BlockCausalPredictor
-from dlm_bridge.generation.samplers import (
-    NUMBER,
-    POSITIVE_INTEGER,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    one_of,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling
 
 STRATEGIES = ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded")
@@ -63,12 +55,12 @@ class SDARSampler(Sampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     model_blocks: ClassVar[bool] = True
 
-    temperature: float = parameter(1.0, NUMBER)
-    block_length: int = parameter(4, POSITIVE_INTEGER)
-    denoising_steps: int | None = parameter(None, POSITIVE_INTEGER)
-    remasking_strategy: str = parameter("low_confidence_dynamic", one_of(*STRATEGIES))
-    confidence_threshold: float = parameter(0.85, NUMBER)
-    eb_threshold: float = parameter(0.35, NUMBER)
+    temperature: float = parameter(1.0, minimum=0)
+    block_length: int = parameter(4, minimum=1)
+    denoising_steps: int | None = parameter(None, minimum=1)
+    remasking_strategy: str = parameter("low_confidence_dynamic", choices=STRATEGIES)
+    confidence_threshold: float = parameter(0.85, minimum=0)
+    eb_threshold: float = parameter(0.35, minimum=0)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(

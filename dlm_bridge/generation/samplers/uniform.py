@@ -28,15 +28,7 @@ from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout, Canvas
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
-from dlm_bridge.generation.samplers import (
-    NUMBER,
-    POSITIVE_INTEGER,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    one_of,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise
 
 
@@ -55,10 +47,10 @@ class UniformSampler(Sampler):
     needs_mask: ClassVar[bool] = False
     takes_commit_rule: ClassVar[bool] = False
 
-    temperature: float = parameter(1.0, NUMBER)
-    steps: int = parameter(128, POSITIVE_INTEGER)
-    resampling: str = parameter("posterior", one_of("posterior", "entropy_bound"))
-    entropy_bound: float = parameter(0.1, NUMBER)
+    temperature: float = parameter(1.0, minimum=0)
+    steps: int = parameter(128, minimum=1)
+    resampling: str = parameter("posterior", choices=("posterior", "entropy_bound"))
+    entropy_bound: float = parameter(0.1, minimum=0)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         rule: ResamplingRule = PosteriorRule(self.steps)

@@ -26,14 +26,7 @@ from dlm_bridge.generation.commit_rules import OneOrMoreRule, Step, best, entrop
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.runtime.runner import CanvasView
-from dlm_bridge.generation.samplers import (
-    NUMBER,
-    POSITIVE_INTEGER,
-    Sampler,
-    SamplerSpec,
-    SpecialTokens,
-    parameter,
-)
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import TokenSampling
 
 
@@ -50,11 +43,11 @@ class WeDLMSampler(Sampler):
     name: ClassVar[str] = "wedlm"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
 
-    gen_length: int = parameter(64, POSITIVE_INTEGER)
-    temperature: float = parameter(0.2, NUMBER)
-    wedlm_window_size: int = parameter(16, POSITIVE_INTEGER)
-    wedlm_entropy_threshold: float | None = parameter(0.4, NUMBER)
-    wedlm_pos_penalty_factor: float = parameter(0.02, NUMBER)
+    gen_length: int = parameter(64, minimum=1)
+    temperature: float = parameter(0.2, minimum=0)
+    wedlm_window_size: int = parameter(16, minimum=1)
+    wedlm_entropy_threshold: float | None = parameter(0.4, minimum=0)
+    wedlm_pos_penalty_factor: float = parameter(0.02, minimum=0)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         size = self.wedlm_window_size
