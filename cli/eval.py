@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dlm_bridge.cli import convert
-from dlm_bridge.cli.generate import parse_settings
+from dlm_bridge.cli.generate_request import parse_settings
 from dlm_bridge.errors import DlmBridgeError
 
 NOT_OF_TASKS = ("num_return_sequences", "infill", "span_lengths")  # settings of generate

@@ -1,18 +1,16 @@
-"""`dlm-bridge generate`: sample from a model of either kind, one prompt or a file of them, and watch it settle."""
+"""`dlm-bridge generate`: sample from a diffusion or autoregressive model, one prompt or a file of them."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dlm_bridge.cli import convert
+from dlm_bridge.cli.generate_request import SETTINGS, Request, parse_settings
 from dlm_bridge.errors import DlmBridgeError
 
 HELP = """Sample from a model: a diffusion one with its family's sampler, an autoregressive one with transformers' own.
@@ -32,71 +30,7 @@ On several GPUs with --device-map auto, or:
 
   torchrun --nproc-per-node 4 -m dlm_bridge.cli generate MODEL --tp-plan auto --prompt ...
 """
-# The settings that most calls need; --set has every other one. Each is a field of DiffusionGenerationConfig.
-SETTINGS: dict[str, tuple[type, str]] = {
-    "gen_length": (int, "New tokens, at most."),
-    "steps": (int, "Denoising steps: over all blocks or of each one, as the sampler counts them."),
-    "block_length": (int, "Tokens that are denoised together."),
-    "temperature": (float, "0: always the best token."),
-    "top_k": (int, "Draw from the k best tokens only."),
-    "top_p": (float, "Draw from the best tokens up to a probability of p."),
-    "threshold": (float, "Confidence above which a token is settled at once."),
-    "cfg_scale": (float, "Classifier-free guidance, 0: off."),
-    "algorithm": (str, "The sampler; the family's own by default."),
-    "cache": (str, "What is kept between forwards: none, block, prefix or dual."),
-    "execution": (str, "How forwards run: eager, graph (the default on a GPU) or compiled."),
-    "seed": (int, "The same seed, the same text."),
-}
-# What `generate` takes in Python beside settings, and what the command itself asks for.
-NO_SETTINGS = (
-    "attention_mask", "commit_rule", "generation_config", "generator", "input_ids", "inputs", "output_history",
-    "return_dict_in_generate", "streamer", "tokenizer",
-)  # fmt: skip
-PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 Option = typer.Option
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line says."""
-
-    model: str
-    settings: dict[str, Any]
-    prompt: str | None
-    chat: bool
-    system: str | None
-    jsonl: str | None
-    field: str
-    batch_size: int
-    output: Path | None
-    overwrite: bool
-    show: bool
-    html: Path | None
-    as_json: bool
-    dtype: str
-    device: str | None
-    device_map: str | None
-    offload_folder: str | None
-    tp_plan: str | None
-    tokenizer: str | None
-    family: str | None
-    revision: str | None
-    like: str | None
-
-    def check(self) -> None:
-        """Raise DlmBridgeError for options that contradict each other."""
-        if self.prompt is None and self.jsonl is None:
-            raise DlmBridgeError("no prompt: give --prompt TEXT, or a file of prompts with --jsonl FILE")
-        if self.jsonl is not None:
-            for option, given in (("--prompt", self.prompt is not None), ("--show", self.show), ("--html", self.html)):
-                if given:
-                    raise DlmBridgeError(f"{option} is of one prompt, --jsonl of many: give one of them")
-            if self.as_json and self.output is None:
-                raise DlmBridgeError("--json with --jsonl sums up what --output FILE has: give one")
-        if self.system is not None and not self.chat:
-            raise DlmBridgeError("--system is a message of a chat: give --chat as well")
-        if self.jsonl == "-" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise DlmBridgeError("--jsonl -: stdin is read by one process only: name a file")
 
 
 def register(app: typer.Typer) -> None:
@@ -126,7 +60,7 @@ def _command() -> Callable[..., None]:
 
     annotations: dict[str, Any] = {
         "model": Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")],
-        "prompt": Annotated[str | None, Option(metavar="TEXT", help="What is to be continued or answered.")],
+        "prompt": Annotated[str | None, Option(metavar="TEXT", help="The prompt.")],
         "chat": Annotated[bool, Option("--chat", help="The prompt is a user's message: use the chat template.")],
         "system": Annotated[str | None, Option(metavar="TEXT", help="Of --chat: the system's message.")],
         "infill": Annotated[
@@ -137,8 +71,8 @@ def _command() -> Callable[..., None]:
         "batch_size": Annotated[int, Option(min=1, help="Of --jsonl: prompts that are sampled together.")],
         "output": Annotated[Path | None, Option(metavar="FILE", help="Write there, whole or not at all.")],
         "overwrite": Annotated[bool, Option("--overwrite", help="Replace --output and --html.")],
-        "show": Annotated[bool, Option("--show", help="Watch tokens settle, where stdout is a terminal.")],
-        "html": Annotated[Path | None, Option(metavar="FILE", help="Write an animation of the same: one page.")],
+        "show": Annotated[bool, Option("--show", help="Watch the denoising, where stdout is a terminal.")],
+        "html": Annotated[Path | None, Option(metavar="FILE", help="Write an animated page of the denoising.")],
         "as_json": Annotated[bool, Option("--json", help="One JSON object on stdout.")],
     }
     for name, (kind, text) in SETTINGS.items():
@@ -182,22 +116,3 @@ def _command() -> Callable[..., None]:
     command.__annotations__ = annotations
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which Typer reads
     return command
-
-
-def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """The values of `--set name=value`: JSON, Python's True, False and None, or else text. Raises DlmBridgeError."""
-    values: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals or not name.isidentifier():
-            raise DlmBridgeError(f"--set {pair}: a setting's name and value are needed, such as remasking=random")
-        if name in NO_SETTINGS:
-            raise DlmBridgeError(f"--set {name}: an argument of generate in Python, no setting: leave it out")
-        if name in values:
-            raise DlmBridgeError(f"--set {name} is given twice")
-        try:
-            values[name] = json.loads(PYTHON_WORDS.get(text, text))
-        except ValueError:
-            values[name] = text
-    return values

@@ -1,4 +1,4 @@
-"""What `dlm-bridge generate` does once its options are read: one prompt with its show, or a file of prompts."""
+"""Execution of `dlm-bridge generate`: one prompt with its display, or a file of prompts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers.utils import logging
 
-from dlm_bridge.cli.generate import Request
+from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.convert.atomic import atomic_file
-from dlm_bridge.generation.display.html import page
 from dlm_bridge.generation.display.terminal import live
-from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings
+from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, page
 from dlm_bridge.generation.texts import (
     GeneratedTexts,
     WrittenPrompt,
@@ -40,9 +39,9 @@ def run(request: Request) -> None:
     logging.set_verbosity_error()  # warnings of transformers' generate are about settings that were checked here
     logging.disable_progress_bar()
     quieten_peft()
-    prompts = [] if request.jsonl is None else _read(request)
+    prompts = [] if request.jsonl is None else read_prompts(request.jsonl, request.field, request.chat, request.system)
     placement = Placement(request.device, request.device_map, request.offload_folder, request.tp_plan)
-    opened = load_model(
+    loaded = load_model(
         request.model,
         placement,
         dtype=request.dtype,
@@ -53,31 +52,31 @@ def run(request: Request) -> None:
     )
     try:
         if request.jsonl is None:
-            _sample_one(request, opened, request.settings)
+            _sample_one(request, loaded, request.settings)
         else:
-            _sample_file(request, opened, request.settings, prompts)
+            _sample_file(request, loaded, request.settings, prompts)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _sample_one(request: Request, opened: LoadedModel, settings: dict[str, Any]) -> None:
+def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any]) -> None:
     text = str(request.prompt)
     prompt = as_message(text, request.system) if request.chat else WrittenPrompt(text=text)
-    ids = prompt.encode(opened.tokenizer, request.model, _span_token(opened, settings))
-    film = None
+    ids = prompt.encode(loaded.tokenizer, request.model, _span_token(loaded, settings))
+    trace = None
     if (request.show or request.html) and _is_main():
-        film = DenoisingTrace(
-            TokenStrings(opened.tokenizer, mask_token(opened.model, settings) if opened.diffusion else None), ids
+        trace = DenoisingTrace(
+            TokenStrings(loaded.tokenizer, mask_token(loaded.model, settings) if loaded.diffusion else None), ids
         )
-    with live(film, Console()) if film is not None and request.show else nullcontext():
-        result = _sample(opened, [ids], settings, film)
+    with live(trace, Console()) if trace is not None and request.show else nullcontext():
+        result = _sample(loaded, [ids], settings, trace)
     if not _is_main():
         return
-    facts = {"model": request.model, "family": opened.family, **_figures(result)}
-    if film is not None and request.html is not None:
+    facts = {"model": request.model, "family": loaded.family, **_figures(result)}
+    if trace is not None and request.html is not None:
         with atomic_file(request.html, request.overwrite) as stream:
-            stream.write(page(film, request.model, {**settings, **_rounded(facts)}))
+            stream.write(page(trace, request.model, {**settings, **_rounded(facts)}))
     with _stdout_or(request) as stream:
         if request.as_json:
             samples = zip(result.texts, result.token_ids, strict=True)
@@ -86,17 +85,20 @@ def _sample_one(request: Request, opened: LoadedModel, settings: dict[str, Any])
         else:
             stream.write("\n".join(result.texts) + "\n")
     if not request.as_json:
-        typer.echo(_summary(result), err=True)
+        per_forward = f"({result.tokens_per_forward:.2f} a forward)"
+        typer.echo(
+            f"{result.tokens} tokens in {result.forwards} forwards {per_forward}, {result.seconds:.2f} s", err=True
+        )
 
 
 def _sample_file(
-    request: Request, opened: LoadedModel, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]
+    request: Request, loaded: LoadedModel, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]
 ) -> None:
-    span_token = _span_token(opened, settings)
-    tokens = [prompt.encode(opened.tokenizer, f"{prompt.where}: {request.model}", span_token) for prompt in prompts]
+    span_token = _span_token(loaded, settings)
+    tokens = [prompt.encode(loaded.tokenizer, f"{prompt.where}: {request.model}", span_token) for prompt in prompts]
     named = [(prompt.where, ids) for prompt, ids in zip(prompts, tokens, strict=True)]
-    check_prompts(opened.model, named, settings, diffusion=opened.diffusion)
-    seeds = seeds_of(opened.model, tokens, settings) if opened.diffusion else None
+    check_prompts(loaded.model, named, settings, diffusion=loaded.diffusion)
+    seeds = seeds_of(loaded.model, tokens, settings) if loaded.diffusion else None
     copies = len(seeds) // len(tokens) if seeds else 0
     done: list[GeneratedTexts] = []
     began = time.perf_counter()
@@ -104,9 +106,9 @@ def _sample_file(
     with _stdout_or(request) as stream, _progress(len(prompts)) as advance:
         for start in range(0, len(prompts), size):
             own = seeds[start * copies : (start + size) * copies] if seeds else None
-            if not opened.diffusion and settings.get("seed") is not None:  # of a whole batch: each draws anew
+            if not loaded.diffusion and settings.get("seed") is not None:  # batches draw different numbers
                 settings = {**settings, "seed": settings["seed"] + (start > 0)}
-            result = _sample(opened, tokens[start : start + size], settings, None, own)
+            result = _sample(loaded, tokens[start : start + size], settings, None, own)
             done.append(result)
             each = len(result.texts) // len(tokens[start : start + size])  # several, with num_return_sequences
             for place, (text, ids, count) in enumerate(
@@ -127,7 +129,7 @@ def _sample_file(
     seconds = time.perf_counter() - began
     report = {
         "model": request.model,
-        "family": opened.family,
+        "family": loaded.family,
         "prompts": len(prompts),
         "tokens": sum(result.tokens for result in done),
         "forwards": sum(result.forwards for result in done),
@@ -144,25 +146,21 @@ def _sample_file(
 
 
 def _sample(
-    opened: LoadedModel,
+    loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     settings: dict[str, Any],
-    film: DenoisingTrace | None,
+    trace: DenoisingTrace | None,
     seeds: Sequence[int] | None = None,
 ) -> GeneratedTexts:
-    watcher = None if film is None else film if opened.diffusion else film.tokens()
+    streamer = None if trace is None else trace if loaded.diffusion else trace.token_streamer()
     return write_texts(
-        opened.model, opened.tokenizer, prompts, settings, diffusion=opened.diffusion, watcher=watcher, seeds=seeds
+        loaded.model, loaded.tokenizer, prompts, settings, diffusion=loaded.diffusion, streamer=streamer, seeds=seeds
     )
 
 
-def _read(request: Request) -> list[WrittenPrompt]:
-    return read_prompts(str(request.jsonl), request.field, request.chat, request.system)
-
-
-def _span_token(opened: LoadedModel, settings: dict[str, Any]) -> int | None:
-    """What [MASK] in a prompt stands for, where it is to be filled."""
-    return mask_token(opened.model, settings) if opened.diffusion and settings.get("infill") else None
+def _span_token(loaded: LoadedModel, settings: dict[str, Any]) -> int | None:
+    """The token of [MASK] in a prompt to fill."""
+    return mask_token(loaded.model, settings) if loaded.diffusion and settings.get("infill") else None
 
 
 def _figures(result: GeneratedTexts) -> dict[str, Any]:
@@ -178,20 +176,13 @@ def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in facts.items()}
 
 
-def _summary(result: GeneratedTexts) -> str:
-    return (
-        f"{result.tokens} tokens in {result.forwards} forwards ({result.tokens_per_forward:.2f} a forward), "
-        f"{result.seconds:.2f} s"
-    )
-
-
 def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def _stdout_or(request: Request) -> Iterator[TextIO]:
-    """Where the first process's results go; what the others have is thrown away."""
+    """The output of the first process; that of the others is discarded."""
     if not _is_main():
         with open(os.devnull, "w") as stream:
             yield stream

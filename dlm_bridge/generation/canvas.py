@@ -420,8 +420,8 @@ class Canvas:
         return open_AN.any(dim=1)
 
     def retire(self, block: slice, read: Callable[[torch.Tensor], list[bool]]) -> list[int] | None:
-        """Remove the rows that the block completes. Returns those that stay, None if all do. `read` copies flags to the
-        host."""
+        """Remove the rows that the block completes. Returns those that stay, None if all do. `read` copies flags to
+        the host."""
         done = [start + self._gen_length <= block.stop for start in self.starts]
         if block is self.blocks[-1]:
             done = [True] * len(done)
@@ -473,8 +473,8 @@ class Canvas:
         return output_BS
 
     def committed(self, stop: int) -> tuple[torch.Tensor, list[int]]:
-        """A snapshot [B, P + gen_length] with padding behind the rows' ends, and the number of its leading columns that
-        are committed in each row, of those that the output will have. Only canvas columns before `stop` count."""
+        """A snapshot [B, P + gen_length] with padding behind the rows' ends, and the number of leading columns that are
+        committed in each row, of those that the output will have. Only canvas columns before `stop` count."""
         tokens_BS = self.snapshot()
         closed_BS = tokens_BS != self.mask_token_id
         closed_BS[:, : self.prompt_width] |= self._given

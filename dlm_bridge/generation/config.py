@@ -150,7 +150,7 @@ def diffusion_fields() -> list[str]:
 
 
 def merge_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` under transformers' names, with numpy's numbers as Python's, so that they are saved and hashed like them.
+    """`values` under transformers' names, with numpy's numbers as Python's, so that they are saved and hashed alike.
 
     Raises DlmBridgeError if two names of one setting are there and differ.
     """

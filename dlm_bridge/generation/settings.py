@@ -289,8 +289,8 @@ def _refuse_infill(family: FamilySpec, kind: type[Sampler], parameters: Mapping[
     ]
     if not kind.infills:
         raise DlmBridgeError(
-            f"the {kind.name} sampler cannot fill masks inside a prompt, its blocks do not attend to what follows: use "
-            f"one of {', '.join(others)}"
+            f"the {kind.name} sampler cannot fill masks inside a prompt, its blocks do not attend to what follows: "
+            f"use one of {', '.join(others)}"
         )
     if parameters.get("alg") == "confidence_threshold":
         raise DlmBridgeError(

@@ -119,14 +119,14 @@ def write_texts(
     settings: Mapping[str, Any],
     *,
     diffusion: bool,
-    watcher: Any = None,
+    streamer: Any = None,
     seeds: Sequence[int] | None = None,
 ) -> GeneratedTexts:
     """Sample a text for each prompt, a batch at once, padded on the left.
 
     `settings` are keyword arguments of `generate`: of `dlm_bridge.generation.generate` for a diffusion model, of
     transformers' for an autoregressive one, where `gen_length` and `seed` work too, and a temperature says alone
-    whether tokens are drawn. `watcher` is a `streamer` of that `generate`. `seeds` are those of a diffusion model's
+    whether tokens are drawn. `streamer` is a `streamer` of that `generate`. `seeds` are those of a diffusion model's
     texts, where the prompts are a part of more (`seeds_of`).
 
     Raises:
@@ -142,9 +142,9 @@ def write_texts(
     input_ids, mask = input_ids.view(len(prompts), width), mask.view(len(prompts), width)
     began = time.perf_counter()
     if diffusion:
-        output = _diffusion(model, tokenizer, input_ids, mask, settings, watcher, seeds)
+        output = _diffusion(model, tokenizer, input_ids, mask, settings, streamer, seeds)
     else:
-        output = _autoregressive(model, tokenizer, input_ids, mask, settings, watcher)
+        output = _autoregressive(model, tokenizer, input_ids, mask, settings, streamer)
     rows = output.sequences.cpu()
     seconds = time.perf_counter() - began  # the tokens have arrived
     copies = len(rows) // len(prompts)  # of each prompt
@@ -215,20 +215,20 @@ def _diffusion(
     input_ids: torch.Tensor,
     mask: torch.Tensor,
     settings: Mapping[str, Any],
-    watcher: Any,
+    streamer: Any,
     seeds: Sequence[int] | None,
 ) -> _Output:
     given = {**settings, "tokenizer": tokenizer}  # which stop_strings need, given or the checkpoint's own
     if seeds is not None:
         given |= {"seed": None, "generator": seeded_generators(seeds, input_device(model))}
-    if watcher is not None:
-        given["streamer"] = watcher
+    if streamer is not None:
+        given["streamer"] = streamer
     output = model.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **given)
     return _Output(output.sequences, output.forwards, output.tokens_per_forward, mask_token(model, settings))
 
 
 def _autoregressive(
-    model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], watcher: Any
+    model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], streamer: Any
 ) -> _Output:
     given = _autoregressive_settings(model, settings)
     for count in mask.sum(dim=1).tolist():
@@ -248,7 +248,9 @@ def _autoregressive(
         with random_state_kept(enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
-            sequences = model.generate(input_ids.to(device), attention_mask=mask.to(device), streamer=watcher, **given)
+            sequences = model.generate(
+                input_ids.to(device), attention_mask=mask.to(device), streamer=streamer, **given
+            )
     except (ValueError, TypeError, ImportError) as error:  # settings that do not fit together, in transformers' words
         raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
     finally:

@@ -34,11 +34,11 @@ class Page(HTMLParser):
             self.text += data
 
 
-def played(film: dict[str, Any]) -> list[list[str | None]]:
+def played(trace: dict[str, Any]) -> list[list[str | None]]:
     """The text of each place in each frame, as the page plays it."""
-    places: list[str | None] = [""] * film["length"]
+    places: list[str | None] = [""] * trace["length"]
     frames = []
-    for frame in film["frames"]:
+    for frame in trace["frames"]:
         for place, piece, *_ in frame["changes"]:
             places[place] = piece
         frames.append(list(places))

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.cli.generate import SETTINGS
+from dlm_bridge.cli.generate_request import SETTINGS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig
 from dlm_bridge.generation.texts import write_texts

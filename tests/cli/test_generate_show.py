@@ -14,9 +14,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from dlm_bridge.generation import DenoisingStep
-from dlm_bridge.generation.display.html import page, trace_data
 from dlm_bridge.generation.display.terminal import MASKED, frame_text, live, status
-from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings
+from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, page, trace_data
 from tests.cli.conftest import MASK, Cli
 from tests.cli.pages import Page, played
 
@@ -31,24 +30,24 @@ def test_the_page_plays_what_was_sampled_and_loads_nothing(
     report = cli.report(folder, *words, "--html", tmp_path / "out.html")
     text = (tmp_path / "out.html").read_text("utf-8")
     found = Page(text)
-    assert [attributes for attributes, _ in found.scripts] == [{"id": "film", "type": "application/json"}, {}]
+    assert [attributes for attributes, _ in found.scripts] == [{"id": "trace", "type": "application/json"}, {}]
     assert not [each for each in found.attributes if each[1] in ("src", "href", "action") or each[1].startswith("on")]
     assert "http:" not in text
     assert "https:" not in text
     assert "default-src 'none'" in text
     assert str(folder) in found.text
-    film = json.loads(found.scripts[0][1])
-    frames = played(film)
+    trace = json.loads(found.scripts[0][1])
+    frames = played(trace)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     new = tokenizer.decode(report["samples"][0]["token_ids"], skip_special_tokens=False)
     assert "".join(map(str, frames[-1])) == evil + new
-    assert [frame["forwards"] for frame in film["frames"]] == list(range(report["forwards"] + 1))
+    assert [frame["forwards"] for frame in trace["frames"]] == list(range(report["forwards"] + 1))
     if name == "llada":
         prompt = len(tokenizer(evil)["input_ids"])
         open_places = [sum(piece is None for piece in frame) for frame in frames]
         assert open_places == list(range(8, -1, -1))  # one token a step
-        assert all(given == (place < prompt) for place, piece, given, _ in film["frames"][0]["changes"] if piece)
-    for frame in film["frames"][1:]:
+        assert all(given == (place < prompt) for place, piece, given, _ in trace["frames"][0]["changes"] if piece)
+    for frame in trace["frames"][1:]:
         for _, piece, given, sure in frame["changes"]:
             assert (sure is not None and 0 <= sure <= 1) == (name == "llada" and piece is not None and not given)
     code, _, err = cli(folder, *words, "--html", tmp_path / "out.html")
@@ -60,8 +59,8 @@ def test_the_pages_script_is_a_script(llada: Path, tmp_path: Path) -> None:
     """Only where node is installed: its parser takes the page's code."""
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
-    film = DenoisingTrace(TokenStrings(AutoTokenizer.from_pretrained(llada), MASK), [1, 2])
-    script = Page(page(film, "title", {})).scripts[1][1]
+    trace = DenoisingTrace(TokenStrings(AutoTokenizer.from_pretrained(llada), MASK), [1, 2])
+    script = Page(page(trace, "title", {})).scripts[1][1]
     (tmp_path / "page.js").write_text(script)
     subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
 
@@ -79,24 +78,24 @@ def test_characters_of_several_tokens_appear_when_they_are_whole(llada: Path) ->
 def test_the_terminal_shows_open_places_and_what_is_new(llada: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(llada)
     prompt = tokenizer("the", add_special_tokens=False)["input_ids"]
-    film = DenoisingTrace(TokenStrings(tokenizer, MASK), prompt)
+    trace = DenoisingTrace(TokenStrings(tokenizer, MASK), prompt)
     console = Console(force_terminal=True, width=40, height=10, file=(out := io.StringIO()))
-    with live(film, console):
+    with live(trace, console):
         for forwards, new in enumerate(([MASK, prompt[0]], [prompt[0], prompt[0]]), 1):
             tokens = torch.tensor([[*prompt, *new]])
-            settled = torch.tensor([[False, forwards == 2, forwards == 1]])
+            committed = torch.tensor([[False, forwards == 2, forwards == 1]])
             confidence = torch.tensor([[torch.nan, 0.02 if forwards == 2 else torch.nan, 0.99]])
-            film.on_step(DenoisingStep(forwards, (0,), tokens, settled, confidence))
+            trace.on_step(DenoisingStep(forwards, (0,), tokens, committed, confidence))
             if forwards == 1:
-                text = frame_text(film.last)
+                text = frame_text(trace.last)
     assert text.plain == "the" + MASKED + "the"
     red, green = "rgb(198,16,16)", "rgb(16,198,16)"
     assert [span.style for span in text.spans] == ["dim", "bright_black", f"reverse {green}"]
-    assert [span.style for span in frame_text(film.last).spans] == ["dim", f"reverse {red}", green]
-    assert [frame.since for frame in film.frames] == [(0, 0, 0), (0, 0, 1), (0, 2, 1)]
-    assert "forward 2, 2 tokens settled" in out.getvalue()
-    legend = status(film.last)
+    assert [span.style for span in frame_text(trace.last).spans] == ["dim", f"reverse {red}", green]
+    assert [frame.committed_at for frame in trace.frames] == [(0, 0, 0), (0, 0, 1), (0, 2, 1)]
+    assert "forward 2, 2 tokens committed" in out.getvalue()
+    legend = status(trace.last)
     assert legend.plain.endswith("probability 0 ██████████ 1")
     assert [span.style for span in legend.spans][:: len(legend.spans) - 1] == [red, green]
-    assert "probability" not in status(film.frames[0]).plain
-    assert trace_data(film)["length"] == 3
+    assert "probability" not in status(trace.frames[0]).plain
+    assert trace_data(trace)["length"] == 3

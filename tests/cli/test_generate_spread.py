@@ -135,7 +135,7 @@ def test_who_watches_changes_nothing(two: Two) -> None:
     first, second = two.said["watched"]
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert first.drawn == second.drawn == two.said["seeded"][0].drawn
-    assert "settled" in Page((two.root / "page.html").read_text("utf-8")).text
+    assert "committed" in Page((two.root / "page.html").read_text("utf-8")).text
     assert (second.out, second.err) == ("", "")
 
 

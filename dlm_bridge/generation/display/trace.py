@@ -1,42 +1,47 @@
-"""Denoising trace of one row: token, commit step and confidence per position, after each forward pass."""
+"""Denoising trace of one row: token, commit step and confidence per position, after each forward pass.
+
+`page` writes a trace as one self-contained HTML page that plays it, with a slider and colours.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from math import isnan
 from typing import Any
 
 from dlm_bridge.generation.callbacks import DenoisingStep
 
-REPLACEMENT_CHARACTER = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a whole character
 MAX_CHARACTER_TOKENS = 4  # bytes of a character in UTF-8
 
 
 class TokenStrings:
-    """Each token's text. Bytes that only together are a character are shown by the first of their tokens."""
+    """Texts of single tokens. Tokens that only together decode to a character are shown by the first of them."""
 
     def __init__(self, tokenizer: Any, mask_token_id: int | None) -> None:
         self._tokenizer = tokenizer
         self._mask = mask_token_id
-        # Some tokenizers drop the space that a text begins with: a token is decoded behind another one.
+        # Some tokenizers drop the space at the start of a text: a token is decoded behind another one.
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._lead = self._decode(self._before)
         self._known: dict[tuple[int, ...], str] = {}
 
     def of(self, tokens: Sequence[int]) -> list[str | None]:
-        """[S] texts, None where the mask token stands."""
+        """[S] texts, None at masks."""
         texts: list[str | None] = [None if token == self._mask else self._text((token,)) for token in tokens]
         place = 0
         while place < len(tokens):
-            if texts[place] is not None and REPLACEMENT_CHARACTER in str(texts[place]):
-                place += self._join(tokens, texts, place)
-            else:
-                place += 1
+            incomplete = texts[place] is not None and REPLACEMENT_CHARACTER in str(texts[place])
+            place += self._join(tokens, texts, place) if incomplete else 1
         return texts
 
     def _join(self, tokens: Sequence[int], texts: list[str | None], place: int) -> int:
-        """Put the tokens from `place` on together, as far as they make whole characters; how many those are."""
+        """Join the tokens from `place` on that make whole characters. Returns how many those are."""
         for count in range(2, MAX_CHARACTER_TOKENS + 1):
             group = tuple(tokens[place : place + count])
             if len(group) < count or self._mask in group:
@@ -58,67 +63,95 @@ class TokenStrings:
 
 @dataclass(frozen=True)
 class TraceFrame:
-    """The row after so many forwards.
+    """State of the row after some forward passes.
 
     Args:
-        forwards: how many times the model has been run.
-        pieces: [S] the text of each token, None where nothing is settled.
-        since: [S] after how many forwards what stands there was settled; 0 for what was given and what is open.
-        confidence: [S] the model's probability of what stands there when it was settled; None for what was given or is
-            open, and all through an autoregressive model, whose streamers are not told.
+        forwards: forward passes of the model so far.
+        strings: [S] the text of each token, None at masks.
+        committed_at: [S] the forward pass that committed the token; 0 for given tokens and masks.
+        confidence: [S] the model's probability of the token when it was committed; None for given tokens and masks,
+            and for an autoregressive model, whose streamers do not get it.
     """
 
     forwards: int
-    pieces: tuple[str | None, ...]
-    since: tuple[int, ...]
+    strings: tuple[str | None, ...]
+    committed_at: tuple[int, ...]
     confidence: tuple[float | None, ...]
 
 
 class DenoisingTrace:
-    """Listens to `generate` on one prompt: itself as a diffusion sampler's `streamer`, with `tokens()` as others'."""
+    """Step callback that records one row. For an autoregressive model `token_streamer()` is the streamer."""
 
-    def __init__(self, pieces: TokenStrings, prompt: Sequence[int]) -> None:
-        self._pieces = pieces
+    def __init__(self, strings: TokenStrings, prompt: Sequence[int]) -> None:
+        self._strings = strings
         self._tokens = list(prompt)
-        given = tuple(pieces.of(prompt))
-        self.frames: list[TraceFrame] = [_initial_frame(given)]
+        self.frames: list[TraceFrame] = [_initial_frame(tuple(strings.of(prompt)))]
 
     @property
     def last(self) -> TraceFrame:
         return self.frames[-1]
 
     def on_step(self, step: DenoisingStep) -> None:
-        """After a forward of a diffusion model."""
+        """Record a forward pass of a diffusion model."""
         tokens = step.tokens[0].tolist()
-        if len(self.frames) == 1:  # only now it is known how long the row is, and what of it was given
-            settled = step.settled[0].tolist()
-            pieces = zip(self._pieces.of(tokens), settled, strict=True)
-            self.frames[0] = _initial_frame(tuple(None if new else piece for piece, new in pieces))
-            self._tokens = [-1 if new else token for token, new in zip(tokens, settled, strict=True)]
+        if len(self.frames) == 1:  # only now the row's length and its given tokens are known
+            new = step.committed[0].tolist()
+            strings = zip(self._strings.of(tokens), new, strict=True)
+            self.frames[0] = _initial_frame(tuple(None if is_new else string for string, is_new in strings))
+            self._tokens = [-1 if is_new else token for token, is_new in zip(tokens, new, strict=True)]
         self.add(step.forwards, tokens, [None if isnan(one) else one for one in step.confidence[0].tolist()])
 
     def add(self, forwards: int, tokens: Sequence[int], confidence: Sequence[float | None]) -> None:
-        """What stands in the row after `forwards` runs of the model, and the model's probability of it."""
-        before, since, pieces = self._tokens, self.last.since, self._pieces.of(tokens)
+        """Record the row's tokens after `forwards` forward passes, and the model's probabilities of them."""
+        before, committed_at, strings = self._tokens, self.last.committed_at, self._strings.of(tokens)
         now = [
-            0 if piece is None else since[place] if before[place : place + 1] == [token] else forwards
-            for place, (token, piece) in enumerate(zip(tokens, pieces, strict=True))
+            0 if string is None else committed_at[place] if before[place : place + 1] == [token] else forwards
+            for place, (token, string) in enumerate(zip(tokens, strings, strict=True))
         ]
         self._tokens = list(tokens)
-        self.frames.append(TraceFrame(forwards, tuple(pieces), tuple(now), tuple(confidence)))
+        self.frames.append(TraceFrame(forwards, tuple(strings), tuple(now), tuple(confidence)))
 
-    def tokens(self) -> Any:
-        """A streamer for transformers' generate: a frame for each token."""
+    def token_streamer(self) -> Any:
+        """A streamer for transformers' generate that records a frame for each token."""
         return _TokenStreamer(self, list(self._tokens))
 
 
-def _initial_frame(pieces: tuple[str | None, ...]) -> TraceFrame:
-    return TraceFrame(0, pieces, (0,) * len(pieces), (None,) * len(pieces))
+def page(trace: DenoisingTrace, title: str, facts: Mapping[str, Any]) -> str:
+    """The page's HTML; `facts` are shown below the text. Every text in it is escaped, and it loads nothing."""
+    template = resources.files(__package__).joinpath("player.html").read_text("utf-8")
+    facts_text = " \u00b7 ".join(f"{name} {value}" for name, value in facts.items())
+    data = json.dumps(trace_data(trace), ensure_ascii=False, separators=(",", ":"))
+    # Only these characters could end a script element or begin a comment in it; JSON escapes keep the text.
+    for character in "<>&\u2028\u2029":
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    values = {"title": html.escape(title), "facts": html.escape(facts_text), "trace": data}
+    return re.sub(r"\{\{(title|facts|trace)\}\}", lambda place: values[place[1]], template)
+
+
+def trace_data(trace: DenoisingTrace) -> dict[str, Any]:
+    """The data of the page: `length` positions, and for each frame `forwards` and its `changes`, each as [position,
+    text or null at a mask, whether it was given, the model's probability or null where it is unknown]."""
+    frames: list[dict[str, Any]] = []
+    before: tuple[tuple[str | None, int], ...] = ()
+    for frame in trace.frames:
+        now = tuple(zip(frame.strings, frame.committed_at, strict=True))
+        changes = [
+            [place, string, step == 0, None if confidence is None else round(confidence, 3)]
+            for place, ((string, step), confidence) in enumerate(zip(now, frame.confidence, strict=True))
+            if before[place : place + 1] != ((string, step),)
+        ]
+        frames.append({"forwards": frame.forwards, "changes": changes})
+        before = now
+    return {"length": max(len(frame.strings) for frame in trace.frames), "frames": frames}
+
+
+def _initial_frame(strings: tuple[str | None, ...]) -> TraceFrame:
+    return TraceFrame(0, strings, (0,) * len(strings), (None,) * len(strings))
 
 
 class _TokenStreamer:
-    def __init__(self, film: DenoisingTrace, prompt: list[int]) -> None:
-        self._film = film
+    def __init__(self, trace: DenoisingTrace, prompt: list[int]) -> None:
+        self._trace = trace
         self._tokens = prompt
         self._forwards = -1  # the prompt comes first
 
@@ -126,7 +159,7 @@ class _TokenStreamer:
         self._forwards += 1
         if self._forwards:
             self._tokens = [*self._tokens, *value.reshape(-1).tolist()]
-            self._film.add(self._forwards, self._tokens, [None] * len(self._tokens))
+            self._trace.add(self._forwards, self._tokens, [None] * len(self._tokens))
 
     def end(self) -> None:
         pass

@@ -16,8 +16,8 @@ from dlm_bridge.generation.runtime import attention, fused_linear
 
 logger = logging.get_logger(__name__)
 
-# Recorded shapes. With the attention kernel one graph serves every context length; without it a block-causal sampler of
-# 2048 new tokens in blocks of 4 has 1024 of them. One costs a few MB of host memory.
+# Recorded shapes. With the attention kernel one graph serves every context length; without it a block-causal sampler
+# of 2048 new tokens in blocks of 4 has 1024 of them. One costs a few MB of host memory.
 MAX_GRAPHS = 1024
 # Compiled code variants of a layer, which models of one class share: layers with and without experts, times prompts,
 # one block and two, with and without a mask, one row and more. Beyond these, layers run eagerly.
@@ -140,8 +140,8 @@ class GraphedBody:
         return recorded.hidden[:rows]
 
     def _with_length_tensor(self, inputs: BodyInputs) -> BodyInputs:
-        """The same inputs with the number of attended columns as a tensor, where the attention kernel reads it: one graph
-        then serves every context length."""
+        """The same inputs with the number of attended columns as a tensor, where the attention kernel reads it: one
+        graph then serves every context length."""
         columns, mask, end = inputs.columns, inputs.mask, inputs.end
         if self.buffers is None or columns is None or end is None:
             return inputs

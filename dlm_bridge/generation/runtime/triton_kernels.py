@@ -1,7 +1,7 @@
 """Triton kernels: attention over the KV cache, best token and token probability. Imports Triton.
 
-Attention: a query group is one matrix, whose rows are the queries of all heads that share keys, so that keys and values
-are read once from the cache. New keys and values are attended to where they come from and written to the cache in the
+Attention: a query group is one matrix, whose rows are the queries of all heads that share keys, so that keys and
+values are read once from the cache. New keys and values are attended to where they come from and written to the cache in the
 same pass: no program reads what another writes. Where there are fewer groups than multiprocessors, several programs
 share a group's columns and a second kernel merges their partial results (flash-decoding,
 https://pytorch.org/blog/flash-decoding).
@@ -160,7 +160,7 @@ def _tiles(programs: int, rows: int, row_bytes: int, device: torch.device) -> At
 
 
 def _splits(programs: int, turns: int, device: torch.device) -> int:
-    """About two programs per multiprocessor, of two loop iterations or more each; a short loop is not worth a merge."""
+    """About two programs per multiprocessor, of two loop iterations or more each; short loops are not split."""
     return max(1, min(2 * _multiprocessors(device) // programs, turns // 2)) if turns >= 8 else 1
 
 

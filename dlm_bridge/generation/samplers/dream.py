@@ -37,6 +37,8 @@ from dlm_bridge.generation.commit_rules import (
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling
 
+ORDERS = ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DreamSampler(Sampler):

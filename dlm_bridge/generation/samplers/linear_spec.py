@@ -4,7 +4,7 @@
     while a new token is missing:
         draft = [last token] + [MASK] * (block_length - 1)
         fill the masks of draft with the denoiser, whose block attends to all of itself and to the text
-            # threshold 0: in one forward pass; above: each pass fills those with probability >= threshold, and the best
+            # threshold 0: in one forward pass; above: each pass fills what has probability >= threshold, and the best
         check = causal model's next tokens behind each token of draft
         commit check as far as draft predicted it, and the first token that it did not
 

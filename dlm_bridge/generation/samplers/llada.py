@@ -215,7 +215,7 @@ def _next_token(
 
 
 def _without_confidence(score: Score, tokens: tuple[int, ...]) -> Score:
-    """The score with the model's logits of these tokens at minus infinity, as `confidence_eos_eot_inf` (appendix B.4)."""
+    """The score with the logits of these tokens at minus infinity (LLaDA's appendix B.4)."""
 
     def scored(step: Step) -> torch.Tensor:
         logits = step.logits.clone()

@@ -1,0 +1,95 @@
+"""What the command line of `dlm-bridge generate` says: its settings, its options, and which of them contradict."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+
+# The settings that most calls need; --set has every other one. Each is a field of DiffusionGenerationConfig.
+SETTINGS: dict[str, tuple[type, str]] = {
+    "gen_length": (int, "New tokens, at most."),
+    "steps": (int, "Denoising steps: over all blocks or of each one, as the sampler counts them."),
+    "block_length": (int, "Tokens that are denoised together."),
+    "temperature": (float, "0: greedy."),
+    "top_k": (int, "Draw from the k best tokens only."),
+    "top_p": (float, "Draw from the best tokens up to a probability of p."),
+    "threshold": (float, "Confidence above which a token is committed at once."),
+    "cfg_scale": (float, "Classifier-free guidance, 0: off."),
+    "algorithm": (str, "The sampler; the family's own by default."),
+    "cache": (str, "KV cache: none, block, prefix or dual."),
+    "execution": (str, "Execution: eager, graph (the default on a GPU) or compiled."),
+    "seed": (int, "The same seed, the same text."),
+}
+# Arguments of `generate` in Python that are not settings, and settings that the command itself sets.
+NO_SETTINGS = (
+    "attention_mask", "commit_rule", "generation_config", "generator", "input_ids", "inputs", "output_history",
+    "return_dict_in_generate", "streamer", "tokenizer",
+)  # fmt: skip
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of one invocation."""
+
+    model: str
+    settings: dict[str, Any]
+    prompt: str | None
+    chat: bool
+    system: str | None
+    jsonl: str | None
+    field: str
+    batch_size: int
+    output: Path | None
+    overwrite: bool
+    show: bool
+    html: Path | None
+    as_json: bool
+    dtype: str
+    device: str | None
+    device_map: str | None
+    offload_folder: str | None
+    tp_plan: str | None
+    tokenizer: str | None
+    family: str | None
+    revision: str | None
+    like: str | None
+
+    def check(self) -> None:
+        """Raise DlmBridgeError for options that contradict each other."""
+        if self.prompt is None and self.jsonl is None:
+            raise DlmBridgeError("no prompt: give --prompt TEXT, or a file of prompts with --jsonl FILE")
+        if self.jsonl is not None:
+            for option, given in (("--prompt", self.prompt is not None), ("--show", self.show), ("--html", self.html)):
+                if given:
+                    raise DlmBridgeError(f"{option} is of one prompt, --jsonl of many: give one of them")
+            if self.as_json and self.output is None:
+                raise DlmBridgeError("--json with --jsonl sums up what --output FILE has: give one")
+        if self.system is not None and not self.chat:
+            raise DlmBridgeError("--system is a message of a chat: give --chat as well")
+        if self.jsonl == "-" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise DlmBridgeError("--jsonl -: stdin is read by one process only: name a file")
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """The values of `--set name=value`: JSON, Python's True, False and None, or else text. Raises DlmBridgeError."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name.isidentifier():
+            raise DlmBridgeError(f"--set {pair}: a setting's name and value are needed, such as remasking=random")
+        if name in NO_SETTINGS:
+            raise DlmBridgeError(f"--set {name}: an argument of generate in Python, no setting: leave it out")
+        if name in values:
+            raise DlmBridgeError(f"--set {name} is given twice")
+        try:
+            values[name] = json.loads(PYTHON_WORDS.get(text, text))
+        except ValueError:
+            values[name] = text
+    return values
