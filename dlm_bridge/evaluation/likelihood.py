@@ -188,9 +188,8 @@ def _bound_batch(estimator: BoundEstimator, rows: Sequence[Answer], mask_samples
     # Objectives mask tokens whose number is below the mask probability, here one half.
     number_BL = torch.where(masked, 0.0, 1 - 2**-24)
     half_B, fraction_BL = torch.full((len(rows),), 0.5), torch.full((len(rows), length), 0.5)
-    if (
-        objective.exact_block_masks and estimator.block is not None
-    ):  # masks the lowest numbers of a block, by the block's fraction
+    if objective.exact_block_masks and estimator.block is not None:
+        # The lowest numbers of a block are masked, as many as the block's fraction says.
         fraction_BL = _masked_fractions(masked, labels != IGNORE_INDEX, estimator.block)
     uniforms = Uniforms(level=half_B, token=number_BL, cut=half_B + 0.5, cut_length=half_B, block=fraction_BL)
     noisy = _first_rows(objective.noise(tokens, uniforms, labels, None if bool(real.all()) else real), len(rows))

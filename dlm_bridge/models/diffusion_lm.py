@@ -3,6 +3,9 @@
 Strict loading, the family's attention mask, the diffusion loss, `generate` and exact saving.
 """
 
+# mypy: disable-error-code="attr-defined, misc"
+# A mixin: `self` has the attributes of the body that it is placed before.
+
 from __future__ import annotations
 
 import shutil
@@ -23,6 +26,8 @@ from transformers.utils.hub import cached_file
 from dlm_bridge.attention_mask import block_causal_mask, mask_for_implementation, position_ids_from_padding
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.objectives.loss import diffusion_loss, weighted_loss
+from dlm_bridge.objectives.registry import family_objective
 
 if TYPE_CHECKING:
     from dlm_bridge.generation.config import DiffusionGenerationConfig
@@ -49,7 +54,7 @@ def register_hub_names(
 class DiffusionLM:
     """Mixin placed before a transformers `...ForCausalLM` body.
 
-    Its `generate` and its loss are the only imports of higher layers here (generation, objectives); both are lazy.
+    `generate` is of a higher layer (dlm_bridge.generation), which is imported only when it is used.
     """
 
     family: ClassVar[FamilySpec]
@@ -70,22 +75,22 @@ class DiffusionLM:
         kwargs["output_loading_info"] = True
         # transformers renders mismatches as a long report; loading past them lets one line name the tensor.
         kwargs["ignore_mismatched_sizes"] = True
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         _assert_all_loaded(info, pretrained_model_name_or_path)
         return (model, info) if wants_info else model
 
     def post_init(self) -> None:
         """As in transformers. Also makes attention layers non-causal, and lets the embedding's padding row train: in
         most families that token is the end of text."""
-        self.get_input_embeddings().padding_idx = None  # type: ignore[attr-defined]
+        self.get_input_embeddings().padding_idx = None
         if self.family.attention_pattern != "causal":
-            for module in self.modules():  # type: ignore[attr-defined]
+            for module in self.modules():
                 if getattr(module, "is_causal", False):
                     module.is_causal = False
-        body = getattr(self, self.base_model_prefix, None)  # type: ignore[attr-defined]
+        body = getattr(self, self.base_model_prefix, None)
         if body is not None and not body._forward_pre_hooks:
             body.register_forward_pre_hook(_reject_loss_weights, with_kwargs=True)
-        super().post_init()  # type: ignore[misc]
+        super().post_init()
 
     @can_return_tuple
     def forward(
@@ -142,7 +147,7 @@ class DiffusionLM:
         if tokens is None:
             raise DlmBridgeError("pass input_ids or inputs_embeds")
         mask, positions = self._mask_and_positions(tokens, attention_mask, position_ids)
-        outputs = self.model(  # type: ignore[attr-defined]
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=mask,
             position_ids=positions,
@@ -153,11 +158,9 @@ class DiffusionLM:
         hidden, kept = outputs.last_hidden_state, logits_to_keep
         if isinstance(kept, torch.Tensor):  # a device map may have put the last layer elsewhere
             kept = kept.to(hidden.device)
-        logits = self.lm_head(slice_logits_to_keep(hidden, kept))  # type: ignore[attr-defined]
+        logits = self.lm_head(slice_logits_to_keep(hidden, kept))
         loss = None
         if labels is not None and loss_weights is not None:
-            from dlm_bridge.objectives.loss import weighted_loss
-
             loss = weighted_loss(logits, labels, loss_weights, logits_to_keep, num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -175,19 +178,17 @@ class DiffusionLM:
         own = attention_mask is not None and attention_mask.dim() == 4
         if not own and self.family.attention_pattern == "block_causal":
             if position_ids is None and attention_mask is not None:
-                position_ids = position_ids_from_padding(
-                    attention_mask
-                )  # blocks are counted from a row's first real token
+                position_ids = position_ids_from_padding(attention_mask)  # blocks start at a row's first real token
             elif position_ids is None:
                 position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            attention_mask = block_causal_mask(position_ids, self.config.block_size, attention_mask)  # type: ignore[attr-defined]
+            attention_mask = block_causal_mask(position_ids, self.config.block_size, attention_mask)
             own = True
         if self.family.attention_pattern == "causal" and attention_mask is None and position_ids is not None:
             # Without one transformers takes positions that do not count up for several packed sequences.
             attention_mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         if own and attention_mask is not None:
-            implementation = self.config._attn_implementation  # type: ignore[attr-defined]
-            attention_mask = mask_for_implementation(attention_mask, implementation, self.dtype)  # type: ignore[attr-defined]
+            implementation = self.config._attn_implementation
+            attention_mask = mask_for_implementation(attention_mask, implementation, self.dtype)
         return attention_mask, position_ids
 
     def _diffusion_loss(
@@ -200,9 +201,6 @@ class DiffusionLM:
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """The family's own training loss over clean `input_ids`."""
-        from dlm_bridge.objectives.loss import diffusion_loss
-        from dlm_bridge.objectives.registry import family_objective
-
         if generator is None:
             raise DlmBridgeError(
                 f"{type(self).__name__} is a diffusion model: its loss needs noise. Pass "
@@ -252,9 +250,9 @@ class DiffusionLM:
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers, under the Hub's tensor names and keys; the files that `auto_map` names come along, as
         data, so that tools that run the original remote code load the result too."""
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
-            copy_remote_code(self.config, Path(save_directory))  # type: ignore[attr-defined]
+            copy_remote_code(self.config, Path(save_directory))
 
 
 def _reject_loss_weights(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

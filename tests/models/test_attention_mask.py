@@ -1,4 +1,4 @@
-"""Visibility says the same as the dense masks, in a few numbers a position."""
+"""Mask descriptors agree with the dense masks."""
 
 import pytest
 import torch
