@@ -39,7 +39,7 @@ class DiffusionCollator:
 
     The noise of a sample with a `sample_index` is keyed by (seed, that index) alone: give every visit of a sample its
     own. Otherwise it is keyed by the seed, the process, the loader's worker and how many batches that has collated, so
-    that a run repeats; one that is resumed begins its noise anew. A `generator` (only without workers) takes precedence.
+    that a run repeats; a resumed one draws new noise. A `generator` (only without workers) takes precedence.
     """
 
     objective: Objective

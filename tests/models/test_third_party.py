@@ -24,6 +24,10 @@ version = "1.0"
 [tool.setuptools]
 packages = ["acme_dlm"]
 
+[project.entry-points."dlm_bridge.objectives"]
+acme_masked = "acme_dlm.objective:AcmeMasked"
+masked = "acme_dlm.objective:AcmeMasked"
+
 [project.entry-points."dlm_bridge.families"]
 acme = "acme_dlm.acme:SPEC"
 taken = "acme_dlm.taken:SPEC"
@@ -70,6 +74,22 @@ class AcmeConfig(HubConfig, Qwen2Config):
 class AcmeLM(DiffusionLM, Qwen2ForCausalLM):
     config_class = AcmeConfig
     family = SPEC
+''',
+    "acme_dlm/objective.py": '''
+"""Masked diffusion for Acme, with half the weight."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dlm_bridge.objectives.single_stream import MaskedDiffusion
+
+
+@dataclass(frozen=True)
+class AcmeMasked(MaskedDiffusion):
+    families: ClassVar[tuple[str, ...]] = ("acme",)
+
+    def loss_sum(self, logits_MV, noisy):
+        return super().loss_sum(logits_MV, noisy) / 2
 ''',
     "acme_dlm/taken.py": """
 from dataclasses import replace
@@ -154,3 +174,23 @@ def test_what_cannot_be_registered_is_named_and_left_out(installed: dict[str, st
     assert len(warnings) == 2
     for words in (("acme-dlm", "absent"), ("taken", "llada")):
         assert any(all(word in line for word in words) for line in warnings), warnings
+
+
+def test_the_objective_of_the_package_trains_its_family(installed: dict[str, str], tmp_path: Path) -> None:
+    hub = write_hub_folder(tmp_path / "hub", CONFIG, standard_tensors(CONFIG, 0, qkv_bias=True))
+    command = [sys.executable, "-m", "dlm_bridge.cli", "pretrain", "--model", str(hub), "--data", "mock"]
+    command += ["--steps", "1", "--seq-length", "8", "--global-batch-size", "2", "--eval-interval", "0"]
+    ran = subprocess.run(
+        [*command, "--objective", "acme_masked", "--output", str(tmp_path / "run")],
+        env=installed, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "'masked' of dlm_bridge.objectives is taken" in ran.stderr
+    assert (tmp_path / "run/checkpoints/step-0000001").is_dir()
+    assert "name: acme_masked" in (tmp_path / "run/config.yaml").read_text()
+    unknown = subprocess.run(
+        [*command, "--objective", "acme", "--output", str(tmp_path / "other")],
+        env=installed, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert unknown.returncode == 2
+    assert "acme_masked" in unknown.stderr

@@ -88,7 +88,7 @@ def test_folders_globs_and_order(tmp_path: Path) -> None:
     [
         ("a.jsonl", b'{"text": "ok"}\n\n{"body": 1}\n', "a.jsonl, line 3: no 'text' field with text (it has 'body')"),
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1: no 'text' field with text"),
-        ("a.jsonl", b"[1]\n", "a.jsonl, line 1: no 'text' field with text (not an object)"),
+        ("a.jsonl", b"[1]\n", "a.jsonl, line 1: not JSON"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
         ("a.txt", b"good \xff bad", "a.txt: not UTF-8 text (byte 5)"),
         ("a.parquet", b"PAR1 but not really", "a.parquet: not a parquet file"),

@@ -224,7 +224,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         return dict(zip(values, row.tolist(), strict=True))
 
     def _reference_model(self) -> Any:
-        """A copy of the starting model; None without a KL term, and with a new adapter, whose base is the reference."""
+        """A copy of the starting model; None without a KL term, and where it is the base of a new adapter."""
         if self.config.rl.kl_weight == 0 or self.config.model.lora_rank:
             return None
         reference = load_model(self.config)
