@@ -69,7 +69,7 @@ def _checks(root: Path, said: dict[str, str], ranks: int, engine: bool) -> Itera
         flight = ("wedlm-WeDLMDiffusion-packed", "wedlm-WeDLMDiffusion-plain")
         yield "micro_batches_in_flight", partial(other, "micro_batches_in_flight", *flight)
     if not engine:
-        refused = ("gqa-MaskedDiffusion-plain", "window-NextToken-plain", "sdar-BlockDiffusion-plain")
+        refused = ("gqa-MaskedDiffusion-plain", "window-NextTokenPrediction-plain", "sdar-BlockDiffusion-plain")
         yield "refusals", partial(other, "what_cannot_be_is_refused", *refused)
         yield "ignored", partial(other, "what_would_be_ignored_is_refused", "gqa-MaskedDiffusion-packed")
 

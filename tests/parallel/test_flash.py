@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has FlashAttention 4, which takes all heads, and a platform that computes there."""
-    monkeypatch.setattr("dlm_bridge.parallel.core_attention._missing", lambda: None)
+    monkeypatch.setattr("dlm_bridge.parallel.core_attention._flash_missing", lambda: None)
     monkeypatch.setattr(flash_attention, "unsupported_heads", lambda *_: None)
     monkeypatch.setattr(flash_attention, "kernels", lambda: (standin.forward, standin.backward))
 
