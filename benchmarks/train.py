@@ -32,7 +32,7 @@ import torch.distributed as dist
 from rich.console import Console
 from step_profile import profile
 
-from dlm_bridge.models import initialisation
+from dlm_bridge.convert.checkpoints import in_memory
 from dlm_bridge.models.initialisation import Constant
 from dlm_bridge.train.config import TrainConfig
 
@@ -117,7 +117,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def main() -> None:
     arguments = parse()
     # Values do not matter for speed: drawn on the GPU, which takes seconds where a CPU takes minutes.
-    initialisation.initialise = draw
+    in_memory.initialise = draw
     with tempfile.TemporaryDirectory() as folder:
         config = run_config(arguments, Path(folder))
         row: dict[str, Any] = {"model": arguments.model, "precision": arguments.precision, "layout": layout(arguments)}

@@ -178,7 +178,7 @@ def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]
             assert before is not None
             rows.append(before())
             if arguments.profile:
-                profile(lambda: trainer.step(arguments.warmup + arguments.steps + 1, False))
+                profile(lambda: trainer.start_step(arguments.warmup + arguments.steps + 1, False)[0]())
     measured = rows[arguments.warmup :]
     speeds = [row.tokens_per_s_per_device for row in measured]
     found = {
