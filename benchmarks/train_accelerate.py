@@ -178,7 +178,7 @@ def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]
             assert before is not None
             rows.append(before())
             if arguments.profile:
-                profile(lambda: trainer.start_step(arguments.warmup + arguments.steps + 1, False)[0]())
+                profile(lambda: take_step(trainer, arguments.warmup + arguments.steps + 1))
     measured = rows[arguments.warmup :]
     speeds = [row.tokens_per_s_per_device for row in measured]
     found = {
@@ -188,6 +188,11 @@ def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]
     }
     mfu = measured[0].mfu
     return found | ({} if mfu is None else {"mfu": round(mfu / speeds[0] * statistics.median(speeds), 4)})
+
+
+def take_step(trainer: Any, number: int) -> Any:
+    figures, _ = trainer.start_step(number, False)
+    return figures()
 
 
 def assemble(config: Any) -> Any:

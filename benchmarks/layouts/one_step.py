@@ -48,6 +48,7 @@ from benchmarks.layouts import host_transport
 from benchmarks.layouts.cells import BATCH, EXPERTS, MICRO, ON_CPU, ON_GPU, Cell, Layout, Task, model_config
 from benchmarks.layouts.tables import PATIENCE_S, CellTable
 from dlm_bridge.errors import DlmBridgeError, one_line
+from tests.groups import make_way
 
 RATE = 1e4  # how far a step moves a weight, in units of its gradient
 LIMIT_S = 150  # of one cell, compilation included
@@ -262,14 +263,12 @@ class Bench:
         """The loss of the engine's first step and all weights after it, fp32 on the CPU, by Hub name."""
         from rich.console import Console
 
-        from dlm_bridge.parallel import groups
         from dlm_bridge.parallel.handover import stream_hf_weights
         from dlm_bridge.train.data.loader import Prefetcher
         from dlm_bridge.train.megatron.engine import assemble
 
         config = self.config(task, precision, flags)
-        if dist.is_initialized() and not groups.fit(config.parallel.layout, config.parallel.context):
-            groups.destroy()
+        make_way(config.parallel.layout, config.parallel.context)
         trainer = assemble(config, Console(quiet=True))
         try:
             if precision == EXACT:

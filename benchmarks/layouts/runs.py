@@ -41,6 +41,7 @@ from benchmarks.layouts.cells import Task
 from benchmarks.layouts.one_step import LAUNCHER, Bench
 from benchmarks.layouts.tables import RunLog, RunResult
 from dlm_bridge.errors import DlmBridgeError, one_line
+from tests.groups import make_way
 
 STEPS, SAVED = 8, 4
 SAME = 1e-6  # relative, of losses that nothing but a checkpoint lies between
@@ -334,11 +335,9 @@ class Runs:
                 dist.destroy_process_group(trainer.processes.cpu_group)
 
     def _leave(self, config: Any) -> None:
-        from dlm_bridge.parallel import groups
 
         self.barrier()
-        if not groups.fit(config.parallel.layout, config.parallel.context):
-            groups.destroy()
+        make_way(config.parallel.layout, config.parallel.context)
 
     def _config(self, name: str, task: Task, precision: str, **flags: Any) -> Any:
         usual: dict[str, Any] = {

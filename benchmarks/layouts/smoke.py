@@ -22,6 +22,7 @@ from benchmarks.layouts.one_step import LAUNCHER, Bench
 from benchmarks.layouts.tables import conditions
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError, one_line
+from tests.groups import make_way
 
 Check = Callable[[], tuple[float, float, str]]  # how far apart, how far it may be, and more
 MASKED, PACKED, EXPERTS = Task("llada", "masked"), Task("llada", "masked", True), Task("llada_moe", "masked")
@@ -294,8 +295,7 @@ class Live:
         from dlm_bridge.train.megatron.mcore_config import DTYPES, transformer_overrides
         from dlm_bridge.train.setup import make_objective, with_objective
 
-        if dist.is_initialized() and not groups.fit(Layout()):
-            groups.destroy()
+        make_way(Layout())
         config = bench.config(task, precision, {})
         source = open_megatron_source(config, None)
         config = with_objective(config, source.model)

@@ -21,6 +21,7 @@ from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_hf_weights
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import live_tensors
+from tests.groups import make_way
 from tests.interop import engine
 from tests.interop.cases import LAYOUTS, SEED, Files, models
 
@@ -30,8 +31,7 @@ TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
 def _build(files: Files, model: str, layout: str, **overrides: Any) -> tuple[Bridge, list[Any]]:
     """Groups of the same layout are kept, as they are when a run builds a second model."""
-    if not groups.fit(LAYOUTS[layout]):
-        groups.destroy()
+    make_way(LAYOUTS[layout])
     bridge = Bridge.from_hf(files.hub(model), family=models()[model].family)
     return bridge, build_megatron_model(bridge.checkpoint, LAYOUTS[layout], **overrides)
 

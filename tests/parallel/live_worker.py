@@ -32,14 +32,14 @@ from dlm_bridge.parallel.gpt import model_inputs
 from dlm_bridge.parallel.mcore_patches.modules import patch_output_layer
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import live_tensors, load
+from tests.groups import make_way
 from tests.interop.cases import models
 from tests.parallel.live_cases import CASES, ROWS, SAMPLES, TERMS, Case, Files, noisy_batch
 from tests.processes import work
 
 
 def _build(files: Files, case: Case, **overrides: Any) -> tuple[Bridge, list[Any]]:
-    if not groups.fit(case.layout):
-        groups.destroy()
+    make_way(case.layout)
     bridge = Bridge.from_hf(files.hub(case.model))
     chunks = build_megatron_model(bridge.checkpoint, case.layout, **case.overrides, **overrides)
     for chunk in chunks:

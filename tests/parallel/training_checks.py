@@ -16,6 +16,7 @@ from dlm_bridge.mapping.dtypes import parse_dtype
 from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.mcore_patches.fused_step import DistributedShards
+from tests.groups import make_way
 from tests.parallel.training_cases import ALONE, BALANCED, FULL, GLOBALLY_BALANCED, LAYOUTS, LOSS_SCALE, STEPS, Files
 from tests.parallel.training_loop import Setup, Trainer
 
@@ -216,8 +217,7 @@ def continues_alone(files: Files, sharding: str) -> None:
 
 
 def _trainer(files: Files, model: str, setup: Setup) -> Trainer:
-    if dist.is_initialized() and not groups.fit(setup.layout):
-        groups.destroy()
+    make_way(setup.layout)
     return Trainer(Bridge.from_hf(files.hub(model)), setup)
 
 

@@ -33,6 +33,7 @@ from dlm_bridge.train.megatron import engine
 from dlm_bridge.train.megatron import trainer as trainer_module
 from dlm_bridge.train.megatron.checkpoints import CheckpointManager
 from dlm_bridge.train.metrics import read_rows
+from tests.groups import make_way
 from tests.train.conftest import read_metrics
 from tests.train.megatron_cases import Cell, Files, refusal
 
@@ -304,12 +305,12 @@ def _fit_groups(options: dict[str, Any]) -> None:
     """Make way for another layout than the groups that are there."""
     if not dist.is_initialized():
         return
-    with contextlib.suppress(DlmBridgeError):
+    try:
         config = TrainConfig.from_flags(**options)
-        if parallel_state.model_parallel_is_initialized():
-            groups._check_groups(config.parallel.layout, ContextParallelConfig(config.parallel.cp))
-            return
-    groups.destroy()
+    except DlmBridgeError:
+        groups.destroy()
+    else:
+        make_way(config.parallel.layout, ContextParallelConfig(config.parallel.cp))
 
 
 def _assert_same_rows(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
