@@ -230,8 +230,8 @@ def _first_rows(noisy: NoisyBatch, rows: int) -> NoisyBatch:
         return noisy
     counts = dict.fromkeys(("input_ids", "attention_mask", "position_ids", "mask", "counted", "pairs"), rows)
     counts |= dict.fromkeys(("targets", "weights", "terms"), int(noisy.mask[:rows].sum()))
-    values = {name: getattr(noisy, name) for name in counts}
-    first = {name: None if value is None else value[: counts[name]] for name, value in values.items()}
+    values: dict[str, Any] = {name: getattr(noisy, name) for name in counts}
+    first: dict[str, Any] = {name: None if value is None else value[: counts[name]] for name, value in values.items()}
     descriptor = None if noisy.mask_descriptor is None else MaskDescriptor(noisy.mask_descriptor.codes[:rows])
     return dataclasses.replace(noisy, mask_descriptor=descriptor, **first)
 
