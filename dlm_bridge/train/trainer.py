@@ -26,9 +26,8 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.base import Objective, divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
-from dlm_bridge.objectives.loss import divisors
 from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
 from dlm_bridge.train.adaptation import anneal_mask, at_step, with_block_size
 from dlm_bridge.train.config import TrainConfig

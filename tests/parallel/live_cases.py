@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dlm_bridge import Layout
+from dlm_bridge.objectives.base import divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
-from dlm_bridge.objectives.loss import divisors
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from tests.interop.cases import models

@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import load_file
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.base import mean_loss
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.objectives.loss import mean_loss
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import ShiftedDiffusion

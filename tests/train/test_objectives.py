@@ -13,8 +13,8 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.families import families, family_by_name
+from dlm_bridge.objectives.base import diffusion_loss
 from dlm_bridge.objectives.batches import IGNORE_INDEX
-from dlm_bridge.objectives.loss import diffusion_loss
 from dlm_bridge.objectives.noise import Purpose, Uniforms, keyed_generator
 from dlm_bridge.objectives.registry import OBJECTIVES, build_objective, check_objective
 from dlm_bridge.objectives.single_stream import MaskedDiffusion

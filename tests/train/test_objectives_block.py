@@ -13,8 +13,8 @@ import torch
 
 from dlm_bridge.attention_mask import StreamPattern
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.base import mean_loss
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
-from dlm_bridge.objectives.loss import mean_loss
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import MaskedDiffusion

@@ -18,8 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.modeling_a2d import A2DQwen3Config, A2DQwen3LMHeadModel
+from dlm_bridge.objectives.base import divisors
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.objectives.loss import divisors
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from dlm_bridge.train.accelerate.attention import sdpa_with_repeated_kv

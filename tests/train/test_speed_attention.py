@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.objectives.loss import divisors
+from dlm_bridge.objectives.base import divisors
 from dlm_bridge.parallel.fused import flash_attention
 from dlm_bridge.train.accelerate import trainer
 from dlm_bridge.train.accelerate.attention import attention_kernels, flash_attention_kernels, uses_flash_attention
