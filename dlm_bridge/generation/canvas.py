@@ -473,8 +473,8 @@ class Canvas:
         return output_BS
 
     def committed(self, stop: int) -> tuple[torch.Tensor, list[int]]:
-        """A snapshot [B, P + gen_length] with padding behind the rows' ends, and the number of leading columns that are
-        committed in each row, of those that the output will have. Only canvas columns before `stop` count."""
+        """A snapshot [B, P + gen_length] with padding behind the rows' ends, and the number of leading columns of the
+        output that are committed in each row. Only canvas columns before `stop` count."""
         tokens_BS = self.snapshot()
         closed_BS = tokens_BS != self.mask_token_id
         closed_BS[:, : self.prompt_width] |= self._given

@@ -1,9 +1,9 @@
 """Triton kernels: attention over the KV cache, best token and token probability. Imports Triton.
 
 Attention: a query group is one matrix, whose rows are the queries of all heads that share keys, so that keys and
-values are read once from the cache. New keys and values are attended to where they come from and written to the cache in the
-same pass: no program reads what another writes. Where there are fewer groups than multiprocessors, several programs
-share a group's columns and a second kernel merges their partial results (flash-decoding,
+values are read once from the cache. New keys and values are attended to where they come from and written to the cache
+in the same pass: no program reads what another writes. Where there are fewer groups than multiprocessors, several
+programs share a group's columns and a second kernel merges their partial results (flash-decoding,
 https://pytorch.org/blog/flash-decoding).
 
 Vocabulary reductions: the logits are read once and one number is written per position, where PyTorch writes

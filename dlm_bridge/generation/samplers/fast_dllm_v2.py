@@ -10,7 +10,7 @@
 
 A prompt of exactly one block counts as context, too (there it is lost).
 
-Source: `generate` of Fast-dLLM v2's modeling code, NVlabs/Fast-dLLM 24cc59e; the cache "dual" is its `use_block_cache`.
+Source: `generate` of Fast-dLLM v2's modeling code, NVlabs/Fast-dLLM 24cc59e, where "dual" is `use_block_cache`.
 """
 
 from __future__ import annotations
