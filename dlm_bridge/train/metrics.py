@@ -93,12 +93,12 @@ class MetricsFile:
 
     def append(self, row: StepMetrics) -> None:
         line = row.to_json()
-        self._file.write(line + "\n")  # one write of one buffer, then flushed: a reader sees whole lines
+        self._file.write(line + "\n")  # one write of one buffer, then flushed: a reader sees complete lines
         self._file.flush()
         self.rows.append(json.loads(line))
 
     def sync(self) -> None:
-        """Force the rows to the disk, before a checkpoint that says they exist."""
+        """Flush the rows to the disk, before a checkpoint of the same step."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -107,7 +107,7 @@ class MetricsFile:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a metrics file; a last line that a killed writer tore is left out."""
+    """The complete rows of a metrics file; a last line that a killed run left torn is excluded."""
     if not path.exists():
         return []
     rows = []

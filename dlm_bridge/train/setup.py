@@ -192,7 +192,7 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
 
 def check_data(config: TrainConfig, load: bool = True) -> DataSources:
     """What `--data` names; `load` as for `find_data`. Raises DlmBridgeError where it names nothing, a blend is not
-    W PATH W PATH ..., or a Megatron pair is damaged or shorter than a block: what can be told without a model."""
+    W PATH W PATH ..., or a Megatron pair is damaged or shorter than a block: the checks that need no model."""
     found = find_data(config.data.paths, load)
     found.check(config.data.seq_length)
     if config.task == "sft":

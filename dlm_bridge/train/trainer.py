@@ -62,7 +62,7 @@ class TrainingLoop(abc.ABC):
     @property
     @abc.abstractmethod
     def main(self) -> bool:
-        """Whether this process writes and shows what all of them share."""
+        """Whether this process writes metrics and checkpoints and shows the progress."""
 
     @abc.abstractmethod
     def start_step(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
@@ -100,7 +100,7 @@ class TrainingLoop(abc.ABC):
         samples = None
         if config.logging.sample_interval:
             samples = TextSamples(config, self.tokenizer, self.output, step, self.main)
-            if step == 0:  # to compare with, and a prompt that cannot be sampled ends the run before it began
+            if step == 0:  # for comparison; a prompt that cannot be sampled ends the run here
                 self.sample(samples, 0)
         limit = config.schedule.exit_duration
         deadline = math.inf if limit is None else time.monotonic() + 60 * limit
@@ -285,8 +285,8 @@ class Trainer(TrainingLoop):
 
     def _global_divisors(self, normaliser_K: torch.Tensor, want_stop: bool) -> tuple[torch.Tensor, bool]:
         """The divisors of the global batch's loss, and whether any process wants to stop."""
-        told = torch.tensor([float(want_stop)], dtype=torch.float64)
-        summed = self.sum_on_cpu(torch.cat([self.counted_once(normaliser_K), told]))
+        stop_votes = torch.tensor([float(want_stop)], dtype=torch.float64)
+        summed = self.sum_on_cpu(torch.cat([self.counted_once(normaliser_K), stop_votes]))
         return divisors(summed[:-1]), bool(summed[-1] > 0)
 
     def counted_once(self, normaliser_K: torch.Tensor) -> torch.Tensor:
@@ -441,8 +441,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     if config.schedule.name == "constant":
         return config.optimizer.lr
     progress = min(1.0, (step - config.schedule.warmup_steps) / (config.schedule.steps - config.schedule.warmup_steps))
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule.name == "cosine" else 1 - progress
-    return config.schedule.min_lr + (config.optimizer.lr - config.schedule.min_lr) * share
+    decay = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule.name == "cosine" else 1 - progress
+    return config.schedule.min_lr + (config.optimizer.lr - config.schedule.min_lr) * decay
 
 
 def check_finite(step: int, parameters: Iterable[torch.Tensor]) -> None:

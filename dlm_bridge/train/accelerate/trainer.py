@@ -235,7 +235,7 @@ class AccelerateTrainer(Trainer):
     def _loss(
         self, model: Any, batch: NoisyBatch, positions: LossPositions, divisors_K: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a micro-batch, a scalar, and its terms [K], divided by those of the whole global batch."""
+        """The loss of a micro-batch, a scalar, and its terms [K], divided by `divisors_K` of the global batch."""
         batch, positions = batch.to(self.device), normalised_positions(positions, divisors_K, self.device)
         mask = batch.model_mask()
         if not self.objective.masks and mask is not None and mask.dim() == 4:  # of transformers' own classes

@@ -122,7 +122,7 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
         optimizer = build_optimizer(wrapped, config)
         connect_schedule(wrapped, optimizer)
 
-    # fp32 main params begin with what the source stores, not with the params' rounding of it.
+    # fp32 main params start from the stored weights, not from the params' rounding of them.
     if checkpoint is None and dtype != torch.float32:
         load_main_params(wrapped, optimizer, source.bridge.checkpoint)
 
@@ -169,7 +169,7 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
 
 def checkpoint_sets_all_weights(config: TrainConfig) -> bool:
     """Whether a resume sets every weight, and every main param, from the checkpoint alone: where neither FSDP's
-    buffers nor the optimizer inside megatron-core's nor weights in FP8 begin with what the model was built with."""
+    buffers nor the optimizer inside megatron-core's nor FP8 weights are initialised from the model's own."""
     inside = optimizer_config(config).use_precision_aware_optimizer
     return config.parallel.fsdp is None and not config.precision.fp8_params and not inside
 

@@ -76,7 +76,7 @@ def rewrite_extra_states(state: Mapping[str, Any], config: Any) -> dict[str, Any
 
 
 def read_delayed_scaling(data: bytes) -> DelayedScalingState | None:
-    """What a module's extra state says; None where it is of a recipe that keeps nothing.
+    """The scaling state in a module's extra state; None where its recipe keeps none.
 
     Raises DlmBridgeError where the pickle asks for anything else, or is damaged.
     """
@@ -162,7 +162,7 @@ def _storage_size(pid: Any) -> int:
 
 def _storage(data: Any) -> torch.Tensor:
     """[N] fp32 of a storage in torch.save's format before the archives: pickles one after the other, then the
-    values. Read here because torch's own reader makes room for as many values as the pickle says."""
+    values. Read here because torch's own reader allocates as many values as the pickle claims."""
     parts, position = [], 0
     for _ in range(5):
         part, length = _load(data[position:])
@@ -178,7 +178,7 @@ def _storage(data: Any) -> torch.Tensor:
 
 
 def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *_: Any) -> torch.Tensor:
-    """A tensor of its own of what a tensor's pickle says."""
+    """The tensor that a pickle describes, with memory of its own."""
     numbers = (start, *shape, *stride)
     if not isinstance(storage, torch.Tensor) or not all(type(number) is int and number >= 0 for number in numbers):
         raise pickle.UnpicklingError("not the pickle of a tensor")

@@ -1,8 +1,8 @@
 """Megatron FSDP's own checkpoints, `fsdp_dtensor`: each rank writes the rows that it holds, by parameter.
 
-Names and boxes are those that Megatron-LM gives them: `model.module.decoder.layers.0...`, a SwiGLU's halves apart as
-`weight_w` and `weight_v`, experts by their global number. What differs is that no rank has to tell another what it
-holds, and that the optimizer's step is one number. Weights are the optimizer's, fp32 where the model's are not.
+Names and boxes are Megatron-LM's: `model.module.decoder.layers.0...`, the gate and up matrices of a SwiGLU as
+`weight_w` and `weight_v`, experts by their global number. Unlike there, no rank communicates which rows it holds, and
+the optimizer's step is one number. The saved weights are the optimizer's fp32 main params.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ _GATED_MLP = re.compile(r"\.mlp\.(experts\.(local_experts\.\d+\.)?|shared_expert
 
 
 def save(
-    folder: Path, step: int, values: dict[str, Any], chunk: Any, optimizer: Any, carried: training_state.MTPShard
+    folder: Path, step: int, values: dict[str, Any], chunk: Any, optimizer: Any, mtp: training_state.MTPShard
 ) -> None:
-    """Write the iteration `step` into `folder`. Every process calls it, with its share of what is carried along."""
+    """Write the iteration `step` into `folder`. Every process calls it, with its part `mtp` of the layers that are not
+    trained."""
     run = {**values, "tp": parallel_state.get_tensor_model_parallel_world_size(), **_optimizer_counters(optimizer)}
     kept = {
         MODEL + param.megatron_name: TensorBox(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
-        for param, tensor in carried.items()
+        for param, tensor in mtp.items()
     }
     numbers = {"iteration": step, "checkpoint_version": 3.0, RUN: json.dumps(run)}
     state = {**_local_boxes(chunk, optimizer), **kept, **_scaling(chunk), **numbers}
@@ -54,7 +55,7 @@ def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
     reader = dcp.FileSystemReader(str(folder))
     run = _read_run(reader)
     del run["tp"]
-    init_optimizer_state(optimizer)  # what is loaded has to be there
+    init_optimizer_state(optimizer)  # what is loaded has to exist
     state = _local_boxes(chunk, optimizer)
     dcp.load(state, storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False))
     _set_optimizer_counters(optimizer, run)
@@ -65,8 +66,8 @@ def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_size(folder: Path, tp: int) -> None:
-    """Raise DlmBridgeError where an iteration was saved with another tensor parallel size, by which its tensors are
-    cut."""
+    """Raise DlmBridgeError where an iteration was saved with another tensor parallel size, which shards its
+    tensors."""
     if (own := _read_run(dcp.FileSystemReader(str(folder)))["tp"]) != tp:
         raise DlmBridgeError(
             f"{folder}: Megatron FSDP's checkpoints are resumed at their own --tp only, which is {own} and not {tp}: "
@@ -78,7 +79,7 @@ def _read_run(reader: dcp.FileSystemReader) -> dict[str, Any]:
     """Our own values, and what the optimizer counts; each process reads them for itself."""
     state: dict[str, Any] = {RUN: ""}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: each process reads for itself
         dcp.load(state, storage_reader=reader, no_dist=True)
     found: dict[str, Any] = json.loads(state[RUN])
     return found
@@ -86,7 +87,7 @@ def _read_run(reader: dcp.FileSystemReader) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A box of a global tensor, which torch's checkpoint writer and reader know by these methods."""
+    """A box of a global tensor, with the methods that torch's checkpoint writer and reader call."""
 
     tensor: torch.Tensor
     offsets: tuple[int, ...]
@@ -109,8 +110,8 @@ class TensorBox:
 
 
 def tensor_boxes(part: FSDPShard, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, TensorBox]]:
-    """What a rank's rows `tensor` of a parameter are on disk: one box, or where gate and up lie one after the other a
-    box of each, because tensor parallel ranks share them apart."""
+    """A rank's rows `tensor` of a parameter as boxes on disk: one, or one each of gate and up, which lie one after the
+    other in a tensor parallel rank's part."""
     assert len(tensor) == part.rows, (name, tensor.shape, part)
     if not part.rows:
         return
@@ -184,7 +185,7 @@ def _scaled(chunk: Any) -> dict[str, Any]:
 
 
 def _scaling_key(name: str) -> str:
-    """The key of a module's state; experts' say which of the expert parallel ranks has them."""
+    """The key of a module's state; those of experts name the expert parallel rank."""
     if ".experts." not in name:
         return MODEL + name
     rank = parallel_state.get_expert_model_parallel_rank()

@@ -198,7 +198,7 @@ class MegatronTrainer(Trainer):
         return totals
 
     def sample(self, samples: TextSamples, step: int) -> None:
-        """Sample on the main process, which holds the whole model for it; the others send their weights."""
+        """Sample on the main process, with an unsharded copy of the model; the others send their weights."""
         bridge = self.source.bridge
         with self.gathered_weights():
             if self.main:

@@ -6,7 +6,7 @@ What is counted is the same for all parameters; it lies in param groups, which d
 they are of sharded experts.
 
 Multi-token prediction (MTP) layers are not trained: every checkpoint of a run keeps them as they were. Each rank holds
-a part of them on the CPU, from the start, because what a run began with may be gone when it saves.
+a part of them on the CPU, from the start, because the source of the run may be gone when it saves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase, ShardedTensor
 from dlm_bridge.parallel.mcore_patches.optimizers import offloads, parts_of
 
-# Whole Megatron tensors of one layer (and expert), in the dtype that they came in.
+# Unsharded Megatron tensors of one layer (and expert), in their stored dtype.
 MTPShard = dict[ParamMapping, torch.Tensor]
 OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # in a checkpoint; in what is requested of it
 _EXPERT_GROUP = "is_expert_parallel"
