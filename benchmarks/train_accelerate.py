@@ -142,7 +142,7 @@ def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]
     from dlm_bridge.train.config import TrainConfig
 
     if arguments.gqa == "native":
-        attention.sdpa_with_repeated_kv = contextlib.nullcontext
+        attention.replace_sdpa = lambda _: contextlib.nullcontext()
     if arguments.attention == "flash":
         attention.KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = str(not arguments.keep).lower()
@@ -199,15 +199,14 @@ def assemble(config: Any) -> Any:
     """The engine's trainer, with weights that are drawn on the GPU, which takes seconds where a CPU takes minutes."""
     from dlm_bridge.train.accelerate import trainer as engine
     from dlm_bridge.train.loading import empty_model
-    from dlm_bridge.train.setup import load_data, make_objective, with_objective
+    from dlm_bridge.train.setup import load_data, resolve_objective
 
     accelerator = engine._accelerator(config)
     model = empty_model(config)
     if MAIN or not config.parallel.shards:  # others get their parts of it
         model.to_empty(device=accelerator.device)
         initialise(model)
-    config = with_objective(config, model)
-    objective = make_objective(config, model)
+    config, objective = resolve_objective(config, model)
     with accelerator.main_process_first():
         data = load_data(config, model, objective.mask_token_id)
     return engine.AccelerateTrainer(config, accelerator, model, None, objective, data, Console(quiet=True))

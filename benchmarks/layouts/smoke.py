@@ -293,14 +293,13 @@ class Live:
         from dlm_bridge.parallel.parallelize import build_megatron_model
         from dlm_bridge.train.loading import open_megatron_source
         from dlm_bridge.train.megatron.mcore_config import DTYPES, transformer_overrides
-        from dlm_bridge.train.setup import make_objective, with_objective
+        from dlm_bridge.train.setup import resolve_objective
 
         make_way(Layout())
         config = bench.config(task, precision, {})
         source = open_megatron_source(config, None)
-        config = with_objective(config, source.model)
+        config, self.objective = resolve_objective(config, source.model)
         self.bridge = source.bridge
-        self.objective = make_objective(config, source.model)
         groups.initialize(Layout())
         overrides = transformer_overrides(config, self.bridge, self.objective)
         # Without a wrapper for data parallelism there is no buffer to accumulate into.

@@ -12,7 +12,6 @@ from typing import Any
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.plan import MemoryPlan, PlannedModel, memory_plan, open_model
 from dlm_bridge.plan.run import run_of
-from dlm_bridge.train.adaptation import scheduled_block_size
 from dlm_bridge.train.checkpoints import find_checkpoints
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.documents import check_tokenizer
@@ -20,7 +19,7 @@ from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_toke
 from dlm_bridge.train.data.sources import DataSources
 from dlm_bridge.train.loading import check_exists, check_quantization, empty_model, load_tokenizer
 from dlm_bridge.train.lora import with_lora
-from dlm_bridge.train.setup import check_data, check_output, check_same_model, make_objective, with_objective
+from dlm_bridge.train.setup import check_data, check_output, check_same_model, resolve_objective
 
 MAIN_PARAMS = "the accelerate engine's fp32 weights are counted in optim, their 16-bit copies in weights"
 ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own store more"
@@ -105,10 +104,8 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     found = check_data(config, load=False)
     on_hub = not Path(config.model.path).is_dir()
     model = _model(config, None if config.model.adapts else checkpoint, on_hub)
-    config = with_lora(with_objective(config, model), model)
-    if (size := scheduled_block_size(config, step + 1)) is not None:
-        model.config.block_size = size
-    objective = make_objective(config, model)
+    config, objective = resolve_objective(config, model, step)
+    config = with_lora(config, model)
     _check_tokens(config, found, model, objective.mask_token_id if objective.masks else None)
     memory, notes = _memory(config, gpus, checkpoint)
     groups = _parallel_groups(config, gpus)

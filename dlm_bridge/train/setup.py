@@ -166,28 +166,17 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     return config
 
 
-def make_objective(config: TrainConfig, model: Any) -> Objective:
-    """The objective of a configuration that `with_objective` has resolved. Raises DlmBridgeError for a model's config
-    that lacks what it needs."""
-    name = str(config.objective.name)
-    token = mask_token_id(model) if find_objective(name).kind.masks else -1
-    return build_objective(
-        name,
-        token,
-        config.objective.length_variation,
-        model.config,
-        config.objective.loss_weighting,
-        config.objective.loss_normalisation,
-    )
-
-
 def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[TrainConfig, Objective]:
-    """The configuration with its objective resolved (`with_objective`), and that objective, for the step after `step`.
-    The model's config gets the block size of `--block-schedule`, which a model that starts with one need not have."""
+    """The configuration `with_objective`, and that objective, for the step after `step`. The model's config gets the
+    block size of `--block-schedule`, which a model that starts with one need not have. Raises DlmBridgeError."""
     config = with_objective(config, model)
     if (size := scheduled_block_size(config, step + 1)) is not None:
         model.config.block_size = size
-    return config, make_objective(config, model)
+    options = config.objective
+    name = str(options.name)
+    token = mask_token_id(model) if find_objective(name).kind.masks else -1
+    weighting, normalisation = options.loss_weighting, options.loss_normalisation
+    return config, build_objective(name, token, options.length_variation, model.config, weighting, normalisation)
 
 
 def check_data(config: TrainConfig, load: bool = True) -> DataSources:

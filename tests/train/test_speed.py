@@ -22,7 +22,7 @@ from dlm_bridge.objectives.base import divisors
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
-from dlm_bridge.train.accelerate.attention import sdpa_with_repeated_kv
+from dlm_bridge.train.accelerate.attention import replace_sdpa, sdpa_repeated_kv_forward
 from dlm_bridge.train.accelerate.transforms import (
     HalfPrecisionParams,
     LossHead,
@@ -189,7 +189,7 @@ def test_repeated_heads_give_the_attention_of_groups(causal: bool, monkeypatch: 
             layer.self_attn.is_causal = causal
     shares = divisors(batch.normaliser)
     wanted = _gradients(plain, _plain_loss(plain, batch, shares))
-    with sdpa_with_repeated_kv():
+    with replace_sdpa(sdpa_repeated_kv_forward):
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not usual
         _same(_gradients(repeated, _plain_loss(repeated, batch, shares)), wanted, 1e-5)
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))

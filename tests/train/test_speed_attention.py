@@ -15,7 +15,12 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import divisors
 from dlm_bridge.parallel.fused import flash_attention
 from dlm_bridge.train.accelerate import trainer
-from dlm_bridge.train.accelerate.attention import attention_kernels, flash_attention_kernels, uses_flash_attention
+from dlm_bridge.train.accelerate.attention import (
+    attention_kernels,
+    flash_attention_forward,
+    replace_sdpa,
+    uses_flash_attention,
+)
 from dlm_bridge.train.accelerate.transforms import compile_layers
 from tests.kernels import standin
 from tests.train.conftest import Run
@@ -53,7 +58,7 @@ def test_a_model_computes_what_it_computed_without(
             layer.self_attn.is_causal = causal
     shares = divisors(batch.normaliser)
     wanted = _gradients(plain, _plain_loss(plain, batch, shares))
-    with flash_attention_kernels():
+    with replace_sdpa(flash_attention_forward):
         _same(_gradients(model, _plain_loss(model, batch, shares)), wanted, 1e-5)
         assert len(calls) == 3
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
@@ -72,7 +77,7 @@ def test_a_call_under_a_mask_is_sdpas(calls: list[int]) -> None:
     mask = torch.ones_like(batch.input_ids)
     mask[:, -3:] = 0
     wanted = model(input_ids=batch.input_ids, attention_mask=mask).logits
-    with flash_attention_kernels():
+    with replace_sdpa(flash_attention_forward):
         torch.testing.assert_close(model(input_ids=batch.input_ids, attention_mask=mask).logits, wanted)
     assert not calls
 
@@ -119,7 +124,7 @@ def test_a_run_with_it_is_the_run(tmp_path: Path, run: Run, calls: list[int], mo
     plain = run(tmp_path / "plain", steps=2, length_variation=0.0)
     assert not calls
     monkeypatch.setattr(trainer, "uses_flash_attention", lambda *_: True)
-    monkeypatch.setattr(trainer, "attention_kernels", lambda *_: flash_attention_kernels())
+    monkeypatch.setattr(trainer, "attention_kernels", lambda *_: replace_sdpa(flash_attention_forward))
     found = run(tmp_path / "flash", steps=2, length_variation=0.0, attention_backend="flash")
     assert calls
     for key in ("loss", "grad_norm"):

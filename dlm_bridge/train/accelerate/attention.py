@@ -66,27 +66,15 @@ def attention_kernels(device: torch.device, masked: bool, compiled: bool, flash:
     if device.type != "cuda" or masked:
         yield
         return
-    replaced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if flash:
-        replaced = flash_attention_kernels()
-    elif compiled:
-        replaced = sdpa_with_repeated_kv()
+    function = flash_attention_forward if flash else sdpa_repeated_kv_forward if compiled else None
+    replaced = contextlib.nullcontext() if function is None else replace_sdpa(function)
     with sdpa_kernel(KERNELS, set_priority=True), replaced:
         yield
 
 
-def flash_attention_kernels() -> contextlib.AbstractContextManager[None]:
-    """transformers' models with "sdpa" attention call `flash_attention_forward`."""
-    return _replace_sdpa(flash_attention_forward)
-
-
-def sdpa_with_repeated_kv() -> contextlib.AbstractContextManager[None]:
-    """transformers' models with "sdpa" attention call `sdpa_repeated_kv_forward`."""
-    return _replace_sdpa(sdpa_repeated_kv_forward)
-
-
 @contextlib.contextmanager
-def _replace_sdpa(function: Callable[..., Any]) -> Iterator[None]:
+def replace_sdpa(function: Callable[..., Any]) -> Iterator[None]:
+    """Let transformers' models with "sdpa" attention call `function`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]

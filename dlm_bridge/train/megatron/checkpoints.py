@@ -178,13 +178,10 @@ class CheckpointManager:
         if self.queue is not None:
             self.queue.maybe_finalize_async_calls(blocking=True)
 
+    @fp8_state.weights_only_loading()
     def load(self, folder: Path) -> dict[str, Any]:
         """Set weights and optimizer to those of an iteration of any layout, and return our own values. Raises
         DlmBridgeError for a damaged checkpoint and for one of another model."""
-        with fp8_state.weights_only_loading():
-            return self._load(folder)
-
-    def _load(self, folder: Path) -> dict[str, Any]:
         chunks = list(zip(_chunk_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True))
         with _named_load_errors(folder):
             if self.fsdp:

@@ -172,8 +172,8 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
     parallel, sharded = config.parallel, _is_sharded(config)
     settings: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
-        # FSDP with unsharded gradients on each rank: megatron-core 0.16.1 adds what it has summed in the meantime to the
-        # rank's own (`GradReducePipeline._bucket_group_gradient_reduce`), whereas the sum at the end replaces it.
+        # FSDP with unsharded gradients on each rank: megatron-core 0.16.1 adds what it has summed in the meantime to
+        # the rank's own (`GradReducePipeline._bucket_group_gradient_reduce`), whereas the sum at the end replaces it.
         "overlap_grad_reduce": parallel.overlap_communication and parallel.fsdp != "optim",
         "overlap_param_gather": parallel.overlap_communication and sharded,
         "use_distributed_optimizer": sharded,
