@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
@@ -23,11 +23,21 @@ from dlm_bridge.objectives.two_streams import (
 )
 from dlm_bridge.plugins import load_entry_points
 
-if TYPE_CHECKING:
-    from dlm_bridge.models.family_spec import FamilySpec
-
 ENTRY_POINTS = "dlm_bridge.objectives"
 logger = logging.getLogger(__name__)
+
+
+class ModelFamily(Protocol):
+    """What objectives ask of a model's family."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def attention_pattern(self) -> str: ...
+    @property
+    def shift(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class ObjectiveSpec:
     kind: type[Objective]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def fits(self, family: FamilySpec) -> bool:
+    def fits(self, family: ModelFamily) -> bool:
         kind = self.kind
         if kind.families and family.name not in kind.families:
             return False
@@ -82,7 +92,7 @@ def find_objective(name: str, where: str = "--objective") -> ObjectiveSpec:
     return objectives()[name]
 
 
-def check_objective(name: str, family: FamilySpec, where: str) -> None:
+def check_objective(name: str, family: ModelFamily, where: str) -> None:
     """Raise DlmBridgeError, in one line that begins with `where`, unless `name` is an objective for models of
     `family`: with another attention pattern or shift they would be sampled differently than trained."""
     if not find_objective(name, where).fits(family):
