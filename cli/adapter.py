@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli import convert, convert_views
+from dlm_bridge.cli import convert
 
 Base = Annotated[
     str, typer.Option(metavar="MODEL", help="The adapter's base: Hub folder, Hub id or Megatron checkpoint.")
@@ -112,7 +112,7 @@ def export(
     with convert.progress_bar("merging") as progress:
         options = Options(parse_dtype(dtype), workers, overwrite, progress=progress)
         report = write_hub(MergedCheckpoint(opened, adapter), output, options)
-    convert_views.show_report(report.as_dict(), as_json)
+    convert.show_report(report.as_dict(), as_json)
 
 
 def _show(report: dict[str, Any], as_json: bool) -> None:

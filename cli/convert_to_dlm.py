@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dlm_bridge.cli import convert, convert_views
+from dlm_bridge.cli import convert
 
 
 def register(app: typer.Typer) -> None:
@@ -59,4 +59,4 @@ def convert_to_dlm(
             dry_run=dry_run,
             progress=progress,
         )
-    convert_views.show_report(report.as_dict(), as_json)
+    convert.show_report(report.as_dict(), as_json)

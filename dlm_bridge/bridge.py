@@ -13,7 +13,6 @@ from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints import open_megatron
 from dlm_bridge.convert.checkpoints.huggingface import open_hub
 from dlm_bridge.convert.checkpoints.in_memory import InitialCheckpoint, LiveCheckpoint
-from dlm_bridge.convert.formats.rank_names import parse_key_style
 from dlm_bridge.convert.planning import ConversionReport, MegatronFormat, Options
 from dlm_bridge.convert.transfer import write_hub, write_megatron
 from dlm_bridge.convert.workers import Progress
@@ -121,7 +120,7 @@ class Bridge:
         are named by `key_style` te, te-sequential or local; `run_config` adds Megatron Bridge's run_config.yaml.
         An optimizer's state in the source goes with the weights, or is refused, unless `weights_only`. `workers` are
         threads, of each of `processes` forked processes."""
-        megatron = MegatronFormat(format, parse_key_style(key_style), run_config, weights_only)
+        megatron = MegatronFormat(format, key_style, run_config, weights_only)
         options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress, resume, megatron, processes)
         return write_megatron(self.checkpoint, Path(output), layout or Layout(), options, vocab_multiple)
 

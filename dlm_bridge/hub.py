@@ -6,15 +6,10 @@ import json
 import os
 import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError, one_line
-
-if TYPE_CHECKING:
-    pass
-
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
@@ -48,14 +43,22 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
 def read_config(path: Path) -> dict[str, Any]:
     """config.json's dict. Raises DlmBridgeError."""
     try:
-        config = json.loads(path.read_text("utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         raise DlmBridgeError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises FileNotFoundError, and DlmBridgeError for a file that is anything else."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise DlmBridgeError(f"{path}: is not valid JSON: {one_line(error)}") from None
-    if not isinstance(config, dict):
+    if not isinstance(value, dict):
         raise DlmBridgeError(f"{path}: is not a JSON object")
-    return config
+    return value
 
 
 def with_dtype(text: str, dtype: str) -> str:
@@ -100,13 +103,3 @@ def inside(folder: Path, name: str) -> Path:
 
 
 CONFIG_FILE = "config.json"
-
-
-@dataclass(frozen=True)
-class Derived:
-    """One key of the derived config: its value, and the setting (or the assumption) that it follows from."""
-
-    key: str
-    value: Any
-    origin: str
-    assumed: bool = False

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
-from dlm_bridge.convert.formats.rank_names import KeyStyle
 from dlm_bridge.convert.formats.safetensors_file import ShardRecord
 from dlm_bridge.convert.manifest import Manifest, read_manifest
 from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
@@ -376,7 +375,7 @@ class OutputRequest:
     layout: Layout
     dtypes: dict[str, torch.dtype]
     iteration: int
-    key_style: KeyStyle
+    key_style: str
     state: OptimizerState | None = None
 
 

@@ -23,7 +23,7 @@ from dlm_bridge.convert.formats.safetensors_file import ShardRecord
 from dlm_bridge.convert.streaming import bytes_digest, digest, file_digest
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import CONFIG_FILE, HUB_ID, read_config
+from dlm_bridge.hub import CONFIG_FILE, HUB_ID, read_config, read_json
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, cast, dtype_name
 
 MANIFEST = "dlm_bridge.json"
@@ -100,13 +100,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a checkpoint folder, None where it has none. Raises DlmBridgeError for a broken one."""
     path = folder / MANIFEST
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = read_json(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)}") from None
-    if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
-        found = data.get("format_version") if isinstance(data, dict) else None
+    if data.get("format_version") != FORMAT_VERSION:
+        found = data.get("format_version")
         raise DlmBridgeError(f"{path}: format version {found!r}, this dlm-bridge reads {FORMAT_VERSION}")
     try:
         return _parse(data)

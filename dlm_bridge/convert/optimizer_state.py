@@ -119,13 +119,6 @@ def stored_keys(param: ParamMapping) -> list[tuple[str, tuple[tuple[int, int], .
     return list(reversed(found.items()))
 
 
-def dropped_note(training_state: Sequence[str]) -> list[str]:
-    """What a report says of a training state that does not go with the weights."""
-    if not any(map(is_optimizer_key, training_state)):
-        return []
-    return [f"weights only: {len(training_state)} tensors and objects of training state are not carried over"]
-
-
 def find_optimizer_state(
     reader: ChunkedReader, where: str, params: Sequence[ParamMapping], padded: Sequence[ParamMapping]
 ) -> OptimizerState:

@@ -15,9 +15,9 @@ import torch
 from dlm_bridge.convert.atomic import check_output
 from dlm_bridge.convert.checkpoint import Checkpoint, OutputRequest, PlannedOutput, TensorSpec, spec_bytes
 from dlm_bridge.convert.checkpoints import KINDS
-from dlm_bridge.convert.formats.rank_names import KeyStyle
+from dlm_bridge.convert.formats.rank_names import KEY_STYLES
 from dlm_bridge.convert.formats.safetensors_file import ShardPlan
-from dlm_bridge.convert.optimizer_state import OptimizerState, dropped_note
+from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
 from dlm_bridge.convert.run_settings import VOCAB_DIVISIBLE_BY
 from dlm_bridge.convert.side_files import check_shard_map, shard_plans
 from dlm_bridge.convert.streaming import BAND
@@ -70,13 +70,15 @@ class MegatronFormat:
     """What `--format`, `--key-style`, `--run-config` and `--weights-only` ask for."""
 
     name: str = "torch_dist"
-    key_style: KeyStyle = "te"  # the legacy format's
+    key_style: str = "te"  # the legacy format's
     run_config: bool = False  # write Megatron Bridge's run_config.yaml as well
     weights_only: bool = False  # leave an optimizer's state out
 
     def __post_init__(self) -> None:
         if self.name not in FORMATS:
             raise DlmBridgeError(f"--format {self.name}: choose one of {', '.join(FORMATS)}")
+        if self.key_style not in KEY_STYLES:
+            raise DlmBridgeError(f"--key-style {self.key_style}: choose one of {', '.join(KEY_STYLES)}")
         if self.key_style != "te" and self.name != "torch":
             raise DlmBridgeError(f"--key-style {self.key_style} is the legacy format's: add --format torch")
 
@@ -171,7 +173,7 @@ def plan_megatron(
     report.files = {f"{iteration}/{file}": size for file, size in sorted(target.files.items())}
     report.bytes = sum(target.files.values())
     report.notes += notes + _widened(source.params, specs, dtypes)
-    report.notes += dropped_note(source.training_state()) if state is None else [state.note]
+    report.notes += _dropped_note(source) if state is None else [state.note]
     shards = source.hub.shards
     if shards:
         check_shard_map(source.where, shards, source.hub_names())
@@ -192,10 +194,18 @@ def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int
     report = _report("export", source, output, specs, options)
     report.files = {plan.file: plan.nbytes for plan in plans}
     report.bytes = sum(report.files.values())
-    report.notes += notes + dropped_note(source.training_state())
+    report.notes += notes + _dropped_note(source)
     sizes = [task_bytes(param, source, specs, specs[param.hub_names[0]][0]) for param in source.params]
     _tell_cost(report, sizes, options)
     return HubPlan(report, specs, plans)
+
+
+def _dropped_note(source: Checkpoint) -> list[str]:
+    """What a report says of a training state that does not go with the weights."""
+    state = source.training_state()
+    if not any(map(is_optimizer_key, state)):
+        return []
+    return [f"weights only: {len(state)} tensors and objects of training state are not carried over"]
 
 
 def _tell_cost(report: ConversionReport, sizes: Sequence[int], options: Options) -> None:

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 import yaml
 
-from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.formats.rank_names import KeyStyle
+from dlm_bridge.convert.checkpoint import Checkpoint, Derived
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import Derived
 from dlm_bridge.mapping.dtypes import dtype_name, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
@@ -312,7 +310,7 @@ def write_run_config(
 
 
 def megatron_args(
-    source: Checkpoint, params: Sequence[ParamMapping], layout: Layout, dtype: torch.dtype, style: KeyStyle
+    source: Checkpoint, params: Sequence[ParamMapping], layout: Layout, dtype: torch.dtype, style: str
 ) -> dict[str, Any]:
     """Megatron-LM's arguments for this model and layout, by its names. Those of a model that megatron-core cannot
     compute are its sizes only."""

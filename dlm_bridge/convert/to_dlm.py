@@ -17,7 +17,7 @@ from dlm_bridge.convert.planning import ConversionReport, Options
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.convert.workers import Progress
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import CONFIG_FILE, inside
+from dlm_bridge.hub import CONFIG_FILE, inside, read_json
 from dlm_bridge.mapping.rules import Vocabulary
 from dlm_bridge.models.families import family_by_name
 from dlm_bridge.models.family_spec import FamilySpec
@@ -95,9 +95,9 @@ class _Converted(ByNameCheckpoint):
         self._source, self._token, self._seed = source, token, seed
         texts = dict(token.files)
         config = _config(source, target, token)
-        texts[CONFIG_FILE] = _json_text(config)
+        texts[CONFIG_FILE] = _json_bytes(config)
         if GENERATION in source.hub.files:
-            texts[GENERATION] = _json_text(_generation(source.folder / GENERATION))
+            texts[GENERATION] = _json_bytes(_generation(source.folder / GENERATION))
         # The rotary frequencies that the first Llama checkpoints store are no diffusion model's.
         self._left = {name for name, entry in source.passthrough.items() if not entry.in_model}
         shards = [
@@ -160,17 +160,7 @@ def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict
 
 def _generation(path: Path) -> dict[str, Any]:
     """Only the token ids: how to sample is the diffusion family's own."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        raise DlmBridgeError(f"{path}: is not valid JSON") from None
-    if not isinstance(found, dict):
-        raise DlmBridgeError(f"{path}: is not a JSON object")
-    return {key: value for key, value in found.items() if key.endswith("_token_id")}
-
-
-def _json_text(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return {key: value for key, value in read_json(path).items() if key.endswith("_token_id")}
 
 
 DEFAULT = "<|mask|>"
@@ -254,13 +244,7 @@ def _other_files(folder: Path, config: dict[str, Any], text: str, number: int) -
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not (folder / name).is_file():
         return {}
-    try:
-        value = json.loads(inside(folder, name).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DlmBridgeError(f"{folder / name}: is not valid JSON: {one_line(error)}") from None
-    if not isinstance(value, dict):
-        raise DlmBridgeError(f"{folder / name}: is not a JSON object")
-    return value
+    return read_json(inside(folder, name))
 
 
 def _token_text(token: Any) -> str | None:

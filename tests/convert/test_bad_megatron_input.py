@@ -287,7 +287,7 @@ def test_damaged_files(tmp_path: Path, checkpoint: Path) -> None:
     replaced("latest_checkpointed_iteration.txt", b"5", r"names iteration 5, but .*iter_0000005 does not exist")
     replaced("latest_checkpointed_iteration.txt", b"../..", r"neither an iteration's number nor 'release'")
     replaced("latest_checkpointed_iteration.txt", None, r"is not a Megatron checkpoint: it has no latest_")
-    replaced("dlm_bridge.json", b"{", r"dlm_bridge\.json: cannot be read")
+    replaced("dlm_bridge.json", b"{", r"dlm_bridge\.json: is not valid JSON")
     replaced("dlm_bridge.json", b'{"format_version": 99}', r"format version 99, this dlm-bridge reads 1")
     replaced("dlm_bridge.json", b'{"format_version": 1}', r"is not a dlm-bridge manifest")
     replaced("hf/config.json", None, r"hf/config\.json is missing")

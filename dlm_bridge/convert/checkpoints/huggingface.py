@@ -49,6 +49,8 @@ class HubCheckpoint(ByNameCheckpoint):
     """
 
     format = "huggingface"
+    folder: Path
+    root: Path
 
     def __init__(
         self,

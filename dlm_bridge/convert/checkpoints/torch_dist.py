@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, read
 from dlm_bridge.convert.formats.torch_dist_writer import BACKEND_FILE, TorchDistWriter, plan_torch_dist
 from dlm_bridge.convert.formats.unpickler import Inert, read_torch_file, read_torch_item
 from dlm_bridge.convert.optimizer_state import COMMON_STATE, OptimizerState, find_optimizer_state, is_optimizer_key
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import read_json
 from dlm_bridge.mapping.rules import ParamMapping
 
 
@@ -73,15 +73,13 @@ class TorchDistReader(ChunkedReader):
 def _check_backend(folder: Path) -> None:
     path = folder / BACKEND_FILE
     try:
-        backend = json.loads(path.read_text("utf-8"))
+        backend = read_json(path)
     except FileNotFoundError:
         raise DlmBridgeError(
             f"{folder} is not a torch_dist checkpoint: it has no {BACKEND_FILE}, nor are its tensors named as "
             "Megatron FSDP does (model.module.decoder...)"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DlmBridgeError(f"{path}: is not valid JSON: {one_line(error)}") from None
-    name = backend.get("sharded_backend") if isinstance(backend, dict) else None
+    name = backend.get("sharded_backend")
     if name != "torch_dist" or backend.get("sharded_backend_version") != 1:
         raise DlmBridgeError(f"{path}: sharded backend {name!r} is not supported, only torch_dist version 1")
 

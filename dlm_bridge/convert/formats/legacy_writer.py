@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
-from dlm_bridge.convert.formats.rank_names import KeyStyle, extra_state_of, rank_name
+from dlm_bridge.convert.formats.rank_names import extra_state_of, rank_name
 from dlm_bridge.convert.formats.unpickler import ArchiveRecord, read_records
 from dlm_bridge.convert.streaming import (
     Bands,
@@ -74,7 +74,7 @@ def plan_legacy(
     layout: Layout,
     dtypes: dict[str, torch.dtype],
     args: dict[str, Any],
-    style: KeyStyle,
+    style: str,
     iteration: int,
 ) -> LegacyPlan:
     """Lay out the files of the layout's ranks. `dtypes` goes by `Link.megatron_key`; the vocabulary's rows are padded
@@ -216,7 +216,7 @@ def _local_layers(layout: Layout, layers: int) -> dict[int, tuple[int, int, int]
 
 
 def _names(
-    param: ParamMapping, layout: Layout, local: dict[int, tuple[int, int, int]], style: KeyStyle
+    param: ParamMapping, layout: Layout, local: dict[int, tuple[int, int, int]], style: str
 ) -> list[tuple[int, int, str]]:
     """(stage, chunk, name there) of every place that has a parameter: the embedding is on the last stage too where the
     output layer shares it or multi-token prediction needs it."""

@@ -8,12 +8,8 @@ spec has a module for it (`input_layernorm.weight`). Experts are grouped (`exper
 from __future__ import annotations
 
 import re
-from typing import Literal
 
-from dlm_bridge.errors import DlmBridgeError
-
-KeyStyle = Literal["te", "te-sequential", "local"]
-KEY_STYLES: tuple[KeyStyle, ...] = ("te", "te-sequential", "local")
+KEY_STYLES = ("te", "te-sequential", "local")
 
 LAYER_OF = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"experts\.experts\.\{expert\}\.(linear_fc[12])\.(weight|bias)$")
@@ -31,20 +27,12 @@ _LINEAR = {
 _TE_NORMS = {"q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm", "input_layernorm", "enorm", "hnorm"}
 
 
-def parse_key_style(text: str) -> KeyStyle:
-    """The style that `--key-style` names. Raises DlmBridgeError."""
-    for style in KEY_STYLES:
-        if text == style:
-            return style
-    raise DlmBridgeError(f"--key-style {text}: choose one of {', '.join(KEY_STYLES)}")
-
-
 def rank_names(template: str, layer: int | None, expert: int | None, mtp: int | None = None) -> tuple[str, ...]:
     """Every name that a rank may have for a mapping's Megatron tensor, with the layer and expert numbers given."""
     return tuple(dict.fromkeys(rank_name(template, layer, expert, style, mtp) for style in KEY_STYLES))
 
 
-def rank_name(template: str, layer: int | None, expert: int | None, style: KeyStyle, mtp: int | None = None) -> str:
+def rank_name(template: str, layer: int | None, expert: int | None, style: str, mtp: int | None = None) -> str:
     """The name in one style. `template` is `Rule.megatron`; `layer` and `expert` count within the rank."""
     if _EXPERT.search(template):
         grouped = r"experts.\1.\2{expert}" if style == "te" else r"experts.local_experts.{expert}.\1.\2"
@@ -55,7 +43,7 @@ def rank_name(template: str, layer: int | None, expert: int | None, style: KeySt
     return template.format(layer=layer, expert=expert, mtp=mtp)
 
 
-def extra_state_of(name: str, style: KeyStyle) -> str | None:
+def extra_state_of(name: str, style: str) -> str | None:
     """The module's `_extra_state` that goes with a weight's name, None where the module has none. A None under it is
     what a module without FP8 history saves."""
     module, _, last = name.rpartition(".")

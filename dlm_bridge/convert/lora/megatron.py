@@ -43,6 +43,7 @@ from dlm_bridge.convert.optimizer_state import is_training_state
 from dlm_bridge.convert.side_files import HUB_FOLDER, copy_files, list_side_files
 from dlm_bridge.convert.streaming import digest, tensor_bands
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
+from dlm_bridge.hub import read_json
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, FusedQKV, GatedMLP, ParamMapping, Rule
@@ -277,11 +278,9 @@ def _facts(
 
 def _manifest(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = read_json(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)}") from None
     wanted = {
         "rank": int,
         "alpha": float,
@@ -290,7 +289,7 @@ def _manifest(path: Path) -> dict[str, Any] | None:
         "adapter_config": dict,
         "dtype": str,
     }
-    if not isinstance(value, dict) or value.get("format_version") != _VERSION:
+    if value.get("format_version") != _VERSION:
         raise DlmBridgeError(f"{path}: is not an adapter's manifest of version {_VERSION}")
     for key, kind in wanted.items():
         if not isinstance(value.get(key), kind):
