@@ -14,7 +14,7 @@ from tests.generation import published_samplers as published
 from tests.generation.published_samplers import Logits, bidirectional, block_causal
 from tests.generation.scripted import Scripted
 from tests.generation.standin import MASK, StandIn, family, ragged
-from tests.generation.test_observer import Watcher
+from tests.generation.test_callbacks import Watcher
 from tests.generation.test_samplers import CASES, build
 
 FILLING = [name for name, (facts, _, _) in CASES.items() if SAMPLERS[facts.sampler["algorithm"]].infills]

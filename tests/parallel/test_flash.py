@@ -11,7 +11,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.fused import flash_attention
-from tests.kernels import standin
+from tests.parallel import flash_standin as standin
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,

@@ -22,9 +22,9 @@ from dlm_bridge.train.accelerate.attention import (
     uses_flash_attention,
 )
 from dlm_bridge.train.accelerate.transforms import compile_layers
-from tests.kernels import standin
+from tests.parallel import flash_standin as standin
 from tests.train.conftest import Run
-from tests.train.test_speed import _batch, _gradients, _model, _plain_loss, _same
+from tests.train.test_transforms import _batch, _gradients, _model, _plain_loss, _same
 
 CUDA = torch.device("cuda")
 
