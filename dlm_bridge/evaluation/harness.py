@@ -19,8 +19,7 @@ from lm_eval.tasks import TaskManager
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import first_token, windows
-from dlm_bridge.generation.config import merge_names
-from dlm_bridge.generation.settings import SAMPLING_ONLY, resolve_settings
+from dlm_bridge.generation.settings import SAMPLING_ONLY, merge_names, resolve_settings
 from dlm_bridge.generation.texts import seeds_of, write_texts
 from dlm_bridge.loading import LoadedModel
 

@@ -28,6 +28,11 @@ packages = ["acme_dlm"]
 acme_masked = "acme_dlm.objective:AcmeMasked"
 masked = "acme_dlm.objective:AcmeMasked"
 
+[project.entry-points."dlm_bridge.samplers"]
+acme_order = "acme_dlm.sampler:AcmeOrder"
+taken = "acme_dlm.sampler:Taken"
+absent = "acme_dlm.absent:Sampler"
+
 [project.entry-points."dlm_bridge.families"]
 acme = "acme_dlm.acme:SPEC"
 taken = "acme_dlm.taken:SPEC"
@@ -91,6 +96,39 @@ class AcmeMasked(MaskedDiffusion):
     def loss_sum(self, logits_MV, noisy):
         return super().loss_sum(logits_MV, noisy) / 2
 ''',
+    "acme_dlm/sampler.py": '''
+"""Acme's sampler, from right to left."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dlm_bridge.generation import BlockLayout, CommitRule, Sampler, SamplerSpec, parameter
+
+
+class RightToLeft(CommitRule):
+    def begin(self, masks, noise):
+        return [[1] * count for count in masks]
+
+    def select(self, step):
+        return step.masked & (step.masked.flip(1).cumsum(1).flip(1) == 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcmeOrder(Sampler):
+    name: ClassVar[str] = "acme_order"
+    attention_patterns: ClassVar[tuple[str, ...]] = ("bidirectional",)
+    acme_width: int = parameter(8, minimum=1)
+
+    def spec(self, tokens):
+        return SamplerSpec(BlockLayout(self.acme_width), RightToLeft(), self.sampling())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken(AcmeOrder):
+    name: ClassVar[str] = "llada"
+''',
     "acme_dlm/taken.py": """
 from dataclasses import replace
 
@@ -131,6 +169,9 @@ assert type(model).__module__ == "acme_dlm.modeling_acme", type(model)
 ids = torch.arange(12)[None]
 tokens = model.generate(ids, gen_length=8, steps=4, block_length=8, eos_token_id=None)
 assert tokens.shape == (1, 20) and not (tokens == 99).any()
+ordered = dict(algorithm="acme_order", gen_length=4, acme_width=4, eos_token_id=None)
+result = model.generate(ids, **ordered, return_dict_in_generate=True, output_history=True)
+assert [step.committed[0].nonzero().item() for step in result.history] == [15, 14, 13, 12]
 changed = ids.clone()
 changed[0, -1] = 50
 with torch.no_grad():
@@ -164,6 +205,8 @@ def test_checkpoints_of_the_family_load_sample_and_convert(installed: dict[str, 
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
+    assert any("acme-dlm" in line and "dlm_bridge.samplers" in line for line in ran.stderr.splitlines())
+    assert any("entry point taken" in line and "'llada'" in line for line in ran.stderr.splitlines())
 
 
 def test_what_cannot_be_registered_is_named_and_left_out(installed: dict[str, str]) -> None:

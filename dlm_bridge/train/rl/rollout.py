@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.generation.callbacks import DenoisingStep
-from dlm_bridge.generation.config import eos_token_ids
+from dlm_bridge.generation.settings import eos_token_ids
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences
 from dlm_bridge.train.rl.reward_worker import RewardScores, RewardWorkers
