@@ -136,20 +136,22 @@ def _shards_are_megatron_cores(trainer: Trainer) -> None:
         shards = DistributedShards(part)
         assert shards.hold()
         assert shards.give_gradients() == (part.grad_scaler is None)
-        given = {master: master.grad for group in part.optimizer.param_groups for master in group["params"]}
-        for master in given:
-            master.grad = None
+        given = {main: main.grad for group in part.optimizer.param_groups for main in group["params"]}
+        for main in given:
+            main.grad = None
         part._copy_model_grads_to_main_grads()
-        for master, gradient in given.items():
-            assert part.grad_scaler or gradient.data_ptr() == master.grad.data_ptr()
-            assert part.grad_scaler or torch.equal(gradient, master.grad)
-        for master, half in shards.halves.items():
-            assert torch.equal(half, master.to(half.dtype))
-            half.add_(1)
-        moved = [half.clone() for half in shards.halves.values()]
+        for main, gradient in given.items():
+            assert part.grad_scaler or gradient.data_ptr() == main.grad.data_ptr()
+            assert part.grad_scaler or torch.equal(gradient, main.grad)
+        for main, param in shards.model_params.items():
+            assert torch.equal(param, main.to(param.dtype))
+            param.add_(1)
+        moved = [param.clone() for param in shards.model_params.values()]
         part._copy_main_params_to_model_params()  # writes where the shards are
-        assert all(not torch.equal(half, other) for half, other in zip(shards.halves.values(), moved, strict=True))
-        assert all(torch.equal(half, master.to(half.dtype)) for master, half in shards.halves.items())
+        assert all(
+            not torch.equal(param, other) for param, other in zip(shards.model_params.values(), moved, strict=True)
+        )
+        assert all(torch.equal(param, main.to(param.dtype)) for main, param in shards.model_params.items())
         part.buffers[0].buckets[0].grad_data = part.buffers[0].buckets[0].grad_data.clone()
         assert not shards.hold()
 
