@@ -93,7 +93,7 @@ def export(
     Example: dlm-bridge adapter export run merged --merge
     """
     from dlm_bridge.convert.checkpoints import open_checkpoint
-    from dlm_bridge.convert.lora.convert import MergedCheckpoint, export_adapter, named_base, open_adapter
+    from dlm_bridge.convert.lora import MergedCheckpoint, export_adapter, named_base, open_adapter
     from dlm_bridge.convert.planning import Options
     from dlm_bridge.convert.transfer import write_hub
     from dlm_bridge.errors import DlmBridgeError

@@ -17,7 +17,6 @@ import torch
 
 from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.checkpoints import open_checkpoint, open_megatron
-from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
@@ -39,7 +38,7 @@ def check_alone(path: PathLike) -> None:
     """Raise DlmBridgeError unless a checkpoint's logits can be computed in two ways: it is a Megatron checkpoint, and
     megatron-core is installed and supports its model."""
     bridge = Bridge(open_checkpoint(path))
-    if not isinstance(bridge.checkpoint, MegatronCheckpoint):
+    if bridge.checkpoint.iteration is None:
         raise DlmBridgeError(
             f"{path}: --logits of one checkpoint compares megatron-core with transformers, so it must be a Megatron "
             f"one: name a second checkpoint"
@@ -105,7 +104,7 @@ def _open(path: PathLike, other: PathLike | None, notes: list[str]) -> _Computed
         if other is None:
             raise
         bridge = Bridge(open_megatron(path, like=other))
-    if not isinstance(bridge.checkpoint, MegatronCheckpoint):
+    if bridge.checkpoint.iteration is None:
         return _Computed(bridge, TRANSFORMERS)
     if reason := unsupported_reason(bridge):
         notes.append(f"{path}: its logits are {TRANSFORMERS}', not {MEGATRON}'s: {reason}")

@@ -451,7 +451,7 @@ class Mapping:
 
 @lru_cache(maxsize=1024)
 def _hub_rows(rule: Rule, dims: Dims) -> tuple[tuple[tuple[int, int], ...], ...] | None:
-    """`Link.hub_rows`: the same for all layers and experts."""
+    """`ParamMapping.hub_rows`: the same for all layers and experts."""
     import torch
 
     shape = rule.megatron_shape(dims)

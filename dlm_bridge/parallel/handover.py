@@ -169,7 +169,7 @@ class _Gather:
         return whole
 
     def _from_tensor_parallel(self, param: ParamMapping, shard: torch.Tensor, whole: torch.Tensor) -> None:
-        """The inverse of `Link.shard`: each rank's ranges go back to their places, padding rows to none."""
+        """The inverse of `ParamMapping.shard`: each rank's ranges go back to their places, padding rows to none."""
         axis = param.rule.tp_axis
         if axis is None:
             whole.copy_(shard)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dlm_bridge import Layout
 from dlm_bridge.convert.checkpoints import open_checkpoint
-from dlm_bridge.convert.lora.convert import export_adapter, open_adapter
+from dlm_bridge.convert.lora import export_adapter, open_adapter
 from dlm_bridge.convert.lora.megatron import write_megatron_adapter
 from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftAdapter
 from tests.convert.helpers import hub_tensors

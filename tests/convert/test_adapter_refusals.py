@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.checkpoints import open_checkpoint
-from dlm_bridge.convert.lora.convert import open_adapter
+from dlm_bridge.convert.lora import open_adapter
 from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests.checkpoints import standard_tensors, write_hub_folder
 from tests.convert.adapters import (

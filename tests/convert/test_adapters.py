@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.checkpoints import open_checkpoint
-from dlm_bridge.convert.lora.convert import MergedCheckpoint, open_adapter
+from dlm_bridge.convert.lora import MergedCheckpoint, open_adapter
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dlm_bridge.convert.planning import Options

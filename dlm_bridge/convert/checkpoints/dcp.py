@@ -42,6 +42,7 @@ class DcpCheckpoint(ByNameCheckpoint):
     """Opens `path` by the config.json in it or beside it. Raises DlmBridgeError for what is not a whole checkpoint."""
 
     format = "dcp"
+    folder: Path
 
     def __init__(self, path: Path, family: str | None = None) -> None:
         super().__init__(str(path))

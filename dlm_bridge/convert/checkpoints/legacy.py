@@ -248,7 +248,7 @@ _COMPARED = 1 << 20  # bytes; copies up to this size are compared whenever they 
 
 
 class LegacyReader(ChunkedReader):
-    """The tensors of `params`, global and unsharded, under their `Link.megatron_name`.
+    """The tensors of `params`, global and unsharded, under their `ParamMapping.megatron_name`.
 
     Raises DlmBridgeError for a tensor whose ranks do not agree in shape or dtype, and for parameters of no parameter.
     """

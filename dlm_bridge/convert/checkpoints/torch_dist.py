@@ -24,6 +24,7 @@ class TorchDistCheckpoint(DistributedCheckpoint):
 
     format = "torch_dist"
     writable = True
+    _as_stored: TorchDistReader
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:

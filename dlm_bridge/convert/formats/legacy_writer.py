@@ -58,7 +58,7 @@ class LegacyPlan:
     """Every file and every place in it, before any tensor is read."""
 
     files: dict[str, int]  # path below the iteration -> bytes
-    targets: dict[str, list[RankTensor]]  # by Link.megatron_name
+    targets: dict[str, list[RankTensor]]  # by ParamMapping.megatron_name
     segments: dict[str, list[tuple[int, bytes]]]  # what stands around the tensors
     directories: dict[str, dict[int, int]]  # file -> start of a tensor's bytes -> its entry in the archive's directory
 
@@ -77,8 +77,9 @@ def plan_legacy(
     style: str,
     iteration: int,
 ) -> LegacyPlan:
-    """Lay out the files of the layout's ranks. `dtypes` goes by `Link.megatron_key`; the vocabulary's rows are padded
-    already. Raises DlmBridgeError for expert tensor parallelism that the folders' names cannot tell."""
+    """Lay out the files of the layout's ranks. `dtypes` goes by `megatron_key`; the vocabulary's rows are padded already.
+
+    Raises DlmBridgeError for expert tensor parallelism that the folders' names cannot tell."""
     ranks = _ranks(layout)
     plans = {(pp, tp, ep): _RankPlan([{} for _ in range(layout.vp)]) for pp in range(layout.pp) for tp, ep in ranks}
     local: dict[int, tuple[int, int, int]] = {}

@@ -66,7 +66,7 @@ class TorchDistPlan:
     """Every item of a checkpoint and where it goes, before any tensor is read."""
 
     contents: Contents
-    pieces: dict[str, list[RankSlice]]  # by Link.megatron_name
+    pieces: dict[str, list[RankSlice]]  # by ParamMapping.megatron_name
     files: dict[str, int]  # name -> bytes
 
 
@@ -86,7 +86,7 @@ class _Planner:
 
 
 def plan_torch_dist(params: Iterable[ParamMapping], layout: Layout, dtypes: dict[str, torch.dtype]) -> TorchDistPlan:
-    """Lay out the items of `params` over the files of the layout's ranks. `dtypes` goes by `Link.megatron_key`.
+    """Lay out the items of `params` over the files of the layout's ranks. `dtypes` goes by `megatron_key`.
 
     A rank's file holds what that rank holds; what is replicated over tensor parallel ranks is in rank 0's.
     """

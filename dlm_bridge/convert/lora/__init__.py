@@ -1,1 +1,98 @@
-"""LoRA adapters: a PEFT folder of the Hub model, Megatron-layout adapter weights, and both merged into the weights."""
+"""LoRA adapters: opened from a PEFT folder or Megatron-layout weights, written as a PEFT folder, merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from dlm_bridge.convert.atomic import atomic_output
+from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
+from dlm_bridge.convert.lora.megatron import AdapterReport, MegatronAdapter, is_megatron_adapter
+from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, LoraAdapter, PeftAdapter, is_peft_folder, write_peft_folder
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import read_config
+from dlm_bridge.mapping.dtypes import dtype_name
+from dlm_bridge.mapping.rules import ParamMapping
+
+
+def open_adapter(path: Path, base: Checkpoint) -> LoraAdapter:
+    """A PEFT folder or a Megatron adapter checkpoint of `base`. Raises DlmBridgeError."""
+    if is_peft_folder(path):
+        return PeftAdapter(path, base)
+    if is_megatron_adapter(path):
+        return MegatronAdapter(path, base)
+    raise DlmBridgeError(f"{path} is no adapter: it has neither an adapter_config.json nor Megatron adapter weights")
+
+
+def named_base(path: Path) -> str:
+    """The base that a PEFT folder names. Raises DlmBridgeError where it names none, or what is there is not one."""
+    if not is_peft_folder(path):
+        raise DlmBridgeError(f"{path}: does not name its base: give it with --base")
+    named = read_config(path / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise DlmBridgeError(f"{path / ADAPTER_CONFIG}: names no base (base_model_name_or_path): give it with --base")
+    return named
+
+
+def export_adapter(adapter: LoraAdapter, base: Checkpoint, output: Path, overwrite: bool = False) -> AdapterReport:
+    """Write an adapter as a PEFT folder. Raises DlmBridgeError for a refused output."""
+    facts = adapter.facts
+    sources = [*base.folders(), *([facts.folder] if facts.folder else [])]
+    with atomic_output(output, sources, overwrite) as folder:
+        tensors = write_peft_folder(adapter, folder)
+    parameters = sum(
+        facts.rank * sum(base.spec(weight)[1]) for weight in facts.modules
+    )  # [rank, columns] and [rows, rank]
+    return AdapterReport(
+        source=facts.where,
+        output=str(output),
+        base=base.where,
+        style=adapter.style if isinstance(adapter, MegatronAdapter) else "PEFT",
+        rank=facts.rank,
+        alpha=facts.alpha,
+        tensors=tensors,
+        parameters=parameters,
+        dtype=dtype_name(facts.dtype),
+    )
+
+
+class MergedCheckpoint(Checkpoint):
+    """Reads as the base does, but for the weights that the adapter changes."""
+
+    format = "merged"
+
+    def __init__(self, base: Checkpoint, adapter: LoraAdapter) -> None:
+        super().__init__(base.where, base.hub)
+        self.dims, self.passthrough = base.dims, base.passthrough
+        self._base, self._adapter = base, adapter
+
+    @property
+    def derived(self) -> dict[str, str]:
+        return self._base.derived
+
+    def has(self, param: ParamMapping) -> bool:
+        return self._base.has(param)
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._base.spec(name)
+
+    def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
+        tensors = self._base.read_param(param)
+        return tuple(self._merged(name, tensor) for name, tensor in zip(param.hub_names, tensors, strict=True))
+
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        return self._base.read_passthrough(name)
+
+    def check(self) -> list[str]:
+        changed = len(self._adapter.facts.modules)
+        return [*self._base.check(), f"the adapter {self._adapter.facts.where} is merged into {changed} weights"]
+
+    def folders(self) -> list[Path]:
+        own = self._adapter.facts.folder
+        return [*self._base.folders(), *([own] if own else [])]
+
+    def _merged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in self._adapter.facts.modules:
+            return tensor
+        return (tensor.float() + self._adapter.delta(name)).to(tensor.dtype)
