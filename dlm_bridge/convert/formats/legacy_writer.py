@@ -77,7 +77,7 @@ def plan_legacy(
     style: str,
     iteration: int,
 ) -> LegacyPlan:
-    """Lay out the files of the layout's ranks. `dtypes` goes by `megatron_key`; the vocabulary's rows are padded already.
+    """Lay out the files of the layout's ranks. `dtypes` goes by `megatron_key`; the vocabulary's rows are padded.
 
     Raises DlmBridgeError for expert tensor parallelism that the folders' names cannot tell."""
     ranks = _ranks(layout)
