@@ -60,14 +60,14 @@ class Key:
 
 @pytest.mark.parametrize("name", ["gqa", "llada_moe", "llada2_moe", PREDICTING])
 def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
-    from dlm_bridge.train.megatron import fsdp_checkpoints, training_state
+    from dlm_bridge.train.megatron import checkpoints, fsdp_checkpoints
 
     hub, folder = tmp_path / "hub", tmp_path / "iter_0000007"
     models()[name].write(hub)
     bridge = Bridge.from_hf(hub)
     (model,) = bridge.build_megatron_model(Layout())
     whole = Rank(model, 0, 1)
-    share = training_state.read_mtp_shard(bridge.checkpoint)
+    share = checkpoints.read_mtp_shard(bridge.checkpoint)
     fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, whole, whole.optimizer, share)
 
     for rank in range(3):

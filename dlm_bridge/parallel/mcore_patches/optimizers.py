@@ -146,6 +146,19 @@ def patched_checkpoints(optimizer: Any) -> Iterator[None]:
         yield
 
 
+def drop_offload_settings(optimizer: Any, state: dict[Any, Any]) -> None:
+    """Remove the settings of offloading from an optimizer's `state` before it is saved: two classes, which a reader
+    would have to import, and switches. They are no state, and a resumed run has its own."""
+    parts = parts_of(optimizer)
+    states = [state] if len(parts) == 1 else [state[number] for number in range(len(parts))]
+    for part, saved in zip(parts, states, strict=True):
+        inner = part.optimizer
+        if offloads(inner):
+            for group in saved.get("optimizer", saved)["param_groups"]:
+                for name in inner.defaults.keys() - inner.sub_optimizer_kwargs.keys():
+                    group.pop(name, None)
+
+
 @contextlib.contextmanager
 def unpadded_param_index_map(optimizer: Any) -> Iterator[None]:
     """Give each parameter's place in the optimizer's buffers without the padding between buckets, inside this context.

@@ -2,6 +2,9 @@
 
 Weights and optimizer state are saved by megatron-core as global tensors, so that a run resumes on another layout. Each
 iteration is written under a hidden name and renamed when it is complete; the tracker file names complete ones only.
+
+Multi-token prediction (MTP) layers are not trained: every checkpoint of a run keeps them as they were. Each rank holds
+a part of them on the CPU, from the start, because the source of the run may be gone when it saves.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -27,14 +31,26 @@ from dlm_bridge.convert.manifest import Manifest, digests_of, write_digests
 from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, write_passthrough, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import CONFIG_FILE
-from dlm_bridge.parallel.core import AsyncCallsQueue, AsyncRequest, dist_checkpointing, parallel_state, unwrap_model
+from dlm_bridge.mapping.rules import ParamMapping
+from dlm_bridge.parallel.core import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    ShardedTensor,
+    dist_checkpointing,
+    parallel_state,
+    unwrap_model,
+)
 from dlm_bridge.parallel.mcore_patches.modules import patch_grouped_linear_state
-from dlm_bridge.parallel.mcore_patches.optimizers import patched_checkpoints, unpadded_param_index_map
+from dlm_bridge.parallel.mcore_patches.optimizers import (
+    drop_offload_settings,
+    patched_checkpoints,
+    unpadded_param_index_map,
+)
 from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
 from dlm_bridge.train.checkpoints import save_tokenizer
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource
-from dlm_bridge.train.megatron import fp8_state, fsdp_checkpoints, training_state
+from dlm_bridge.train.megatron import fp8_state, fsdp_checkpoints, optimizer_state
 
 NAME = re.compile(r"iter_(\d{7,})")
 WRITER = re.compile(r"__(\d+)_\d+\.distcp$")  # the rank that wrote a file
@@ -123,7 +139,7 @@ class CheckpointManager:
         self.chunks = chunks
         self.optimizer = optimizer
         self.keep_last = config.checkpoint.keep_last
-        self.mtp = training_state.read_mtp_shard(source)
+        self.mtp = read_mtp_shard(source)
         self.queue = AsyncCallsQueue() if config.checkpoint.async_save else None
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
         patch_grouped_linear_state(chunks)
@@ -147,7 +163,7 @@ class CheckpointManager:
             self._publish(hidden, folder, step)
             return folder
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **self._state(is_loading=False)}
-        state["mtp"] = training_state.sharded_mtp(self.mtp)
+        state["mtp"] = sharded_mtp(self.mtp)
         start_results_queue()
         try:
             request = dist_checkpointing.save(
@@ -187,15 +203,15 @@ class CheckpointManager:
             if self.fsdp:
                 return fsdp_checkpoints.load(folder, self.chunks[0], self.optimizer)
             request = self._state(is_loading=True)
-            parts = training_state.optimizer_request(self.optimizer, request.pop(training_state.OPTIMIZER_KEY))
-            wanted = training_state.copy_tree(parts)
-            state = dist_checkpointing.load({**request, training_state.REQUEST_KEY: parts}, str(folder))
+            parts = optimizer_state.optimizer_request(self.optimizer, request.pop(optimizer_state.OPTIMIZER_KEY))
+            wanted = optimizer_state.copy_tree(parts)
+            state = dist_checkpointing.load({**request, optimizer_state.REQUEST_KEY: parts}, str(folder))
         try:
             weights = {key: fp8_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in chunks}
             for key, chunk in chunks:
                 chunk.load_state_dict(weights[key], strict=True)
             with patched_checkpoints(self.optimizer):
-                training_state.restore_optimizer(self.optimizer, wanted, state)
+                optimizer_state.restore_optimizer(self.optimizer, wanted, state)
         except DlmBridgeError as error:
             raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
         for key, chunk in chunks:
@@ -218,8 +234,8 @@ class CheckpointManager:
         ):
             optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         if not is_loading:
-            training_state.drop_offload_settings(self.optimizer, optimizer)
-        return {**model, training_state.OPTIMIZER_KEY: optimizer}
+            drop_offload_settings(self.optimizer, optimizer)
+        return {**model, optimizer_state.OPTIMIZER_KEY: optimizer}
 
     def _publish(self, hidden: Path, folder: Path, step: int) -> None:
         """Give a complete iteration its name, and let the tracker name it; then remove the oldest ones."""
@@ -290,3 +306,33 @@ def _content_metadata() -> dict[str, Any]:
 
 def _chunk_keys(chunks: Sequence[Any]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+
+
+# Unsharded Megatron tensors of one layer (and expert), in their stored dtype.
+MTPShard = dict[ParamMapping, torch.Tensor]
+
+
+def read_mtp_shard(checkpoint: Checkpoint) -> MTPShard:
+    """This rank's part of a checkpoint's multi-token prediction layers; empty where it has none."""
+    params = [param for param in checkpoint.params if param.is_mtp]
+    mine = params[dist.get_rank() :: dist.get_world_size()]
+    return {param: param.to_megatron(checkpoint.read_param(param)) for param in mine}
+
+
+def sharded_mtp(shard: MTPShard) -> dict[str, ShardedTensor]:
+    """The shard as megatron-core saves it, under the names of its own multi-token prediction layers."""
+    return {
+        param.megatron_name: ShardedTensor.from_rank_offsets(
+            param.megatron_key,
+            tensor,
+            *((axis, index, size) for axis, (index, size) in enumerate(param.stack)),
+            prepend_axis_num=len(param.stack),
+        )
+        for param, tensor in shard.items()
+    }
+
+
+def describe_mtp(layers: int) -> str:
+    """The line for the console about so many layers that are not trained."""
+    many = "s are" if layers > 1 else " is"
+    return f"{layers} multi-token prediction layer{many} not trained: every checkpoint keeps what it came with"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, buffers, fsdp_shards, init_optimizer_state
-from dlm_bridge.train.megatron import fp8_state, training_state
+from dlm_bridge.train.megatron import fp8_state
 
 RUN = "dlm_bridge_run"  # the key of our own values, JSON
 MODEL, OPTIMIZER = "model.module.", "optimizer.state.module.module."
@@ -34,7 +35,12 @@ _GATED_MLP = re.compile(r"\.mlp\.(experts\.(local_experts\.\d+\.)?|shared_expert
 
 
 def save(
-    folder: Path, step: int, values: dict[str, Any], chunk: Any, optimizer: Any, mtp: training_state.MTPShard
+    folder: Path,
+    step: int,
+    values: dict[str, Any],
+    chunk: Any,
+    optimizer: Any,
+    mtp: Mapping[ParamMapping, torch.Tensor],
 ) -> None:
     """Write the iteration `step` into `folder`. Every process calls it, with its part `mtp` of the layers that are not
     trained."""

@@ -1,12 +1,9 @@
-"""What a training checkpoint holds beside the weights: optimizer state for any layout, multi-token prediction layers.
+"""Optimizer state of a checkpoint, loaded on any layout.
 
 megatron-core makes an optimizer of their own for experts that are sharded, and writes what its optimizers count
 (steps, settings) as many times as there are of them. The tensors are global ones under names that no layout changes.
 What is counted is the same for all parameters; it lies in param groups, which differ in weight decay and in whether
 they are of sharded experts.
-
-Multi-token prediction (MTP) layers are not trained: every checkpoint of a run keeps them as they were. Each rank holds
-a part of them on the CPU, from the start, because the source of the run may be gone when it saves.
 """
 
 from __future__ import annotations
@@ -14,17 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.rules import ParamMapping
-from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase, ShardedTensor
-from dlm_bridge.parallel.mcore_patches.optimizers import offloads, parts_of
+from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase
+from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 
-# Unsharded Megatron tensors of one layer (and expert), in their stored dtype.
-MTPShard = dict[ParamMapping, torch.Tensor]
 OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # in a checkpoint; in what is requested of it
 _EXPERT_GROUP = "is_expert_parallel"
 _GROUP_SETTINGS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # the others that distinguish megatron-core's param groups
@@ -34,17 +24,6 @@ def optimizer_request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:
     """What to load for each of a rank's optimizers, from their `sharded_state_dict`."""
     parts = parts_of(optimizer)
     return {0: state} if len(parts) == 1 else {number: state[number] for number in range(len(parts))}
-
-
-def drop_offload_settings(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Remove the settings of offloading from an optimizer state that is saved: two classes, which a reader would have
-    to import, and switches. They are no state, and a resumed run has its own."""
-    for number, saved in optimizer_request(optimizer, state).items():
-        inner = parts_of(optimizer)[number].optimizer
-        if offloads(inner):
-            for group in _inner(saved)["param_groups"]:
-                for name in inner.defaults.keys() - inner.sub_optimizer_kwargs.keys():
-                    group.pop(name, None)
 
 
 def copy_tree(state: Any) -> Any:
@@ -111,29 +90,3 @@ def _at(found: Any, key: Any) -> Any:
     if isinstance(found, Mapping):
         return found.get(key)
     return found[key] if isinstance(found, list) and isinstance(key, int) and key < len(found) else None
-
-
-def read_mtp_shard(checkpoint: Checkpoint) -> MTPShard:
-    """This rank's part of a checkpoint's multi-token prediction layers; empty where it has none."""
-    params = [param for param in checkpoint.params if param.is_mtp]
-    mine = params[dist.get_rank() :: dist.get_world_size()]
-    return {param: param.to_megatron(checkpoint.read_param(param)) for param in mine}
-
-
-def sharded_mtp(shard: MTPShard) -> dict[str, ShardedTensor]:
-    """The shard as megatron-core saves it, under the names of its own multi-token prediction layers."""
-    return {
-        param.megatron_name: ShardedTensor.from_rank_offsets(
-            param.megatron_key,
-            tensor,
-            *((axis, index, size) for axis, (index, size) in enumerate(param.stack)),
-            prepend_axis_num=len(param.stack),
-        )
-        for param, tensor in shard.items()
-    }
-
-
-def describe_mtp(layers: int) -> str:
-    """The line for the console about so many layers that are not trained."""
-    many = "s are" if layers > 1 else " is"
-    return f"{layers} multi-token prediction layer{many} not trained: every checkpoint keeps what it came with"
