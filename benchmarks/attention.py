@@ -1,4 +1,4 @@
-"""Attention over kept keys and values in place (`execution.kernel`) against PyTorch's, and how its tiles are best cut.
+"""Attention over cached keys and values in place (`triton_kernels`) against PyTorch's, and the best tiles for it.
 
     python benchmarks/attention.py --tune
 

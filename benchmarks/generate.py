@@ -11,7 +11,7 @@ of the same algorithm.
   position, as its generate.py asks for) against ours.
 - dual: the same shape; Fast-dLLM v1's dual cache, run from a checkout of NVlabs/Fast-dLLM at --fast-dllm, against
   ours. Its sampler takes one row; more rows run its model and its choice of tokens in the same schedule.
-- sdar: SDAR-4B's shape, blocks of 4; against the least time in which the GPU can read the weights and the kept keys
+- sdar: SDAR-4B's shape, blocks of 4; against the least time in which the GPU can read the weights and the cached keys
   and values or do the multiplications, with both of its rates measured in the same run. What is counted is the least
   that the result takes: a block's keys and values are kept by the next block's first forward, so that weights are read
   as often as a block has steps.
@@ -247,7 +247,7 @@ def published_llada(
     model: Any, prompt: torch.Tensor, *, gen_length: int, block_length: int, steps: int
 ) -> torch.Tensor:
     """LLaDA's sampler as it is published (arXiv 2502.09992, algorithm 5): each step asks for the logits of every
-    position, ranks what is masked up to the block's end, and settles each row's share."""
+    position, ranks what is masked up to the block's end, and commits each row's share."""
     mask = model.config.mask_token_id
     row_length = prompt.shape[1] + gen_length
     tokens = torch.full((prompt.shape[0], row_length), mask, device=prompt.device)
@@ -411,8 +411,8 @@ def roofline(model: Any, batch: int, length: int, block: int, steps: int, flops:
         for step in range(steps):
             products = 2 * batch * block * (body + head) + batch * block * end * pair
             if step == 0:
-                settled = PROMPT if start == PROMPT else block
-                products += 2 * batch * settled * body + (batch * block * start * pair if start > PROMPT else 0)
+                committed = PROMPT if start == PROMPT else block
+                products += 2 * batch * committed * body + (batch * block * start * pair if start > PROMPT else 0)
             total += max(products / flops, reading)
     return total
 

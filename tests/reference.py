@@ -59,7 +59,7 @@ def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Te
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """[B, S, H * D] from q [B, S, H, D] and k, v [B, S, G, D]: query q looks at key k where `allowed` [B, S, S]."""
+    """[B, S, H * D] from q [B, S, H, D] and k, v [B, S, G, D]: query q attends to key k where `allowed` [B, S, S]."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
     probabilities = scores.masked_fill(~allowed[:, None], float("-inf")).softmax(-1).nan_to_num()
@@ -203,9 +203,9 @@ def two_stream_mask(
 ) -> torch.Tensor:
     """[B, 1, S, S] bool, S = 2L, for training on [noisy | clean] (BD3-LM, arXiv 2503.09573).
 
-    A noisy token looks at its own block of the noisy stream, all of it or ("causal") what stands before it, and at the
-    clean blocks before; a clean token at the clean blocks up to its own, or ("causal") the clean tokens before it; and
-    clean never looks at noisy. Only what is real (`real_BS`) is looked at, and padding looks at itself as well.
+    A noisy token attends to its own block of the noisy stream, all of it or ("causal") what is before it, and to the
+    clean blocks before; a clean token to the clean blocks up to its own, or ("causal") the clean tokens before it; and
+    clean never attends to noisy. Only what is real (`real_BS`) is looked at, and padding attends to itself as well.
     """
     blocks_BL = positions_BL // block
     order_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)

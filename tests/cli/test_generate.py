@@ -125,8 +125,8 @@ def test_spans_of_a_prompt_are_filled(cli: Cli, llada: Path, tmp_path: Path) -> 
     assert sample["token_ids"] == expected
     assert sample["text"] == tokenizer.decode(expected, skip_special_tokens=True)
     assert report["tokens"] == 5
-    film = json.loads(Page((tmp_path / "o.html").read_text("utf-8")).scripts[0][1])
-    frames = played(film)
+    trace = json.loads(Page((tmp_path / "o.html").read_text("utf-8")).scripts[0][1])
+    frames = played(trace)
     assert [piece is None for piece in frames[0]] == [token == MASK for token in ids]
     assert "".join(map(str, frames[-1])) == tokenizer.decode(expected)
     # In a file, beside a longer one; and of another length.

@@ -272,7 +272,7 @@ def test_sound_pickles_pass(protocol: int) -> None:
 
 @FUZZ
 @given(data=st.binary(max_size=200))
-def test_any_pickle_is_judged(data: bytes) -> None:
+def test_any_pickle_is_checked(data: bytes) -> None:
     """No other exception than the one that says no, and no end of time."""
     with contextlib.suppress(ValueError):
         check_pickle(data)

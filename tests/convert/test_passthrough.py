@@ -47,14 +47,14 @@ def test_there_and_back(tmp_path: Path, source: Path) -> None:
     assert (tmp_path / "m2" / "hf" / "carried.safetensors").stat().st_size < 300  # the tied head is not stored twice
 
 
-def test_a_lost_carried_tensor_is_named(tmp_path: Path, source: Path) -> None:
+def test_a_lost_passthrough_tensor_is_named(tmp_path: Path, source: Path) -> None:
     Bridge.from_hf(source).to_megatron(tmp_path / "m")
     (tmp_path / "m" / "hf" / "carried.safetensors").unlink()
     with pytest.raises(DlmBridgeError, match=r"carried\.safetensors"):
         Bridge.from_megatron(tmp_path / "m").to_hf(tmp_path / "out")
 
 
-def test_carried_tensors_come_from_like(tmp_path: Path, source: Path) -> None:
+def test_passthrough_tensors_come_from_like(tmp_path: Path, source: Path) -> None:
     Bridge.from_hf(source).to_megatron(tmp_path / "m")
     for name in ("dlm_bridge.json", "hf/carried.safetensors"):
         (tmp_path / "m" / name).unlink()

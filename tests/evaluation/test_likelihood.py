@@ -138,7 +138,7 @@ def test_samples_spread_over_all_numbers_of_masks(model: Any) -> None:
 
 @pytest.mark.parametrize("case", [CASES[name] for name in ("llada", "dream", "sdar")], indirect=True)
 def test_greedy_answers_are_recognised(case: FamilyCase, model: Any) -> None:
-    """The answer that settles the surest token, pass by pass, written here; and that with another last token."""
+    """The answer that commits the surest token, pass by pass, written here; and that with another last token."""
     start = _answer(model)
     mask, written, left = bound_estimator(model).objective.mask_token_id, [0, 0, 0], {0, 1, 2}
     blocks = module._block_ids(bound_estimator(model), start)

@@ -50,7 +50,7 @@ def guided_logits(model: Any, canvas: torch.Tensor, prompt: int, mask: int, cfg_
     with torch.no_grad():
         if cfg_scale == 0:
             return model(canvas).logits
-        blind = canvas.clone()
-        blind[:, :prompt] = mask
-        seen, unseen = model(torch.cat([canvas, blind])).logits.split(len(canvas))
+        unconditional = canvas.clone()
+        unconditional[:, :prompt] = mask
+        seen, unseen = model(torch.cat([canvas, unconditional])).logits.split(len(canvas))
         return unseen + (cfg_scale + 1) * (seen - unseen)

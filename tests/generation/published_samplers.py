@@ -124,8 +124,8 @@ def dllm(
             canvas = row[:end] if causal else row
             found = logits(canvas)
             if cfg_scale:
-                blind = logits([mask] * len(prompt) + canvas[len(prompt) :])
-                found = blind + (cfg_scale + 1) * (found - blind)
+                unconditional = logits([mask] * len(prompt) + canvas[len(prompt) :])
+                found = unconditional + (cfg_scale + 1) * (found - unconditional)
             probabilities = found.softmax(-1)
             for i in sorted(open_, key=lambda i: -float(probabilities[i].max()))[:share]:
                 row[i] = int(probabilities[i].argmax())
@@ -143,17 +143,17 @@ def sdar(
             open_ = [i for i in range(begin, begin + block) if row[i] == mask]
             if not open_:
                 break
-            quota = block // steps + (step < block % steps)
+            num_transfer = block // steps + (step < block % steps)
             found = logits(row[: begin + block])
             probabilities = {i: shaped(found[i], top_k) for i in open_}
             best = sorted(open_, key=lambda i: -float(probabilities[i].max()))
             sure = [i for i in best if float(probabilities[i].max()) > threshold]
             if strategy == "sequential":
-                chosen = open_[:quota]
+                chosen = open_[:num_transfer]
             elif strategy == "low_confidence_static":
-                chosen = best[:quota]
+                chosen = best[:num_transfer]
             elif strategy == "low_confidence_dynamic":
-                chosen = sure if len(sure) >= min(quota, len(open_)) else best[:quota]
+                chosen = sure if len(sure) >= min(num_transfer, len(open_)) else best[:num_transfer]
             else:
                 entropy = {i: -float((p * p.clamp(min=1e-12).log()).sum()) for i, p in probabilities.items()}
                 chosen, total = [], 0.0
@@ -236,7 +236,7 @@ def nemotron(model: Any, prompt: list[int], gen: int, mask: int, *, block: int, 
 def linear_spec(
     draft: Logits, causal: Logits, prompt: list[int], gen: int, mask: int, *, block: int, threshold: float = 0.0
 ) -> tuple[list[int], int, list[int]]:
-    """The row, how many forwards it took, and how many tokens each check settled, those behind the last one included.
+    """The row, how many forwards it took, and how many tokens each check committed, those past the end included.
 
     `draft` gives the logits of a row whose last `block` tokens see each other, `causal` those of a causal model.
     """
@@ -245,7 +245,7 @@ def linear_spec(
         return logits.index_fill(1, torch.tensor([mask]), -torch.inf).argmax(-1)
 
     row, forwards = [*prompt, int(best(causal(prompt))[-1])], 1
-    settled = []
+    committed = []
     while len(row) < len(prompt) + gen:
         last = len(row) - 1
         guess = row + [mask] * (block - 1)
@@ -263,8 +263,8 @@ def linear_spec(
             row.append(token)
             if i == len(guess) or guess[i] != token:
                 break
-        settled.append(len(row) - 1 - last)
-    return row[: len(prompt) + gen], forwards, settled
+        committed.append(len(row) - 1 - last)
+    return row[: len(prompt) + gen], forwards, committed
 
 
 def rnd1(

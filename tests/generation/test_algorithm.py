@@ -75,7 +75,7 @@ def test_schedule_puts_the_remainder_first_and_leaves_out_empty_steps() -> None:
     assert even_schedule(5, 1) == [5]
 
 
-def test_a_step_that_settles_nothing_costs_no_forward(model: Any) -> None:
+def test_a_step_that_commits_nothing_costs_no_forward(model: Any) -> None:
     arguments = {"gen_length": 8, "block_length": 4, "eos_token_id": None, "return_dict_in_generate": True}
     many = model.generate(prompts(2, 3), steps=40, **arguments)
     assert many.forwards == 8

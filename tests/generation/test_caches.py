@@ -98,7 +98,7 @@ def widths_of(model: Any, **settings: Any) -> tuple[Any, list[int]]:
 
 
 def test_keeping_a_block_takes_no_forward_of_its_own(tmp_path: Path) -> None:
-    """The prompt is run with the first block, a settled block with the next one, the last one not again."""
+    """The prompt is run with the first block, a committed block with the next one, the last one not again."""
     model, mask = load_case(SDAR, tmp_path)
     block = model.config.block_size
     settings = {"inputs": prompts(2, 2 * block) % 60, "gen_length": 3 * block, "temperature": 0.0}
@@ -115,7 +115,7 @@ def test_keeping_a_block_takes_no_forward_of_its_own(tmp_path: Path) -> None:
 def test_a_block_is_kept_as_by_a_forward_of_its_own(
     case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each block's first forward, with what is settled before it, against one for each."""
+    """Each block's first forward, with what is committed before it, against one for each."""
     model, mask = load_case(case, tmp_path)
     block = model.config.block_size if case.spec.attention_pattern == "block_causal" else 8
     tokens, real = prompts(3, 2 * block + 1) % 60, torch.ones(3, 2 * block + 1, dtype=torch.long)
@@ -141,7 +141,7 @@ def test_a_block_is_kept_as_by_a_forward_of_its_own(
     for ours, theirs in zip(logits, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     saved = len(widths_of(model, **settings)[1]) - forwards
-    # Where a block's first token is settled alone, it needs no more than the column before it.
+    # Where a block's first token is committed alone, it needs no more than the column before it.
     assert saved == {"nemotron_labs_diffusion": 0, "fast_dllm_v2": 1}.get(case.spec.name, 4)
 
 
@@ -231,10 +231,10 @@ def test_a_forward_launched_ahead_is_the_next(
 
 @pytest.mark.parametrize("threshold", [None, 3.0])
 @pytest.mark.parametrize("case", REORDERED, ids=lambda case: case.id)
-def test_what_is_settled_without_a_gap_is_kept(
+def test_what_is_committed_without_a_gap_is_kept(
     case: FamilyCase, threshold: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of different lengths, in which tokens settle at different speed and out of order, and which end apart."""
+    """Rows of different lengths, in which tokens commit at different speed and out of order, and which end apart."""
     model, mask = load_case(case, tmp_path)
     lengths = (1, 9, 6, 0)
     tokens = torch.randint(4, 60, (4, 9), generator=torch.Generator().manual_seed(5))

@@ -1,4 +1,4 @@
-"""Watching: every step's snapshot, text that streams as it settles, and what the returned dict says."""
+"""Watching: every step's snapshot, text that streams as it commits, and what the returned dict says."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_what_is_watched_is_what_happens(name: str, ends: tuple[int, ...] | None
         assert not step.committed[others].any()
         assert not step.committed[:, :9].any()
         assert ((step.confidence[step.committed] > 0) & (step.confidence[step.committed] <= 1)).all()
-        sure = torch.where(step.committed, step.confidence, sure)  # what was settled before keeps its own
+        sure = torch.where(step.committed, step.confidence, sure)  # what was committed before keeps its own
         torch.testing.assert_close(step.confidence, sure, rtol=0, atol=0, equal_nan=True)
         before = step.tokens
-        # What has been streamed was settled, and never changes.
+        # What has been streamed was committed, and never changes.
         width = min(sent, result.sequences.shape[1])
         shown, final = step.tokens[:, :width], result.sequences[:, :width]
         assert torch.equal(torch.where(final == 0, final, shown), final)
@@ -104,12 +104,12 @@ def test_confidence_is_the_model_s_own(model: Any, temperature: float) -> None:
     assert not result.history[-1].confidence[:, 5:].isnan().any()
 
 
-def test_blocks_are_streamed_as_they_settle(model: Any) -> None:
+def test_blocks_are_streamed_as_they_commit(model: Any) -> None:
     watcher = Watcher()
     output = model.generate(prompts(1, 5), streamer=watcher, gen_length=32, block_length=8, steps=8, eos_token_id=None)
     assert all(run.dim() == 1 for run in watcher.runs[1:])  # as transformers' streamers take a single row
     assert torch.equal(torch.cat([watcher.runs[0][0], *watcher.runs[1:]]), output[0])
-    # Two steps settle a block; the one that completes it makes its tokens final, of later blocks none.
+    # Two steps commit a block; the one that completes it makes its tokens final, of later blocks none.
     for number, sent in enumerate(watcher.sent):
         assert 5 + number // 2 * 8 <= sent < 5 + (number // 2 + 1) * 8
     assert len(watcher.steps) == 8

@@ -232,7 +232,7 @@ def test_several_samples_of_a_prompt_stand_together() -> None:
 
 
 @pytest.mark.parametrize("rule", [{}, {"threshold": 0.4}, {"factor": 1.0}])
-def test_ends_without_confidence_are_settled_last(rule: dict[str, float]) -> None:
+def test_ends_without_confidence_are_committed_last(rule: dict[str, float]) -> None:
     model = StandIn(family(algorithm="llada"), peak=3.0)
     row = ragged((5,))[0][0]
     arguments = {"gen_length": 12, "eos_token_id": None, "seed": 0, **rule}
@@ -253,7 +253,7 @@ def test_ends_without_confidence_are_settled_last(rule: dict[str, float]) -> Non
 
 
 def test_a_penalty_s_text_is_the_row_s_own() -> None:
-    model, arguments = build("llada2.1")  # settled tokens are proposed anew: their own column does not count
+    model, arguments = build("llada2.1")  # committed tokens are proposed anew: their own column does not count
     rows, ids, mask = ragged((5, 9, 2))
     arguments |= {"eos_token_id": None, "seed": 1, "repetition_penalty": 1.5}
     together = generate(model, ids, attention_mask=mask, **arguments)
@@ -266,7 +266,7 @@ def test_a_penalty_counts_neither_a_position_s_own_token_nor_masks() -> None:
     limits = PromptLimits(MASK, VOCABULARY, gen_length=4, context=None)
     prompt = PromptBatch.build(torch.tensor([[0, 0, 7], [5, 6, 7]]), mask, limits, device)
     canvas = Canvas(prompt, BlockLayout(4), limits, 0, StopCondition((), device))
-    canvas.tokens[:, 4] = 9  # the second new token is settled
+    canvas.tokens[:, 4] = 9  # the second new token is committed
     logits = torch.ones(2, 4, VOCABULARY)
     penalised = Constraints(repetition_penalty=2.0)(logits, canvas, [0, 1], slice(3, 7))
     for row, text in enumerate(({7, 9}, {5, 6, 7, 9})):

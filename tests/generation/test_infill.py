@@ -153,7 +153,7 @@ def test_an_end_inside_a_span_does_not_end_the_row() -> None:
 def test_what_later_blocks_hold_matters_where_it_is_seen() -> None:
     for facts, config, sees in (
         (family(algorithm="llada"), {}, True),
-        (family("causal", algorithm="wedlm"), {}, True),  # settled tokens come first, wherever they stand
+        (family("causal", algorithm="wedlm"), {}, True),  # committed tokens come first, wherever they stand
         (family("block_causal", algorithm="sdar"), {"block_size": 4}, False),
     ):
         model = StandIn(facts, **config)
@@ -225,7 +225,7 @@ def test_forwards_that_chose_a_length_count_for_the_tokens_of_a_forward() -> Non
     for copies in (1, 3):
         settings = {**arguments, "num_return_sequences": copies, "span_lengths": (2,)}
         result = generate(model, torch.tensor([[1, MASK, 2]]), **settings)
-        assert (result.forwards, result.tokens_per_forward) == (3, 2 / 3)  # one chose, two settled a token each
+        assert (result.forwards, result.tokens_per_forward) == (3, 2 / 3)  # one chose, two committed a token each
 
 
 def test_a_seed_s_noise_is_that_of_the_prompt_as_it_was_given() -> None:

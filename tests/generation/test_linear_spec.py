@@ -108,11 +108,11 @@ def test_it_writes_what_the_causal_model_writes(case: FamilyCase, cache: str, tm
     assert rows_of(output.sequences, rows) == expected
     for row, line in zip(rows, expected, strict=True):
         drafts = of_tensors(tensors, config, own=BLOCK)
-        text, forwards, settled = published.linear_spec(drafts, causal, row, GEN, MASK, block=BLOCK)
+        text, forwards, committed = published.linear_spec(drafts, causal, row, GEN, MASK, block=BLOCK)
         assert text == line
         alone = model.generate(torch.tensor([row]), **{**arguments, "attention_mask": None})
         assert alone.sequences[0].tolist() == line
-        assert alone.forwards == forwards == 1 + 2 * len(settled)
+        assert alone.forwards == forwards == 1 + 2 * len(committed)
         assert alone.tokens_per_forward == GEN / forwards
         assert output.forwards >= forwards
     # Blocks of one token are the autoregressive mode, one forward for each.
@@ -125,7 +125,7 @@ def test_it_writes_what_the_causal_model_writes(case: FamilyCase, cache: str, tm
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("block", [2, 5, 20])
 def test_drafts_are_those_of_the_published_loop(block: int, threshold: float) -> None:
-    """Forward by forward: a right draft is settled as far as it is right, and one token more."""
+    """Forward by forward: a right draft is committed as far as it is right, and one token more."""
     paces = set()
     for seed in range(3):
         model = stand_in_model(seed)
@@ -134,13 +134,13 @@ def test_drafts_are_those_of_the_published_loop(block: int, threshold: float) ->
         together = generate(model, ids, attention_mask=mask, **arguments)
         row_forwards = 0
         for row, line in zip(rows, rows_of(together.sequences, rows), strict=True):
-            expected, forwards, settled = published.linear_spec(
+            expected, forwards, committed = published.linear_spec(
                 of_stand_in(model, block), of_stand_in(model, 0), row, GEN, MASK, block=block, threshold=threshold
             )
             assert line == expected
             assert generate(model, torch.tensor([row]), **arguments).forwards == forwards
             row_forwards += forwards
-            paces |= {*settled}
+            paces |= {*committed}
         assert together.tokens_per_forward == len(rows) * GEN / row_forwards
     assert len(paces) > 1  # or no draft was ever right
 
@@ -180,7 +180,7 @@ class Moody(LogitsProcessor):
     """Prefers tokens by all of the text before them."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        assert not (input_ids == MASK).any()  # settled text, nothing that a draft only guesses
+        assert not (input_ids == MASK).any()  # committed text, nothing that a draft only guesses
         liked = (input_ids.sum(dim=1) + input_ids.shape[1]) % LIKELY
         return scores.scatter_add(1, liked[:, None], torch.full_like(scores[:, :1], 4.0))
 
@@ -215,7 +215,7 @@ class Letters:
         return "".join(chr(97 + int(one) % 26) for one in ids)
 
 
-def test_a_row_ends_within_what_a_check_settles() -> None:
+def test_a_row_ends_within_what_a_check_commits() -> None:
     model = stand_in_model()
     rows, ids, mask = ragged(LENGTHS)
     arguments = {**ARGUMENTS, "attention_mask": mask, "pad_token_id": 40}
@@ -230,16 +230,16 @@ def test_a_row_ends_within_what_a_check_settles() -> None:
     assert stopped.forwards < generate(model, ids, **arguments).forwards or stop not in texts[0]
 
 
-def test_the_history_shows_what_checks_settle() -> None:
+def test_the_history_shows_what_checks_commit() -> None:
     model = stand_in_model()
     row = torch.tensor([[3, 1, 4, 1, 5]])
     output = generate(model, row, **ARGUMENTS, output_history=True)
-    _, forwards, settled = published.linear_spec(
+    _, forwards, committed = published.linear_spec(
         of_stand_in(model, BLOCK), of_stand_in(model, 0), row[0].tolist(), GEN, MASK, block=BLOCK
     )
     counts = [int(step.committed.sum()) for step in output.history]
-    settled[-1] -= 1 + sum(settled) - GEN  # what stands behind the last new token is not shown
-    assert counts == [1, *itertools.chain.from_iterable((0, count) for count in settled)]
+    committed[-1] -= 1 + sum(committed) - GEN  # what stands behind the last new token is not shown
+    assert counts == [1, *itertools.chain.from_iterable((0, count) for count in committed)]
     assert [step.forwards for step in output.history] == [*range(1, forwards + 1)]
     confidence = output.history[-1].confidence[0, 5:]
     probabilities = of_stand_in(model, 0)(output.sequences[0].tolist()[:-1])[4:].softmax(-1)
@@ -248,7 +248,7 @@ def test_the_history_shows_what_checks_settle() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_kept_keys_and_values_are_those_of_whole_forwards(
+def test_cached_keys_and_values_are_those_of_whole_forwards(
     temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every draft's and check's logits, of rows that get on at their own pace and leave one after the other."""

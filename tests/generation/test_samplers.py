@@ -100,8 +100,8 @@ def test_the_mask_token_is_never_emitted(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "good"), [*((name, 0) for name in CASES), ("sdar", 3)])
-def test_logits_that_are_no_numbers_are_refused(name: str, good: int) -> None:
-    """From the first forward on, or where a rule can settle nothing any more."""
+def test_non_finite_logits_are_refused(name: str, good: int) -> None:
+    """From the first forward on, or where a rule can commit nothing any more."""
     model, arguments = build(name)
     _, ids, mask = ragged((5, 9))
     forward, calls = model.forward, []
@@ -180,7 +180,7 @@ def test_alg_temp_draws_positions_by_their_confidence() -> None:
     assert set(draw(100.0)) == {0, 1, 2, 3}
 
 
-def test_llada21_rewrites_what_it_has_settled_and_llada2_does_not() -> None:
+def test_llada21_rewrites_what_it_has_committed_and_llada2_does_not() -> None:
     rewritten = {"llada2": 0, "llada2.1": 0}
     for algorithm in rewritten:
         model = StandIn(family("block_causal", algorithm=algorithm), **BLOCK)

@@ -35,8 +35,8 @@ def test_two_streams(noisy, clean) -> None:
     found = MaskDescriptor.two_streams(document_ids(PADDED), positions, 4, noisy, clean).dense()
     real = PADDED.repeat(1, 2)[:, None, :, None]
     assert torch.equal(found & real, expected & real)
-    assert found.any(dim=-1).all()  # padding looks at itself
-    assert not (found & real & ~real.transpose(2, 3)).any()  # and nobody looks at it
+    assert found.any(dim=-1).all()  # padding attends to itself
+    assert not (found & real & ~real.transpose(2, 3)).any()  # and nothing attends to it
 
 
 def test_documents_do_not_see_each_other_and_are_masked_as_if_alone() -> None:

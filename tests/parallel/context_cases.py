@@ -80,7 +80,7 @@ class Case:
 
     @property
     def has_codes(self) -> bool:
-        """Whether its batches say who looks at whom, and not the layers."""
+        """Whether its batches hold the attention mask, not the layers."""
         return (
             self.rows is not plain
             or self.noisy().mask_descriptor is not None

@@ -121,7 +121,7 @@ def padded_logits_are_never_sampled(files: Files) -> None:
 
 
 def half_precision_gives_an_fp32_loss(files: Files) -> None:
-    """And what the optimizer's fp32 masters start from is not rounded."""
+    """And what the optimizer's fp32 main params start from is not rounded."""
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("odd_vocabulary"))
     (chunk,) = build_megatron_model(bridge.checkpoint, Layout(tp=2), "bf16")

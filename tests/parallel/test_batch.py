@@ -1,4 +1,4 @@
-"""What a rank gets of a batch: its positions, who looks at whom, where the loss is, documents of variable length."""
+"""What a rank gets of a batch: its positions, the attention mask, where the loss is, documents of variable length."""
 
 from __future__ import annotations
 

@@ -137,9 +137,9 @@ def test_megatron_cores_step_is_taken_by_the_kernels(adam: bool, monkeypatch: py
 
     monkeypatch.setattr(fused, "available", lambda: True)
     model, alone = torch.randn(6, 5, device=DEVICE).bfloat16(), torch.randn(4, device=DEVICE)
-    master = model.float()
+    main_param = model.float()
     model.main_grad, alone.main_grad = torch.randn_like(model), torch.randn_like(alone)  # type: ignore[attr-defined]
-    expected = [x.detach().double().requires_grad_() for x in (master, alone)]
+    expected = [x.detach().double().requires_grad_() for x in (main_param, alone)]
     for one, gradient in zip(expected, (model.main_grad, alone.main_grad), strict=True):  # type: ignore[attr-defined]
         one.grad = gradient.double() * 0.5
     if adam:
@@ -147,11 +147,11 @@ def test_megatron_cores_step_is_taken_by_the_kernels(adam: bool, monkeypatch: py
     else:
         torch.optim.SGD(expected, lr=0.01, weight_decay=0.1).step()
 
-    inner = (FusedAdam if adam else FusedSGD)([master, alone])
+    inner = (FusedAdam if adam else FusedSGD)([main_param, alone])
     part = SimpleNamespace(
         optimizer=inner,
         float16_groups=[[model]],
-        fp32_from_float16_groups=[[master]],
+        fp32_from_float16_groups=[[main_param]],
         fp32_from_fp32_groups=[[alone]],
         grad_scaler=None,
         prepare_grads=lambda: pytest.fail("gradients were copied"),
@@ -163,12 +163,12 @@ def test_megatron_cores_step_is_taken_by_the_kernels(adam: bool, monkeypatch: py
     with found.clipping(torch.tensor(0.5, device=DEVICE)):
         part.optimizer.step()
         part._copy_main_params_to_model_params()
-    assert distance(master, expected[0]) < 1e-6
+    assert distance(main_param, expected[0]) < 1e-6
     assert distance(alone, expected[1]) < 1e-6
     assert distance(model, expected[0]) < 8e-3
     if adam:
         assert inner.param_groups[0]["step"] == 1
-        assert inner.state[master]["exp_avg"].any()
+        assert inner.state[main_param]["exp_avg"].any()
         inner.capturable = True
     else:
         inner.param_groups[0]["momentum"] = 0.9

@@ -1,4 +1,4 @@
-"""The loss of chosen positions, against torch's own cross-entropy of whole logits; on CUDA too where there is one."""
+"""Loss at the loss positions, against torch's own cross-entropy of whole logits; on CUDA too where there is one."""
 
 from __future__ import annotations
 

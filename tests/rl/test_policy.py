@@ -1,4 +1,4 @@
-"""Sampled and judged: the gradient is that of the expected reward, likelihoods are what they claim, rewards rise."""
+"""Sampled and scored: the gradient is that of the expected reward, likelihoods are what they claim, rewards rise."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_one_step_is_the_masked_canvas(policy: Any) -> None:
 
 
 def test_blockwise_of_a_bidirectional_model(policy: Any) -> None:
-    """A completion of five that ends at its fourth token, settled in the order 2, 5, 1 and 4, 3: two forwards at a
+    """A completion of five that ends at its fourth token, committed in the order 2, 5, 1 and 4, 3: two forwards at a
     time, by a forward of the model for each two."""
     completion = (4, 5, 6, 0, 7)
     whole = sequences_of([completion])

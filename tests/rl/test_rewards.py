@@ -117,12 +117,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sums_are_weighted(file: Path) -> None:
-    judge = RewardWorkers([f"0.5*{file}:length", "countdown_form"])
+    worker = RewardWorkers([f"0.5*{file}:length", "countdown_form"])
     lines = [Line({"numbers": [1, 2]}), Line({"numbers": [3]})]
-    judged = judge(["", ""], ["1+2", "four"], lines)
-    judge.close()
-    assert judged.rewards == [2.5, 2.0]
-    assert judged.parts == {f"{file}:length": [3, 4], "countdown_form": [1, 0]}
+    scored = worker(["", ""], ["1+2", "four"], lines)
+    worker.close()
+    assert scored.rewards == [2.5, 2.0]
+    assert scored.parts == {f"{file}:length": [3, 4], "countdown_form": [1, 0]}
 
 
 @pytest.mark.parametrize(
@@ -134,18 +134,18 @@ def test_sums_are_weighted(file: Path) -> None:
     ],
 )
 def test_rewards_that_fail(file: Path, name: str, what: str) -> None:
-    judge = RewardWorkers([f"{file}:{name}"], timeout=0.5)
+    worker = RewardWorkers([f"{file}:{name}"], timeout=0.5)
     with pytest.raises(DlmBridgeError) as caught:
-        judge([""] * 3, ["fine", "bad", "fine"], LINES)
+        worker([""] * 3, ["fine", "bad", "fine"], LINES)
     assert str(caught.value) == (
         f"rows.jsonl, line 2: --reward {file}:{name}: {what}: fix the function, or count such rows as 0 with "
         "--reward-failure zero"
     )
-    judge.failure = "zero"
-    judged = judge([""] * 3, ["fine", "bad", "fine"], LINES)
-    assert (judged.rewards, judged.failed) == ([1.0, 0.0, 1.0], 1)
-    assert judge([""] * 3, ["fine"] * 3, LINES).rewards == [1.0] * 3  # its process is there again
-    judge.close()
+    worker.failure = "zero"
+    scored = worker([""] * 3, ["fine", "bad", "fine"], LINES)
+    assert (scored.rewards, scored.failed) == ([1.0, 0.0, 1.0], 1)
+    assert worker([""] * 3, ["fine"] * 3, LINES).rewards == [1.0] * 3  # its process is there again
+    worker.close()
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_rewards_that_fail(file: Path, name: str, what: str) -> None:
     [("short", "it gave 1 rewards for 3 completions"), ("nan", "it gave a reward that is not a finite number")],
 )
 def test_rewards_that_are_none(file: Path, name: str, what: str) -> None:
-    judge = RewardWorkers([f"{file}:{name}"])
+    worker = RewardWorkers([f"{file}:{name}"])
     with pytest.raises(DlmBridgeError, match=what if name == "nan" else "--reward"):
-        judge([""] * 3, ["a"] * 3, LINES)
-    judge.close()
+        worker([""] * 3, ["a"] * 3, LINES)
+    worker.close()
 
 
 @pytest.mark.parametrize(

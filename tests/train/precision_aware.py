@@ -13,7 +13,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Its masters are in `state`: fp32, or of bf16 weights the int16 that they lack."""
+    """Its main params are in `state`: fp32, or of bf16 weights the int16 that they lack."""
 
     def __init__(
         self,
@@ -75,23 +75,23 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[param]:
                     self.initialize_state(param, lacks)
                 state, gradient = self.state[param], param.decoupled_grad.float()
-                master = state["master_param"]
+                main_param = state["master_param"]
                 if param.dtype == torch.float32:
-                    master = param
+                    main_param = param
                 elif lacks:
-                    words = torch.stack([master, param.view(torch.int16) - (master < 0).short()], dim=-1)
-                    master = words.view(torch.float32).squeeze(-1)
+                    words = torch.stack([main_param, param.view(torch.int16) - (main_param < 0).short()], dim=-1)
+                    main_param = words.view(torch.float32).squeeze(-1)
                 state["exp_avg"].lerp_(gradient, 1 - beta1)
                 state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
                 mean, square = state["exp_avg"] / (1 - beta1**step), state["exp_avg_sq"] / (1 - beta2**step)
-                new = master * (1 - group["lr"] * group["weight_decay"])
+                new = main_param * (1 - group["lr"] * group["weight_decay"])
                 new -= group["lr"] * mean / (square.sqrt() + group["eps"])
                 if lacks:
                     lower, upper = new.contiguous().view(torch.int16).unflatten(-1, (-1, 2)).unbind(-1)
                     state["master_param"].copy_(lower)
                     param.view(torch.int16).copy_(upper + (lower < 0).short())
                 else:
-                    state["master_param"].copy_(new) if param is not master else None
+                    state["master_param"].copy_(new) if param is not main_param else None
                     param.copy_(new)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

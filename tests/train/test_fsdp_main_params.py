@@ -54,7 +54,7 @@ class Alone:
 
 @pytest.mark.parametrize("optimizer", [Alone(), SimpleNamespace(chained_optimizers=[Alone()])], ids=["alone", "chain"])
 @pytest.mark.parametrize("name", ["gqa", "llada_moe"])
-def test_masters_begin_with_what_the_source_stores(name: str, optimizer: Any, tmp_path: Path) -> None:
+def test_main_params_begin_with_what_the_source_stores(name: str, optimizer: Any, tmp_path: Path) -> None:
     from dlm_bridge.parallel.weights import load_main_params
 
     models()[name].write(tmp_path)

@@ -1,4 +1,4 @@
-"""Masters that the precision-aware optimizer leaves to Transformer Engine's Adam, which a stand-in takes the place of:
+"""Main params that the precision-aware optimizer leaves to Transformer Engine's Adam, here a stand-in of it:
 they begin with the source's fp32, and checkpoints hold them whole."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AWARE = "optimizer.use_precision_aware_optimizer=true"
 WHOLE = "optimizer.store_param_remainders=false"
 
 
-def test_what_a_bf16_weight_lacks_of_its_master() -> None:
+def test_what_a_bf16_weight_lacks_of_its_main_param() -> None:
     values = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     values = torch.cat([values, values * 1e-39, -values, torch.tensor([0.0, -0.0, 3e38, 1.0, -1.0])])
     halfway = torch.tensor([0x3F818000, 0x3F808000], dtype=torch.int32)  # which round up and down, to what is even
@@ -44,7 +44,7 @@ def test_what_a_bf16_weight_lacks_of_its_master() -> None:
 
 
 @pytest.mark.parametrize("settings", [[AWARE], [AWARE, WHOLE]], ids=["remainders", "whole"])
-def test_masters_begin_with_the_sources_fp32(
+def test_main_params_begin_with_the_sources_fp32(
     settings: list[str], tmp_path: Path, bf16_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dlm_bridge import Layout
@@ -60,16 +60,16 @@ def test_masters_begin_with_the_sources_fp32(
     for part in trainer.optimizer.chained_optimizers:
         assert keeps_inner_main_params(part)
         for parameter, share in inner_main_params(part):
-            master = read_main_param(part.optimizer, share)
-            away = master.view(torch.int32) - wanted[names[parameter]].flatten().view(torch.int32)
+            main_param = read_main_param(part.optimizer, share)
+            away = main_param.view(torch.int32) - wanted[names[parameter]].flatten().view(torch.int32)
             assert away.abs().max() <= 1
             assert (away != 0).float().mean() < 1e-3  # what is halfway between two bf16 numbers
-            rounded += int((master != share).sum())
+            rounded += int((main_param != share).sum())
     assert rounded > 1000
 
 
 @pytest.mark.parametrize("settings", [[AWARE], [AWARE, WHOLE]], ids=["remainders", "whole"])
-def test_checkpoints_hold_masters_whole(settings: list[str], tmp_path: Path, bf16_run: Run) -> None:
+def test_checkpoints_hold_main_params_whole(settings: list[str], tmp_path: Path, bf16_run: Run) -> None:
     plain = bf16_run(tmp_path / "plain", steps=4)
     aware = bf16_run(tmp_path / "aware", steps=4, megatron=settings)
     wanted = _figures(plain)
@@ -90,7 +90,7 @@ def test_checkpoints_hold_masters_whole(settings: list[str], tmp_path: Path, bf1
     ],
     ids=["sharded", "aware", "unsharded", "sgd"],
 )
-def test_masters_beside_parameters_in_fp32_have_their_own_names(
+def test_main_params_beside_parameters_in_fp32_have_their_own_names(
     prefix: str, changes: dict[str, Any], tmp_path: Path, bf16_run: Run
 ) -> None:
     """Routers in fp32: megatron-core mistakes their places for those of others, or counts on there being none."""
@@ -106,10 +106,10 @@ def test_masters_beside_parameters_in_fp32_have_their_own_names(
     }
     dcp.load(known, storage_reader=reader)
     prefix = f"optimizer.state.{prefix}."
-    masters = {key.removeprefix(prefix): known[key] for key in known if key.startswith(prefix)}
-    assert {known[name].dtype for name in masters} == {torch.bfloat16, torch.float32}
-    for name, master in masters.items():
-        assert torch.allclose(master, known[name].float(), rtol=2**-7, atol=0), name
+    main_params = {key.removeprefix(prefix): known[key] for key in known if key.startswith(prefix)}
+    assert {known[name].dtype for name in main_params} == {torch.bfloat16, torch.float32}
+    for name, main_param in main_params.items():
+        assert torch.allclose(main_param, known[name].float(), rtol=2**-7, atol=0), name
     resumed = bf16_run(tmp_path / "run", resume=True, steps=4, **options)
     assert _figures(resumed) == pytest.approx(_figures(whole), rel=1e-3)
 
@@ -152,7 +152,7 @@ def test_weights_in_fp32_are_not_offloaded(tmp_path: Path, bf16_run: Run, monkey
         bf16_run(tmp_path / "run", precision="fp32", optimizer_cpu_offload=True)
 
 
-def test_an_offloading_optimizer_takes_the_masters_of_fp32_parameters_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloading_optimizer_takes_the_main_params_of_fp32_parameters_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core's own, of which nothing is on a GPU: it is loaded as by a resume."""
     from megatron.core.optimizer.cpu_offloading import hybrid_optimizer
 
@@ -167,17 +167,17 @@ def test_an_offloading_optimizer_takes_the_masters_of_fp32_parameters_too(monkey
         param_update_in_fp32=True,
         overlap_cpu_optimizer_d2h_h2d=False,
     )
-    masters = [torch.arange(4.0) / 3, torch.arange(4.0) / 7]
+    main_params = [torch.arange(4.0) / 3, torch.arange(4.0) / 7]
     inner.state = {
-        parameter: {"step": torch.tensor(1.0), "exp_avg": zeros, "exp_avg_sq": zeros, "master_param": master}
-        for parameter, master, zeros in zip(parameters, masters, torch.zeros(2, 4), strict=True)
+        parameter: {"step": torch.tensor(1.0), "exp_avg": zeros, "exp_avg_sq": zeros, "master_param": main_param}
+        for parameter, main_param, zeros in zip(parameters, main_params, torch.zeros(2, 4), strict=True)
     }
     with pytest.raises(KeyError):
         inner._sync_hdo_state_to_sub_optimizers()
     patch_offloading_resume(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)]))
     inner._sync_hdo_state_to_sub_optimizers()
-    for parameter, master in zip(parameters, masters, strict=True):
-        assert torch.equal(inner.param_to_inner_param[parameter], master)
+    for parameter, main_param in zip(parameters, main_params, strict=True):
+        assert torch.equal(inner.param_to_inner_param[parameter], main_param)
 
 
 def test_an_offloaded_run_resumes_and_its_checkpoints_hold_no_classes(

@@ -101,7 +101,7 @@ def test_sft_has_the_losses_of_the_accelerate_engine(
     assert "eval_loss" in ours[-1]
 
 
-def test_no_checkpoint_of_weights_that_are_not_numbers(tmp_path: Path, on_megatron: Run) -> None:
+def test_no_checkpoint_of_non_finite_weights(tmp_path: Path, on_megatron: Run) -> None:
     """Without an epsilon, weights that get no gradient (of tokens that never come) become 0 / 0."""
     options = {"adam_eps": 0.0, "steps": 2, "save_interval": 1, "eval_interval": 0}
     with pytest.raises(DlmBridgeError, match=r"^step 1: weights are not finite, no checkpoint is written"):
@@ -116,9 +116,7 @@ def test_the_accelerate_engine_keeps_none_either(tmp_path: Path, run: Run) -> No
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
-def test_a_loss_that_is_no_number_ends_the_run(
-    tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_loss_ends_the_run(tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from dlm_bridge.train.megatron import trainer
 
     step_of, seen = trainer.MegatronTrainer._run_schedule, []

@@ -1,4 +1,4 @@
-"""The parts of a fast step: the loss of chosen positions, half weights, compiled layers, figures that come late."""
+"""The parts of a fast step: the loss at the loss positions, bf16 params, compiled layers, deferred metrics."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_a_compiled_run_is_the_run(tmp_path: Path, run: Run, monkeypatch: pytest
     assert names[0] == names[1]
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_names_its_step(
+def test_a_nan_loss_stops_the_run_and_names_its_step(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The figures come a step late: the row before is written, the step is named, and nothing is saved."""
