@@ -155,4 +155,4 @@ def _largest_block(config: TrainConfig, model: Any) -> int:
         return 1
     if config.objective.block_sizes:
         return config.objective.block_sizes[-1][1]
-    return int(kind.settings(model.config).get("block_size", kind.block_size))
+    return int(kind.settings(model.config).get("block_size", kind.block_size))  # type: ignore[attr-defined,arg-type]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlm_bridge.cli.app import main
-from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.megatron.stragglers import StragglerDetector, straggler_report
 from tests.processes import assert_ok, launch, work
 from tests.train.conftest import Run
@@ -39,18 +39,19 @@ def test_further_save_steps(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "flag"),
     [
-        ({"save_steps": "0,3"}, "--save-steps 0,3: steps count from 1"),
-        ({"save_steps": "3;4"}, "--save-steps 3;4: whole numbers with commas are needed"),
-        ({"trackers": "tensorboard,mlflow"}, "--trackers mlflow is unknown: known are tensorboard, wandb"),
-        ({"straggler_interval": 5}, "--straggler-interval needs --engine megatron"),
-        ({"straggler_interval": -1, "engine": "megatron"}, "--straggler-interval must not be negative, not -1"),
+        ({"save_steps": "0,3"}, "--save-steps"),
+        ({"save_steps": "3;4"}, "--save-steps"),
+        ({"trackers": "tensorboard,mlflow"}, "--trackers"),
+        ({"straggler_interval": 5}, "--straggler-interval"),  # of the Megatron engine
+        ({"straggler_interval": -1, "engine": "megatron"}, "--straggler-interval"),
     ],
 )
-def test_refuses(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(DlmBridgeError, match=message):
+def test_refuses(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(OptionError) as raised:
         TrainConfig.from_flags(model="m", data=["mock"], output="o", **options)
+    assert raised.value.flag == flag
 
 
 def test_a_tracker_that_is_not_installed(

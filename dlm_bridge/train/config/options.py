@@ -77,6 +77,10 @@ def option(default: Any, help: str, flag: str = "", negative: str = "", **constr
     return field(default=default, metadata=metadata)
 
 
+accelerate_option = functools.partial(option, engine="accelerate")
+megatron_option = functools.partial(option, engine="megatron")
+
+
 def options_of(config_class: type) -> Mapping[str, Option]:
     """Every option of a configuration class by its key, in the order of declaration. The fields of the class are
     sections; a field without a section class (the task) is no option."""

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dlm_bridge.train.config.options import TRAINING, OptionError, comma_separated, option, whole_numbers
+from dlm_bridge.train.config.options import (
+    TRAINING,
+    OptionError,
+    accelerate_option,
+    comma_separated,
+    megatron_option,
+    option,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from dlm_bridge.mapping.layout import Layout
@@ -42,28 +50,24 @@ class ModelOptions:
     from_scratch: bool = option(
         False, "Initialise from config.json and --seed.", negative="--from-weights", tasks=TRAINING
     )
-    lora_rank: int = option(
-        0, "Train a LoRA adapter of this rank instead of the weights, 0: none.", minimum=0, engine="accelerate",
+    lora_rank: int = accelerate_option(
+        0, "Train a LoRA adapter of this rank instead of the weights, 0: none.", minimum=0, fixed=True
+    )
+    lora_alpha: float | None = accelerate_option(
+        None, "Its scale times its rank; twice the rank by default.", above=0, needs=("--lora-rank", None), fixed=True
+    )
+    lora_dropout: float = accelerate_option(
+        0.0, "Dropout before the adapter.", minimum=0, below=1, needs=("--lora-rank", None)
+    )
+    lora_targets: str | None = accelerate_option(
+        None, "Linear layers with an adapter: q_proj,v_proj; the family's by default.", needs=("--lora-rank", None),
         fixed=True,
     )  # fmt: skip
-    lora_alpha: float | None = option(
-        None, "Scale of the adapter times its rank; twice the rank by default.", above=0, engine="accelerate",
-        needs=("--lora-rank", None), fixed=True,
+    lora_quantize: str | None = accelerate_option(
+        None, "Quantize the base's linear layers to 4bit (NF4) or 8bit, with bitsandbytes.", choices=("4bit", "8bit"),
+        fixed=True,
     )  # fmt: skip
-    lora_dropout: float = option(
-        0.0, "Dropout before the adapter.", minimum=0, below=1, engine="accelerate", needs=("--lora-rank", None)
-    )
-    lora_targets: str | None = option(
-        None, "Linear layers with an adapter, such as q_proj,v_proj; the family's by default.", engine="accelerate",
-        needs=("--lora-rank", None), fixed=True,
-    )  # fmt: skip
-    lora_quantize: str | None = option(
-        None, "Quantize the base's linear layers to 4bit (NF4) or 8bit, with bitsandbytes.", engine="accelerate",
-        choices=("4bit", "8bit"), fixed=True,
-    )  # fmt: skip
-    adapter: str | None = option(
-        None, "Folder of a PEFT LoRA adapter of --model to continue training.", engine="accelerate", fixed=True
-    )
+    adapter: str | None = accelerate_option(None, "Folder of a PEFT LoRA adapter of --model to continue.", fixed=True)
 
     @property
     def adapts(self) -> bool:
@@ -76,9 +80,7 @@ class DataOptions:
     """What a step reads."""
 
     paths: list[str] = option([], "Training data. May be repeated.", "--data")
-    split: str = option(
-        "99,1,0", "Training, validation and test fractions, such as 99,1,0.", tasks=TRAINING, fixed=True
-    )
+    split: str = option("99,1,0", "Training, validation and test fractions.", tasks=TRAINING, fixed=True)
     seq_length: int = option(1024, "Tokens per sequence.", minimum=1, fixed=True)
     global_batch_size: int = option(32, "Sequences per step, over all processes.", minimum=1, fixed=True)
     micro_batch_size: int | None = option(None, "Sequences per forward pass of a process.", minimum=1)
@@ -87,11 +89,9 @@ class DataOptions:
         False, "Mask attention between the documents of a block.", tasks=("pretrain",), fixed=True
     )
     packing: bool = option(
-        False, "Several conversations in a row, with attention masked between them.", tasks=("sft",), fixed=True
+        False, "Several conversations per row, without attention between them.", tasks=("sft",), fixed=True
     )
-    truncate: bool = option(
-        False, "Truncate conversations that are longer than --seq-length.", tasks=("sft",), fixed=True
-    )
+    truncate: bool = option(False, "Truncate conversations longer than --seq-length.", tasks=("sft",), fixed=True)
     eos_padding: str | None = option(
         None, "EOS tokens trained as part of the answer: none, to the end of a block, or of the row; the family's.",
         choices=("none", "block", "row"), tasks=("sft",), fixed=True,
@@ -153,21 +153,19 @@ class ObjectiveOptions:
         choices=("tokens", "sequences", "predicted"), tasks=TRAINING, fixed=True,
     )  # fmt: skip
     mask_annealing_steps: int = option(
-        0, "Steps over which causal attention opens to bidirectional.", minimum=0, tasks=TRAINING, fixed=True
+        0, "Steps from causal to bidirectional attention.", minimum=0, tasks=TRAINING, fixed=True
     )
     block_schedule: str | None = option(
         None, "step:block size pairs, growing, such as 0:4,1000:8,2000:32.", tasks=TRAINING, fixed=True
     )
-    moe_aux_loss: str = option(
-        "seq_aux_loss", "Load balancing loss: aux_loss, seq_aux_loss, global_aux_loss.", engine="megatron",
+    moe_aux_loss: str = megatron_option(
+        "seq_aux_loss", "Load balancing loss: aux_loss, seq_aux_loss, global_aux_loss.",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss"),
     )  # fmt: skip
-    moe_aux_loss_coeff: float = option(
-        0.0, "Weight of the load balancing loss, 0: none.", minimum=0, engine="megatron"
-    )
-    moe_z_loss_coeff: float = option(0.0, "Weight of the router's z-loss, 0: none.", minimum=0, engine="megatron")
-    moe_expert_bias_update_rate: float = option(
-        0.0, "Update rate per step of routers' expert bias, 0: constant.", minimum=0, engine="megatron"
+    moe_aux_loss_coeff: float = megatron_option(0.0, "Weight of the load balancing loss, 0: none.", minimum=0)
+    moe_z_loss_coeff: float = megatron_option(0.0, "Weight of the router's z-loss, 0: none.", minimum=0)
+    moe_expert_bias_update_rate: float = megatron_option(
+        0.0, "Update rate of routers' expert bias, 0: constant.", minimum=0
     )
 
     @cached_property
@@ -200,17 +198,15 @@ class ObjectiveOptions:
 class OptimizerOptions:
     """The optimizer and its peak learning rate."""
 
-    name: str = option(
-        "adamw", "adamw or sgd.", "--optimizer", choices=("adamw", "sgd"), engine="megatron", fixed=True
-    )
+    name: str = megatron_option("adamw", "adamw or sgd.", "--optimizer", choices=("adamw", "sgd"), fixed=True)
     lr: float = option(3e-4, "Peak learning rate.", minimum=0, task_defaults={"sft": 2.5e-5, "rl": 1e-6})
     weight_decay: float = option(0.1, "Of all but biases and norms.", minimum=0, task_defaults={"rl": 0.0})
     beta1: float = option(0.9, "AdamW's first beta.", minimum=0, below=1)
     beta2: float = option(0.95, "AdamW's second beta.", minimum=0, below=1)
     adam_eps: float = option(1e-8, "AdamW's epsilon.", minimum=0)
     clip_grad: float = option(1.0, "Largest gradient norm, 0: no clipping.", minimum=0)
-    cpu_offload: bool = option(
-        False, "Keep the optimizer's state and step on the CPU.", "--optimizer-cpu-offload", engine="megatron"
+    cpu_offload: bool = megatron_option(
+        False, "Keep the optimizer's state and step on the CPU.", "--optimizer-cpu-offload"
     )
 
 
@@ -232,47 +228,37 @@ class ScheduleOptions:
 class ParallelOptions:
     """How weights, optimizer state, sequences and experts are distributed over the processes."""
 
-    sharding: str = option(
+    sharding: str = accelerate_option(
         "none", "Over processes: none (replicated) or fsdp (FSDP2: weights, gradients and optimizer state).",
-        choices=("none", "fsdp"), engine="accelerate", tasks=TRAINING,
+        choices=("none", "fsdp"), tasks=TRAINING,
     )  # fmt: skip
-    cpu_offload: bool = option(
-        False, "With --sharding fsdp: keep weights and optimizer state in CPU memory.", engine="accelerate",
-        tasks=TRAINING, needs=("--sharding", "fsdp"),
+    cpu_offload: bool = accelerate_option(
+        False, "With --sharding fsdp: keep weights and optimizer state in CPU memory.", tasks=TRAINING,
+        needs=("--sharding", "fsdp"),
     )  # fmt: skip
-    tp: int = option(1, "Tensor parallel size.", minimum=1, engine="megatron")
-    pp: int = option(1, "Pipeline parallel size.", minimum=1, engine="megatron")
-    vp: int = option(1, "Virtual pipeline chunks per pipeline rank.", minimum=1, engine="megatron")
-    pipeline_split: str | None = option(
-        None, "Layers of uneven stages: FIRST,LAST or one number per stage.", engine="megatron"
+    tp: int = megatron_option(1, "Tensor parallel size.", minimum=1)
+    pp: int = megatron_option(1, "Pipeline parallel size.", minimum=1)
+    vp: int = megatron_option(1, "Virtual pipeline chunks per pipeline rank.", minimum=1)
+    pipeline_split: str | None = megatron_option(None, "Layers of uneven stages: FIRST,LAST or one per stage.")
+    cp: int = megatron_option(1, "Context parallel size.", minimum=1)
+    cp_comm_type: str = megatron_option("p2p", "Context parallel communication: p2p, a2a, allgather or a2a+p2p.")
+    hierarchical_cp_sizes: str | None = megatron_option(None, "Inner,outer sizes of a2a+p2p, such as 2,4.")
+    ep: int = megatron_option(1, "Expert parallel size.", minimum=1)
+    etp: int | None = megatron_option(None, "Expert tensor parallel size; tp by default.", minimum=1)
+    sequence_parallel: bool | None = megatron_option(None, "Shard activations over tp; on where tp is above 1.")
+    distributed_optimizer: bool = megatron_option(
+        True, "Shard AdamW's state over data parallel ranks (ZeRO-1).", fixed=True
     )
-    cp: int = option(1, "Context parallel size.", minimum=1, engine="megatron")
-    cp_comm_type: str = option(
-        "p2p", "Context parallel communication: p2p, a2a, allgather or a2a+p2p.", engine="megatron"
-    )
-    hierarchical_cp_sizes: str | None = option(None, "Inner,outer sizes of a2a+p2p, such as 2,4.", engine="megatron")
-    ep: int = option(1, "Expert parallel size.", minimum=1, engine="megatron")
-    etp: int | None = option(None, "Expert tensor parallel size; tp by default.", minimum=1, engine="megatron")
-    sequence_parallel: bool | None = option(
-        None, "Shard activations over tp; on by default where tp is above 1.", engine="megatron"
-    )
-    distributed_optimizer: bool = option(
-        True, "Shard AdamW's state over data parallel ranks (ZeRO-1).", engine="megatron", fixed=True
-    )
-    fsdp: str | None = option(
-        None, "Megatron FSDP instead: optim, optim_grads, optim_grads_params.", engine="megatron",
+    fsdp: str | None = megatron_option(
+        None, "Megatron FSDP instead: optim, optim_grads, optim_grads_params.",
         choices=("optim", "optim_grads", "optim_grads_params"),
     )  # fmt: skip
-    overlap_communication: bool = option(
-        True, "Overlap gradient and parameter communication with computation.", engine="megatron"
-    )
-    moe_dispatcher: str = option(
-        "alltoall", "Dispatch of tokens to experts: auto, alltoall, allgather, flex.", engine="megatron",
+    overlap_communication: bool = megatron_option(True, "Overlap communication with computation.")
+    moe_dispatcher: str = megatron_option(
+        "alltoall", "Dispatch of tokens to experts: auto, alltoall, allgather, flex.",
         choices=("auto", "alltoall", "allgather", "flex"),
     )  # fmt: skip
-    moe_shared_expert_overlap: bool = option(
-        False, "Compute shared experts during the dispatcher's communication.", engine="megatron"
-    )
+    moe_shared_expert_overlap: bool = megatron_option(False, "Overlap shared experts with the dispatcher.")
 
     @property
     def shards(self) -> bool:
@@ -315,17 +301,14 @@ class PrecisionOptions:
     """Number formats of weights and matrix products."""
 
     name: str = option("fp32", "fp32, bf16, fp16 or fp8.", "--precision", choices=("fp32", "bf16", "fp16", "fp8"))
-    fp8_format: str = option(
-        "hybrid", "With --precision fp8: hybrid or e4m3.", choices=("hybrid", "e4m3"), engine="megatron",
-        needs=("--precision", "fp8"),
-    )  # fmt: skip
-    fp8_recipe: str = option(
-        "delayed", "With --precision fp8: delayed, tensorwise, blockwise, mxfp8 scaling.", engine="megatron",
+    fp8_format: str = megatron_option(
+        "hybrid", "With --precision fp8: hybrid or e4m3.", choices=("hybrid", "e4m3"), needs=("--precision", "fp8")
+    )
+    fp8_recipe: str = megatron_option(
+        "delayed", "With --precision fp8: delayed, tensorwise, blockwise, mxfp8 scaling.",
         choices=("delayed", "tensorwise", "blockwise", "mxfp8"), needs=("--precision", "fp8"),
     )  # fmt: skip
-    fp8_params: bool = option(
-        False, "Keep the weights themselves in FP8.", engine="megatron", needs=("--precision", "fp8")
-    )
+    fp8_params: bool = megatron_option(False, "Keep the weights themselves in FP8.", needs=("--precision", "fp8"))
 
 
 @dataclass(frozen=True)
@@ -336,7 +319,7 @@ class CheckpointOptions:
     save_interval: int = option(1000, "Steps between checkpoints, 0: only the last.", minimum=0)
     save_steps: str | None = option(None, "Further steps to save at, such as 10,50.")
     keep_last: int = option(0, "Checkpoints to keep, 0: all.", minimum=0)
-    async_save: bool = option(False, "Write checkpoints in the background.", engine="megatron")
+    async_save: bool = megatron_option(False, "Write checkpoints in the background.")
 
     @cached_property
     def saves(self) -> frozenset[int]:
@@ -360,9 +343,7 @@ class LoggingOptions:
     )
     sample_length: int = option(64, "Tokens of a sampled text.", minimum=1, tasks=TRAINING)
     trackers: str | None = option(None, "tensorboard, wandb, or both with a comma.")
-    straggler_interval: int = option(
-        0, "Steps between reports of the slowest rank, 0: none.", minimum=0, engine="megatron"
-    )
+    straggler_interval: int = megatron_option(0, "Steps between reports of the slowest rank, 0: none.", minimum=0)
 
     @property
     def tracker_names(self) -> list[str]:
@@ -385,25 +366,22 @@ class EngineOptions:
     attention_backend: str | None = option(
         None,
         "flash: FlashAttention 4. With --engine accelerate: sdpa, eager, ...; with megatron: auto, fused, unfused.",
+    )  # fmt: skip
+    compile: bool | None = accelerate_option(
+        None, "Compile the decoder layers; on by default on a GPU.", tasks=TRAINING
     )
-    compile: bool | None = option(
-        None, "Compile the decoder layers; on by default on a GPU.", engine="accelerate", tasks=TRAINING
+    gradient_checkpointing: bool = accelerate_option(False, "Recompute activations to save memory.")
+    recompute: str = megatron_option(
+        "none", "Activations to recompute: none, selective or full.", choices=("none", "selective", "full")
     )
-    gradient_checkpointing: bool = option(False, "Recompute activations to save memory.", engine="accelerate")
-    recompute: str = option(
-        "none", "Activations to recompute: none, selective or full.", choices=("none", "selective", "full"),
-        engine="megatron",
-    )  # fmt: skip
-    recompute_modules: str | None = option(
-        None, "For selective: core_attn,layernorm,mlp,moe,moe_act,...", engine="megatron",
-        needs=("--recompute", "selective"),
-    )  # fmt: skip
-    recompute_layers: int | None = option(
-        None, "For full: recomputed layers per stage; all by default.", minimum=1, engine="megatron",
-        needs=("--recompute", "full"),
-    )  # fmt: skip
-    moe_grouped_gemm: bool | None = option(
-        None, "All experts of a rank in one matrix product; on with Transformer Engine.", engine="megatron"
+    recompute_modules: str | None = megatron_option(
+        None, "For selective: core_attn,layernorm,mlp,moe,moe_act,...", needs=("--recompute", "selective")
+    )
+    recompute_layers: int | None = megatron_option(
+        None, "For full: recomputed layers per stage; all by default.", minimum=1, needs=("--recompute", "full")
+    )
+    moe_grouped_gemm: bool | None = megatron_option(
+        None, "Grouped matrix product of experts; on with Transformer Engine."
     )
     megatron: list[str] = option(
         [], "megatron-core's other settings: transformer.KEY=VALUE, ddp.KEY=VALUE, optimizer.KEY=VALUE.",
@@ -442,14 +420,16 @@ class RLOptions:
         "", f"{', '.join(METHODS)}; grpo and dpo are for autoregressive models.", choices=("", *METHODS), fixed=True
     )
     reward: list[str] = option(
-        [], "Function (prompts, completions, rows) -> numbers: package.module.name, file.py:name, countdown, maths, "
-        "...; 0.1*NAME weights it. May be repeated.", fixed=True,
+        [],
+        "Function (prompts, completions, rows) -> numbers: a dotted path, file.py:name, countdown, maths; 0.1*NAME "
+        "weights it. May be repeated.",
+        fixed=True,
     )  # fmt: skip
     reward_timeout: float = option(10.0, "Seconds that a reward may take for a step's completions.", above=0)
     reward_failure: str = option(
         "stop", "When a reward raises or hangs: stop, or zero (its row gets 0).", choices=("stop", "zero")
     )
-    eval_data: list[str] = option([], "Held-out rows, answered greedily (or compared). May be repeated.", fixed=True)
+    eval_data: list[str] = option([], "Held-out rows, answered greedily or compared. May be repeated.", fixed=True)
     group_size: int = option(8, "Completions per prompt, compared with each other.", minimum=1, fixed=True)
     updates: int = option(1, "Optimizer steps with each step's completions.", minimum=1, fixed=True)
     gen_length: int = option(256, "Longest completion, in tokens.", minimum=1, fixed=True)
