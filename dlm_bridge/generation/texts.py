@@ -22,21 +22,21 @@ from dlm_bridge.generation.canvas import StopCondition, check_row, check_stop_st
 from dlm_bridge.generation.settings import check_values, diffusion_fields, eos_token_ids, merge_names, resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds, seeded_generators, shared_seed
 
-SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # as many tokens to fill, or one
-NEW_TOKENS = 128  # of an autoregressive model, where nobody says how many; a diffusion sampler has its own default
+SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one
+NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
 
 
 @dataclass(frozen=True)
 class GeneratedTexts:
-    """What a batch of prompts was continued with.
+    """Texts generated for a batch of prompts.
 
     Args:
-        texts: by prompt, without special tokens; with `infill` the prompt too, its spans filled.
-        token_ids: by prompt, the tokens of that text, up to and with the one that ends the row.
-        counts: by prompt, how many of them are new.
-        forwards: how many times the model was run, for all rows together.
-        tokens_per_forward: new tokens of a row for each forward that it took part in, on average.
-        seconds: how long all of it took.
+        texts: by prompt, without special tokens; with `infill` including the prompt.
+        token_ids: by prompt, the tokens of that text, up to and including the one that ends the row.
+        counts: by prompt, the number of new tokens.
+        forwards: forward passes of the model, for all rows together.
+        tokens_per_forward: new tokens of a row per forward pass that it took part in, on average.
+        seconds: elapsed time.
     """
 
     texts: tuple[str, ...]
@@ -52,18 +52,18 @@ class GeneratedTexts:
 
 
 def encode_text(tokenizer: Any, text: str, mask_token_id: int | None = None) -> list[int]:
-    """A plain prompt's tokens, as the tokenizer begins a text; with a mask token, [MASK] stands for one of it and
-    [MASK:n] for n. Raises DlmBridgeError for a span of none."""
+    """Tokens of a plain prompt; with a mask token, [MASK] becomes one of it and [MASK:n] n. Raises DlmBridgeError for
+    an empty span."""
     return _with_spans(tokenizer, text, mask_token_id, begins=True)
 
 
 def encode_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, mask_token_id: int | None = None
 ) -> list[int]:
-    """A conversation's tokens by the tokenizer's chat template, up to where the assistant answers; masks as in
+    """Tokens of a conversation by the tokenizer's chat template, with the generation prompt; masks as in
     `encode_text`.
 
-    Raises DlmBridgeError, which calls the tokenizer `name`, where it has no template, or the template refuses.
+    Raises DlmBridgeError, which calls the tokenizer `name`, without a template, or where the template raises.
     """
     if tokenizer.chat_template is None:
         raise DlmBridgeError(
@@ -71,13 +71,13 @@ def encode_chat(
         )
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is a program of its own
+    except Exception as error:  # a template may raise anything
         raise DlmBridgeError(f"{name}: its chat template refuses the messages: {one_line(error)}") from error
     return _with_spans(tokenizer, text, mask_token_id, begins=False)
 
 
 def mask_token(model: Any, settings: Mapping[str, Any]) -> int | None:
-    """The token that a diffusion model is sampled with; None where it has none."""
+    """The mask token of a diffusion model's sampler, if any."""
     sources = (getattr(model, "generation_config", None), model.config, model.family)
     named = [settings.get("mask_token_id"), *(getattr(source, "mask_token_id", None) for source in sources)]
     return next((token for token in named if token is not None), None)
@@ -87,7 +87,7 @@ def check_prompts(
     model: Any, prompts: Sequence[tuple[str, Sequence[int]]], settings: Mapping[str, Any], *, diffusion: bool
 ) -> None:
     """Raise DlmBridgeError for the first of these (name, tokens) that `write_texts` would refuse, by its name: a file
-    of prompts is known to be good before hours are spent on its first part."""
+    of prompts is checked before hours are spent on its first part."""
     if diffusion:
         found = resolve_settings(model, None, settings, prompt_width=max(len(ids) for _, ids in prompts))
         for name, ids in prompts:
@@ -102,9 +102,8 @@ def check_prompts(
 
 
 def seeds_of(model: Any, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[int] | None:
-    """The seeds of all texts that a diffusion model writes for the prompts, those of a prompt next to each other; None
-    where nothing names a seed. With them it changes nothing in which parts the prompts are sampled, not even for a
-    prompt that comes twice."""
+    """The row seeds of a diffusion model's texts for all prompts, those of a prompt next to each other; None without a
+    seed. With them the texts do not depend on how the prompts are batched, not even for a repeated prompt."""
     found = resolve_settings(model, None, settings, prompt_width=max(map(len, prompts)))
     if found.seed is None:
         return None
@@ -123,18 +122,18 @@ def write_texts(
 ) -> GeneratedTexts:
     """Sample a text for each prompt, a batch at once, padded on the left.
 
-    `settings` are keyword arguments of `generate`: of `dlm_bridge.generation.generate` for a diffusion model, of
-    transformers' for an autoregressive one, where `gen_length` and `seed` work too, and a temperature says alone
-    whether tokens are drawn. `streamer` is a `streamer` of that `generate`. `seeds` are those of a diffusion model's
-    texts, where the prompts are a part of more (`seeds_of`).
+    Args:
+        settings: keyword arguments of `dlm_bridge.generation.generate` for a diffusion model, of transformers'
+        `generate`
+            for an autoregressive one, with `gen_length` and `seed` in addition; a temperature implies `do_sample`.
+        streamer: the `streamer` of that `generate`.
+        seeds: row seeds of a diffusion model, for prompts that are part of a larger set (`seeds_of`).
 
     Raises:
         DlmBridgeError: a setting or a prompt that the model cannot be sampled with.
     """
     if settings.get("span_lengths") and len(prompts) > 1:
-        raise DlmBridgeError(
-            "span_lengths makes rows of lengths of their own: sample one prompt at a time (batch size 1)"
-        )
+        raise DlmBridgeError("span_lengths makes rows of different lengths: sample one prompt at a time (batch 1)")
     width = max(len(prompt) for prompt in prompts)
     input_ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], dtype=torch.long)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
@@ -147,17 +146,17 @@ def write_texts(
     rows = output.sequences.cpu()
     seconds = time.perf_counter() - began  # the tokens have arrived
     copies = len(rows) // len(prompts)  # of each prompt
-    lengths = _lengths(rows[:, width:], _ending(model, tokenizer, settings))
+    lengths = _lengths(rows[:, width:], _stop_condition(model, tokenizer, settings))
     pairs = [
         _text_ids(row, prompts[number // copies], width, length, settings, output.mask_token_id)
         for number, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True))
     ]
     token_ids, counts = tuple(ids for ids, _ in pairs), tuple(count for _, count in pairs)
     texts = tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids)
-    each = output.tokens_per_forward
-    if each is None:
-        each = sum(counts) / len(counts) / max(output.forwards, 1)
-    return GeneratedTexts(texts, token_ids, counts, output.forwards, each, seconds)
+    rate = output.tokens_per_forward
+    if rate is None:
+        rate = sum(counts) / len(counts) / max(output.forwards, 1)
+    return GeneratedTexts(texts, token_ids, counts, output.forwards, rate, seconds)
 
 
 def _with_spans(tokenizer: Any, text: str, mask_token_id: int | None, begins: bool) -> list[int]:
@@ -183,18 +182,18 @@ def _text_ids(
     settings: Mapping[str, Any],
     mask_token_id: int | None,
 ) -> tuple[tuple[int, ...], int]:
-    """The tokens of a row's text, and how many are new; a row is padding up to `width`, prompt and new tokens, of
-    which `length` are its own."""
+    """The tokens of a row's text, and the number of new ones. A row is padding and prompt up to `width`, then new
+    tokens, of which `length` are the row's own."""
     if not settings.get("infill"):
         return tuple(row[width : width + length]), length
-    alone = settings.get("span_lengths")  # a row of its own length: it is no padding
-    filled = tuple(row if alone else row[width - len(prompt) : width + length])
+    unpadded = settings.get("span_lengths")  # a single row
+    filled = tuple(row if unpadded else row[width - len(prompt) : width + length])
     return filled, len(filled) - sum(token != mask_token_id for token in prompt)
 
 
 @contextmanager
-def random_state_kept(enabled: bool = True) -> Iterator[None]:
-    """What is drawn inside leaves torch's random numbers, on the CPU and on the current GPU, as they were."""
+def random_state_preserved(enabled: bool = True) -> Iterator[None]:
+    """Restore torch's random state, on the CPU and on the current GPU, at the end."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices, enabled=enabled):
         yield
@@ -217,7 +216,7 @@ def _diffusion(
     streamer: Any,
     seeds: Sequence[int] | None,
 ) -> _Output:
-    given = {**settings, "tokenizer": tokenizer}  # which stop_strings need, given or the checkpoint's own
+    given = {**settings, "tokenizer": tokenizer}  # for stop_strings, the caller's or the checkpoint's
     if seeds is not None:
         given |= {"seed": None, "generator": seeded_generators(seeds, input_device(model))}
     if streamer is not None:
@@ -237,28 +236,28 @@ def _autoregressive(
     given["tokenizer"] = tokenizer
     ends = _ends(model, settings)
     if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
-        given["pad_token_id"] = ends[0] if ends else 0  # what transformers takes, with a warning
+        given["pad_token_id"] = ends[0] if ends else 0  # transformers' own choice, without its warning
     device = model.get_input_embeddings().weight.device
     if device.type == "meta":  # offloaded: accelerate moves the input
         device = torch.device("cpu")
-    count = _ForwardCount()
-    handle = model.register_forward_pre_hook(count)
+    forwards: list[None] = []
+    handle = model.register_forward_pre_hook(lambda *_: forwards.append(None))
     try:
-        with random_state_kept(enabled=seed is not None):
+        with random_state_preserved(enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
             sequences = model.generate(
                 input_ids.to(device), attention_mask=mask.to(device), streamer=streamer, **given
             )
-    except (ValueError, TypeError, ImportError) as error:  # settings that do not fit together, in transformers' words
+    except (ValueError, TypeError, ImportError) as error:  # settings that transformers refuses
         raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
     finally:
         handle.remove()
-    return _Output(sequences, count.forwards)
+    return _Output(sequences, len(forwards))
 
 
 def _autoregressive_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of transformers' generate. Raises DlmBridgeError for those that it does not have."""
+    """The keywords of transformers' `generate`. Raises DlmBridgeError for unknown ones."""
     given = {
         name: value for name, value in merge_names(settings).items() if name == "eos_token_id" or value is not None
     }
@@ -280,19 +279,17 @@ def _autoregressive_settings(model: Any, settings: Mapping[str, Any]) -> dict[st
                 f"do_sample=False contradicts temperature {given['temperature']}: leave one of them out"
             )
         given["do_sample"] = given["temperature"] > 0
-        if not given["do_sample"]:  # transformers warns about those of a sampler in a greedy search
+        if not given["do_sample"]:  # transformers warns about them in greedy decoding
             given |= {"temperature": None, "top_k": None, "top_p": None}
     return given
 
 
 def _check_length(model: Any, count: int, given: Mapping[str, Any]) -> None:
-    """Raise DlmBridgeError for a prompt of so many tokens that has nothing to go on, or no room to."""
+    """Raise DlmBridgeError for an empty prompt, or one that leaves no room in the context."""
     if not count:
         raise DlmBridgeError("an autoregressive model needs a prompt of at least one token: this one has none")
-    context, new = (
-        getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        given.get("max_new_tokens"),
-    )
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    new = given.get("max_new_tokens")
     if context is not None and new is not None and count + new > context:
         raise DlmBridgeError(
             f"a prompt of {count} tokens and {new} new ones make {count + new}, beyond the model's context of "
@@ -301,39 +298,30 @@ def _check_length(model: Any, count: int, given: Mapping[str, Any]) -> None:
 
 
 def _ends(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a row, from where `generate` takes them."""
+    """The end-of-sequence tokens, with the precedence of `generate`."""
     if "eos_token_id" in settings:
         return eos_token_ids(settings["eos_token_id"])
     stored = getattr(model.generation_config, "eos_token_id", None)
     return eos_token_ids(getattr(model.config, "eos_token_id", None) if stored is None else stored)
 
 
-def _ending(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> StopCondition:
-    """What ends a row, from where `generate` takes it."""
+def _stop_condition(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> StopCondition:
+    """The stop condition, with the precedence of `generate`."""
     stored = getattr(model.generation_config, "stop_strings", None)
     strings = check_stop_strings(settings.get("stop_strings", stored))
     return StopCondition(_ends(model, settings), torch.device("cpu"), strings, tokenizer)
 
 
-def _lengths(new_BN: torch.Tensor, ending: StopCondition) -> list[int]:
-    """How many of the new tokens are a row's own: up to and with the first that ends it."""
-    ends_BN = ending.marks(new_BN, torch.ones_like(new_BN, dtype=torch.bool), mask_token_id=-1).long()
+def _lengths(new_BN: torch.Tensor, stop: StopCondition) -> list[int]:
+    """The number of each row's new tokens, up to and including the first that ends it."""
+    ends_BN = stop.marks(new_BN, torch.ones_like(new_BN, dtype=torch.bool), mask_token_id=-1).long()
     return ((ends_BN.cumsum(dim=1) - ends_BN) == 0).sum(dim=1).tolist()
-
-
-class _ForwardCount:
-    """A hook that counts how often a model is run."""
-
-    def __init__(self) -> None:
-        self.forwards = 0
-
-    def __call__(self, *_: Any) -> None:
-        self.forwards += 1
 
 
 @dataclass(frozen=True)
 class WrittenPrompt:
-    """A text, or the messages of a conversation; `row` is all that stood beside it, `where` the file and line."""
+    """A text, or the messages of a conversation; `row` is the JSONL row that it comes from, `where` its file and
+    line."""
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
@@ -341,24 +329,24 @@ class WrittenPrompt:
     where: str = ""
 
     def encode(self, tokenizer: Any, name: str, mask_token_id: int | None = None) -> list[int]:
-        """Its tokens; `name` is what the tokenizer is called in errors, a mask token that of spans to fill (None:
-        there are none). Raises DlmBridgeError."""
+        """The prompt's tokens; `name` is the tokenizer's in errors, `mask_token_id` that of spans to fill (None: there
+        are none). Raises DlmBridgeError."""
         if self.text is None:
             return encode_chat(tokenizer, self.messages, name, mask_token_id)
         return encode_text(tokenizer, self.text, mask_token_id)
 
 
 def as_message(text: str, system: str | None) -> WrittenPrompt:
-    """A text as what a user says, after what the system says."""
+    """A text as a user message, after the system message."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return WrittenPrompt(messages=(*first, {"role": "user", "content": text}))
 
 
 def read_prompts(name: str, key: str, chat: bool, system: str | None) -> list[WrittenPrompt]:
-    """The prompts of a JSONL file ("-": of stdin): under `key` a text, a user's message with `chat`, or under
-    "messages" a conversation. Empty lines are passed over.
+    """The prompts of a JSONL file ("-": stdin): under `key` a text, with `chat` a user message, or under "messages" a
+    conversation. Empty lines are skipped.
 
-    Raises DlmBridgeError for a file that cannot be read or has none, and, with its line, for a row without them.
+    Raises DlmBridgeError for a file that cannot be read or is empty, and, with its line, for a row without a prompt.
     """
     if name == "-":
         return _prompts("stdin", sys.stdin, key, chat, system)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.texts import WrittenPrompt, as_message, random_state_kept, write_texts
+from dlm_bridge.generation.texts import WrittenPrompt, as_message, random_state_preserved, write_texts
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import model_family
 from dlm_bridge.train.metrics import StepMetrics, read_rows
@@ -60,7 +60,7 @@ class TextSamples:
         model.eval()
         try:
             # A compiled layer would be recompiled for each length.
-            with random_state_kept(), torch.compiler.set_stance("force_eager"):
+            with random_state_preserved(), torch.compiler.set_stance("force_eager"):
                 result = write_texts(model, self._tokenizer, self._tokens, settings, diffusion=diffusion)
         except DlmBridgeError as error:
             raise DlmBridgeError(f"--sample-prompt after step {step}: {error}") from error
