@@ -61,7 +61,7 @@ class _RenderedConversation:
 
 
 def encode_conversations(records: Sequence[DataRow], tokenizer: Any) -> Iterator[Example]:
-    """The conversations of some rows, in order: {"messages": [...]}, where everything the assistant says is an answer;
+    """The conversations of some rows, in order: {"messages": [...]}, where the assistant's messages are answers;
     or {"prompt", "completion"}, two texts, with an EOS token after them, or two lists of messages, of which the second
     is answer. `tools` in a row are the template's.
 
@@ -120,22 +120,32 @@ def _messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
     return [dict(message) for message in found]
 
 
-def _conversation(
-    messages: list[dict[str, Any]], first: int, tools: Any, where: str, tokenizer: Any
-) -> _RenderedConversation | Example:
-    """What the assistant says from message `first` on is answer."""
-
-    def render(count: int, **options: Any) -> Any:
-        try:
-            return tokenizer.apply_chat_template(messages[:count], tools=tools, **options)
-        except Exception as error:  # whatever a template raises
-            raise DlmBridgeError(f"{where}: the chat template refuses it: {one_line(error)}") from error
-
+def check_template(tokenizer: Any, where: str) -> None:
+    """Raise DlmBridgeError for a tokenizer without a chat template."""
     if tokenizer.chat_template is None:
         raise DlmBridgeError(
             f"tokenizer {tokenizer.name_or_path} has no chat template, which {where} needs: name a tokenizer that has "
-            "one with --tokenizer, or give 'prompt' and 'completion' as texts"
+            "one with --tokenizer, or give texts instead of messages"
         )
+
+
+def apply_template(messages: Sequence[Any], where: str, tokenizer: Any, **options: Any) -> Any:
+    """The messages as the chat template renders them. Raises DlmBridgeError where it refuses them."""
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # whatever a template raises
+        raise DlmBridgeError(f"{where}: the chat template refuses it: {one_line(error)}") from error
+
+
+def _conversation(
+    messages: list[dict[str, Any]], first: int, tools: Any, where: str, tokenizer: Any
+) -> _RenderedConversation | Example:
+    """The assistant's messages from number `first` on are answers."""
+
+    def render(count: int, **options: Any) -> Any:
+        return apply_template(messages[:count], where, tokenizer, tools=tools, **options)
+
+    check_template(tokenizer, where)
     if first == 0 and GENERATION.search(tokenizer.get_chat_template(tools=tools)):
         marked = render(len(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return Example(list(marked["input_ids"]), [bool(mask) for mask in marked["assistant_masks"]], where)
@@ -169,7 +179,7 @@ def _end(text: str, before: str, until: str, content: Any) -> int | None:
 
 
 def _labelled(item: _RenderedConversation, ids: list[int], offsets: list[tuple[int, int]], tokenizer: Any) -> Example:
-    """A token belongs to an answer if any of its characters does: a prompt shows nothing of what follows it."""
+    """A token belongs to an answer if any of its characters does, so that a prompt never contains a part of it."""
     starts, stops = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     answer = np.zeros(len(ids), dtype=bool)
     for begin, end in item.answers:

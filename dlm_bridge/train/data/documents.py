@@ -135,7 +135,7 @@ def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
 
 
 def source_bytes(source: Source) -> int:
-    """What the chunks of a source add up to, for progress."""
+    """The size of a source in bytes, the sum over its chunks, for progress."""
     return source.rows.data.nbytes if isinstance(source, NamedDataset) else source.stat().st_size
 
 
@@ -302,7 +302,7 @@ def cached(
 
 
 def fingerprint(sources: Sequence[Source], tokenizer: Any, *settings: Any) -> str:
-    """What a cached table is made of: the sources' paths, sizes and times, the vocabulary, and settings."""
+    """Digest of a cached table's inputs: the sources' paths, sizes and times, the vocabulary, and settings."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     states = [

@@ -44,13 +44,13 @@ def pair(prefix: str | Path) -> tuple[Path, Path]:
 
 
 def token_dtype(vocabulary: int) -> np.dtype:
-    """The dtype that Megatron stores a vocabulary of so many ids in."""
+    """The dtype in which Megatron stores token ids of a vocabulary size."""
     return DTYPES[8] if vocabulary < UINT16_VOCABULARY else DTYPES[4]
 
 
 @dataclass(frozen=True)
 class IndexedTokens:
-    """An open pair. Both files are memory-mapped: nothing is read before it is asked for."""
+    """An open pair, memory-mapped."""
 
     prefix: str
     tokens: np.ndarray  # every token id, in file order
@@ -250,7 +250,7 @@ def _check_documents(path: Path, indices: np.ndarray, sequences: int) -> None:
 
 
 def _check_sequences(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """The bytes that the sequences take, one after another, as every writer lays them. Reads a part at a time."""
+    """The total size in bytes of the sequences, which must be contiguous. Reads a part at a time."""
     end = 0
     for start in range(0, len(lengths), CHECKED_AT_ONCE):
         part = lengths[start : start + CHECKED_AT_ONCE].astype(np.int64)

@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]  # (bytes done since the last call, bytes 
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What was written."""
+    """What a run of `preprocess` has written."""
 
     prefix: str
     documents: int
@@ -92,7 +92,7 @@ TokenizedChunk = tuple[
 
 @dataclass(frozen=True)
 class _TokenizerWork:
-    """What a process needs to tokenise a chunk."""
+    """The work of one process: tokenise a chunk."""
 
     tokenizer: Any
     key: str
@@ -180,7 +180,7 @@ def _text_source(source: Any, item: str) -> Source:
 
 
 def _no_limits(tokenizer: Any) -> None:
-    """A tokenizer.json can come with truncation and padding, which transformers ignores unless asked."""
+    """Disable truncation and padding of a tokenizer.json, which transformers ignores by default."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()

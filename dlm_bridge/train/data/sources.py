@@ -87,9 +87,9 @@ class DataSources:
 
 
 def find_data(items: Sequence[str], load: bool = True) -> DataSources:
-    """What `--data` names: PATH... (one after the other), or W PATH W PATH ... for a blend. Raises DlmBridgeError for
-    a path that names nothing, a weight without a path, a path without a weight and a weight that is not positive.
-    Without `load` datasets that would be fetched and prepared are `Table`s without rows."""
+    """The sources of `--data`: PATH... (one after the other), or W PATH W PATH ... (a blend). Raises DlmBridgeError
+    for a path that names nothing, a weight without a path, a path without a weight and a weight that is not positive.
+    Without `load` datasets that would be fetched and prepared are `NamedDataset`s without rows."""
     if _weight(items[0]) is None:
         return DataSources((tuple(source for item in items for source in find_sources(item, load)),), ())
     weights, parts = [], []

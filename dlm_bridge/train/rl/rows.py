@@ -9,9 +9,17 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
-from dlm_bridge.train.data.conversations import DataRow, Example, check_sources, encode_conversations, read_data_rows
+from dlm_bridge.train.data.conversations import (
+    DataRow,
+    Example,
+    apply_template,
+    check_sources,
+    check_template,
+    encode_conversations,
+    read_data_rows,
+)
 from dlm_bridge.train.data.sources import find_data
 
 T = TypeVar("T")
@@ -132,19 +140,11 @@ def _prompt(record: DataRow) -> Any:
 
 
 def _rendered(prompt: list[Any], record: DataRow, tokenizer: Any) -> str:
-    if tokenizer.chat_template is None:
-        raise DlmBridgeError(
-            f"tokenizer {tokenizer.name_or_path} has no chat template, which {record.where} needs: name a tokenizer "
-            "that has one with --tokenizer, or give 'prompt' as a text"
-        )
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                prompt, tools=record.fields.get("tools"), tokenize=False, add_generation_prompt=True
-            )
-        )
-    except Exception as error:  # whatever a template raises
-        raise DlmBridgeError(f"{record.where}: the chat template refuses it: {one_line(error)}") from error
+    check_template(tokenizer, record.where)
+    tools = record.fields.get("tools")
+    return str(
+        apply_template(prompt, record.where, tokenizer, tools=tools, tokenize=False, add_generation_prompt=True)
+    )
 
 
 def _completed(record: DataRow, name: str) -> DataRow:
