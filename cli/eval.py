@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,7 +84,7 @@ def evaluate(
     from transformers.utils import logging
 
     from dlm_bridge.evaluation.perplexity import text_perplexity
-    from dlm_bridge.evaluation.report import report, show, write
+    from dlm_bridge.evaluation.report import report, write
     from dlm_bridge.loading import Placement, load_model
 
     logging.set_verbosity_error()
@@ -146,7 +148,7 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(facts, indent=2, default=str))
     else:
-        show(facts)
+        _show(facts)
 
 
 def _check_harness() -> None:
@@ -154,3 +156,37 @@ def _check_harness() -> None:
 
     if find_spec("lm_eval") is None:
         raise DlmBridgeError("--tasks needs lm-evaluation-harness: pip install 'dlm-bridge[eval]'")
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    """Print a table of the figures, and below it the settings."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if "COLUMNS" in os.environ else max(Console().width, 100))
+    table = Table(title=f"{facts['model']} ({facts['family']}, {facts['dtype']})")
+    for column in ("task", "metric", "value", "± standard error", "documents"):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    for task, entry in facts.get("tasks", {}).items():
+        for metric, value in entry["metrics"].items():
+            kind, _, filtered = metric.partition(",")
+            if kind == "sample_len" or kind.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = entry["metrics"].get(f"{kind}_stderr,{filtered}")
+            documents = (entry["documents"] or {}).get("effective", "")
+            shown = kind if filtered in ("", "none") else f"{kind} ({filtered})"
+            spread = f"{error:.4f}" if isinstance(error, int | float) else ""
+            table.add_row(task, shown, f"{value:.4f}", spread, str(documents))
+    if text := facts.get("perplexity"):
+        bound = "" if text["exact"] else ", at most"
+        size = f"{text['tokens']:,} tokens"
+        table.add_row("perplexity", f"by token{bound}", f"{text['perplexity']:.4f}", "", size)
+        table.add_row("", f"nats a token{bound}", f"{text['nats']:.4f}", f"{text['error']:.4f}", size)
+        table.add_row("", f"bits a byte{bound}", f"{text['bits_per_byte']:.4f}", "", f"{text['bytes']:,} bytes")
+    console.print(table)
+    console.print(f"likelihood: {facts['likelihood']}", highlight=False)
+    settings = facts["settings"] | ({"window": text["window"]} if text else {})
+    console.print(
+        ", ".join(f"{name} {value}" for name, value in settings.items() if value not in (None, {}, [])),
+        highlight=False,
+    )

@@ -82,9 +82,10 @@ def plan(
     from dlm_bridge.errors import DlmBridgeError
     from dlm_bridge.mapping.dtypes import parse_size
     from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
-    from dlm_bridge.plan import PlannedRun, memory_plan, open_model
+    from dlm_bridge.plan.memory import memory_plan
+    from dlm_bridge.plan.model import open_model
     from dlm_bridge.plan.recommend import recommend as run_search
-    from dlm_bridge.plan.run import Hardware, objective_settings
+    from dlm_bridge.plan.run import Hardware, PlannedRun, objective_settings
 
     if gradients not in ("fp32", "bf16"):
         raise DlmBridgeError(f"--gradients {gradients}: choose fp32 or bf16")

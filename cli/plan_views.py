@@ -15,7 +15,7 @@ from dlm_bridge.plan.run import GIB
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dlm_bridge.plan import MemoryPlan, StageMemory
+    from dlm_bridge.plan.memory import MemoryPlan, StageMemory
     from dlm_bridge.plan.recommend import Recommendation
 
 

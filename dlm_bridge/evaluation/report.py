@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping
 from datetime import datetime
@@ -74,40 +73,6 @@ def write(folder: Path, facts: Mapping[str, Any], found: Mapping[str, Any] | Non
                     stream.write(json.dumps({"task": task, **row}, default=str, ensure_ascii=False) + "\n")
     with atomic_file(folder / RESULTS, overwrite) as stream:
         stream.write(json.dumps(facts, indent=2, default=str, ensure_ascii=False) + "\n")
-
-
-def show(facts: Mapping[str, Any]) -> None:
-    """Print a table of the figures, and below it the settings."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if "COLUMNS" in os.environ else max(Console().width, 100))
-    table = Table(title=f"{facts['model']} ({facts['family']}, {facts['dtype']})")
-    for column in ("task", "metric", "value", "± standard error", "documents"):
-        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
-    for task, entry in facts.get("tasks", {}).items():
-        for metric, value in entry["metrics"].items():
-            kind, _, filtered = metric.partition(",")
-            if kind == "sample_len" or kind.endswith("_stderr") or not isinstance(value, int | float):
-                continue
-            error = entry["metrics"].get(f"{kind}_stderr,{filtered}")
-            documents = (entry["documents"] or {}).get("effective", "")
-            shown = kind if filtered in ("", "none") else f"{kind} ({filtered})"
-            spread = f"{error:.4f}" if isinstance(error, int | float) else ""
-            table.add_row(task, shown, f"{value:.4f}", spread, str(documents))
-    if text := facts.get("perplexity"):
-        bound = "" if text["exact"] else ", at most"
-        size = f"{text['tokens']:,} tokens"
-        table.add_row("perplexity", f"by token{bound}", f"{text['perplexity']:.4f}", "", size)
-        table.add_row("", f"nats a token{bound}", f"{text['nats']:.4f}", f"{text['error']:.4f}", size)
-        table.add_row("", f"bits a byte{bound}", f"{text['bits_per_byte']:.4f}", "", f"{text['bytes']:,} bytes")
-    console.print(table)
-    console.print(f"likelihood: {facts['likelihood']}", highlight=False)
-    settings = facts["settings"] | ({"window": text["window"]} if text else {})
-    console.print(
-        ", ".join(f"{name} {value}" for name, value in settings.items() if value not in (None, {}, [])),
-        highlight=False,
-    )
 
 
 def _version(package: str) -> str | None:

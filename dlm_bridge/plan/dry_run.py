@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.plan import MemoryPlan, PlannedModel, memory_plan, open_model
+from dlm_bridge.plan.memory import MemoryPlan, memory_plan
+from dlm_bridge.plan.model import PlannedModel, open_model
 from dlm_bridge.plan.run import run_of
 from dlm_bridge.train.checkpoints import find_checkpoints
 from dlm_bridge.train.config import TrainConfig
@@ -229,18 +230,15 @@ def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
 def _parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...]:
     """Each dimension with rank 0's group. megatron-core's rank order is tp-cp-dp-pp, and etp-ep-dp-pp for experts."""
     sizes, etp = config.parallel, config.parallel.expert_tp
-    dense = (("tp", sizes.tp), ("cp", sizes.cp), ("dp", gpus // (sizes.tp * sizes.cp * sizes.pp)))
-    expert = (("etp", etp), ("ep", sizes.ep), ("expert dp", gpus // (etp * sizes.ep * sizes.pp)))
-    has_experts = sizes.ep > 1 or sizes.etp is not None
-    groups, stride = [], 1
-    for name, size in dense:
-        groups.append(ParallelGroup(name, size, tuple(range(0, size * stride, stride))))
-        stride *= size
-    groups.append(ParallelGroup("pp", sizes.pp, tuple(range(0, gpus, stride))))
-    stride = 1
-    for name, size in expert if has_experts else ():
-        groups.append(ParallelGroup(name, size, tuple(range(0, size * stride, stride))))
-        stride *= size
+    orders = [(("tp", sizes.tp), ("cp", sizes.cp), ("dp", gpus // (sizes.tp * sizes.cp * sizes.pp)), ("pp", sizes.pp))]
+    if sizes.ep > 1 or sizes.etp is not None:
+        orders.append((("etp", etp), ("ep", sizes.ep), ("expert dp", gpus // (etp * sizes.ep * sizes.pp))))
+    groups = []
+    for order in orders:
+        stride = 1
+        for name, size in order:
+            groups.append(ParallelGroup(name, size, tuple(range(0, size * stride, stride))))
+            stride *= size
     return tuple(groups)
 
 

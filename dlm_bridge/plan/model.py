@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
@@ -19,6 +19,18 @@ from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
 
 ROLES = ("embedding", "attention", "mlp", "router", "experts", "shared experts", "norms", "head")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _cached(method: Method) -> Method:
+    """Compute a method of `PlannedModel` once for the same arguments."""
+
+    @wraps(method)
+    def cached(self: PlannedModel, *args: Any) -> Any:
+        return self.cached((method.__name__, *args), lambda: method(self, *args))
+
+    return cast(Method, cached)
 
 
 @dataclass(frozen=True)
@@ -41,15 +53,11 @@ class PlannedModel:
     def rules(self) -> tuple[Rule, ...]:
         """Mapping rules that apply to this model, without those of left out layers."""
         layers = {self.dims.is_moe(n): n for n in range(self.dims.layers)}.values()  # one of each kind
+        rules = [rule for rule in self.family.mapping.rules if "{mtp}" not in rule.megatron]
         return tuple(
             rule
-            for rule in self.family.mapping.rules
-            if "{mtp}" not in rule.megatron
-            and (
-                any(rule.holds(self.dims, layer) for layer in layers)
-                if "{layer}" in rule.megatron
-                else rule.holds(self.dims)
-            )
+            for rule in rules
+            if any(rule.holds(self.dims, n) for n in (layers if "{layer}" in rule.megatron else (None,)))
         )
 
     @property
@@ -67,7 +75,7 @@ class PlannedModel:
 
     def size(self, word: str) -> int:
         """A size by its word in `Dims`, a family's own words included."""
-        return int(self.cached(("size", word), lambda: self.dims.shape(word)[0]))
+        return self.dims.shape(word)[0]
 
     @cached_property
     def parameters(self) -> int:
@@ -83,37 +91,15 @@ class PlannedModel:
         experts = sum(self.layer(self.dims.is_moe(n), 1, 1, 1).get("experts", 0) for n in range(self.dims.layers))
         return self.parameters - experts + experts * self.top_k // self.dims.experts
 
-    def layer(self, moe: bool, tp: int, ep: int, etp: int) -> dict[str, int]:
-        """Parameters of one layer on one rank, by role."""
-        return self.cached(("layer", moe, tp, ep, etp), lambda: self._layer(moe, tp, ep, etp))
-
-    def stages(self, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """`Layout.stages`: the layers of each virtual chunk of each pipeline rank."""
-        return self.cached(
-            ("stages", layout),
-            lambda: tuple(tuple(map(tuple, chunks)) for chunks in layout.stages(self.dims.layers)),
-        )
-
-    def kinds(self, layout: Layout) -> tuple[dict[bool, int], ...]:
-        """For each pipeline rank how many of its layers have experts (True) and how many have none (False)."""
-        return self.cached(
-            ("kinds", layout),
-            lambda: tuple(
-                dict(Counter(self.dims.is_moe(n) for chunk in chunks for n in chunk)) for chunks in self.stages(layout)
-            ),
-        )
-
-    def outer(self, tp: int) -> dict[str, int]:
-        """Parameters outside the layers on the rank that holds them, by role: embedding, norms, head."""
-        return self.cached(("outer", tp), lambda: self._outer(tp))
-
     def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
         """The value of `compute`, computed once per `key`: a search over layouts asks for the same values often."""
         if key not in self._cache:
             self._cache[key] = compute()
         return self._cache[key]
 
-    def _layer(self, moe: bool, tp: int, ep: int, etp: int) -> dict[str, int]:
+    @_cached
+    def layer(self, moe: bool, tp: int, ep: int, etp: int) -> dict[str, int]:
+        """Parameters of one layer on one rank, by role."""
         layer = next((n for n in range(self.dims.layers) if self.dims.is_moe(n) is moe), None)
         counts: dict[str, int] = {}
         for rule in self.rules:
@@ -124,12 +110,25 @@ class PlannedModel:
             counts[_role(rule)] = counts.get(_role(rule), 0) + held
         return counts
 
-    def _outer(self, tp: int) -> dict[str, int]:
+    @_cached
+    def outer(self, tp: int) -> dict[str, int]:
+        """Parameters outside the layers on the rank that holds them, by role: embedding, norms, head."""
         counts: dict[str, int] = {}
         for rule in self.rules:
             if "{layer}" not in rule.megatron:
                 counts[_role(rule)] = counts.get(_role(rule), 0) + _held(rule, self.dims, tp)
         return counts
+
+    @_cached
+    def stages(self, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """`Layout.stages`: the layers of each virtual chunk of each pipeline rank."""
+        return tuple(tuple(map(tuple, chunks)) for chunks in layout.stages(self.dims.layers))
+
+    @_cached
+    def kinds(self, layout: Layout) -> tuple[dict[bool, int], ...]:
+        """For each pipeline rank how many of its layers have experts (True) and how many have none (False)."""
+        ranks = ([n for chunk in chunks for n in chunk] for chunks in self.stages(layout))
+        return tuple(dict(Counter(map(self.dims.is_moe, layers))) for layers in ranks)
 
 
 def open_model(path: str | Path, revision: str | None = None, family: str | None = None) -> PlannedModel:

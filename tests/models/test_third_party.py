@@ -192,7 +192,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (root / "source" / name).write_text(text)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(root / "site"), str(root / "source")], check=True)
-    return {**os.environ, "PYTHONPATH": str(root / "site")}
+    path = filter(None, [str(root / "site"), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def test_checkpoints_of_the_family_load_sample_and_convert(installed: dict[str, str], tmp_path: Path) -> None:

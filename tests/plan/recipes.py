@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlm_bridge import Layout
-from dlm_bridge.plan import PlannedRun
+from dlm_bridge.plan.run import PlannedRun
 from tests.plan import configs
 
 GIB = 1 << 30

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dlm_bridge import DlmBridgeError, Layout
-from dlm_bridge.plan import MemoryPlan, PlannedRun, memory_plan
-from dlm_bridge.plan.memory import in_flight
+from dlm_bridge.plan.memory import MemoryPlan, in_flight, memory_plan
 from dlm_bridge.plan.model import model_of
+from dlm_bridge.plan.run import PlannedRun
 from tests.plan import configs
 from tests.plan.recipes import GIB, MEASURED, OURS, RECIPES, Recipe
 

@@ -10,8 +10,9 @@ import torch
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
-from dlm_bridge.plan import PlannedRun, memory_plan, open_model
-from dlm_bridge.plan.model import model_of
+from dlm_bridge.plan.memory import memory_plan
+from dlm_bridge.plan.model import model_of, open_model
+from dlm_bridge.plan.run import PlannedRun
 from tests.checkpoints import standard_tensors, write_hub_folder, write_llada
 from tests.plan import configs
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from dlm_bridge import DlmBridgeError, Layout
-from dlm_bridge.plan import PlannedRun, memory_plan
 from dlm_bridge.plan.cost import step_time
+from dlm_bridge.plan.memory import memory_plan
 from dlm_bridge.plan.model import model_of
 from dlm_bridge.plan.recommend import recommend, value_of
-from dlm_bridge.plan.run import Hardware
+from dlm_bridge.plan.run import Hardware, PlannedRun
 from tests.plan import configs
 from tests.plan.recipes import RECIPES, Recipe
 
