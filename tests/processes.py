@@ -101,9 +101,9 @@ def work(root: Path, checks: Iterable[tuple[str, Callable[[], None]]]) -> None:
         except BaseException:
             # Another rank may be waiting for this one: nothing after this can be trusted.
             report[name] = traceback.format_exc()
-            path.write_text(json.dumps(report))
+            _write(path, report)
             launcher.end(1)
-        path.write_text(json.dumps(report))
+        _write(path, report)
 
 
 def assert_ok(name: str, report: dict[str, list[str]], processes: int = 2) -> None:
@@ -124,6 +124,13 @@ def _said(root: Path, logs: list[str]) -> dict[str, list[str]]:
         for name, result in found.items():
             said.setdefault(name, []).append(result)
     return said
+
+
+def _write(path: Path, report: dict[str, str]) -> None:
+    """At once: where another rank fails, this one is killed."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(report))
+    temporary.replace(path)
 
 
 def _report(root: Path, rank: int) -> Path:
