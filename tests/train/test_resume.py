@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.accelerate import trainer
+from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
 from tests.train.conftest import Run, read_metrics, without_speed
 
@@ -63,7 +63,8 @@ def _wait_for_step(output: Path, step: int, process: subprocess.Popen[bytes] | N
 
 def test_sigkill_and_a_torn_line(tmp_path: Path, run: Run, uninterrupted: Path, values: dict[str, Any]) -> None:
     output = tmp_path / "killed"
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**values, "steps": STEPS, "output": str(output)}))
+    config = TrainConfig.from_flags(**{**values, "steps": STEPS, "output": str(output)})
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
     command = [sys.executable, "-m", "dlm_bridge.cli", "pretrain", "--config", str(tmp_path / "run.yaml")]
     # One thread, as here: the number of threads decides in which order a sum is added up.
     process = subprocess.Popen(
