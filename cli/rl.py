@@ -18,7 +18,7 @@ HELP = """Reinforcement learning and preference optimisation (diffu-GRPO, GRPO, 
 Sampled (--reward): grpo for autoregressive models, diffu-grpo and block-grpo for diffusion models. --data are rows of
 {"prompt": a text or a list of messages}, or {"messages": [...]}; the whole row goes to the reward.
 Preferred: dpo for autoregressive models, vrpo for diffusion models. --data are rows of {"prompt", "chosen",
-"rejected"}. Every option can stand in a YAML file given with --config; the command line wins.
+"rejected"}. Every option can be set in a nested YAML file given with --config; the command line wins.
 
 Example:
 

@@ -19,8 +19,7 @@ from dlm_bridge.train.config.options import Option, options_of
 
 PRETRAIN_HELP = """Train a model on text: from its weights, or from nothing with --from-scratch.
 
-Every option can be set in a YAML file given with --config, nested in sections (see DIR/config.yaml); the command line
-wins.
+Every option can be set in a nested YAML file given with --config (see DIR/config.yaml); the command line wins.
 DIR gets config.yaml, metrics.jsonl (a line a step), loss.png and checkpoints/step-NNNNNNN, each a Hub folder.
 
 Example:
@@ -29,11 +28,11 @@ Example:
 
 On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli pretrain ...
 """
-SFT_HELP = """Fine-tune a model on conversations: it learns to give the answers, whose prompts it sees.
+SFT_HELP = """Fine-tune a model on conversations: the loss is on the answers, given their prompts.
 
 --data are rows of JSONL, parquet or a dataset: {"messages": [{"role": ..., "content": ...}, ...]}, or "prompt" and
 "completion", two texts or two lists of messages. The tokenizer's chat template writes them. Masks, padding and what a
-loss is divided by are as the model's family was tuned; every option can stand in a YAML file, as for pretrain.
+loss is divided by follow the model's family; every option can be set in a YAML file, as for pretrain.
 
 Example:
 
@@ -123,6 +122,8 @@ def _annotation(option: Option, help: str, task: str) -> Any:
     names = [f"{option.flag}/{option.negative}"] if is_bool else [option.flag]
     default = option.default_for(task)
     shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
+    if option.engine is not None and task != "rl":
+        help = f"{help.removesuffix('.')} (--engine {option.engine})."
     panel = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
     return Annotated[option.type | None, typer.Option(*names, help=help, show_default=shown, rich_help_panel=panel)]
 
