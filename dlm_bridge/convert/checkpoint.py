@@ -104,6 +104,11 @@ class Checkpoint(ABC):
         return False
 
     @classmethod
+    def open(cls, path: Path, folder: Path, family: str | None = None) -> Checkpoint:
+        """The checkpoint `path`; `folder` is its newest iteration's, where it has iterations. Raises DlmBridgeError."""
+        raise NotImplementedError(f"{cls.__name__} is not opened from a folder")
+
+    @classmethod
     def plan_output(cls, request: OutputRequest) -> PlannedOutput:
         """Lay out a checkpoint of this kind before any tensor is read. Raises DlmBridgeError."""
         raise NotImplementedError(f"{cls.format} is not written")

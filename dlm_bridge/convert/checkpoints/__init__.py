@@ -36,9 +36,7 @@ def find_checkpoint(path: PathLike, revision: str | None = None, family: str | N
     kind, iteration = _kind(folder)
     if kind is None or kind is HubCheckpoint:
         return open_hub(os.fspath(path), revision, family)
-    if issubclass(kind, MegatronCheckpoint):
-        return kind.open(folder, iteration, family)
-    return DcpCheckpoint(folder, family)
+    return kind.open(folder, iteration, family)
 
 
 def open_checkpoint(path: PathLike, revision: str | None = None, family: str | None = None) -> Checkpoint:

@@ -59,6 +59,10 @@ class DcpCheckpoint(ByNameCheckpoint):
     def recognises(cls, folder: Path) -> bool:
         return _dcp_folder(folder) is not None
 
+    @classmethod
+    def open(cls, path: Path, folder: Path, family: str | None = None) -> DcpCheckpoint:
+        return cls(path, family)
+
     def _hub_metadata(self) -> HubMetadata:
         if self._config_folder is None:
             raise DlmBridgeError(
