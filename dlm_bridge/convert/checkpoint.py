@@ -105,7 +105,7 @@ class Checkpoint(ABC):
 
     @classmethod
     def open(cls, path: Path, folder: Path, family: str | None = None) -> Checkpoint:
-        """The checkpoint `path`; `folder` is its newest iteration's, where it has iterations. Raises DlmBridgeError."""
+        """The checkpoint `path`; `folder` is its newest iteration's, if it has any. Raises DlmBridgeError."""
         raise NotImplementedError(f"{cls.__name__} is not opened from a folder")
 
     @classmethod

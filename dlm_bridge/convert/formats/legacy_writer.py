@@ -7,10 +7,8 @@ filled in any order. The result is a plain `torch.save` file, checksums included
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import zipfile
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ import torch
 import xxhash
 
 from dlm_bridge.convert.formats.rank_names import extra_state_of, rank_name
-from dlm_bridge.convert.formats.unpickler import ArchiveRecord, read_records
+from dlm_bridge.convert.formats.unpickler import ArchiveRecord, SparseFile, read_records
 from dlm_bridge.convert.streaming import (
     Bands,
     Sink,
@@ -253,7 +251,7 @@ def _part(param: ParamMapping, target: RankTensor) -> SliceRange:
 def _lay_out(file: str, plan: _RankPlan, rest: dict[str, Any], result: LegacyPlan) -> None:
     """Have torch lay the file out, and note where each tensor goes."""
     keys = ["model"] if len(plan.chunks) == 1 else [f"model{number}" for number in range(len(plan.chunks))]
-    sparse = _Sparse()
+    sparse = SparseFile()
     with torch.serialization.skip_data():
         torch.save(rest | dict(zip(keys, plan.chunks, strict=True)), sparse)  # type: ignore[arg-type]
     result.files[file], result.segments[file] = sparse.size, sparse.segments
@@ -270,7 +268,7 @@ def _lay_out(file: str, plan: _RankPlan, rest: dict[str, Any], result: LegacyPla
     result.directories[file] = _directory(sparse, records)
 
 
-def _directory(sparse: _Sparse, records: dict[str, ArchiveRecord]) -> dict[int, int]:
+def _directory(sparse: SparseFile, records: dict[str, ArchiveRecord]) -> dict[int, int]:
     """Start of a tensor's bytes -> offset of its entry in the archive's central directory."""
     with zipfile.ZipFile(cast(BinaryIO, sparse)) as archive:
         position, infos = archive.start_dir, archive.infolist()
@@ -281,49 +279,3 @@ def _directory(sparse: _Sparse, records: dict[str, ArchiveRecord]) -> dict[int, 
         lengths = sparse.read(6)
         position += 46 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2, 4))
     return found
-
-
-class _Sparse(io.RawIOBase):
-    """A file in memory that keeps what is written and reads what was skipped as zeros."""
-
-    def __init__(self) -> None:
-        self.segments: list[tuple[int, bytes]] = []
-        self.size = self._position = 0
-
-    def write(self, data: Any) -> int:
-        content = bytes(data)
-        if self.segments and self.segments[-1][0] + len(self.segments[-1][1]) == self._position:
-            offset, before = self.segments[-1]
-            self.segments[-1] = (offset, before + content)
-        else:
-            self.segments.append((self._position, content))
-        self._position += len(content)
-        self.size = max(self.size, self._position)
-        return len(content)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, min(len(view), self.size - self._position))]
-        view[:] = bytes(len(view))
-        first = bisect_right(self.segments, self._position, key=lambda segment: segment[0])
-        for offset, data in self.segments[max(0, first - 1) :]:
-            if offset >= self._position + len(view):
-                break
-            low, high = max(offset, self._position), min(offset + len(data), self._position + len(view))
-            if low < high:
-                view[low - self._position : high - self._position] = data[low - offset : high - offset]
-        self._position += len(view)
-        return len(view)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Chunk, Contents, StorageLocation, StoredTensor
+from dlm_bridge.convert.formats.unpickler import SparseFile
 from dlm_bridge.convert.streaming import Bands, Sink, allocate, distribute, range_digest, slice_range
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 from dlm_bridge.mapping.layout import Layout
@@ -271,36 +271,16 @@ class ItemSink(Sink):
 
 @lru_cache(maxsize=4096)
 def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
-    stream = _Around()
+    stream = SparseFile()
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype), stream)  # type: ignore[arg-type]
-    head, tail = bytes(stream.head), bytes(stream.tail)
-    if not tail:  # no values: the checksum of nothing is there already
-        return _Template(head, tail, ())
+    head = stream.segments[0][1]
+    if len(stream.segments) == 1:  # no values: the checksum of nothing is there already
+        return _Template(head, b"", ())
+    tail = stream.segments[1][1]
     # Once in the data descriptor, right after the values, and once in the directory, 30 bytes before the name.
     assert tail.startswith(b"PK\x07\x08"), "torch.save writes archives without data descriptors"
     return _Template(head, tail, (4, tail.rindex(b"/data/0") - len("archive") - 30))
-
-
-class _Around:
-    """Keeps what is written before and after the values, which `skip_data` seeks past."""
-
-    def __init__(self) -> None:
-        self.head, self.tail = bytearray(), bytearray()
-        self._past = False
-
-    def write(self, data: Any) -> int:
-        part = self.tail if self._past else self.head
-        part += memoryview(data).cast("B")
-        return len(data)
-
-    def seek(self, offset: int, whence: int) -> int:
-        assert whence == os.SEEK_CUR
-        self._past = True
-        return offset
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
 
 
 def combined_file_digests(digests: Mapping[StorageLocation, bytes]) -> dict[str, str]:

@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import zipfile
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -318,11 +319,11 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-class _Window(io.RawIOBase):
-    """The bytes [offset, offset + length) of an open file, as a file of their own."""
+class _VirtualFile(io.RawIOBase):
+    """A file of `size` bytes that is read through `readinto`."""
 
-    def __init__(self, stream: Any, offset: int, length: int) -> None:
-        self._stream, self._offset, self._length, self._position = stream, offset, length, 0
+    def __init__(self, size: int) -> None:
+        self.size, self._position = size, 0
 
     def readable(self) -> bool:
         return True
@@ -334,16 +335,59 @@ class _Window(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
         if base + offset < 0:
             raise ValueError("seek before the start")
         self._position = base + offset
         return self._position
 
-    def readinto(self, buffer: Any) -> int:
+    def _part(self, buffer: Any) -> memoryview:
+        """As much of `buffer` as there are bytes left."""
         view = memoryview(buffer).cast("B")
-        view = view[: max(0, min(len(view), self._length - self._position))]
+        return view[: max(0, min(len(view), self.size - self._position))]
+
+
+class _Window(_VirtualFile):
+    """The bytes [offset, offset + length) of an open file, as a file of their own."""
+
+    def __init__(self, stream: Any, offset: int, length: int) -> None:
+        super().__init__(length)
+        self._stream, self._offset = stream, offset
+
+    def readinto(self, buffer: Any) -> int:
         self._stream.seek(self._offset + self._position)
-        count = self._stream.readinto(view)
+        count = int(self._stream.readinto(self._part(buffer)))
         self._position += count
         return count
+
+
+class SparseFile(_VirtualFile):
+    """A file in memory that keeps what is written, in `segments`, and reads what was skipped as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.segments: list[tuple[int, bytes]] = []
+
+    def write(self, data: Any) -> int:
+        content = bytes(data)
+        if self.segments and self.segments[-1][0] + len(self.segments[-1][1]) == self._position:
+            offset, before = self.segments[-1]
+            self.segments[-1] = (offset, before + content)
+        else:
+            self.segments.append((self._position, content))
+        self._position += len(content)
+        self.size = max(self.size, self._position)
+        return len(content)
+
+    def readinto(self, buffer: Any) -> int:
+        view = self._part(buffer)
+        view[:] = bytes(len(view))
+        first = bisect_right(self.segments, self._position, key=lambda segment: segment[0])
+        for offset, data in self.segments[max(0, first - 1) :]:
+            if offset >= self._position + len(view):
+                break
+            low, high = max(offset, self._position), min(offset + len(data), self._position + len(view))
+            if low < high:
+                view[low - self._position : high - self._position] = data[low - offset : high - offset]
+        self._position += len(view)
+        return len(view)
