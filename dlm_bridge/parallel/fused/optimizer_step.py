@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -53,18 +53,17 @@ class FusedParamGroup:
         """One step of AdamW, in place. `clip_coef`: fp32 scalar on the device by which gradients are multiplied.
         Raises ValueError where tensors of a parameter differ in size or are not contiguous."""
         self._launch(
-            _adam_kernel,
             parameters,
             clip_coef,
             adam.lr,
-            adam.beta1,
-            adam.beta2,
-            1 - adam.beta1,
-            1 - adam.beta2,
-            adam.eps,
             adam.weight_decay,
-            1 / (1 - adam.beta1**adam.step),
-            1 / (1 - adam.beta2**adam.step),
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            one_minus_beta1=1 - adam.beta1,
+            one_minus_beta2=1 - adam.beta2,
+            eps=adam.eps,
+            inv_bias_correction1=1 / (1 - adam.beta1**adam.step),
+            inv_bias_correction2=1 / (1 - adam.beta2**adam.step),
         )
 
     def sgd_step(
@@ -72,10 +71,15 @@ class FusedParamGroup:
     ) -> None:
         """One step of plain gradient descent, in place; as `adam_step`, but the weight decay is a part of the
         gradient."""
-        self._launch(_sgd_kernel, parameters, clip_coef, lr, weight_decay)
+        self._launch(parameters, clip_coef, lr, weight_decay)
 
     def _launch(
-        self, kernel: Any, parameters: Sequence[StepTensors], clip_coef: torch.Tensor, *numbers: float
+        self,
+        parameters: Sequence[StepTensors],
+        clip_coef: torch.Tensor,
+        lr: float,
+        weight_decay: float,
+        **adam: float,
     ) -> None:
         kinds: dict[tuple[torch.dtype, torch.dtype | None], list[StepTensors]] = {}
         for parameter in parameters:
@@ -86,7 +90,7 @@ class FusedParamGroup:
             table = self._tables.setdefault(kind, PointerTable())
             table.find(alike)
             first = alike[0]
-            kernel[(len(table.owners),)](
+            _step_kernel[(len(table.owners),)](
                 table.addresses,
                 table.counts,
                 table.owners,
@@ -96,7 +100,10 @@ class FusedParamGroup:
                 first.main_param if first.model_param is None else first.model_param,
                 clip_coef,
                 len(alike),
-                *numbers,
+                lr,
+                weight_decay,
+                **adam,
+                ADAM=bool(adam),
                 WRITE_MODEL_PARAM=first.model_param is not None,
                 ALIGNED=ALIGNED if table.aligned else 1,
                 BLOCK=BLOCK,
@@ -161,51 +168,7 @@ def _tensor(addresses, owner, field, count, like, ALIGNED: tl.constexpr):  # typ
 
 
 @triton.jit
-def _adam_kernel(  # type: ignore[no-untyped-def]
-    addresses,
-    counts,
-    owners,
-    blocks,
-    main_params,
-    gradients,
-    model_params,
-    clip_coef,
-    count,
-    lr,
-    beta1,
-    beta2,
-    one_minus_beta1,
-    one_minus_beta2,
-    eps,
-    decay,
-    inv_bias_correction1,
-    inv_bias_correction2,
-    WRITE_MODEL_PARAM: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    owner, offsets, exists = _block(counts, owners, blocks, ALIGNED, BLOCK)
-    main_param = _tensor(addresses, owner, 0, count, main_params, ALIGNED)
-    gradient = _tensor(addresses, owner, 1, count, gradients, ALIGNED)
-    exp_avg = _tensor(addresses, owner, 3, count, main_params, ALIGNED)
-    exp_avg_sq = _tensor(addresses, owner, 4, count, main_params, ALIGNED)
-    p = tl.load(main_param + offsets, mask=exists, other=0.0)
-    g = tl.load(gradient + offsets, mask=exists, other=0.0).to(tl.float32) * tl.load(clip_coef)
-    m = tl.load(exp_avg + offsets, mask=exists, other=0.0)
-    v = tl.load(exp_avg_sq + offsets, mask=exists, other=0.0)
-    m = beta1 * m + one_minus_beta1 * g
-    v = beta2 * v + one_minus_beta2 * g * g
-    p -= lr * (m * inv_bias_correction1 / (tl.sqrt(v * inv_bias_correction2) + eps) + decay * p)
-    tl.store(main_param + offsets, p, mask=exists)
-    tl.store(exp_avg + offsets, m, mask=exists)
-    tl.store(exp_avg_sq + offsets, v, mask=exists)
-    if WRITE_MODEL_PARAM:
-        model_param = _tensor(addresses, owner, 2, count, model_params, ALIGNED)
-        tl.store(model_param + offsets, p.to(model_param.dtype.element_ty), mask=exists)
-
-
-@triton.jit
-def _sgd_kernel(  # type: ignore[no-untyped-def]
+def _step_kernel(  # type: ignore[no-untyped-def]
     addresses,
     counts,
     owners,
@@ -217,15 +180,34 @@ def _sgd_kernel(  # type: ignore[no-untyped-def]
     count,
     lr,
     decay,
+    ADAM: tl.constexpr,
     WRITE_MODEL_PARAM: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    beta1=0.0,
+    beta2=0.0,
+    one_minus_beta1=0.0,
+    one_minus_beta2=0.0,
+    eps=0.0,
+    inv_bias_correction1=0.0,
+    inv_bias_correction2=0.0,
 ):
+    """One block of AdamW, or of plain gradient descent."""
     owner, offsets, exists = _block(counts, owners, blocks, ALIGNED, BLOCK)
     main_param = _tensor(addresses, owner, 0, count, main_params, ALIGNED)
     gradient = _tensor(addresses, owner, 1, count, gradients, ALIGNED)
     p = tl.load(main_param + offsets, mask=exists, other=0.0)
     g = tl.load(gradient + offsets, mask=exists, other=0.0).to(tl.float32) * tl.load(clip_coef)
+    if ADAM:
+        exp_avg = _tensor(addresses, owner, 3, count, main_params, ALIGNED)
+        exp_avg_sq = _tensor(addresses, owner, 4, count, main_params, ALIGNED)
+        m = tl.load(exp_avg + offsets, mask=exists, other=0.0)
+        v = tl.load(exp_avg_sq + offsets, mask=exists, other=0.0)
+        m = beta1 * m + one_minus_beta1 * g
+        v = beta2 * v + one_minus_beta2 * g * g
+        tl.store(exp_avg + offsets, m, mask=exists)
+        tl.store(exp_avg_sq + offsets, v, mask=exists)
+        g = m * inv_bias_correction1 / (tl.sqrt(v * inv_bias_correction2) + eps)
     p -= lr * (g + decay * p)
     tl.store(main_param + offsets, p, mask=exists)
     if WRITE_MODEL_PARAM:
