@@ -1,4 +1,4 @@
-"""`dlm-bridge convert-to-dlm`: an autoregressive checkpoint becomes a diffusion one."""
+"""`dlm-bridge convert-to-dlm`: conversion of an autoregressive checkpoint to a diffusion one."""
 
 from __future__ import annotations
 

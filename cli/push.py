@@ -1,4 +1,4 @@
-"""`dlm-bridge push`: a checkpoint to the Hub, with a model card."""
+"""`dlm-bridge push`: upload of a checkpoint to the Hub, with a model card."""
 
 from __future__ import annotations
 

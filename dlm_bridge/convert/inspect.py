@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its headers alone: family, sizes, dtypes, parameters, files, layout, source."""
+"""Checkpoint inspection without loading weights: family, sizes, dtypes, parameters, files, layout, source."""
 
 from __future__ import annotations
 

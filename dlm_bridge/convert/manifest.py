@@ -164,7 +164,7 @@ FILE_DIGESTS = "dlm_bridge_files.json"
 
 
 class Records:
-    """What was read and what was written of every Hub tensor. Methods may be called from several threads."""
+    """dtype, shape and digest of every Hub tensor as read and as written. Methods are thread-safe."""
 
     def __init__(self, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self._specs = specs  # dtypes and shapes after the cast

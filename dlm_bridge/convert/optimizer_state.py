@@ -1,4 +1,4 @@
-"""The optimizer's state of a `torch_dist` checkpoint, cut anew with the weights.
+"""Resharding of the optimizer's state of a `torch_dist` checkpoint.
 
 In the `fully_reshardable` form (and where the optimizer is not distributed) every state is a tensor of its parameter's
 shape, `optimizer.state.exp_avg.decoder.layers...`: it is cut as the parameter is. What is not sharded lies in

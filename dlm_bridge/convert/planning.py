@@ -67,7 +67,7 @@ FORMATS = tuple(sorted((kind.format for kind in KINDS if kind.writable), reverse
 
 @dataclass(frozen=True)
 class MegatronFormat:
-    """What `--format`, `--key-style`, `--run-config` and `--weights-only` ask for."""
+    """Options of the written Megatron checkpoint: `--format`, `--key-style`, `--run-config`, `--weights-only`."""
 
     name: str = "torch_dist"
     key_style: str = "te"  # the legacy format's
@@ -102,7 +102,7 @@ _INTERPRETER = 400 << 20  # bytes of a process that has imported torch
 
 @dataclass(frozen=True)
 class Options:
-    """What every conversion takes. `dtype` None keeps the stored dtypes."""
+    """Options of every conversion. `dtype` None keeps the stored dtypes."""
 
     dtype: torch.dtype | None = None
     workers: int | None = None

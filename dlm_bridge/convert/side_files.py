@@ -123,7 +123,7 @@ def write_side_files(source: Checkpoint, folder: Path, dtype: torch.dtype | None
 
 
 def side_file_digests(folder: Path, skip: Collection[str]) -> dict[str, str]:
-    """Path below `folder` -> digest, of every file but those in `skip`, the weights."""
+    """Digests of every file below `folder` but those in `skip` (the weights), by path."""
     found = {}
     for directory, subfolders, files in os.walk(folder):
         subfolders.sort()

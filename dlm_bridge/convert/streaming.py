@@ -86,7 +86,7 @@ def slice_range(
 
 
 class Sink:
-    """Takes bytes in order: digests them, and writes them to a file from `offset` on where one is given."""
+    """Sink of bytes in order: digests them, and writes them to a file from `offset` on where one is given."""
 
     def __init__(self, path: Path | None = None, offset: int = 0, checksum: bool = False) -> None:
         self.digest: Any = xxhash.xxh3_128()

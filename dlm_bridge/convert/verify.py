@@ -1,4 +1,4 @@
-"""Are two checkpoints equal, tensor by tensor, in any two formats? Is one what its own manifest says?"""
+"""Comparison of two checkpoints in any two formats, tensor by tensor, or of one with its own manifest."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class TaskMemory:
 
     @contextmanager
     def task(self) -> Iterator[None]:
-        """Within it `new_tensor` takes its memory from here, on this thread. No such tensor may be used afterwards."""
+        """Context in which `new_tensor` allocates from here, on this thread. Its tensors are invalid afterwards."""
         taken: list[mmap.mmap] = []
         _task.memory, _task.taken = self, taken
         try:
@@ -174,7 +174,7 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without Python's cycle collector, which goes over all objects again and again while a plan only adds some."""
+    """Pause Python's garbage collector, whose work grows faster than the number of objects that a plan makes."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -185,7 +185,7 @@ def gc_paused() -> Iterator[None]:
 
 
 class _Budget:
-    """A number of bytes that holders share; one holder alone may always go on."""
+    """Memory budget in bytes that tasks share; one task alone may always run."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._used = limit, 0

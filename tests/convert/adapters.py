@@ -1,4 +1,4 @@
-"""What the adapter tests share: a tiny Llama, adapters written by hand, conversions both ways."""
+"""Helpers of the adapter tests: a tiny Llama, adapters written by hand, conversions both ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the conversion tests share: whole folders as values, tensors read by other libraries, the command line."""
+"""Helpers of the conversion tests: folder contents, tensors read by other libraries, the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: what they place where, what they refuse, and what they propose instead."""
+"""Layouts: placement of layers and ranks, refusals, and the layouts that they propose instead."""
 
 from __future__ import annotations
 

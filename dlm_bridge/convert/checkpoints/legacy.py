@@ -29,6 +29,7 @@ from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODEL = re.compile(r"model(\d*)")
+_COMPARED = 1 << 20  # bytes; copies up to this size are compared whenever they are read, larger ones by `verify`
 
 
 @dataclass(frozen=True)
@@ -244,13 +245,10 @@ def _size(value: Any) -> int:
     return value if type(value) is int and 0 < value < 1 << 20 else 1
 
 
-_COMPARED = 1 << 20  # bytes; copies up to this size are compared whenever they are read, larger ones by `verify`
-
-
 class LegacyReader(ChunkedReader):
     """The tensors of `params`, global and unsharded, under their `ParamMapping.megatron_name`.
 
-    Raises DlmBridgeError for a tensor whose ranks do not agree in shape or dtype, and for parameters of no parameter.
+    Raises DlmBridgeError for a tensor whose ranks do not agree in shape or dtype, and for tensors of no parameter.
     """
 
     def __init__(self, files: LegacyFiles, params: Iterable[ParamMapping], tied: bool) -> None:

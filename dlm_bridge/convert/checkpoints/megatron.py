@@ -1,4 +1,4 @@
-"""What Megatron's formats share: iterations, the Hub side, and stored tensors by the names of a family's mapping."""
+"""Base of Megatron's formats: iterations, the Hub side, and stored tensors by the names of a family's mapping."""
 
 from __future__ import annotations
 
