@@ -36,7 +36,7 @@ FOUR = (
     ("^fsdp .* x (tp2|cp2)", r"a2a\+p2p", "^cp2 p2p x tp2"),
 )
 RUNS = (
-    "masters begin|fsdp optim:",
+    "main params start|fsdp optim:",
     "fsdp optim_grads:|fp8, delayed",
     "fsdp optim_grads_params: resumed|straggler",
     "fsdp optim_grads_params with experts",

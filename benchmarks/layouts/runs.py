@@ -3,7 +3,7 @@
     torchrun --max-restarts 4 --nproc-per-node 2 benchmarks/layouts/runs.py --output runs    runs.json, runs.md
 
 Megatron FSDP's checkpoints: resumed, killed with SIGKILL and resumed, exported. FP8, CPU offload, background saves,
-the straggler report, the NaN guard, a resume at another layout, and masters after a resume. Models are tiny, saves
+the straggler report, the NaN guard, a resume at another layout, and main params after a resume. Models are tiny, saves
 are every four of eight steps. A killed run kills its processes; torchrun starts them again and they go on with it.
 `--transport host` lets both processes share a GPU (see host_transport.py).
 """
@@ -120,7 +120,7 @@ class Runs:
             killed = {}
         else:
             for task in (DENSE, EXPERTS):
-                found[f"fsdp optim_grads_params, {task.model}: masters begin unrounded"] = self._bound(
+                found[f"fsdp optim_grads_params, {task.model}: main params start unrounded"] = self._bound(
                     self.begun, task
                 )
             for strategy in STRATEGIES:
@@ -175,7 +175,7 @@ class Runs:
                     if not torch.equal(found[: len(wanted)], wanted):
                         other.append(name)
         equal = "all equal the source's fp32 to the bit" if not other else f"{len(other)} differ, the first {other[0]}"
-        return count > 0 and not other, f"{count} masters: {equal}"
+        return count > 0 and not other, f"{count} main params: {equal}"
 
     def resumed(self, task: Task, **flags: Any) -> tuple[bool, str]:
         """A run; what its last checkpoint is read back as, and exported as; and the run again from its middle."""
@@ -189,7 +189,7 @@ class Runs:
         with self.run("run", task, "bf16", resume=True, **flags):
             apart = _apart(losses, _losses(output))
         said = (
-            f"steps {SAVED + 1} to {STEPS} again: losses {apart:.0e} apart; masters and moments read back "
+            f"steps {SAVED + 1} to {STEPS} again: losses {apart:.0e} apart; main params and moments read back "
             f"{'equal to the bit' if restored else 'differ'}; "
             f"{exported or 'dlm-bridge export equals the live weights to the bit, dlm-bridge verify finds no damage'}"
         )
@@ -411,14 +411,14 @@ def _apart(wanted: Losses, found: Losses) -> float:
 
 
 def _optimizer_state(trainer: Any) -> list[torch.Tensor]:
-    """Copies of a rank's masters and moments, in their own order."""
+    """Copies of a rank's main params and moments, in their own order."""
     parts = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
     found = []
     for part in parts:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 moments = part.optimizer.state.get(parameter, {})
-                # The last where masters are left to the optimizer inside.
+                # The last where main params are left to the optimizer inside.
                 for tensor in (parameter, *(moments.get(name) for name in ("exp_avg", "exp_avg_sq", "master_param"))):
                     if isinstance(tensor, torch.Tensor):
                         local = getattr(tensor, "_local_tensor", tensor)
