@@ -340,11 +340,11 @@ class GatedOperation(torch.nn.Module):
 def test_a_run_with_transformer_engines_activation_saves_and_resumes(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.train.megatron import engine
+    from dlm_bridge.train.megatron import mcore_config
 
     plain = on_megatron(tmp_path / "plain", steps=4)
     built = []
-    overrides = engine.transformer_overrides
+    overrides = mcore_config.transformer_overrides
 
     def operation(config: Any) -> torch.nn.Module:
         built.append(GatedOperation())
@@ -352,7 +352,7 @@ def test_a_run_with_transformer_engines_activation_saves_and_resumes(
 
     monkeypatch.setattr("dlm_bridge.parallel.mcore_patches.modules._te_activation", operation)
     monkeypatch.setattr(
-        engine,
+        mcore_config,
         "transformer_overrides",
         lambda *arguments: overrides(*arguments) | {"use_te_activation_func": True},
     )

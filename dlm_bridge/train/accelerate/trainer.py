@@ -20,26 +20,8 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel.output_layer import LossPositions
+from dlm_bridge.train.accelerate import fsdp, transforms
 from dlm_bridge.train.accelerate.attention import FLASH, attention_kernels, set_attention, uses_flash_attention
-from dlm_bridge.train.accelerate.fsdp import (
-    clip_grad_norm,
-    load_optimizer,
-    process_group,
-    reshard_model,
-    save_sharded,
-    shard_model,
-    with_launcher_settings,
-)
-from dlm_bridge.train.accelerate.transforms import (
-    HalfPrecisionParams,
-    LossHead,
-    check_float8,
-    compile_layers,
-    convert_to_float8,
-    loss_positions,
-    normalised_positions,
-    pin_positions,
-)
 from dlm_bridge.train.checkpoints import find_checkpoints, load_state, remove_old_checkpoints, save_checkpoint
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
@@ -69,7 +51,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     output folder that holds a run is refused. Raises DlmBridgeError for bad input and where the loss is not finite.
     """
     console = console or Console(stderr=True)
-    config = with_launcher_settings(config)
+    config = fsdp.with_launcher_settings(config)
     accelerator = _accelerator(config)
     config.data.accumulation(accelerator.num_processes)  # sizes that do not divide are refused first
     start = start_run(config, resume, accelerator, console)
@@ -82,7 +64,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     config = with_lora(config, model)
     with accelerator.main_process_first():
         data = load_data(config, model, objective.mask_token_id if objective.masks else None)
-    with process_group(config):
+    with fsdp.process_group(config):
         adapter = add_adapter(config, model, start.checkpoint) if config.model.adapts else None
         trainer = AccelerateTrainer(config, accelerator, model, adapter, objective, data, console)
         if start.checkpoint is not None:
@@ -124,16 +106,16 @@ class AccelerateTrainer(Trainer):
         self.plain_model = model if stays else model.to(self.device)
         # In half precision one process computes with copies of the weights, several under autocast, or FSDP's.
         half = config.precision.name in HALF and accelerator.mixed_precision == "no" and not self.fsdp
-        self.half = HalfPrecisionParams(self.plain_model) if half else None
+        self.half = transforms.HalfPrecisionParams(self.plain_model) if half else None
         self.computing = self.plain_model if self.half is None else self.half.model
         if config.precision.name == "fp8":
-            convert_to_float8(self.computing)
+            transforms.convert_to_float8(self.computing)
         self.compiled = self.device.type == "cuda" if config.engine.compile is None else config.engine.compile
         if self.compiled:
-            compile_layers(self.computing)
-        self.head = LossHead(self.computing)
+            transforms.compile_layers(self.computing)
+        self.head = transforms.LossHead(self.computing)
         if self.fsdp:
-            shard_model(self.plain_model, config, self.device)
+            fsdp.shard_model(self.plain_model, config, self.device)
         unwrapped = half or self.fsdp
         self.model = self.computing if unwrapped else accelerator.prepare(self.plain_model)
         optimizer = adamw(config, self.plain_model, fused=self.device.type == "cuda")
@@ -145,10 +127,10 @@ class AccelerateTrainer(Trainer):
             self.console.print(self.adapter.described(), highlight=False)
 
     def prepare(self, noisy: Sequence[NoisyBatch]) -> list[MicroBatch]:
-        batches = [(batch, loss_positions(batch)) for batch in noisy]
+        batches = [(batch, transforms.loss_positions(batch)) for batch in noisy]
         if self.device.type != "cuda":
             return batches
-        return [(batch.pin(), pin_positions(positions)) for batch, positions in batches]
+        return [(batch.pin(), transforms.pin_positions(positions)) for batch, positions in batches]
 
     def forward_backward(self, batches: list[MicroBatch], divisors_K: torch.Tensor) -> torch.Tensor:
         sums_K = torch.zeros(len(divisors_K), dtype=torch.float64, device=self.device)
@@ -167,7 +149,7 @@ class AccelerateTrainer(Trainer):
     def optimizer_step(self) -> tuple[bool, torch.Tensor]:
         max_norm = self.config.optimizer.clip_grad or math.inf  # infinity only measures
         if self.fsdp:
-            norm = clip_grad_norm(list(self.plain_model.parameters()), max_norm, self.device)
+            norm = fsdp.clip_grad_norm(list(self.plain_model.parameters()), max_norm, self.device)
         else:
             norm = self.accelerator.clip_grad_norm_(self.plain_model.parameters(), max_norm)
         self.optimizer.step()
@@ -188,14 +170,16 @@ class AccelerateTrainer(Trainer):
         for start in range(0, len(own), self.micro_batch_size):
             batch = self.evaluation_batch(objective, own[start : start + self.micro_batch_size], count)
             with self._attention(batch):
-                _, sums_K = self._loss(self.computing, batch, loss_positions(batch), torch.ones(objective.terms))
+                _, sums_K = self._loss(
+                    self.computing, batch, transforms.loss_positions(batch), torch.ones(objective.terms)
+                )
             totals += torch.stack([sums_K.double().cpu(), batch.normaliser])
         self.model.train()
         return self._sum(totals).cpu()
 
     def save(self, step: int, metrics: Any) -> Path:
         if self.fsdp:
-            reshard_model(self.plain_model)
+            fsdp.reshard_model(self.plain_model)
         return super().save(step, metrics)
 
     def save_checkpoint(self, step: int) -> Path:
@@ -206,7 +190,7 @@ class AccelerateTrainer(Trainer):
             "train_blocks": len(self.train),
         }
         if self.fsdp:
-            save_sharded(
+            fsdp.save_sharded(
                 self.output, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer, state, self.device
             )
         elif self.main:
@@ -225,7 +209,7 @@ class AccelerateTrainer(Trainer):
             self.optimizer.load_state_dict(state["optimizer"])
         else:
             plain = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate around it
-            load_optimizer(folder, self.plain_model, plain, state)
+            fsdp.load_optimizer(folder, self.plain_model, plain, state)
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 
@@ -236,7 +220,7 @@ class AccelerateTrainer(Trainer):
         self, model: Any, batch: NoisyBatch, positions: LossPositions, divisors_K: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a micro-batch, a scalar, and its terms [K], divided by `divisors_K` of the global batch."""
-        batch, positions = batch.to(self.device), normalised_positions(positions, divisors_K, self.device)
+        batch, positions = batch.to(self.device), transforms.normalised_positions(positions, divisors_K, self.device)
         mask = batch.model_mask()
         if not self.objective.masks and mask is not None and mask.dim() == 4:  # of transformers' own classes
             mask = mask_for_implementation(mask, self.computing.config._attn_implementation, self.computing.dtype)
@@ -279,7 +263,7 @@ def _accelerator(config: TrainConfig) -> Accelerator:
     cpu = trains_on_cpu(config)
     precision = config.precision.name
     if precision == "fp8":
-        check_float8()
+        transforms.check_float8()
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}[precision]
     if config.parallel.shards or (precision in HALF and PartialState(cpu=cpu).num_processes == 1):
         mixed = "no"

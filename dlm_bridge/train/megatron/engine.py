@@ -25,22 +25,7 @@ from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import load_main_params
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import open_megatron_source
-from dlm_bridge.train.megatron.checkpoints import (
-    check_resumable,
-    checkpoint_root,
-    newest_checkpoint,
-    remove_leftovers,
-    write_hub_files,
-)
-from dlm_bridge.train.megatron.mcore_config import (
-    DTYPES,
-    check_mcore_config,
-    check_sequence,
-    check_sizes,
-    data_parallel_config,
-    optimizer_config,
-    transformer_overrides,
-)
+from dlm_bridge.train.megatron import checkpoints, mcore_config
 from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.trainer import MegatronTrainer, connect_schedule
 from dlm_bridge.train.setup import (
@@ -71,10 +56,10 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         console.print(line, highlight=False, soft_wrap=True)
     output = Path(config.checkpoint.output)
     _first_on_main(lambda: open_output(output, resume) if main else None)
-    step, checkpoint = newest_checkpoint(output) if resume else (0, None)
+    step, checkpoint = checkpoints.newest_checkpoint(output) if resume else (0, None)
     if checkpoint is not None:
-        check_same_model(config, checkpoint_root(output))
-        check_resumable(checkpoint, config)
+        check_same_model(config, checkpoints.checkpoint_root(output))
+        checkpoints.check_resumable(checkpoint, config)
     steps = config.schedule.steps
     if checkpoint is not None and step >= steps:
         if main:
@@ -83,8 +68,8 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     trainer = assemble(config, console, checkpoint, step)
     if main:
         if checkpoint is None:
-            write_hub_files(output, trainer.source, trainer.tokenizer)
-        remove_leftovers(output)
+            checkpoints.write_hub_files(output, trainer.source, trainer.tokenizer)
+        checkpoints.remove_leftovers(output)
         write_config(trainer.config, output)
     trainer.announce(step, f"; {describe_layout(config)}")
     return trainer.run(step)
@@ -94,7 +79,7 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     """Model, optimizer, objective and data of a run, as they are after `step`, which `checkpoint` holds (None: as
     `--model` has them). Nothing is written. Every process calls it. Raises DlmBridgeError."""
     check_data(config)
-    check_mcore_config(config)
+    mcore_config.check_mcore_config(config)
 
     # Process groups.
     initialize_parallel(config)
@@ -102,11 +87,11 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     # Model source, objective and data.
     source = open_megatron_source(config, checkpoint)
     config, objective = resolve_objective(config, source.model, step)
-    check_sizes(config, objective)
+    mcore_config.check_sizes(config, objective)
 
     # Configuration of megatron-core.
-    overrides = transformer_overrides(config, source.bridge, objective)
-    dtype = DTYPES[config.precision.name]
+    overrides = mcore_config.transformer_overrides(config, source.bridge, objective)
+    dtype = mcore_config.DTYPES[config.precision.name]
 
     # The main process reads and packs the data, the others find them in the cache.
     mask_token = objective.mask_token_id if objective.masks else None
@@ -134,7 +119,7 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
 
 def initialize_parallel(config: TrainConfig) -> None:
     """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
-    check_sequence(config)
+    mcore_config.check_sequence(config)
     groups.initialize(config.parallel.layout, config.data.seed, config.parallel.context)
     config.data.accumulation(parallel_state.get_data_parallel_world_size())
 
@@ -144,7 +129,7 @@ def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
     wrapper, wrapped = _data_parallel_class(config), []
     for number, chunk in enumerate(chunks):
         # Only the first chunk's communication is on the critical path of an interleaved pipeline.
-        ddp_config = data_parallel_config(config)
+        ddp_config = mcore_config.data_parallel_config(config)
         wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
         if config.parallel.fsdp is not None:
             patch_unshared_gradients(wrapped[-1].module)
@@ -162,7 +147,7 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
                     "leave it out"
                 )
     # Its rule of weight decay is ours: biases and 1-D parameters do not decay.
-    optimizer = get_megatron_optimizer(optimizer_config(config), list(chunks))
+    optimizer = get_megatron_optimizer(mcore_config.optimizer_config(config), list(chunks))
     patch_optimizer(optimizer)
     return optimizer
 
@@ -170,7 +155,7 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
 def checkpoint_sets_all_weights(config: TrainConfig) -> bool:
     """Whether a resume sets every weight, and every main param, from the checkpoint alone: where neither FSDP's
     buffers nor the optimizer inside megatron-core's nor FP8 weights are initialised from the model's own."""
-    inside = optimizer_config(config).use_precision_aware_optimizer
+    inside = mcore_config.optimizer_config(config).use_precision_aware_optimizer
     return config.parallel.fsdp is None and not config.precision.fp8_params and not inside
 
 
