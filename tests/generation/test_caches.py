@@ -1,4 +1,4 @@
-"""What is kept between forwards changes nothing where it is exact, and what its paper says where it is not."""
+"""KV caches: exact ones change no token, approximate ones give the tokens of their paper's algorithm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.families.case import FamilyCase
 from tests.generation.conftest import MASK, prompts
 from tests.generation.test_families import DIFFUSION
 
-SETTLING = [
+WITH_BLOCK_CACHE = [
     case
     for case in DIFFUSION
     if case.spec.attention_pattern == "block_causal" or case.spec.sampler["algorithm"] == "nemotron"
@@ -41,7 +41,7 @@ def load_case(case: FamilyCase, folder: Path) -> tuple[Any, int]:
 def logits_of(
     model: Any, monkeypatch: pytest.MonkeyPatch, instead: Sequence[torch.Tensor] = (), **settings: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What `generate` returns, and the logits that each step looked at. `instead`: what each goes on with."""
+    """What `generate` returns, and the logits that each step looked at. `instead`: the logits that each step goes on with."""
     seen: list[torch.Tensor] = []
     propose = commit_rules.propose_tokens
 
@@ -56,7 +56,7 @@ def logits_of(
         return model.generate(**settings), seen
 
 
-@pytest.mark.parametrize("case", SETTLING, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", WITH_BLOCK_CACHE, ids=lambda case: case.id)
 def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths, some of which end early and leave the batch; every step's logits are compared."""
     model, mask = load_case(case, tmp_path)
@@ -83,11 +83,11 @@ def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pyt
     assert not any(hasattr(module, "kv_keys") for module in model.modules())  # the model is as it was
 
 
-SDAR = next(case for case in SETTLING if case.spec.name == "sdar")
+SDAR = next(case for case in WITH_BLOCK_CACHE if case.spec.name == "sdar")
 
 
 def widths_of(model: Any, **settings: Any) -> tuple[Any, list[int]]:
-    """What `generate` returns, and how many columns each of its forwards ran."""
+    """What `generate` returns, and how many columns each of its forward passes ran."""
     widths: list[int] = []
     hook = model.model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -97,7 +97,7 @@ def widths_of(model: Any, **settings: Any) -> tuple[Any, list[int]]:
     return output, widths
 
 
-def test_keeping_a_block_takes_no_forward_of_its_own(tmp_path: Path) -> None:
+def test_caching_a_block_takes_no_forward_pass_of_its_own(tmp_path: Path) -> None:
     """The prompt is run with the first block, a committed block with the next one, the last one not again."""
     model, mask = load_case(SDAR, tmp_path)
     block = model.config.block_size
@@ -111,11 +111,11 @@ def test_keeping_a_block_takes_no_forward_of_its_own(tmp_path: Path) -> None:
         assert output.tokens_per_forward == block / steps
 
 
-@pytest.mark.parametrize("case", SETTLING, ids=lambda case: case.id)
-def test_a_block_is_kept_as_by_a_forward_of_its_own(
+@pytest.mark.parametrize("case", WITH_BLOCK_CACHE, ids=lambda case: case.id)
+def test_a_block_is_cached_as_by_a_forward_pass_of_its_own(
     case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each block's first forward, with what is committed before it, against one for each."""
+    """Each block's first forward pass, which also caches the block before, against two separate ones."""
     model, mask = load_case(case, tmp_path)
     block = model.config.block_size if case.spec.attention_pattern == "block_causal" else 8
     tokens, real = prompts(3, 2 * block + 1) % 60, torch.ones(3, 2 * block + 1, dtype=torch.long)
@@ -147,10 +147,10 @@ def test_a_block_is_kept_as_by_a_forward_of_its_own(
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("case", [SDAR, REORDERED[0]], ids=lambda case: case.id)
-def test_a_length_that_only_the_device_knows(
+def test_context_length_on_the_device(
     case: FamilyCase, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What recorded forwards are given, so that one serves every length: PyTorch's attention takes it as well."""
+    """The context length as a tensor, so that one graph serves every length: PyTorch's attention takes it as well."""
     model, mask = load_case(case, tmp_path)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(
@@ -184,13 +184,13 @@ def test_a_length_that_only_the_device_knows(
 
 @pytest.mark.parametrize("free", [0, 256])
 @pytest.mark.parametrize(
-    "case", [case for case in SETTLING if case.spec.name in ("sdar", "fast_dllm_v2")], ids=lambda case: case.id
+    "case", [case for case in WITH_BLOCK_CACHE if case.spec.name in ("sdar", "fast_dllm_v2")], ids=lambda case: case.id
 )
-def test_a_forward_launched_ahead_is_the_next(
+def test_a_speculative_forward_pass_is_the_next(
     case: FamilyCase, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the next forward is launched before the rule's answer is known: the same text, by the same forwards
-    where the next block comes with it, else by one more where a block is done sooner than it had to be."""
+    """On a GPU the next forward pass is launched before the rule's answer is known: the same text, by as many forward
+    passes where the next block comes with it, else by one more where a block is complete before its last step."""
     monkeypatch.setattr(predictors, "SPECULATIVE_TOKENS", free)
     model, mask = load_case(case, tmp_path)
     block = model.config.block_size
@@ -231,10 +231,10 @@ def test_a_forward_launched_ahead_is_the_next(
 
 @pytest.mark.parametrize("threshold", [None, 3.0])
 @pytest.mark.parametrize("case", REORDERED, ids=lambda case: case.id)
-def test_what_is_committed_without_a_gap_is_kept(
+def test_tokens_committed_without_a_gap_are_cached(
     case: FamilyCase, threshold: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of different lengths, in which tokens commit at different speed and out of order, and which end apart."""
+    """Rows of different lengths, whose tokens are committed at different speed and out of order, and which end apart."""
     model, mask = load_case(case, tmp_path)
     lengths = (1, 9, 6, 0)
     tokens = torch.randint(4, 60, (4, 9), generator=torch.Generator().manual_seed(5))
@@ -253,7 +253,7 @@ def test_what_is_committed_without_a_gap_is_kept(
 
 
 @pytest.mark.parametrize("gen_length", [0, 10])
-def test_what_stands_before_the_first_hole_is_kept(
+def test_tokens_before_the_first_mask_to_fill_are_cached(
     gen_length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, mask = load_case(REORDERED[0], tmp_path)
@@ -268,8 +268,8 @@ def test_what_stands_before_the_first_hole_is_kept(
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_a_forward_runs_two_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One shape for all forwards behind the first, however long the text."""
+def test_a_forward_pass_runs_two_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One shape for all forward passes but the first, however long the text."""
     model, mask = load_case(REORDERED[0], tmp_path)
     shapes = []
     model.model.register_forward_pre_hook(
@@ -301,14 +301,14 @@ def test_block_cache_with_guidance(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 class Frozen:
-    """LLaDA's body by hand, which looks at the keys and values of an earlier pass outside some columns."""
+    """LLaDA's body by hand, which reads the keys and values of an earlier pass outside some columns."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def logits(self, tokens_S: list[int], columns: range, *, keep: bool) -> torch.Tensor:
-        """[N, V] of the columns; `keep` replaces everything that was kept by what this pass computes."""
+        """[N, V] of the columns; `keep` caches everything that this pass computes."""
         body = self.model.model
         picked = torch.tensor(list(columns))
         hidden = body.embed_tokens(torch.tensor([tokens_S]))[:, picked]
@@ -339,8 +339,8 @@ class Frozen:
 
 @torch.no_grad()
 def fast_dllm(model: Any, prompt: list[int], gen: int, block: int, behind: bool) -> list[int]:
-    """One token a step, LLaDA's confidence; a block's first pass sees everything, the others keep what is not in the
-    block (`behind`: what stands before it)."""
+    """One token a step, LLaDA's confidence; a block's first pass runs everything, the others cache the columns outside
+    the block (`behind`: before it)."""
     row, frozen = prompt + [MASK] * gen, Frozen(model)
     for start in range(len(prompt), len(row), block):
         for step in range(block):
@@ -374,8 +374,8 @@ def test_a_row_is_what_it_is_alone(model: Any) -> None:
 
 
 def test_one_block_needs_no_approximation(model: Any) -> None:
-    """A shifted prediction comes of the column before the block, which is run along; with one step a block nothing is
-    old: the caches change nothing."""
+    """A shifted prediction comes from the column before the block, which is run as well; with one step a block no
+    cached column is outdated: the caches change nothing."""
     tokens = prompts(2, 7)
     settings = {"gen_length": 16, "block_length": 4, "steps": 4, "eos_token_id": None}
     plain = model.generate(tokens, **settings)
@@ -384,7 +384,7 @@ def test_one_block_needs_no_approximation(model: Any) -> None:
 
 
 def test_compiled_layers_share_their_code(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer is traced once for each kind of forward, not once for each layer, and computes what it did."""
+    """A layer is traced once for each kind of forward pass, not once for each layer."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters

@@ -1,4 +1,4 @@
-"""Several linear layers as one product: the same tokens, the same parameters, whoever else uses them."""
+"""Fused linear layers: the same tokens, the same parameters."""
 
 from __future__ import annotations
 

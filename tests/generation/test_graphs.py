@@ -1,4 +1,4 @@
-"""Recorded and compiled forwards give what eager ones give, call after call, whatever happens in between.
+"""Recorded and compiled forward passes give what eager ones give, call after call, whatever happens in between.
 
 On a GPU; on a CPU graphs are stood in for (`recorded`), and nothing is compiled.
 """
@@ -92,7 +92,7 @@ def test_block_causal_rows_that_end(name: str, execution: str, tmp_path: Path) -
 @pytest.mark.parametrize("lengths", [(16,), (13, 5, 16, 10)])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_small_blocks(lengths: tuple[int, ...], execution: str, tmp_path: Path) -> None:
-    """Fast-dLLM v2's own cache: forwards of the block, of a small block, and of rows that are not equally far."""
+    """Fast-dLLM v2's own cache: forward passes of the block, of a small block, and of rows in different small blocks."""
     model, mask = load_varied(tmp_path)
     model.to(DEVICE).float()  # which attends in place on a GPU
     _, tokens, real = ragged(lengths, 0)
@@ -110,7 +110,7 @@ def test_small_blocks(lengths: tuple[int, ...], execution: str, tmp_path: Path) 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_one_graph_serves_every_length(execution: str, padded: bool, tmp_path: Path) -> None:
-    """Of a block, and of two where the first of them is kept; the prompt's shape comes once."""
+    """Of a block, and of two where the first of them is cached; the prompt's shape comes once."""
     if GPU:
         pytest.importorskip("triton")
     model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == "llada2_moe"), tmp_path)
@@ -131,7 +131,7 @@ def test_one_graph_serves_every_length(execution: str, padded: bool, tmp_path: P
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_kept_in_the_order_of_knowledge(execution: str, tmp_path: Path) -> None:
+def test_cache_of_reordered_rows(execution: str, tmp_path: Path) -> None:
     """WeDLM: each row's keys and values have columns of their own, and rows leave one after the other."""
     model, mask = load_case(next(case for case in DIFFUSION if case.spec.attention_pattern == "causal"), tmp_path)
     model.to(DEVICE)
@@ -199,7 +199,7 @@ def test_experts(case: FamilyCase, execution: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_what_is_recorded_has_run_before(execution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same sizes and strides, whatever rows there are: nothing is compiled while a graph is recorded."""
+    """With the same sizes and strides, for any number of rows: nothing is compiled during capture."""
     model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == "sdar"), tmp_path)
     model.to(DEVICE)
     run, record = graphs.run_body, graphs.GraphedBody._record
@@ -238,7 +238,7 @@ def test_what_is_recorded_has_run_before(execution: str, tmp_path: Path, monkeyp
 
 
 def test_weights_that_change(llada: Any) -> None:
-    """A recorded forward reads the weights where they are; where they have moved it is recorded anew."""
+    """A recorded forward pass reads the weights in place; where they have moved it is recorded again."""
     tokens, settings = prompts(2, 9).to(DEVICE), {"gen_length": 16, "block_length": 8, "eos_token_id": None}
     llada.generate(tokens, **settings, execution=EXECUTIONS[0])
     weight = llada.model.layers[0].mlp.down_proj.weight

@@ -1,4 +1,4 @@
-"""What is opened is opened as data: nobody is asked to run code that lies beside it."""
+"""Loading runs no code of a checkpoint and does not ask to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several processes that hold a model together are told before they begin."""
+"""Tensor parallel sampling: splits that would cut a head or an expert are refused."""
 
 from __future__ import annotations
 
