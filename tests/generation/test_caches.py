@@ -41,7 +41,8 @@ def load_case(case: FamilyCase, folder: Path) -> tuple[Any, int]:
 def logits_of(
     model: Any, monkeypatch: pytest.MonkeyPatch, instead: Sequence[torch.Tensor] = (), **settings: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What `generate` returns, and the logits that each step looked at. `instead`: the logits that each step goes on with."""
+    """What `generate` returns, and the logits that each step looked at. `instead`: the logits that each step goes on
+    with."""
     seen: list[torch.Tensor] = []
     propose = commit_rules.propose_tokens
 
@@ -234,7 +235,8 @@ def test_a_speculative_forward_pass_is_the_next(
 def test_tokens_committed_without_a_gap_are_cached(
     case: FamilyCase, threshold: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of different lengths, whose tokens are committed at different speed and out of order, and which end apart."""
+    """Rows of different lengths, whose tokens are committed at different speed and out of order, and which end
+    apart."""
     model, mask = load_case(case, tmp_path)
     lengths = (1, 9, 6, 0)
     tokens = torch.randint(4, 60, (4, 9), generator=torch.Generator().manual_seed(5))

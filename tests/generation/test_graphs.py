@@ -92,7 +92,8 @@ def test_block_causal_rows_that_end(name: str, execution: str, tmp_path: Path) -
 @pytest.mark.parametrize("lengths", [(16,), (13, 5, 16, 10)])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_small_blocks(lengths: tuple[int, ...], execution: str, tmp_path: Path) -> None:
-    """Fast-dLLM v2's own cache: forward passes of the block, of a small block, and of rows in different small blocks."""
+    """Fast-dLLM v2's own cache: forward passes of the block, of a small block, and of rows in different small
+    blocks."""
     model, mask = load_varied(tmp_path)
     model.to(DEVICE).float()  # which attends in place on a GPU
     _, tokens, real = ragged(lengths, 0)
