@@ -14,6 +14,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
 _PICKLED = ["pytorch_model*.bin"]  # for repositories that have no safetensors
+CONFIG_FILE = "config.json"
 
 
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -100,6 +101,3 @@ def inside(folder: Path, name: str) -> Path:
     if not stat.S_ISREG(real.stat().st_mode):
         raise DlmBridgeError(f"{path} is not a plain file")
     return path
-
-
-CONFIG_FILE = "config.json"

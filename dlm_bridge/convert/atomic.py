@@ -35,6 +35,9 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 
 _NEW, _OLD = "new", "old"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+JOURNAL = ".dlm_bridge.journal"
+_EVERY = 256 << 20  # bytes between two flushes; each makes the file system write its own journal, so not many
+_ITERATION = re.compile(r"iter_\d+|release")
 
 
 @contextmanager
@@ -267,11 +270,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-JOURNAL = ".dlm_bridge.journal"
-_EVERY = 256 << 20  # bytes between two flushes; each makes the file system write its own journal, so not many
-_ITERATION = re.compile(r"iter_\d+|release")
 
 
 @dataclass(frozen=True)

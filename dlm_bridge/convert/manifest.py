@@ -29,6 +29,7 @@ from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, cast, dtype_name
 MANIFEST = "dlm_bridge.json"
 FORMAT_VERSION = 1
 _DIGEST, _END = b',\n "digest": "', b'"\n}\n'  # the file's last entry is the xxh3_128 of all bytes before it
+FILE_DIGESTS = "dlm_bridge_files.json"
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,6 @@ def _parse(data: dict[str, Any]) -> Manifest:
         if not isinstance(value, dict):
             raise TypeError(f"{kind} is not an object")
     return manifest
-
-
-FILE_DIGESTS = "dlm_bridge_files.json"
 
 
 class Records:

@@ -27,6 +27,11 @@ from dlm_bridge.mapping.dtypes import dtype_name, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
+FORMATS = tuple(sorted((kind.format for kind in KINDS if kind.writable), reverse=True))
+FIRST_ITERATION = "iter_0000000"
+ASSUMED_SPEED = 1e9  # bytes a second, for the time that a dry run tells: a copy on a local solid-state disk
+_INTERPRETER = 400 << 20  # bytes of a process that has imported torch
+
 
 @dataclass
 class ConversionReport:
@@ -62,9 +67,6 @@ class ConversionReport:
         return asdict(self)
 
 
-FORMATS = tuple(sorted((kind.format for kind in KINDS if kind.writable), reverse=True))
-
-
 @dataclass(frozen=True)
 class MegatronFormat:
     """Options of the written Megatron checkpoint: `--format`, `--key-style`, `--run-config`, `--weights-only`."""
@@ -93,11 +95,6 @@ class MegatronFormat:
                 "has as many rows"
             )
         return VOCAB_DIVISIBLE_BY * layout.tp if given is None else given
-
-
-FIRST_ITERATION = "iter_0000000"
-ASSUMED_SPEED = 1e9  # bytes a second, for the time that a dry run tells: a copy on a local solid-state disk
-_INTERPRETER = 400 << 20  # bytes of a process that has imported torch
 
 
 @dataclass(frozen=True)

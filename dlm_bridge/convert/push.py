@@ -23,6 +23,11 @@ from dlm_bridge.models.family_spec import FamilySpec
 
 CARD = "README.md"
 _TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{6,}|(?i:bearer)\s+\S+|(?<=://)[^/@\s]+(?=@)")
+_TRAINING = (
+    "objective", "engine", "steps", "global_batch_size", "seq_length", "lr", "lr_schedule", "warmup_steps",
+    "weight_decay", "precision", "seed",
+)  # fmt: skip
+_FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*(?:\r?\n|\Z)", re.DOTALL)
 
 
 @dataclass
@@ -167,13 +172,6 @@ def _known_tokens() -> list[str]:
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")
     found = [get_token(), *(os.environ.get(name) for name in names)]
     return [token for token in found if token]
-
-
-_TRAINING = (
-    "objective", "engine", "steps", "global_batch_size", "seq_length", "lr", "lr_schedule", "warmup_steps",
-    "weight_decay", "precision", "seed",
-)  # fmt: skip
-_FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*(?:\r?\n|\Z)", re.DOTALL)
 
 
 def model_card(

@@ -23,16 +23,6 @@ from dlm_bridge.models.families import family_by_name
 from dlm_bridge.models.family_spec import FamilySpec
 
 RUN_CONFIG = "run_config.yaml"
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """A run's settings by megatron-core's names, and what they were read from: "args" or "run_config.yaml"."""
-
-    values: Mapping[str, Any]
-    origin: str
-
-
 # Family -> config keys that its folder needs besides the sizes; the families whose config the settings determine.
 _LLAMA_LIKE: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -48,6 +38,31 @@ _LLAMA_LIKE: dict[str, dict[str, Any]] = {
 }
 _QWEN3_MOE_LIKE: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "sdar_moe": {}, "rnd1": {}}
 DERIVABLE = (*_LLAMA_LIKE, *_QWEN3_MOE_LIKE, "mixtral", "llada")
+# Setting -> the values that the supported bodies can have; None means that the run did not say.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "normalization": (None, "RMSNorm"),
+    "gated_linear_unit": (None, True),
+    "add_bias_linear": (None, False),
+    "position_embedding_type": (None, "rope"),
+    "apply_layernorm_1p": (None, False),
+    "layernorm_zero_centered_gamma": (None, False),
+    "rotary_percent": (None, 1, 1.0),
+    "rotary_interleaved": (None, False),
+    "multi_latent_attention": (None, False),
+    "moe_layer_freq": (None, 1, "1"),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_router_score_function": (None, "softmax"),
+    "mtp_num_layers": (None, 0),
+}
+VOCAB_DIVISIBLE_BY = 128  # Megatron-LM's --make-vocab-size-divisible-by
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """A run's settings by megatron-core's names, and what they were read from: "args" or "run_config.yaml"."""
+
+    values: Mapping[str, Any]
+    origin: str
 
 
 def read_settings(root: Path, iteration: Path, common: Mapping[str, Any]) -> RunSettings | None:
@@ -227,24 +242,6 @@ class _Derivation:
         self.add("norm_topk_prob", not first, f"{self._origin}: moe_router_pre_softmax {first}")
 
 
-# Setting -> the values that the supported bodies can have; None means that the run did not say.
-_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "normalization": (None, "RMSNorm"),
-    "gated_linear_unit": (None, True),
-    "add_bias_linear": (None, False),
-    "position_embedding_type": (None, "rope"),
-    "apply_layernorm_1p": (None, False),
-    "layernorm_zero_centered_gamma": (None, False),
-    "rotary_percent": (None, 1, 1.0),
-    "rotary_interleaved": (None, False),
-    "multi_latent_attention": (None, False),
-    "moe_layer_freq": (None, 1, "1"),
-    "moe_shared_expert_intermediate_size": (None, 0),
-    "moe_router_score_function": (None, "softmax"),
-    "mtp_num_layers": (None, 0),
-}
-
-
 def _check_supported(settings: RunSettings, where: str) -> None:
     for name, allowed in _SUPPORTED.items():
         value = settings.values.get(name)
@@ -281,9 +278,6 @@ def _from_run_config(path: Path) -> dict[str, Any]:
     if values.get("max_position_embeddings") is None:
         values["max_position_embeddings"] = values.get("seq_length")
     return values
-
-
-VOCAB_DIVISIBLE_BY = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
 def write_run_config(

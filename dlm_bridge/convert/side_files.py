@@ -37,6 +37,10 @@ _WEIGHT_SUFFIXES = {
 }  # fmt: skip
 _WEIGHT_STEMS = ("pytorch_model", "model", "consolidated", "adapter_model", "diffusion_pytorch_model", "weights")
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
+HUB_FOLDER = "hf"  # in a Megatron checkpoint's root: the Hub's side files
+CARRIED_FILE = "carried.safetensors"
+SHARD_SIZE = 5_000_000_000  # bytes; where neither a shard map nor --shard-size says more
+Specs = dict[str, TensorSpec]
 
 
 @dataclass(frozen=True)
@@ -96,14 +100,6 @@ def _is_weight_file(folder: Path, path: PurePosixPath) -> bool:
         return True
     with inside(folder, str(path)).open("rb") as stream:
         return stream.read(4).startswith(_TORCH_MAGIC)
-
-
-HUB_FOLDER = "hf"  # in a Megatron checkpoint's root: the Hub's side files
-CARRIED_FILE = "carried.safetensors"
-
-
-SHARD_SIZE = 5_000_000_000  # bytes; where neither a shard map nor --shard-size says more
-Specs = dict[str, TensorSpec]
 
 
 def write_side_files(source: Checkpoint, folder: Path, dtype: torch.dtype | None, index: bytes | None) -> None:

@@ -34,6 +34,10 @@ BAND = 512 << 10  # bytes
 Rows = npt.NDArray[np.uint8]  # [rows, bytes of a row]
 Bands = Iterator[tuple[int, Rows]]  # (number of the first row, rows); used before the next one is asked for
 _local = threading.local()
+_ONE_CALL = 1 << 30  # Linux moves at most 2 GiB in one call
+# What cp writes at once too. Linux takes memory for a file in pieces as large as the call: large ones cost much more
+# where the machine is a virtual one, since the pages that it freed last, and still has, are small ones.
+_ONE_WRITE = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -201,12 +205,6 @@ def _buffer(use: str, nbytes: int) -> npt.NDArray[np.uint8]:
         block = np.empty(max(nbytes, BAND), dtype=np.uint8)
         setattr(_local, use, block)
     return block[:nbytes]
-
-
-_ONE_CALL = 1 << 30  # Linux moves at most 2 GiB in one call
-# What cp writes at once too. Linux takes memory for a file in pieces as large as the call: large ones cost much more
-# where the machine is a virtual one, since the pages that it freed last, and still has, are small ones.
-_ONE_WRITE = 64 << 10
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

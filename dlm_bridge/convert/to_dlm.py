@@ -31,6 +31,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "qwen3_moe": ("rnd1", "sdar_moe"),
 }
 GENERATION = "generation_config.json"
+DEFAULT = "<|mask|>"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
 
 
 def convert_to_dlm(
@@ -161,11 +164,6 @@ def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict
 def _generation(path: Path) -> dict[str, Any]:
     """Only the token ids: how to sample is the diffusion family's own."""
     return {key: value for key, value in read_json(path).items() if key.endswith("_token_id")}
-
-
-DEFAULT = "<|mask|>"
-_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-_FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
 
 
 @dataclass(frozen=True)

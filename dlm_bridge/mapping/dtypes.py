@@ -27,6 +27,8 @@ CAST_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": torch.float32,
 }
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_dtype(choice: str | torch.dtype | None) -> torch.dtype | None:
@@ -94,10 +96,6 @@ def narrow_exactly(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch
             f"{name}: its values were {dtype_name(dtype)} when imported and no longer fit: give --dtype"
         )
     return result
-
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_size(text: str | int | None, option: str = "--shard-size") -> int | None:

@@ -16,6 +16,10 @@ from typing import Any
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import Dims
 
+_GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
+_LETTER = re.compile(r"([EtmL|])\*(\d+)")
+_LONGEST = 100_000  # letters, after the repeats are written out
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -177,11 +181,6 @@ def parse_pipeline_split(text: str, pp: int, vp: int = 1) -> dict[str, Any]:
 
 def _divisors(number: int) -> str:
     return "choose one of " + ", ".join(str(n) for n in range(1, min(number, 512) + 1) if number % n == 0)
-
-
-_GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
-_LETTER = re.compile(r"([EtmL|])\*(\d+)")
-_LONGEST = 100_000  # letters, after the repeats are written out
 
 
 def parse_layout_string(text: str) -> list[str]:

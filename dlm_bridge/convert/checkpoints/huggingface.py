@@ -41,6 +41,10 @@ from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES, dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.families import find_family
 
+BIN_FILE = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
+SCALE = "_scale_inv"  # beside "weight" stands "weight_scale_inv", by which the stored values are multiplied
+
 
 class HubCheckpoint(ByNameCheckpoint):
     """A Hub folder. Raises DlmBridgeError for everything that HubReader does; what names the model is read later.
@@ -240,10 +244,6 @@ def _read_index(folder: Path, single: str, index_file: str) -> dict[str, str] | 
     return weight_map
 
 
-BIN_FILE = "pytorch_model.bin"
-BIN_INDEX = "pytorch_model.bin.index.json"
-
-
 def read_bin(path: Path) -> SafetensorsFile:
     """The file's tensors in the order of their bytes, as a safetensors header would list them.
 
@@ -261,9 +261,6 @@ def read_bin(path: Path) -> SafetensorsFile:
         entries.append(TensorEntry(name, tensor.dtype, tensor.shape, tensor.offset))
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     return SafetensorsFile(path, None, tuple(entries), entries[0].offset if entries else 0)
-
-
-SCALE = "_scale_inv"  # beside "weight" stands "weight_scale_inv", by which the stored values are multiplied
 
 
 class DequantisedReader(HubReader):

@@ -21,6 +21,12 @@ from dlm_bridge.convert.streaming import (
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 
+FP8 = torch.float8_e4m3fn
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+METADATA = {"format": "pt"}
+TensorSpecs = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+
 
 @dataclass(frozen=True)
 class TensorEntry:
@@ -44,9 +50,6 @@ class SafetensorsFile:
     metadata: dict[str, str] | None
     entries: tuple[TensorEntry, ...]
     start: int  # bytes before the tensors
-
-
-FP8 = torch.float8_e4m3fn
 
 
 def read_header(path: Path, fp8: bool = False) -> SafetensorsFile:
@@ -124,14 +127,6 @@ class ShardRecord:
     file: str
     metadata: Mapping[str, str] | None
     tensors: tuple[str, ...]
-
-
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-
-
-SINGLE_FILE = "model.safetensors"
-METADATA = {"format": "pt"}
-TensorSpecs = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 @dataclass(frozen=True)

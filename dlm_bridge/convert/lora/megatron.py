@@ -52,6 +52,8 @@ ADAPTER_MANIFEST = "dlm_bridge_adapter.json"
 RUN_CONFIG = "run_config.yaml"  # Megatron Bridge's
 _ITERATION = "iter_0000000"
 _VERSION = 1
+Style = Literal["canonical", "fused"]
+STYLES = ("auto", "canonical", "fused")
 
 
 @dataclass
@@ -316,10 +318,6 @@ def _bridge_alpha(folder: Path, path: Path) -> float:
     raise DlmBridgeError(
         f"{path}: has neither a {ADAPTER_MANIFEST} nor a {RUN_CONFIG}, so the adapter's scale is not known"
     )
-
-
-Style = Literal["canonical", "fused"]
-STYLES = ("auto", "canonical", "fused")
 
 
 @dataclass(frozen=True)

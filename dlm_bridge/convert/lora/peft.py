@@ -26,6 +26,17 @@ from dlm_bridge.models.family_spec import FamilySpec
 
 LoraFactor = Literal["A", "B"]  # [rank, columns] and [rows, rank]; the weight gets scale * B @ A
 LORA_FACTORS: tuple[LoraFactor, LoraFactor] = ("A", "B")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+# Settings under which the change of a weight is another one than scale * B @ A, or not of the weight alone.
+_REFUSED = (
+    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out", "target_parameters",
+    "trainable_token_indices", "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens",
+    "arrow_config", "kasa_config", "monteclora_config", "velora_config", "megatron_config",
+)  # fmt: skip
+# Initialisations that move a part of the base's weights into the adapter.
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mifa")
 
 
 @dataclass
@@ -86,19 +97,6 @@ def check_shapes(base: Checkpoint, weight: str, a: tuple[int, ...], b: tuple[int
             f"{where}: its factors of {weight} have shapes {list(a)} and {list(b)}, a rank {rank} change of "
             f"{[rows, columns]} needs {[rank, columns]} and {[rows, rank]}: it is another model's adapter"
         )
-
-
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
-# Settings under which the change of a weight is another one than scale * B @ A, or not of the weight alone.
-_REFUSED = (
-    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out", "target_parameters",
-    "trainable_token_indices", "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens",
-    "arrow_config", "kasa_config", "monteclora_config", "velora_config", "megatron_config",
-)  # fmt: skip
-# Initialisations that move a part of the base's weights into the adapter.
-_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mifa")
 
 
 def is_peft_folder(path: Path) -> bool:
