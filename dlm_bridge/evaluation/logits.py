@@ -6,7 +6,6 @@ can hold the model, everything else with transformers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.bridge import Bridge
+from dlm_bridge.bridge import Bridge, PathLike
 from dlm_bridge.convert.checkpoints import open_checkpoint, open_megatron
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
 from dlm_bridge.errors import DlmBridgeError
@@ -30,8 +29,6 @@ LENGTH = 32  # minimum number of positions
 BEYOND = 8  # positions past a window or the original context
 CHEAP_WORK = 2**40  # parameters times positions: seconds to a few minutes on one CPU
 CHEAP_SCORES = 2**28  # heads times positions squared: 1 GiB in fp32
-
-PathLike = str | os.PathLike[str]
 
 
 def check_alone(path: PathLike) -> None:

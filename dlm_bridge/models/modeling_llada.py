@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     ALL_ATTENTION_FUNCTIONS,
     LlamaAttention,
@@ -35,6 +36,8 @@ class LLaDAConfig(HubConfig):
 
     model_type = "llada"
     family = SPEC
+    attention_bias: ClassVar[bool] = False
+    mlp_bias: ClassVar[bool] = False
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",
@@ -45,20 +48,8 @@ class LLaDAConfig(HubConfig):
         "tie_word_embeddings": "weight_tying",
         "initializer_range": "init_std",
     }
-    base_model_tp_plan: ClassVar[dict[str, str] | None] = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
-    base_model_pp_plan: ClassVar[dict[str, Any] | None] = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
+    base_model_tp_plan = LlamaConfig.base_model_tp_plan
+    base_model_pp_plan = LlamaConfig.base_model_pp_plan
 
     d_model: int = 4096
     n_heads: int = 32
@@ -99,7 +90,6 @@ class LLaDAConfig(HubConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        # Read by transformers' Llama body; class attributes would do, but they must not reach config.json.
         check_config({key: getattr(self, key) for key in REQUIRED})
 
     @property
@@ -121,14 +111,6 @@ class LLaDAConfig(HubConfig):
     @property
     def head_dim(self) -> int:
         return self.d_model // self.n_heads
-
-    @property
-    def attention_bias(self) -> bool:
-        return False
-
-    @property
-    def mlp_bias(self) -> bool:
-        return False
 
 
 # Hub name (a regular expression) to the Llama body's. Order matters: the ff_out outside the blocks is the head.

@@ -96,14 +96,13 @@ class MemoryPlan:
         }
 
 
-def memory_plan(model: PlannedModel, run: PlannedRun) -> MemoryPlan:
-    """Parameters and memory of every rank. Raises DlmBridgeError for a run that megatron-core would refuse."""
-    run.check(model)
-    return checked_memory_plan(model, run)
+def memory_plan(model: PlannedModel, run: PlannedRun, checked: bool = False) -> MemoryPlan:
+    """Parameters and memory of every rank. Raises DlmBridgeError for a run that megatron-core does not support.
 
-
-def checked_memory_plan(model: PlannedModel, run: PlannedRun) -> MemoryPlan:
-    """`memory_plan` of a run that `PlannedRun.check` has accepted."""
+    `checked`: whether `PlannedRun.check` has accepted the run already.
+    """
+    if not checked:
+        run.check(model)
     return MemoryPlan(model, run, tuple(_stage(model, run, pp) for pp in range(run.layout.pp)))
 
 
@@ -250,7 +249,7 @@ def _sequence(run: PlannedRun) -> int:
     return run.layout.tp if run.sharded_sequence else 1
 
 
-Split = Literal["sequence", "heads", "experts"]  # what divides a term: SP's sequence, TP's columns, expert TP's
+SplitBy = Literal["sequence", "heads", "experts"]  # what divides a term: SP's sequence, TP's columns, expert TP's
 
 
 @dataclass(frozen=True)
@@ -259,7 +258,7 @@ class ActivationTerm:
 
     name: str
     nbytes: float
-    split: Split
+    split: SplitBy
     modules: tuple[str, ...] = ()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.plan.cost import StepTime, step_time
-from dlm_bridge.plan.memory import MemoryPlan, checked_memory_plan, memory_plan
+from dlm_bridge.plan.memory import MemoryPlan, memory_plan
 from dlm_bridge.plan.model import PlannedModel
 from dlm_bridge.plan.run import GIB, Hardware, PlannedRun
 
@@ -243,7 +243,7 @@ def _fit(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> tuple[Layo
         if recompute == "selective" and not modules:
             continue
         trial = replace(run, recompute=recompute, recompute_modules=modules)
-        memory = checked_memory_plan(model, trial)
+        memory = memory_plan(model, trial, checked=True)
         need = min(need or memory.peak.total, memory.peak.total)
         if memory.peak.total <= hardware.memory:
             return LayoutCandidate(trial, memory, step_time(model, trial, hardware)), need
