@@ -24,40 +24,6 @@ from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
 
-# By the last part of a plan's rule: what it cuts, in words, and the configuration's field that counts it.
-_SPLIT_DIMENSIONS = {
-    "q_proj": ("attention heads", "num_attention_heads"),
-    "k_proj": ("key/value heads", "num_key_value_heads"),
-    "gate_up_proj": ("columns of an expert", "moe_intermediate_size"),
-}
-
-
-def check_tensor_parallel_split(config: Any, processes: int, name: str) -> None:
-    """Raise DlmBridgeError, which calls the model `name`, where transformers' plan for the configuration's class would
-    cut a head or an expert between two of so many processes, or where that class has no plan."""
-    config = config.get_text_config()
-    plan = config.base_model_tp_plan
-    if not plan:
-        raise DlmBridgeError(
-            f"{name}: transformers has no tensor parallelism for {type(config).__name__}: use --device-map auto"
-        )
-    cut = [rule.rsplit(".", 1)[-1] for rule, style in plan.items() if style in ("colwise", "packed_colwise")]
-    counts = {
-        _SPLIT_DIMENSIONS[part][0]: getattr(config, _SPLIT_DIMENSIONS[part][1], None)
-        for part in cut
-        if part in _SPLIT_DIMENSIONS
-    }
-    known = {what: count for what, count in counts.items() if count}
-    for what, count in known.items():
-        if count % processes:
-            whole = gcd(*known.values())
-            fits = ", ".join(str(number) for number in range(2, whole + 1) if whole % number == 0)
-            raise DlmBridgeError(
-                f"{name}: {count} {what} cannot be shared by {processes} processes: "
-                + (f"start {fits} of them, or use --device-map auto" if fits else "use --device-map auto")
-            )
-
-
 ADAPTER = "adapter_config.json"
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -66,13 +32,13 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 class Placement:
     """Where a model's weights go: one device, transformers' `device_map` over several, or its tensor parallelism."""
 
-    device: str | None = None  # the accelerator where there is one, else the CPU
+    device: str | None = None  # by default the accelerator, or the CPU
     device_map: str | None = None  # one of DEVICE_MAPS, or a JSON object from modules to devices
-    offload_folder: str | None = None  # where a device map puts what it sends to the disk
+    offload_folder: str | None = None  # for weights that a device map offloads to disk
     tp_plan: str | None = None  # "auto": the family's own plan, over the launcher's processes
 
     def arguments(self) -> dict[str, Any]:
-        """What `from_pretrained` is told. Raises DlmBridgeError for places that are not there."""
+        """The arguments of `from_pretrained`. Raises DlmBridgeError for devices that do not exist."""
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         if sum(choice is not None for choice in (self.device, self.device_map, self.tp_plan)) > 1:
             raise DlmBridgeError(
@@ -121,11 +87,15 @@ class Placement:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode and its tokenizer."""
+    """A model in eval mode and its tokenizer.
+
+    Args:
+        family: the family's name, or the class of an autoregressive model of no family.
+    """
 
     model: Any
     tokenizer: Any
-    family: str  # the family's name, or the class of an autoregressive model of none
+    family: str
     diffusion: bool
 
 
@@ -208,7 +178,7 @@ def _load_adapter(
     family: str | None,
     tokenizer: str | None,
 ) -> LoadedModel:
-    """The base that a PEFT folder names, with the adapter on it."""
+    """A PEFT folder's adapter on its base model."""
     from peft import PeftModel
 
     if placement is not None and placement.tp_plan is not None:
@@ -226,7 +196,7 @@ def _load_adapter(
 
 
 def _family(raw: dict[str, Any], family: str | None, folder: Path) -> FamilySpec | None:
-    """The family of a config.json; None for an autoregressive class of transformers' that is in no family."""
+    """The family of a config.json; None for an autoregressive class of transformers without one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
@@ -269,8 +239,8 @@ def _load_weights(
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | str:
-    """The dtype that most weights are stored in, whatever the config says; "auto", transformers' own choice, where it
-    is none that a model computes in."""
+    """The dtype of most stored weights, whatever the config says; "auto", transformers' own choice, where a model
+    cannot compute in it."""
     sizes: Counter[str] = Counter()
     for file in folder.glob("*.safetensors"):
         try:
@@ -299,7 +269,7 @@ def _device_map(choice: str) -> Any:
 
 @contextmanager
 def _exported(root: Path, like: str | None, family: str | None) -> Iterator[Path]:
-    """A Megatron checkpoint as a Hub folder that lasts as long as its weights are read; made by one process."""
+    """A Megatron checkpoint as a temporary Hub folder, exported by one process."""
     from dlm_bridge.bridge import Bridge
 
     def export(folder: str) -> None:
@@ -326,7 +296,7 @@ def _exported(root: Path, like: str | None, family: str | None) -> Iterator[Path
 
 
 def _init_process_group() -> None:
-    """Bring the launcher's processes together, as transformers does when it cuts a model."""
+    """Initialise the launcher's process group, as transformers does for tensor parallelism."""
     if dist.is_initialized():
         return
     if torch.cuda.is_available():
@@ -334,3 +304,37 @@ def _init_process_group() -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("gloo")
+
+
+# By the last part of a plan's rule: what it cuts, in words, and the configuration's field that counts it.
+_SPLIT_DIMENSIONS = {
+    "q_proj": ("attention heads", "num_attention_heads"),
+    "k_proj": ("key/value heads", "num_key_value_heads"),
+    "gate_up_proj": ("columns of an expert", "moe_intermediate_size"),
+}
+
+
+def check_tensor_parallel_split(config: Any, processes: int, name: str) -> None:
+    """Raise DlmBridgeError, which calls the model `name`, where transformers' tensor parallel plan for the config's
+    class would split a head or an expert between processes, or where that class has no plan."""
+    config = config.get_text_config()
+    plan = config.base_model_tp_plan
+    if not plan:
+        raise DlmBridgeError(
+            f"{name}: transformers has no tensor parallelism for {type(config).__name__}: use --device-map auto"
+        )
+    cut = [rule.rsplit(".", 1)[-1] for rule, style in plan.items() if style in ("colwise", "packed_colwise")]
+    counts = {
+        _SPLIT_DIMENSIONS[part][0]: getattr(config, _SPLIT_DIMENSIONS[part][1], None)
+        for part in cut
+        if part in _SPLIT_DIMENSIONS
+    }
+    known = {what: count for what, count in counts.items() if count}
+    for what, count in known.items():
+        if count % processes:
+            whole = gcd(*known.values())
+            fits = ", ".join(str(number) for number in range(2, whole + 1) if whole % number == 0)
+            raise DlmBridgeError(
+                f"{name}: {count} {what} cannot be shared by {processes} processes: "
+                + (f"start {fits} of them, or use --device-map auto" if fits else "use --device-map auto")
+            )
