@@ -7,7 +7,7 @@ attend to, and which logits predict which column.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -160,10 +160,8 @@ class BlockCachePredictor(Predictor):
 
     caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache, BlockKVCache)
 
-    def __init__(
-        self, runner: ModelRunner, canvas: Canvas, cache: KVCache, *, shift: bool, cfg_scale: float = 0.0
-    ) -> None:
-        super().__init__(runner, canvas, cache, shift=shift, cfg_scale=cfg_scale)
+    def __init__(self, runner: ModelRunner, canvas: Canvas, cache: KVCache, **options: Any) -> None:
+        super().__init__(runner, canvas, cache, **options)
         self._last_cached: torch.Tensor | None = None  # [A, 1, H], hidden state of the last cached column
         # [A, N, H] of a speculative forward pass: of the block, perhaps with the next one behind it.
         self._speculative: torch.Tensor | None = None
@@ -265,16 +263,9 @@ class BlockCausalPredictor(BlockCachePredictor):
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        canvas: Canvas,
-        cache: KVCache,
-        *,
-        shift: bool,
-        block_length: int,
-        cfg_scale: float = 0.0,
+        self, runner: ModelRunner, canvas: Canvas, cache: KVCache, *, block_length: int, **options: Any
     ) -> None:
-        super().__init__(runner, canvas, cache, shift=shift, cfg_scale=cfg_scale)
+        super().__init__(runner, canvas, cache, **options)
         self._block_length = block_length
         self._offset = -canvas.blocks[0].start % block_length
 

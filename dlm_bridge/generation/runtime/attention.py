@@ -53,18 +53,9 @@ def attend(
     """
     if kv_columns is None:
         return _attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    keys, values = module.kv_keys, module.kv_values
     output = torch.ops.dlm_bridge.attend_cached(
-        query,
-        key,
-        value,
-        module.kv_keys,
-        module.kv_values,
-        kv_columns,
-        kv_end,
-        attention_mask,
-        scaling,
-        kv_length,
-        kv_block,
+        query, key, value, keys, values, kv_columns, kv_end, attention_mask, scaling, kv_length, kv_block
     )
     return output, None
 

@@ -15,7 +15,7 @@ Source: ML-GSAI/LLaDA b7e6c35, generate.py; NVlabs/Fast-dLLM 24cc59e, llada/gene
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -153,7 +153,7 @@ class FactorRule(OneOrMoreRule):
         return torch.zeros_like(step.masked).scatter(1, order_AN, passed_AN) & step.masked
 
 
-@dataclass(frozen=True)
+@dataclass
 class EndThinkBias:
     """Logits bias that makes the end of a thought more probable the longer the text is (ML-GSAI/LLaDA, generate.py).
 
@@ -171,6 +171,7 @@ class EndThinkBias:
     boost: float
     power: float
     gen_length: int
+    _closing: torch.Tensor | None = field(default=None, init=False)  # the sequence on the device
 
     def __call__(
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns: Columns
@@ -179,7 +180,9 @@ class EndThinkBias:
         vocabulary = logits_ANV.shape[-1]
         if max(self.token_ids) >= vocabulary:
             raise DlmBridgeError(f"end_think_token_ids {list(self.token_ids)} exceed the vocabulary of {vocabulary}")
-        closing_L = to_device(list(self.token_ids), logits_ANV.device)
+        if self._closing is None:
+            self._closing = to_device(list(self.token_ids), canvas.tokens.device)
+        closing_L = self._closing
         masked_AN = canvas.masked(rows, columns)
         place_A = masked_AN.int().argmax(dim=1)
         position_A, start_A = place_A + columns.start, canvas.first_new(rows)
