@@ -31,7 +31,7 @@ ATTRIBUTES = (YARN, self_attention.PREFIX)
 
 @dataclass(frozen=True)
 class GPTModelConfig:
-    """Everything that building a GPTModel takes."""
+    """Arguments of a GPTModel."""
 
     transformer: TransformerConfig
     arguments: dict[str, Any]  # GPTModel's own: sizes, tied embeddings, rotary embedding
@@ -119,7 +119,7 @@ def leave_empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_attention(transformer: TransformerConfig, parallel: ContextParallelConfig) -> None:
-    """Refuse what megatron-core would take and compute wrong, or only refuse in the first step."""
+    """Refuse what megatron-core would compute wrong, or refuse in the first step only."""
     if transformer.apply_rope_fusion and any(name.startswith(YARN) for name in vars(transformer)):
         raise DlmBridgeError("the fused rotary kernel ignores YaRN's scale: set apply_rope_fusion to false")
     if transformer.multi_latent_attention:

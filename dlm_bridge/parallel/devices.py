@@ -24,11 +24,11 @@ from dlm_bridge.parallel.overrides import Overrides
 
 
 class Platform(ABC):
-    """One kind of device. The engine asks the platform and never `torch.cuda` itself. Sizes of memory are bytes."""
+    """Interface of one kind of device. The engine never calls `torch.cuda` itself. Sizes of memory are bytes."""
 
-    name: ClassVar[str]  # what DLM_BRIDGE_PLATFORM says
+    name: ClassVar[str]  # the value of DLM_BRIDGE_PLATFORM
     backend: ClassVar[str]  # of torch.distributed
-    pinned_memory: ClassVar[bool]  # whether copies from pinned memory run beside the computation
+    pinned_memory: ClassVar[bool]  # whether copies from pinned memory are asynchronous
 
     @classmethod
     @abstractmethod
@@ -53,7 +53,7 @@ class Platform(ABC):
 
     @abstractmethod
     def group_device(self) -> torch.device | None:
-        """The device to which process groups are bound when they are made; None where the backend has none."""
+        """The device to bind process groups to; None where the backend binds none."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
@@ -65,42 +65,42 @@ class Platform(ABC):
 
     @abstractmethod
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Put back what `rng_state` gave."""
+        """Restore a state of `rng_state`."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything that was launched on the device is done."""
+        """Wait for all work that was launched on the device."""
 
     @abstractmethod
     def new_stream(self) -> Any:
-        """A stream beside the current one, with `wait_stream`."""
+        """A new stream, with `wait_stream`."""
 
     @abstractmethod
     def current_stream(self) -> Any:
-        """The stream on which work is launched now."""
+        """The current stream."""
 
     @abstractmethod
     def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """A context in which work is launched on `stream`."""
+        """A context in which `stream` is the current stream."""
 
     @abstractmethod
     def total_memory(self) -> int:
-        """What the device has."""
+        """Total memory of the device."""
 
     @abstractmethod
     def memory_allocated(self) -> int:
-        """What this process holds now."""
+        """Memory that this process has allocated."""
 
     @abstractmethod
     def peak_memory(self) -> int:
-        """The most that this process has held since `reset_peak_memory`."""
+        """The most memory that this process had allocated since `reset_peak_memory`."""
 
     @abstractmethod
     def reset_peak_memory(self) -> None:
-        """Begin a new peak."""
+        """Reset the peak."""
 
     def uses_transformer_engine(self) -> bool:
-        """Whether layers are made of Transformer Engine's modules."""
+        """Whether layers are built of Transformer Engine's modules."""
         return False
 
     def overrides(self) -> Overrides | None:
@@ -247,7 +247,7 @@ class CPU(Platform):
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory(self) -> int:
-        """Since the process began where the system cannot begin anew."""
+        """Since the process started where the system cannot reset the peak."""
         with contextlib.suppress(OSError):
             if found := re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
                 return int(found[1]) * 1024

@@ -1,5 +1,7 @@
-"""Self-attention layers on megatron-core's, and the rotary embeddings that they take: explicit positions, queries
-scaled by position, a fused QK-norm and RoPE kernel, multi-head latent attention.
+"""Self-attention layers on megatron-core's, and their rotary embeddings at explicit positions.
+
+Three layers replace megatron-core's where a model or the platform asks for it: queries scaled by position (Ministral
+3, from Llama 4), the fused QK-norm and RoPE kernel, and multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def _is_yarn(rotary: Any) -> bool:
 
 
 def _frequencies(rotary: Any) -> torch.Tensor:
-    """[D] what one step of the position adds to the angles."""
+    """[D] the angles of position 1."""
     if _is_yarn(rotary):  # mixes two sets of frequencies in `get_emb`, and ignores the interpolation factor
         return rotary.get_emb(2)[0][1, 0, 0]
     if rotary.rotary_interleaved:
@@ -60,7 +62,7 @@ BETA, LENGTH = PREFIX + "beta", PREFIX + "length"
 
 
 def scales_queries(config: TransformerConfig) -> bool:
-    """Whether the model's queries grow with their position."""
+    """Whether the model scales queries by their position."""
     return hasattr(config, BETA)
 
 
@@ -68,7 +70,13 @@ def with_query_scale(
     angles: torch.Tensor, position_ids_BS: torch.Tensor | None, config: TransformerConfig
 ) -> torch.Tensor:
     """[S, B or 1, 1, D + 1] the rotary angles [S, B or 1, 1, D] and the queries' factors at the same positions (None
-    for 0, 1, 2, ...), as `ScaledQueryAttention` takes them."""
+    for 0, 1, 2, ...), for `ScaledQueryAttention`.
+
+    A query at position p is multiplied by 1 + beta log(1 + floor(p / length)), where `length` is the original context:
+    `get_llama_4_attn_scale` in transformers' modeling_ministral3.py. megatron-core hands its layers no positions: the
+    factor travels as one more column of the rotary angles, which reach every layer of every pipeline stage, also when
+    a layer is recomputed.
+    """
     if position_ids_BS is None:
         position_ids_BS = torch.arange(len(angles), device=angles.device)[None]
     periods_SB = torch.floor(position_ids_BS.t() / getattr(config, LENGTH))
@@ -77,8 +85,8 @@ def with_query_scale(
 
 
 class ScaledQueryAttention(SelfAttention):
-    """megatron-core's attention whose `rotary_pos_emb` is that of `with_query_scale`. Queries are scaled before they
-    are rotated, which is the same: a rotation keeps lengths."""
+    """Attention with queries scaled by position; its `rotary_pos_emb` is that of `with_query_scale`. Queries are
+    scaled before they are rotated, which is the same: a rotation keeps lengths."""
 
     _scale: torch.Tensor | None = None  # [S, B or 1, 1, 1] during a forward pass
 
@@ -158,8 +166,8 @@ def rotary_table(
 
 
 class HeadNorm(LocalHeadNorm):
-    """A norm that the kernel applies. It is called all the same, for its weight: data parallelism waits for weights in
-    the hooks of a call."""
+    """A norm that the fused kernel applies. Calling it gives the weight: data parallelism waits for weights in the
+    hooks of a call."""
 
     def forward(self) -> torch.Tensor:  # type: ignore[override, unused-ignore]
         """[D] the weight."""
@@ -167,7 +175,8 @@ class HeadNorm(LocalHeadNorm):
 
 
 class FusedSelfAttention(SelfAttention):
-    """Its `rotary_pos_emb` is a `rotary_table`."""
+    """Self-attention with one kernel between the QKV projection and core attention (`fused.qk_norm_rope`); its
+    `rotary_pos_emb` is a `rotary_table`."""
 
     _table: torch.Tensor | None = None  # during a forward pass
 
@@ -208,7 +217,8 @@ class FusedSelfAttention(SelfAttention):
 
 
 class LatentAttention(MLASelfAttention):
-    """megatron-core's layer, which takes the angles of its positions where a call has them."""
+    """Multi-head latent attention at explicit positions. megatron-core's layer computes its rotary angles itself, of
+    positions 0, 1, 2, ..., and needs Transformer Engine's linear layers."""
 
     rotary_pos_emb: Any
 
@@ -235,7 +245,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class _GivenAngles(torch.nn.Module):
-    """A layer's rotary embedding, `own`, or in its place the angles that a forward pass was given."""
+    """A layer's rotary embedding `own`, or the angles `given` to a forward pass."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()

@@ -8,5 +8,5 @@ from dlm_bridge.parallel import platform
 
 
 def available() -> bool:
-    """Whether layers can have them: Triton comes with torch's CUDA builds."""
+    """Whether layers can use them: Triton comes with torch's CUDA builds."""
     return platform.current().uses_transformer_engine() and importlib.util.find_spec("triton") is not None

@@ -69,7 +69,7 @@ def missing() -> str | None:
 
 
 def unsupported_heads(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why heads of this size and dtype get other kernels; None where FlashAttention 4 supports them."""
+    """Why heads of this size and dtype need other kernels; None where FlashAttention 4 supports them."""
     if dtype not in HALF:
         return f"FlashAttention 4 computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
     largest = LARGEST.get(torch.cuda.get_device_capability()[0], LARGEST_ELSEWHERE)
@@ -96,7 +96,7 @@ def _forward(
     starts: torch.Tensor | None,
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the logarithms of the softmax's sums, [B, H, S] or [H, T] fp32."""
+    """The output and the log-sum-exp, [B, H, S] or [H, T] fp32."""
     output = _empty_as(query)
     found = kernels()[0](
         query.detach(),
