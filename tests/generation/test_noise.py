@@ -118,7 +118,7 @@ def test_one_generator_or_the_global_state(model: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"seed": 1, "generator": torch.Generator()}, "both name the noise"),
+        ({"seed": 1, "generator": torch.Generator()}, "give one of them"),
         ({"generator": [torch.Generator()]}, "1 generators for 2 rows"),
         ({"generator": [torch.Generator()] * 0}, "must be a torch.Generator or a list"),
         ({"generator": 5}, "must be a torch.Generator or a list"),

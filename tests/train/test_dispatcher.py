@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from dlm_bridge.train.config import TrainConfig
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
@@ -30,6 +31,6 @@ pytestmark = pytest.mark.skipif(
 def test_tokens_take_the_way_of_fewest_copies(options: dict[str, Any], passed: dict[str, Any], expected: str) -> None:
     from dlm_bridge.train.megatron.mcore_config import _dispatcher
 
-    defaults = {"moe_dispatcher": "auto", "tp": 1, "etp": None, "moe_shared_expert_overlap": False}
-    config: Any = SimpleNamespace(**{**defaults, **options})
+    given = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron", "moe_dispatcher": "auto"}
+    config = TrainConfig.from_flags(**given | options)
     assert _dispatcher(config, 8, passed) == expected
