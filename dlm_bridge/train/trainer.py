@@ -181,6 +181,7 @@ class Trainer(TrainingLoop):
 
     plain_model: Any  # its family, config and parameters; in the Megatron engine without weights
     optimizer: Any
+    valid: Samples
 
     def __init__(
         self,
