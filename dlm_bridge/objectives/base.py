@@ -188,7 +188,7 @@ def diffusion_loss(
             gives the logits [M, V] of the positions in `mask`.
         labels: [B, L] clean tokens, -100 where a position is never masked and not counted.
         generator: where the noise comes from.
-        attention_mask: [B, L], zero at padding; or 4-D, which says nothing about padding: then `labels` must.
+        attention_mask: [B, L], zero at padding; or a 4-D mask, with padding only in `labels`.
 
     Raises:
         DlmBridgeError: an own 4-D mask or own positions, where the objective makes its own.

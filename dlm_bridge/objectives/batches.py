@@ -139,7 +139,7 @@ IGNORE_INDEX = -100  # the label of a position that is never masked and not coun
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """What a model sees and what it is asked for.
+    """Input of a model, and the targets of its logits.
 
     S is L for objectives that read the noisy tokens alone and 2L for those that read [noisy | clean]; an objective may
     also make several rows of one. M is the number of positions with a loss, in row-major order. The loss of a global

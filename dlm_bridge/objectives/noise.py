@@ -46,7 +46,7 @@ def torch_seed(seed: int, step: int, process: int) -> int:
 
 @dataclass(frozen=True)
 class Uniforms:
-    """The random numbers behind a batch's noise, all uniform on [0, 1), fp32: everything else is deterministic."""
+    """All random numbers of a batch's noise, uniform on [0, 1), fp32."""
 
     level: torch.Tensor  # [B], the noise level t
     token: torch.Tensor  # [B, L], compared with the masking probability

@@ -185,9 +185,7 @@ class ObjectiveOptions:
             raise self._schedule_error(f"has block size {pairs[0][1]}")
         for (step, size), (later, larger) in itertools.pairwise(pairs):
             if later <= step or larger <= size:
-                raise self._schedule_error(
-                    f"must grow in steps and sizes: {step}:{size} stands before {later}:{larger}"
-                )
+                raise self._schedule_error(f"must grow in steps and sizes: {step}:{size} is before {later}:{larger}")
         return tuple(pairs)
 
     def _schedule_error(self, message: str) -> OptionError:
@@ -221,7 +219,7 @@ class ScheduleOptions:
     )  # fmt: skip
     warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
     min_lr: float = option(0.0, "Learning rate at the last step.", minimum=0)
-    exit_duration: float | None = option(None, "Save and exit after so many minutes.", minimum=0)
+    exit_duration: float | None = option(None, "Minutes after which the run saves and exits.", minimum=0)
 
 
 @dataclass(frozen=True)

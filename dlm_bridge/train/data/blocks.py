@@ -25,7 +25,7 @@ class Rows:
     input_ids: torch.Tensor  # [B, L] int64
     labels: torch.Tensor | None = None  # [B, L] int64, -100 where a token is never masked nor counted; None: all count
     attention_mask: torch.Tensor | None = None  # [B, L] bool, false at padding; None where every token is real
-    documents: torch.Tensor | None = None  # [B, L] int, a number for each document that stands alone; None: one a row
+    documents: torch.Tensor | None = None  # [B, L] int, the document of each token; None: one per row
 
 
 MOCK = "mock"

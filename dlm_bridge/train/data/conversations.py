@@ -29,7 +29,7 @@ from dlm_bridge.train.data.documents import (
 )
 
 FIELDS = "'messages', or 'prompt' and 'completion'"
-# A template that marks what the assistant says.
+# A template that marks the assistant's tokens.
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -57,7 +57,7 @@ class _RenderedConversation:
     text: str
     answers: list[tuple[int, int]]
     where: str
-    ends: bool  # an EOS token follows: no template says how an answer ends
+    ends: bool  # an EOS token follows: there is no template that ends the answer
 
 
 def encode_conversations(records: Sequence[DataRow], tokenizer: Any) -> Iterator[Example]:
@@ -167,14 +167,13 @@ def _conversation(
 
 
 def _end(text: str, before: str, until: str, content: Any) -> int | None:
-    """Where in `text` an answer ends that begins after `before`, and with which `until` ends; None if it cannot be
-    told."""
+    """The end in `text` of an answer that begins after `before` and ends `until`; None if it is not found."""
     if text.startswith(until):
         return len(until)
     # Some templates (Qwen3's) write a last turn differently from the turns before: its end must be looked for.
-    said = content.strip() if isinstance(content, str) else ""
-    closing = said + until.rpartition(said)[2]
-    place = text.find(closing, len(before)) if said else -1
+    content = content.strip() if isinstance(content, str) else ""
+    closing = content + until.rpartition(content)[2]
+    place = text.find(closing, len(before)) if content else -1
     return None if place < 0 else place + len(closing)
 
 
@@ -229,11 +228,11 @@ class ConversationBlocks:
         answer, real = (np.full(shape, counts_end) for _ in range(2))
         documents = np.zeros(shape, dtype=np.int32)
         found = self.table[list(indices)]
-        for row, (ids, said, lengths) in enumerate(
+        for row, (ids, answered, lengths) in enumerate(
             zip(found["input_ids"], found["answer"], found["lengths"], strict=True)
         ):
             tokens[row, : len(ids)] = ids
-            answer[row, : len(ids)] = said
+            answer[row, : len(ids)] = answered
             real[row, : len(ids)] = True
             documents[row, : len(ids)] = np.repeat(np.arange(len(lengths)), lengths)
         return Rows(

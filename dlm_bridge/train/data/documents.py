@@ -107,7 +107,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
 def read_chunks(sources: Sequence[Source], key: str, size: int) -> Iterator[Chunk]:
     """The documents of some sources, in order, in chunks of about `size` bytes of text; those of a table are under
-    `key`. Raises DlmBridgeError for a source that is not what its suffix says."""
+    `key`. Raises DlmBridgeError for a source of another format than its suffix."""
     for lines, group in itertools.groupby(sources, _has_lines):
         if lines:
             yield from (chunk for path in group if isinstance(path, Path) for chunk in _jsonl_chunks(path, size))
@@ -259,7 +259,7 @@ def pack(
     tell documents apart, by the EOS between them, where they are to be `with_documents`.
 
     Raises:
-        DlmBridgeError: a file that is not what its suffix says, a missing `text` field (with file and line), a
+        DlmBridgeError: a file of another format than its suffix, a missing `text` field (with file and line), a
             tokenizer without EOS, text that holds the mask token, fewer tokens than one block.
     """
     if tokenizer.eos_token_id is None:

@@ -194,7 +194,7 @@ class IndexedWriter:
             index.write(np.arange(len(lengths) + 1, dtype="<i8").data)
             index.flush()
             os.fsync(index.fileno())
-        # Between these lines a kill leaves half a pair, which nobody reads, never an index of other tokens.
+        # A kill between these lines leaves half of a pair, which is refused, never an index of other tokens.
         idx_path.unlink(missing_ok=True)
         os.replace(_temporary(bin_path), bin_path)
         os.replace(_temporary(idx_path), idx_path)
@@ -267,7 +267,7 @@ def _check_sequences(path: Path, lengths: np.ndarray, pointers: np.ndarray, item
     return end
 
 
-CHECKED_PLACES, CHECKED_WIDTH = 64, 16_384  # of a pair that are looked at before anything is built, and tokens at each
+CHECKED_PLACES, CHECKED_WIDTH = 64, 16_384  # of a pair that are checked when it is opened, and tokens at each
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class TokenLimits:
     """Limits on the token ids of a model's data."""
 
     vocabulary: int  # ids are below it
-    mask_token_id: int | None  # which stands for a masked token and so is no token of the data
+    mask_token_id: int | None  # which the data must not contain
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class _TokenizerWork:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        # Without the offsets, which nobody needs here and which take a good part of the time.
+        # Without offsets, which are not needed and slow.
         return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 

@@ -65,7 +65,7 @@ class DataSources:
 
     def sections(self, reader: ReaderSettings, tokenizer: Any) -> tuple[Samples, Samples]:
         """The training and the validation samples: the first shuffled, the second in the data's order, each source of
-        a blend split on its own. `tokenizer` is not looked at without text. Raises DlmBridgeError for data that cannot
+        a blend split on its own. `tokenizer` is not used without text. Raises DlmBridgeError for data that cannot
         be read, do not fit the model or are too short."""
         if self.has_text:
             check_tokenizer(tokenizer, reader.fit.vocabulary, reader.fit.mask_token_id)
@@ -175,7 +175,7 @@ def _part(
 def _saved(folder: str, part: str) -> NamedDataset:
     """FOLDER[:SPLIT], which `save_to_disk` wrote."""
     name = f"{folder}:{part}".rstrip(":")
-    return _one_split(name, _told(name, lambda: datasets.load_from_disk(folder)), part)
+    return _one_split(name, _load_or_refuse(name, lambda: datasets.load_from_disk(folder)), part)
 
 
 def _loaded(name: str, config: str, part: str, wanted: bool) -> NamedDataset:
@@ -187,7 +187,7 @@ def _loaded(name: str, config: str, part: str, wanted: bool) -> NamedDataset:
             HfApi().dataset_info(name, timeout=10)  # answers at once, where load_dataset tries again and again
         return datasets.load_dataset(name, config or None) if wanted else None
 
-    found = _told(shown, load)
+    found = _load_or_refuse(shown, load)
     return _one_split(shown, found, part) if wanted else NamedDataset(shown, None)
 
 
@@ -201,7 +201,7 @@ def _one_split(name: str, found: Any, part: str) -> NamedDataset:
     return NamedDataset(name, found[part or "train"])
 
 
-def _told(name: str, load: Callable[[], Any]) -> Any:
+def _load_or_refuse(name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # whatever a dataset's files can be wrong with

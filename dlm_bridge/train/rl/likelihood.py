@@ -86,22 +86,22 @@ def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> LikelihoodQ
     family: FamilySpec = model.family
     if family.attention_pattern == "block_causal":
         objective = dataclasses.replace(family_objective(model), length_variation=0.0)
-        behind = sequences.completion & ~sequences.scored  # after the end: not part of the sequence
-        tokens = torch.where(behind, objective.mask_token_id, sequences.tokens)
+        after_end = sequences.completion & ~sequences.scored  # after the end: not part of the sequence
+        tokens = torch.where(after_end, objective.mask_token_id, sequences.tokens)
         return _all_masked(objective, tokens, sequences)
     objective = _single_stream(model)
     if family.attention_pattern != "bidirectional" or family.objective in ("nemotron", "wedlm"):
         raise DlmBridgeError(f"--method block-grpo is not for {family.title}: use diffu-grpo")
     groups = (sequences.order - 1) // trace_steps
-    asked_parts, hidden_parts, owners = [], [], []
+    scored_parts, hidden_parts, owners = [], [], []
     for number in range(int(groups[sequences.scored].max()) + 1):
-        asked = sequences.scored & (groups == number)
-        owner = asked.any(dim=1).nonzero()[:, 0]
-        asked_parts.append(asked[owner])
+        scored_now = sequences.scored & (groups == number)
+        owner = scored_now.any(dim=1).nonzero()[:, 0]
+        scored_parts.append(scored_now[owner])
         hidden_parts.append((sequences.completion & (groups >= number))[owner])
         owners.append(owner)
     owner, hidden = torch.cat(owners), torch.cat(hidden_parts)
-    repeated = dataclasses.replace(sequences.rows(owner), scored=torch.cat(asked_parts))
+    repeated = dataclasses.replace(sequences.rows(owner), scored=torch.cat(scored_parts))
     query = _all_masked(objective, torch.where(hidden, objective.mask_token_id, repeated.tokens), repeated)
     return LikelihoodQuery(query.noisy, owner[query.rows], query.columns, sequences.shape)
 

@@ -35,7 +35,7 @@ def answer_format(
 
 
 def tagged_answer(completion: str) -> str:
-    """What stands in the last pair of answer tags; without any, all of it."""
+    """The text in the last pair of answer tags; without any, the whole text."""
     tagged = ANSWER_TAGS.findall(completion)
     return (tagged[-1] if tagged else completion).strip()
 
