@@ -1,4 +1,4 @@
-"""Streaming of tensor bytes from file to file: positioned reads and writes, digests, bands of rows.
+"""Streaming of tensor bytes from file to file: positioned reads and writes, digests, bands of rows, virtual files.
 
 A band fits a core's cache: what is read is still there when it is digested and written, and no task needs the memory
 of a tensor. A slice is seen as rows of bytes: whatever its axes, its first one counts the rows.
@@ -6,8 +6,10 @@ of a tensor. A slice is seen as rows of bytes: whatever its axes, its first one 
 
 from __future__ import annotations
 
+import io
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -274,3 +276,77 @@ def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done : done + _ONE_WRITE], offset + done)
+
+
+class _VirtualFile(io.RawIOBase):
+    """A file of `size` bytes that is read through `readinto`."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._position = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        if base + offset < 0:
+            raise ValueError("seek before the start")
+        self._position = base + offset
+        return self._position
+
+    def _part(self, buffer: Any) -> memoryview:
+        """As much of `buffer` as there are bytes left."""
+        view = memoryview(buffer).cast("B")
+        return view[: max(0, min(len(view), self.size - self._position))]
+
+
+class FileWindow(_VirtualFile):
+    """The bytes [offset, offset + length) of an open file, as a file of their own."""
+
+    def __init__(self, stream: Any, offset: int, length: int) -> None:
+        super().__init__(length)
+        self._stream, self._offset = stream, offset
+
+    def readinto(self, buffer: Any) -> int:
+        self._stream.seek(self._offset + self._position)
+        count = int(self._stream.readinto(self._part(buffer)))
+        self._position += count
+        return count
+
+
+class SparseFile(_VirtualFile):
+    """A file in memory that keeps what is written, in `segments`, and reads what was skipped as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.segments: list[tuple[int, bytes]] = []
+
+    def write(self, data: Any) -> int:
+        content = bytes(data)
+        if self.segments and self.segments[-1][0] + len(self.segments[-1][1]) == self._position:
+            offset, before = self.segments[-1]
+            self.segments[-1] = (offset, before + content)
+        else:
+            self.segments.append((self._position, content))
+        self._position += len(content)
+        self.size = max(self.size, self._position)
+        return len(content)
+
+    def readinto(self, buffer: Any) -> int:
+        view = self._part(buffer)
+        view[:] = bytes(len(view))
+        first = bisect_right(self.segments, self._position, key=lambda segment: segment[0])
+        for offset, data in self.segments[max(0, first - 1) :]:
+            if offset >= self._position + len(view):
+                break
+            low, high = max(offset, self._position), min(offset + len(data), self._position + len(view))
+            if low < high:
+                view[low - self._position : high - self._position] = data[low - offset : high - offset]
+        self._position += len(view)
+        return len(view)

@@ -20,11 +20,12 @@ import torch
 import xxhash
 
 from dlm_bridge.convert.formats.rank_names import extra_state_of, rank_name
-from dlm_bridge.convert.formats.unpickler import ArchiveRecord, SparseFile, read_records
+from dlm_bridge.convert.formats.unpickler import ArchiveRecord, read_records
 from dlm_bridge.convert.streaming import (
     Bands,
     Sink,
     SliceRange,
+    SparseFile,
     allocate,
     distribute,
     range_digest,

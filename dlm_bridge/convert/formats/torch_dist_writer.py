@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Chunk, Contents, StorageLocation, StoredTensor
-from dlm_bridge.convert.formats.unpickler import SparseFile
-from dlm_bridge.convert.streaming import Bands, Sink, allocate, distribute, range_digest, slice_range
+from dlm_bridge.convert.streaming import Bands, Sink, SparseFile, allocate, distribute, range_digest, slice_range
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping

@@ -9,11 +9,9 @@ byte array before it looks for the bytes.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 import zipfile
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from dlm_bridge.convert.streaming import FileWindow
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 _PICKLE_LIMIT = 1 << 28  # bytes; a rank with 10,000 tensors and an optimizer has a few MB
@@ -188,7 +187,7 @@ def read_torch_item(path: Path, offset: int, length: int, where: object | None =
     """The object of a whole `torch.save` file that lies in `length` bytes of `path` from `offset` on; its tensors'
     places are those in `path`. Raises DlmBridgeError, with `where` (else the path) before it."""
     with path.open("rb") as stream:
-        return _read_archive(_Window(stream, offset, length), path, where or path, offset)
+        return _read_archive(FileWindow(stream, offset, length), path, where or path, offset)
 
 
 def tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
@@ -317,77 +316,3 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return 0 in shape
         step *= size
     return True
-
-
-class _VirtualFile(io.RawIOBase):
-    """A file of `size` bytes that is read through `readinto`."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self._position = size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
-        if base + offset < 0:
-            raise ValueError("seek before the start")
-        self._position = base + offset
-        return self._position
-
-    def _part(self, buffer: Any) -> memoryview:
-        """As much of `buffer` as there are bytes left."""
-        view = memoryview(buffer).cast("B")
-        return view[: max(0, min(len(view), self.size - self._position))]
-
-
-class _Window(_VirtualFile):
-    """The bytes [offset, offset + length) of an open file, as a file of their own."""
-
-    def __init__(self, stream: Any, offset: int, length: int) -> None:
-        super().__init__(length)
-        self._stream, self._offset = stream, offset
-
-    def readinto(self, buffer: Any) -> int:
-        self._stream.seek(self._offset + self._position)
-        count = int(self._stream.readinto(self._part(buffer)))
-        self._position += count
-        return count
-
-
-class SparseFile(_VirtualFile):
-    """A file in memory that keeps what is written, in `segments`, and reads what was skipped as zeros."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.segments: list[tuple[int, bytes]] = []
-
-    def write(self, data: Any) -> int:
-        content = bytes(data)
-        if self.segments and self.segments[-1][0] + len(self.segments[-1][1]) == self._position:
-            offset, before = self.segments[-1]
-            self.segments[-1] = (offset, before + content)
-        else:
-            self.segments.append((self._position, content))
-        self._position += len(content)
-        self.size = max(self.size, self._position)
-        return len(content)
-
-    def readinto(self, buffer: Any) -> int:
-        view = self._part(buffer)
-        view[:] = bytes(len(view))
-        first = bisect_right(self.segments, self._position, key=lambda segment: segment[0])
-        for offset, data in self.segments[max(0, first - 1) :]:
-            if offset >= self._position + len(view):
-                break
-            low, high = max(offset, self._position), min(offset + len(data), self._position + len(view))
-            if low < high:
-                view[low - self._position : high - self._position] = data[low - offset : high - offset]
-        self._position += len(view)
-        return len(view)
