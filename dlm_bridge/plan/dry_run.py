@@ -230,9 +230,11 @@ def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
 def _parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...]:
     """Each dimension with rank 0's group. megatron-core's rank order is tp-cp-dp-pp, and etp-ep-dp-pp for experts."""
     sizes, etp = config.parallel, config.parallel.expert_tp
-    orders = [(("tp", sizes.tp), ("cp", sizes.cp), ("dp", gpus // (sizes.tp * sizes.cp * sizes.pp)), ("pp", sizes.pp))]
+    dp, expert_dp = gpus // (sizes.tp * sizes.cp * sizes.pp), gpus // (etp * sizes.ep * sizes.pp)
+    orders: list[tuple[tuple[str, int], ...]] = []
+    orders.append((("tp", sizes.tp), ("cp", sizes.cp), ("dp", dp), ("pp", sizes.pp)))
     if sizes.ep > 1 or sizes.etp is not None:
-        orders.append((("etp", etp), ("ep", sizes.ep), ("expert dp", gpus // (etp * sizes.ep * sizes.pp))))
+        orders.append((("etp", etp), ("ep", sizes.ep), ("expert dp", expert_dp)))
     groups = []
     for order in orders:
         stride = 1
