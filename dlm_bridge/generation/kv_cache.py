@@ -171,7 +171,12 @@ class BlockKVCache(_StoringKVCache):
 
 def attention_layers(model: Any) -> list[nn.Module]:
     """The modules of a transformers body that hold keys and values."""
-    return [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
+    return [module for module in model.modules() if is_attention(module)]
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether the module is an attention layer of transformers."""
+    return hasattr(module, "num_key_value_groups")
 
 
 def _device(layer: nn.Module) -> torch.device:

@@ -143,7 +143,7 @@ def test_spans_of_a_prompt_are_filled(cli: Cli, llada: Path, tmp_path: Path) -> 
     assert len(longer["samples"][0]["token_ids"]) == len(first) + len(second) + longer["tokens"]
     code, _, err = cli(llada, "--jsonl", source, *words, *lengths)
     assert code == 2
-    assert "span_lengths makes rows of lengths of their own" in err
+    assert "span_lengths makes rows of different lengths" in err
     assert "nothing to fill" in cli(llada, "--prompt", "x", *words)[2]
 
 

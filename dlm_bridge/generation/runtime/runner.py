@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.kv_cache import KVCache, attention_layers
+from dlm_bridge.generation.kv_cache import KVCache, is_attention
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, batch_size_for, run_body
 
@@ -163,7 +163,7 @@ def supports_kv_cache(model: Any) -> bool:
     plain = unwrapped(model)
     if plain is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
         return False
-    return bool(attention_layers(plain))
+    return any(map(is_attention, plain.modules()))
 
 
 def release(model: Any) -> None:

@@ -6,6 +6,7 @@ group `dlm_bridge.samplers` that names a `Sampler` class; a script, by `register
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from abc import ABC, abstractmethod
@@ -199,11 +200,13 @@ class Sampler(ABC):
             check_value(one.name, check_of(one), getattr(self, one.name))
 
     @classmethod
+    @functools.cache
     def parameters(cls) -> dict[str, Any]:
         """Each parameter's default."""
         return {one.name: one.default for one in fields(cls)}
 
     @classmethod
+    @functools.cache
     def accepts_none(cls, name: str) -> bool:
         """Whether None is a value of the parameter."""
         return any(one.name == name and "None" in str(one.type) for one in fields(cls))
