@@ -113,7 +113,7 @@ class KVCache:
 
 
 class _StoringKVCache(KVCache):
-    stores = True
+    stores: ClassVar[bool] = True
 
     def allocate(self, model: Any, rows: int, width: int) -> None:
         self.buffers = StaticKVCache.allocate(model, rows, width)
@@ -122,8 +122,8 @@ class _StoringKVCache(KVCache):
 class PrefixKVCache(_StoringKVCache):
     """Columns before the block, as they were in the block's first forward pass."""
 
-    mode = "prefix"
-    exact = False
+    mode: ClassVar[CacheMode] = "prefix"
+    exact: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class PrefixKVCache(_StoringKVCache):
 class DualKVCache(PrefixKVCache):
     """Columns before and after the block, as they were in the block's first forward pass."""
 
-    mode = "dual"
+    mode: ClassVar[CacheMode] = "dual"
 
     def read(self, block: slice, end: int, *, shift: bool) -> slice:
         columns = super().read(block, end, shift=shift)
@@ -156,7 +156,7 @@ class BlockKVCache(_StoringKVCache):
         length: columns that are cached.
     """
 
-    mode = "block"
+    mode: ClassVar[CacheMode] = "block"
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, Columns
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step, best
-from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
+from dlm_bridge.generation.kv_cache import BlockKVCache, CacheMode, KVCache
 from dlm_bridge.generation.predictors import BlockCausalPredictor
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
@@ -83,8 +83,8 @@ class SmallBlockRule(OneOrMoreRule):
 class SmallBlockKVCache(BlockKVCache):
     """Committed blocks, and the block's other small blocks as they were when the whole block was last run."""
 
-    mode = "dual"
-    exact = False
+    mode: ClassVar[CacheMode] = "dual"
+    exact: ClassVar[bool] = False
 
 
 class SmallBlockPredictor(BlockCausalPredictor):
