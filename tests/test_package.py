@@ -126,6 +126,7 @@ def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
     folders = "dlm_bridge|cli|tests|benchmarks|scripts|configs|docs|model_cards"
     files = set(re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./*-]*\w", text))
+    files = {name for name in files if "NAME" not in name}  # of what a reader adds
     assert [name for name in sorted(files) if not list(ROOT.glob(name)) and not list(ROOT.glob(f"{name}.*"))] == []
     names = set(re.findall(r"(?<![\w/.-])dlm_bridge(?:\.\w+)+", text)) - NO_MODULES
     for module, imported in re.findall(r"^\s*from (dlm_bridge[\w.]*) import ([\w, ]+)", text, re.MULTILINE):
