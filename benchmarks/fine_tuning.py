@@ -6,7 +6,7 @@
 Data parallelism, FSDP2 (also recomputed and offloaded to the CPU), a run that FSDP2 began and one process goes on
 with, LoRA adapters, whole, cut and over quantized bases: each is what `dlm-bridge pretrain` does under torchrun, on
 made-up tokens and from the same weights. "apart" is how far a step's loss is at most from that of the run that it must
-equal, as a share of it; for quantized bases it says what quantization does. What fails says so, and the others go on.
+equal, as a share of it; for quantized bases it shows what quantization costs. A failing row is named; others go on.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], help="of ours: a field of the run's configuration, K=V")
     parser.add_argument("--megatron", action="append", default=[], help="of ours: GROUP.KEY=VALUE")
     parser.add_argument(
-        "--balanced", action="store_true", help="of both: tokens go to experts by lot, not by the router"
+        "--balanced", action="store_true", help="of both: tokens go to random experts, not to the router's"
     )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=4)

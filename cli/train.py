@@ -162,6 +162,6 @@ def quieten() -> None:
 
 def quieten_peft() -> None:
     """PEFT uses a name that transformers will rename, and imports bitsandbytes wherever that is installed, which then
-    says what its 4-bit layers miss on a CPU."""
+    warns of what its 4-bit layers lack on a CPU."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

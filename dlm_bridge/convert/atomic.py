@@ -230,7 +230,7 @@ def _recover(output: Path, resume: Callable[[Path], bool] | None) -> tuple[Path 
             continue
         try:
             fd = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:  # its own run removed it meanwhile
+        except FileNotFoundError:  # removed by its own run in between
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -148,9 +148,7 @@ class NoisyBatch:
 
     input_ids: torch.Tensor  # [B, S], with mask tokens
     attention_mask: torch.Tensor | None  # [B, L] bool, false at padding; None where every position is real
-    mask_descriptor: (
-        MaskDescriptor | None
-    )  # [B or 1, S]: who looks at whom, padding included; None for the family's own way
+    mask_descriptor: MaskDescriptor | None  # [B or 1, S]: attention mask, padding included; None for the family's own
     position_ids: torch.Tensor | None  # [B or 1, S]; None for 0..L-1
     mask: torch.Tensor  # [B, S] bool: the positions whose logits are needed
     counted: torch.Tensor  # [B, S] bool: a superset, as many as the normaliser where that counts positions

@@ -1,4 +1,4 @@
-"""verify finds every kind of difference and nothing else; inspect says what a checkpoint is."""
+"""verify finds every kind of difference and nothing else; inspect describes a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaDA's and iLLaDA's urge to end a thought, against the published loop written down again for one row."""
+"""LLaDA's and iLLaDA's end-of-thought bias, against the published loop written down again for one row."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def test_logits_in_half_precision_are_urged() -> None:
 
     model.forward = halved  # type: ignore[method-assign]
     given = {"gen_length": GEN, "block_length": BLOCK, "eos_token_id": None}
-    urge = {"end_think_token_ids": [3], "end_think_logit_boost": 500.0}
+    bias = {"end_think_token_ids": [3], "end_think_logit_boost": 500.0}
     plain = generate(model, torch.tensor([[1, 2]]), **given)
-    assert 3 in generate(model, torch.tensor([[1, 2]]), **given, **urge)[0].tolist()
+    assert 3 in generate(model, torch.tensor([[1, 2]]), **given, **bias)[0].tolist()
     assert 3 not in plain[0].tolist()
 
 

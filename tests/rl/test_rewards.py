@@ -163,5 +163,5 @@ def test_rewards_that_are_none(file: Path, name: str, what: str) -> None:
     "name", ["nowhere", "no.such.module.f", "{file}:absent", "{file}:number", "/no/file.py:f", "x*countdown"]
 )
 def test_rewards_that_cannot_be_loaded(file: Path, name: str) -> None:
-    with pytest.raises(DlmBridgeError, match=r"^--reward \S+: ('x' is no number|cannot be loaded \()"):
+    with pytest.raises(DlmBridgeError, match=r"^--reward \S+: ('x' is not a number|cannot be loaded \()"):
         RewardWorkers([name.format(file=file)])

@@ -58,12 +58,14 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for strategy in ("optim", "optim_grads"):
         yield f"{strategy}: experts of one rank each", partial(gradients, strategy, None, True, experts=True)
     yield (
-        "optim_grads: such experts unmended, which is why",
-        partial(gradients, "optim_grads", None, False, experts=True, mended=False),
+        "optim_grads: such experts unpatched, which is why",
+        partial(gradients, "optim_grads", None, False, experts=True, patched=False),
     )
 
 
-def gradients(strategy: str, overlapped: bool | None, equal: bool, experts: bool = False, mended: bool = True) -> None:
+def gradients(
+    strategy: str, overlapped: bool | None, equal: bool, experts: bool = False, patched: bool = True
+) -> None:
     """`experts`: the last layer is each rank's own, of which no other has any."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
@@ -91,7 +93,7 @@ def gradients(strategy: str, overlapped: bool | None, equal: bool, experts: bool
     )
     device = torch.device("cpu")
     sharded = MegatronFSDP(deepcopy(alone), index, config, [], device=device, calculate_per_token_loss=True)
-    if mended:
+    if patched:
         patch_unshared_gradients(sharded)
     farthest = 0.0
     for _ in range(2):

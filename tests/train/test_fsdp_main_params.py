@@ -83,7 +83,7 @@ def test_what_mends_an_optimizer_takes_one_that_is_no_chain() -> None:
         init_state_fn=None,
         optimizer=None,
     )
-    for mend in (patch_offloading_resume, patch_param_order, patch_sgd_resume):
-        mend(alone)
+    for patch in (patch_offloading_resume, patch_param_order, patch_sgd_resume):
+        patch(alone)
     assert list(alone.model_param_group_index_map.values()) == [(0, 0), (0, 1), (0, 2)]
     assert alone.init_state_fn is not None

@@ -83,5 +83,5 @@ def _kind(folder: Path) -> tuple[type[Checkpoint] | None, Path]:
     found = iteration_folder(folder) if is_root else folder
     kind = next((kind for kind in KINDS if kind.recognises(found)), None)
     if is_root and (kind is None or not issubclass(kind, MegatronCheckpoint)):
-        kind = TorchDistCheckpoint  # which says what the folder lacks
+        kind = TorchDistCheckpoint  # its error names what the folder lacks
     return kind, found

@@ -182,7 +182,7 @@ class HubReader:
         return self._where[name][1].dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in a buffer of its own. Raises DlmBridgeError for a file that was cut meanwhile."""
+        """One tensor, in a buffer of its own. Raises DlmBridgeError for a file that has been truncated since."""
         path, entry = self._where[name]
         return read_tensor(path, entry.offset, entry.dtype, entry.shape)
 

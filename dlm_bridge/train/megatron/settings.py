@@ -199,7 +199,7 @@ def _typed(where: str, hint: Any, value: Any) -> Any:
     if choices and value not in choices:
         raise OptionError(where, f": {value!r} is unknown: known are {', '.join(map(str, choices))}")
     if not all(kind in (*_SIMPLE, type(None)) for kind in kinds) or type(value) in kinds:
-        return value  # what is no number or word is megatron-core's to check
+        return value  # megatron-core checks other types itself
     if float in kinds and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             return float(value)  # YAML reads 1e-3 as text

@@ -190,7 +190,7 @@ def _weighted(name: str) -> tuple[str, float]:
     try:
         return rest, float(weight)
     except ValueError:
-        raise DlmBridgeError(f"--reward {name}: '{weight}' is no number: a weight is WEIGHT*NAME") from None
+        raise DlmBridgeError(f"--reward {name}: '{weight}' is not a number: a weight is WEIGHT*NAME") from None
 
 
 def load_function(path: str) -> Callable[..., Any]:
