@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
-from dlm_bridge.convert.checkpoints import find_checkpoint
+from dlm_bridge.convert.checkpoints import find_checkpoint, newest_iteration
 from dlm_bridge.convert.formats.dcp_metadata import read_metadata
 from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST, Manifest, TensorRecord, check_files, is_intact
 from dlm_bridge.convert.streaming import digest, file_digest
@@ -117,9 +117,11 @@ def verify_manifest(
 
     Raises DlmBridgeError where there is no manifest, or none of what is there now.
     """
+    # Before it is opened, which a damaged file may prevent.
+    iteration = newest_iteration(Path(path).expanduser())
+    if iteration is not None and (iteration / FILE_DIGESTS).is_file():
+        return _verify_files(iteration, workers, progress)
     checkpoint = find_checkpoint(path)
-    if checkpoint.iteration is not None and checkpoint.folder and (checkpoint.folder / FILE_DIGESTS).is_file():
-        return _verify_files(checkpoint.folder, workers, progress)
     manifest = checkpoint.manifest
     if manifest is None or checkpoint.root is None:
         raise DlmBridgeError(f"{checkpoint.where} has no {MANIFEST} to verify it against: name a second checkpoint")

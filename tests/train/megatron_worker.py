@@ -182,7 +182,7 @@ def bad_input(files: Files, processes: int) -> Plan:
         "stages": ("3 layers do not divide over --pp 2", {"pp": 2, "model": str(files.three_layers)}, ()),
         "experts": ("the model is dense", {"ep": 2}, ()),
         "context": ("is not a multiple of 4", {"cp": 2, "seq_length": 18}, ()),
-        "sequence": ("over which sequence parallelism cuts the rows", {"tp": 2, "seq_length": 15}, ()),
+        "sequence": ("--seq-length 15", {"tp": 2, "seq_length": 15}, ()),
         "interleaved": ("a step has 3 of them", {"pp": 2, "vp": 2, "global_batch_size": 3}, ()),
         "held-by-main": ("already holds a run", {"output": str(files.run("whole"))}, ()),
     }

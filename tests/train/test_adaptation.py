@@ -205,8 +205,8 @@ def test_bad_schedules_are_refused(flag: str, value: Any) -> None:
 
 def test_models_and_objectives_that_cannot_follow_are_refused(tmp_path: Path, run: Run) -> None:
     for case, changes, message in (
-        (sdar.CASES[0], {"mask_annealing_steps": 5}, "objective 'block' makes the mask of its two streams itself"),
-        (wedlm.CASES[0], {"mask_annealing_steps": 5}, "objective 'wedlm' makes the mask of its two streams itself"),
+        (sdar.CASES[0], {"mask_annealing_steps": 5}, "--mask-annealing-steps 5: objective 'block'"),
+        (wedlm.CASES[0], {"mask_annealing_steps": 5}, "--mask-annealing-steps 5: objective 'wedlm'"),
         (dream.CASE, {"block_schedule": "0:2"}, "--block-schedule: objective 'shifted' has no blocks: .* are block"),
     ):
         with pytest.raises(DlmBridgeError, match=message) as raised:

@@ -73,8 +73,13 @@ def open_megatron(
 
 def is_megatron(folder: Path) -> bool:
     """Whether a folder is (or claims to be) a Megatron checkpoint of any format, or one of its iterations."""
-    kind, _ = _kind(folder)
-    return kind is not None and issubclass(kind, MegatronCheckpoint)
+    return newest_iteration(folder) is not None
+
+
+def newest_iteration(folder: Path) -> Path | None:
+    """The folder of a Megatron checkpoint's newest iteration; None for other checkpoints. Raises DlmBridgeError."""
+    kind, iteration = _kind(folder)
+    return iteration if kind is not None and issubclass(kind, MegatronCheckpoint) else None
 
 
 def _kind(folder: Path) -> tuple[type[Checkpoint] | None, Path]:
