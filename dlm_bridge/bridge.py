@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.checkpoints import open_megatron
+from dlm_bridge.convert.checkpoints import PathLike, open_megatron
 from dlm_bridge.convert.checkpoints.huggingface import open_hub
 from dlm_bridge.convert.checkpoints.in_memory import InitialCheckpoint, LiveCheckpoint
 from dlm_bridge.convert.planning import ConversionReport, MegatronFormat, Options
@@ -24,8 +24,6 @@ from dlm_bridge.models.family_spec import FamilySpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PathLike = str | os.PathLike[str]
 
 
 class Bridge:
