@@ -42,10 +42,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-# Imports, of the package as it is installed, with cli/ inside.
-	rm -rf build/imports && mkdir -p build/imports
-	cp -r dlm_bridge build/imports && cp -r cli build/imports/dlm_bridge
-	cd build/imports && ../../$(BIN)/lint-imports --no-cache --config ../../pyproject.toml
+	$(BIN)/lint-imports --no-cache
 
 clean:
 	rm -rf $(VENV) demo-output build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -94,7 +94,8 @@ class Walk:
             self.files[file] = None
 
     def under(self, folder: Path) -> list[str]:
-        return [str(Path(file).relative_to(ROOT)) for file in self.files if Path(file).is_relative_to(folder)]
+        files = [Path(file).resolve() for file in self.files]  # dlm_bridge/cli is a link
+        return [str(file.relative_to(ROOT)) for file in files if file.is_relative_to(folder)]
 
 
 def _importing(frame: FrameType | None) -> bool:
