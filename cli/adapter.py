@@ -97,13 +97,12 @@ def export(
     from dlm_bridge.convert.planning import Options
     from dlm_bridge.convert.transfer import write_hub
     from dlm_bridge.errors import DlmBridgeError
+    from dlm_bridge.hub import checkpoint_folder
     from dlm_bridge.mapping.dtypes import parse_dtype
-    from dlm_bridge.train.checkpoints import find_checkpoints
 
     if not merge and dtype != "keep":
         raise DlmBridgeError("--dtype casts merged weights: it needs --merge")
-    if checkpoints := find_checkpoints(source):
-        source = checkpoints[-1][1]
+    source = checkpoint_folder(source)
     opened = open_checkpoint(base or named_base(source), family=family)
     adapter = open_adapter(source, opened)
     if not merge:

@@ -1,8 +1,9 @@
-"""Hub folders and Hub ids: resolution, files inside a folder, config.json."""
+"""Hub folders and Hub ids: resolution, a run's newest checkpoint, files inside a folder, config.json."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import stat
@@ -15,11 +16,50 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
 _PICKLED = ["pytorch_model*.bin"]  # for repositories that have no safetensors
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's
+TRACKER = "latest_checkpointed_iteration.txt"  # of a Megatron checkpoint with several iterations
+STEP_NAME = re.compile(r"step-(\d{7,})")  # a checkpoint of a run in the Hub's layout
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
+    """What `place` stands for: of a training run's folder its newest whole checkpoint (a `step-NNNNNNN` folder, or
+    the root of a Megatron run's iterations), which is logged; anything else is itself.
+
+    Raises DlmBridgeError for a run that has no whole checkpoint.
+    """
+    folder = Path(place).expanduser()
+    root = folder / "checkpoints"
+    if not root.is_dir() or any((folder / name).exists() for name in (CONFIG_FILE, ADAPTER_CONFIG, TRACKER)):
+        return folder
+    if (root / TRACKER).is_file():
+        newest = (root / TRACKER).read_text("utf-8", "replace").strip()
+        _log_taken(folder, root, f"its iteration {ascii(newest)[1:17]}")
+        return root
+    steps = {int(match[1]): path for path in root.iterdir() if (match := STEP_NAME.fullmatch(path.name))}
+    found = [steps[step] for step in sorted(steps, reverse=True)]
+    whole = next((path for path in found if _has_weights(path)), None)
+    if whole is None:
+        raise DlmBridgeError(f"{folder}: a training run without a whole checkpoint: {root} has none with weights")
+    skipped = found[: found.index(whole)]
+    _log_taken(folder, whole, "its newest checkpoint" + (f" with weights, not {skipped[0].name}" if skipped else ""))
+    return whole
+
+
+def _has_weights(folder: Path) -> bool:
+    has_config = any((folder / name).is_file() for name in (CONFIG_FILE, ADAPTER_CONFIG))
+    return has_config and any(folder.glob("*.safetensors"))
+
+
+def _log_taken(run: Path, folder: Path, what: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(f"{run} is a training run: {folder} is taken, {what}")
 
 
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder of a local checkpoint or of a Hub id's snapshot. Raises DlmBridgeError with one line."""
-    path = Path(name).expanduser()
+    """The folder of a local checkpoint (of a training run its newest) or of a Hub id's snapshot. Raises
+    DlmBridgeError with one line."""
+    path = checkpoint_folder(name)
     if os.path.lexists(path):
         if revision is not None:
             raise DlmBridgeError(f"--revision {revision} needs a Hub id, but {path} is a local folder")

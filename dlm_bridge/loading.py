@@ -19,12 +19,11 @@ from safetensors import SafetensorError, safe_open
 
 from dlm_bridge.convert.checkpoints import is_megatron
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import read_config, resolve
+from dlm_bridge.hub import ADAPTER_CONFIG, checkpoint_folder, read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
 
-ADAPTER = "adapter_config.json"
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -109,8 +108,8 @@ def load_model(
     like: str | None = None,
     tokenizer: str | None = None,
 ) -> LoadedModel:
-    """The model of a Hub folder or id, diffusion or autoregressive, of a Megatron checkpoint of any format, or of a
-    PEFT folder, on the base that it names.
+    """The model of a Hub folder or id, diffusion or autoregressive, of a Megatron checkpoint of any format, of a
+    PEFT folder, on the base that it names, or of the newest checkpoint in a training run's folder.
 
     `dtype` is keep, bf16, fp16 or fp32 (None keeps the stored one); `like` names the Hub model of a Megatron
     checkpoint that was not written by dlm-bridge; `tokenizer` a folder or id of another tokenizer.
@@ -121,7 +120,7 @@ def load_model(
     """
     where = (placement or Placement()).arguments()
     wanted = parse_dtype(dtype)
-    path = Path(place).expanduser()
+    path = checkpoint_folder(place)
     if path.is_dir() and is_megatron(path):
         if revision is not None:
             raise DlmBridgeError(f"--revision {revision} needs a Hub id, but {path} is a local folder")
@@ -129,10 +128,10 @@ def load_model(
             return _load_folder(folder, where, wanted, family, str(path), tokenizer)
     if like is not None:
         raise DlmBridgeError(f"--like {like} names the Hub model of a Megatron checkpoint, which {path} is not")
-    folder = resolve(place, revision)
-    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+    folder = resolve(path, revision)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         return _load_adapter(folder, placement, dtype, family, tokenizer)
-    return _load_folder(folder, where, wanted, family, os.fspath(place), tokenizer)
+    return _load_folder(folder, where, wanted, family, os.fspath(path), tokenizer)
 
 
 def load_tokenizer(place: str | os.PathLike[str], name: str, remedy: str = "") -> Any:
@@ -183,9 +182,9 @@ def _load_adapter(
 
     if placement is not None and placement.tp_plan is not None:
         raise DlmBridgeError(f"--tp-plan cuts whole models: merge {folder} first (dlm-bridge adapter export --merge)")
-    base = read_config(folder / ADAPTER).get("base_model_name_or_path")
+    base = read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not base:
-        raise DlmBridgeError(f"{folder / ADAPTER}: names no base (base_model_name_or_path)")
+        raise DlmBridgeError(f"{folder / ADAPTER_CONFIG}: names no base (base_model_name_or_path)")
     own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
     opened = load_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
     try:

@@ -23,7 +23,7 @@ from dlm_bridge.convert.formats.safetensors_file import ShardRecord
 from dlm_bridge.convert.streaming import bytes_digest, digest, file_digest
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import CONFIG_FILE, HUB_ID, read_config, read_json
+from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, read_config, read_json
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, cast, dtype_name
 
 MANIFEST = "dlm_bridge.json"
@@ -75,7 +75,7 @@ def read_model_config(path: str | Path, revision: str | None = None) -> tuple[di
 
     No weights are read or downloaded. Raises DlmBridgeError.
     """
-    folder = Path(path).expanduser()
+    folder = checkpoint_folder(path)
     if (folder / CONFIG_FILE).is_file():
         return read_config(folder / CONFIG_FILE), None
     if (folder / MANIFEST).is_file() and (manifest := read_manifest(folder)) is not None:

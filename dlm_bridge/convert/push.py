@@ -14,11 +14,11 @@ import yaml
 
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.formats.safetensors_file import read_header
-from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_peft_folder
+from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, is_peft_folder
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, read_manifest
 from dlm_bridge.convert.side_files import list_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import HUB_ID, inside, read_config
+from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, checkpoint_folder, inside, read_config
 from dlm_bridge.models.family_spec import FamilySpec
 
 CARD = "README.md"
@@ -71,6 +71,7 @@ def push(
         raise DlmBridgeError(f"{repo_id}: is not a Hub id (owner/name)")
     if not folder.is_dir():
         raise DlmBridgeError(f"{folder}: no such folder")
+    folder = checkpoint_folder(folder)
     files, left_out, card = _contents(folder, repo_id, overwrite_card)
     sizes = {name: inside(folder, name).stat().st_size for name in files}
     if card is not None:

@@ -28,7 +28,6 @@ from dlm_bridge.convert.atomic import (
     matches,
 )
 from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, spec_bytes
-from dlm_bridge.convert.checkpoints.megatron import TRACKER
 from dlm_bridge.convert.formats.safetensors_file import HubWriter, ShardRecord, plan_like
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, Records, combined_digest
 from dlm_bridge.convert.planning import (
@@ -63,6 +62,7 @@ from dlm_bridge.convert.streaming import (
 )
 from dlm_bridge.convert.workers import TaskMemory, in_flight, new_tensor, run_forked, run_tasks, worker_count
 from dlm_bridge.errors import first_of
+from dlm_bridge.hub import TRACKER
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping

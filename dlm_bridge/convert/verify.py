@@ -19,6 +19,7 @@ from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST, Manifest, Tensor
 from dlm_bridge.convert.streaming import digest, file_digest
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.mapping.dtypes import bit_view, dtype_name, same_bits
 
 
@@ -118,7 +119,8 @@ def verify_manifest(
     Raises DlmBridgeError where there is no manifest, or none of what is there now.
     """
     # Before it is opened, which a damaged file may prevent.
-    iteration = newest_iteration(Path(path).expanduser())
+    path = checkpoint_folder(path)
+    iteration = newest_iteration(path)
     if iteration is not None and (iteration / FILE_DIGESTS).is_file():
         return _verify_files(iteration, workers, progress)
     checkpoint = find_checkpoint(path)

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from dlm_bridge.bridge import Bridge
-from dlm_bridge.convert.checkpoints.megatron import TRACKER
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import read_config
+from dlm_bridge.hub import TRACKER, read_config
 from dlm_bridge.models.families import families, family_by_name, find_family
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.train.config import TrainConfig

@@ -12,9 +12,9 @@ import torch
 import xxhash
 from torch import nn
 
-from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_plain
+from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_plain
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import HUB_ID, read_config
+from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, read_config
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import Config

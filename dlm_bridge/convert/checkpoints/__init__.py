@@ -13,10 +13,11 @@ from dlm_bridge.convert.checkpoints.dcp import DcpCheckpoint, hub_of_config
 from dlm_bridge.convert.checkpoints.fsdp_dtensor import FsdpDtensorCheckpoint
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, open_hub
 from dlm_bridge.convert.checkpoints.legacy import LegacyCheckpoint
-from dlm_bridge.convert.checkpoints.megatron import TRACKER, MegatronCheckpoint, iteration_folder
+from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint, iteration_folder
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint
 from dlm_bridge.convert.workers import gc_paused
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import TRACKER, checkpoint_folder
 
 # In the order in which they are asked whether a folder is theirs.
 KINDS: tuple[type[Checkpoint], ...] = (
@@ -31,11 +32,12 @@ PathLike = str | os.PathLike[str]
 
 @gc_paused()
 def find_checkpoint(path: PathLike, revision: str | None = None, family: str | None = None) -> Checkpoint:
-    """A checkpoint of any kind, whose model is looked up when it is asked for. Raises DlmBridgeError."""
-    folder = Path(path).expanduser()
+    """A checkpoint of any kind, of a training run's folder its newest, whose model is looked up when it is asked for.
+    Raises DlmBridgeError."""
+    folder = checkpoint_folder(path)
     kind, iteration = _kind(folder)
     if kind is None or kind is HubCheckpoint:
-        return open_hub(os.fspath(path), revision, family)
+        return open_hub(os.fspath(folder), revision, family)
     return kind.open(folder, iteration, family)
 
 
@@ -53,14 +55,15 @@ def open_megatron(
 
     Raises DlmBridgeError.
     """
-    root = Path(path).expanduser()
+    root = checkpoint_folder(path)
     if not root.is_dir():
         raise DlmBridgeError(f"{root} is not a checkpoint: " + ("not a folder" if root.exists() else "no such folder"))
     if like is not None and hf_config is not None:
         raise DlmBridgeError("give --like or --hf-config, not both")
-    if _kind(root)[0] in (None, HubCheckpoint):
-        runs = f" (a training run's are in {root / 'checkpoints'})" if (root / "checkpoints").is_dir() else ""
-        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no {TRACKER}{runs}")
+    kind, _ = _kind(root)
+    if kind in (None, HubCheckpoint):
+        why = "it is in the Hub's layout already" if kind is HubCheckpoint else f"it has no {TRACKER}"
+        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: {why}")
     twin = None if like is None else open_hub(os.fspath(like), family=family)
     checkpoint = find_checkpoint(root, family=family)
     if twin is not None:

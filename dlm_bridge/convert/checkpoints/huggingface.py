@@ -36,13 +36,17 @@ from dlm_bridge.convert.streaming import (
 )
 from dlm_bridge.convert.workers import gc_paused
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import CONFIG_FILE, inside, read_config, resolve
+from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, inside, read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES, dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.families import find_family
 
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
+_OTHER_KINDS = {  # by a file that tells them, where there is no config.json
+    ADAPTER_CONFIG: "a LoRA adapter: see dlm-bridge adapter",
+    TRACKER: "a Megatron checkpoint already: dlm-bridge reshard or export it",
+}
 SCALE = "_scale_inv"  # beside "weight" stands "weight_scale_inv", by which the stored values are multiplied
 
 
@@ -134,7 +138,12 @@ def open_hub(
 ) -> HubCheckpoint:
     """Open a local folder or a Hub id. Raises DlmBridgeError."""
     folder = resolve(name, revision)
-    source = {"name": str(folder.absolute()) if folder == Path(name).expanduser() else str(name), "revision": revision}
+    if not (folder / CONFIG_FILE).exists():
+        for file, what in _OTHER_KINDS.items():
+            if (folder / file).is_file():
+                raise DlmBridgeError(f"{folder} has no {CONFIG_FILE}: it is {what}")
+    is_local = Path(name).expanduser().is_dir()
+    source = {"name": str(folder.absolute()) if is_local else str(name), "revision": revision}
     if folder.parent.name == "snapshots":  # the Hub's cache names a snapshot by its commit
         source["revision"] = folder.name
     return HubCheckpoint(folder, family, source, dequantize_fp8).bind()

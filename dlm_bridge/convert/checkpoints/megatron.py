@@ -24,12 +24,11 @@ from dlm_bridge.convert.run_settings import RUN_CONFIG, derive_config, read_sett
 from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, list_side_files
 from dlm_bridge.convert.streaming import FileRegion, read_tensor
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
-from dlm_bridge.hub import CONFIG_FILE
+from dlm_bridge.hub import CONFIG_FILE, TRACKER
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, narrow_exactly, promote
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.models.families import family_by_name
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _EXTRA_STATE = re.compile(r"\._extra_state\d*(/|$)")
 _EMBEDDING = re.compile(r"^(?!optimizer|chained).*\bembedding\.word_embeddings\.weight$")
 _PARALLEL_SIZES = (

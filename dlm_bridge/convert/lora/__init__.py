@@ -9,9 +9,9 @@ import torch
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.lora.megatron import AdapterReport, MegatronAdapter, is_megatron_adapter
-from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, LoraAdapter, PeftAdapter, is_peft_folder, write_peft_folder
+from dlm_bridge.convert.lora.peft import LoraAdapter, PeftAdapter, is_peft_folder, write_peft_folder
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.hub import read_config
+from dlm_bridge.hub import ADAPTER_CONFIG, read_config
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
 

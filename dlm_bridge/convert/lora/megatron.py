@@ -24,11 +24,10 @@ import yaml
 
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.checkpoints.megatron import TRACKER, is_extra_state, iteration_folder
+from dlm_bridge.convert.checkpoints.megatron import is_extra_state, iteration_folder
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
 from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter, plan_torch_dist
 from dlm_bridge.convert.lora.peft import (
-    ADAPTER_CONFIG,
     LORA_FACTORS,
     AdapterInfo,
     LoraAdapter,
@@ -43,7 +42,7 @@ from dlm_bridge.convert.optimizer_state import is_training_state
 from dlm_bridge.convert.side_files import HUB_FOLDER, copy_files, list_side_files
 from dlm_bridge.convert.streaming import digest, tensor_bands
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
-from dlm_bridge.hub import read_json
+from dlm_bridge.hub import ADAPTER_CONFIG, TRACKER, read_json
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, FusedQKV, GatedMLP, ParamMapping, Rule

@@ -19,14 +19,13 @@ from dlm_bridge.convert.formats.safetensors_file import TensorEntry, read_header
 from dlm_bridge.convert.side_files import copy_files, list_side_files
 from dlm_bridge.convert.streaming import read_tensor
 from dlm_bridge.errors import DlmBridgeError, first_of
-from dlm_bridge.hub import HUB_ID, read_config
+from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, read_config
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.models.family_spec import FamilySpec
 
 LoraFactor = Literal["A", "B"]  # [rank, columns] and [rows, rank]; the weight gets scale * B @ A
 LORA_FACTORS: tuple[LoraFactor, LoraFactor] = ("A", "B")
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Settings under which the change of a weight is another one than scale * B @ A, or not of the weight alone.

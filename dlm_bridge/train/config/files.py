@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.options import Option, OptionError, options_of, typed
 
@@ -37,6 +38,10 @@ def load_config_as(
     Raises DlmBridgeError for bad values, and on a resume for a value that would change the data's order or the noise.
     """
     values = ({} if file is None else read_yaml(file, config_class)) | flags
+    # A run's folder stands for its newest checkpoint, which config.yaml then names.
+    for key in ("model", "adapter"):
+        if values.get(key) and (folder := checkpoint_folder(values[key])) != Path(values[key]).expanduser():
+            values[key] = str(folder)
     if values.setdefault("task", task) != task:
         raise OptionError("--config", f"{file}: it is for dlm-bridge {values['task']}, this is dlm-bridge {task}")
     own = Path(values.get("output", "")) / "config.yaml"

@@ -26,11 +26,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dlm_bridge.convert.atomic import atomic_file, publish_folder, sync
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.checkpoints.megatron import TRACKER
 from dlm_bridge.convert.manifest import Manifest, digests_of, write_digests
 from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, write_passthrough, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import CONFIG_FILE
+from dlm_bridge.hub import CONFIG_FILE, TRACKER
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import (
     AsyncCallsQueue,

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback
 
-from dlm_bridge.convert.checkpoints.megatron import TRACKER
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import TRACKER
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.accelerate.trainer import adamw
 from dlm_bridge.train.checkpoints import NAME, step_folder

@@ -1,0 +1,105 @@
+"""A training run's folder stands for its newest whole checkpoint in every command that opens a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dlm_bridge import DlmBridgeError
+from dlm_bridge.hub import checkpoint_folder
+from dlm_bridge.loading import load_model
+from dlm_bridge.train.config.files import load_config
+from tests.convert.helpers import run_cli
+
+DATA = Path(__file__).parent.parent / "compatibility/data"
+NEWEST = {"accelerate": "step-0000004", "megatron": ""}
+MODEL = json.loads((DATA / "run_megatron/checkpoints/dlm_bridge.json").read_text())["source"]["name"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> dict[str, Path]:
+    """A run of each engine, and one of an adapter. Those of the Accelerate engine have an older checkpoint that is
+    empty, and a newer one without weights."""
+    found = {name: tmp_path / name for name in ("accelerate", "megatron", "adapter")}
+    shutil.copytree(DATA / "run_megatron", found["megatron"])
+    for name, source in (
+        ("accelerate", DATA / "run_accelerate/checkpoints/step-0000002"),
+        ("adapter", DATA / "sdar_lora"),
+    ):
+        checkpoints = found[name] / "checkpoints"
+        shutil.copytree(source, checkpoints / "step-0000004")
+        (checkpoints / "step-0000002").mkdir()
+        (checkpoints / "step-0000006").mkdir()
+        shutil.copy(next(source.glob("*config.json")), checkpoints / "step-0000006")
+        (found[name] / "config.yaml").write_text("task: pretrain\n")
+    config = found["adapter"] / "checkpoints/step-0000004/adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(DATA / "sdar")}))
+    return found
+
+
+def taken(run: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One line names the checkpoint that was taken."""
+    lines = [record.getMessage() for record in caplog.records if record.name == "dlm_bridge.hub"]
+    assert len(lines) == 1, lines
+    assert str(run / "checkpoints" / name) in lines[0]
+    caplog.clear()
+
+
+@pytest.mark.parametrize("engine", NEWEST)
+def test_conversion_takes_the_newest_checkpoint(
+    runs: dict[str, Path], engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    run, newest = runs[engine], runs[engine] / "checkpoints" / NEWEST[engine]
+    action = ("import", "--tp", 2) if engine == "accelerate" else ("export",)
+    for command in (("inspect", run), (action[0], run, tmp_path / "out", *action[1:])):
+        code, _, err = run_cli(capsys, *command)
+        assert code == 0, err
+        taken(run, NEWEST[engine], caplog)
+    source = json.loads((tmp_path / "out/dlm_bridge.json").read_text())["source"]["name"]
+    assert source == (str(newest) if engine == "accelerate" else MODEL)
+    code, _, err = run_cli(capsys, "verify", tmp_path / "out", run)
+    assert code == 0, err
+    taken(run, NEWEST[engine], caplog)
+    assert run_cli(capsys, "verify", newest, run)[0] == 0
+
+
+def test_what_cannot_be_converted_so_is_named(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, kind, words in (
+        ("import", "megatron", "is a Megatron checkpoint already"),
+        ("export", "accelerate", "is in the Hub's layout already"),
+        ("import", "adapter", "dlm-bridge adapter"),
+    ):
+        code, _, err = run_cli(capsys, command, runs[kind], tmp_path / "out")
+        assert (code, words in err) == (2, True), err
+
+
+def test_models_are_loaded_from_runs(runs: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    from peft import PeftModel
+
+    for engine, newest in NEWEST.items():
+        loaded = load_model(runs[engine])
+        taken(runs[engine], newest, caplog)
+        assert loaded.family == "llada"
+    assert isinstance(load_model(runs["adapter"]).model, PeftModel)
+    taken(runs["adapter"], "step-0000004", caplog)
+
+
+def test_training_starts_from_a_run(runs: dict[str, Path]) -> None:
+    flags = {"data": ["mock"], "output": "x", "lora_rank": 0}
+    config = load_config({**flags, "model": str(runs["accelerate"]), "adapter": str(runs["adapter"])})
+    assert config.model.path == str(runs["accelerate"] / "checkpoints/step-0000004")
+    assert config.model.adapter == str(runs["adapter"] / "checkpoints/step-0000004")
+    assert load_config({**flags, "model": "./nowhere"}).model.path == "./nowhere"
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(runs: dict[str, Path]) -> None:
+    shutil.rmtree(runs["accelerate"] / "checkpoints/step-0000004")
+    with pytest.raises(DlmBridgeError, match="accelerate: a training run without a whole checkpoint"):
+        checkpoint_folder(runs["accelerate"])
+    assert checkpoint_folder(DATA / "llada") == DATA / "llada"
