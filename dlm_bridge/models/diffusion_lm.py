@@ -8,6 +8,7 @@ Strict loading, the family's attention mask, the diffusion loss, `generate` and 
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers.utils.hub import cached_file
 from dlm_bridge.attention_mask import block_causal_mask, mask_for_implementation, position_ids_from_padding
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.foreign_loss import check_body_call, check_call_without_labels, needs_noise
 from dlm_bridge.objectives.base import diffusion_loss, weighted_loss
 from dlm_bridge.objectives.registry import family_objective
 
@@ -89,7 +91,8 @@ class DiffusionLM:
                     module.is_causal = False
         body = getattr(self, self.base_model_prefix, None)
         if body is not None and not body._forward_pre_hooks:
-            body.register_forward_pre_hook(_reject_loss_weights, with_kwargs=True)
+            check = functools.partial(check_body_call, type(self).__name__)
+            body.register_forward_pre_hook(check, with_kwargs=True)
         super().post_init()
 
     @can_return_tuple
@@ -131,8 +134,8 @@ class DiffusionLM:
             attention_bias: the original code's name for a 4-D `attention_mask`.
 
         Raises:
-            DlmBridgeError: `labels` without `generator` or `loss_weights`; a cache, which a bidirectional model cannot
-                use.
+            DlmBridgeError: `labels` without `generator` or `loss_weights`; a trainer that computes a next-token loss
+                from the logits; a cache, which a bidirectional model cannot use.
         """
         if past_key_values is not None or use_cache:
             raise DlmBridgeError(f"{type(self).__name__} has no key/value cache: drop past_key_values and use_cache")
@@ -143,6 +146,8 @@ class DiffusionLM:
         labels = targets if labels is None else labels
         if labels is not None and loss_weights is None:
             return self._diffusion_loss(input_ids, labels, generator, attention_mask, position_ids, **kwargs)
+        if labels is None:
+            check_call_without_labels(type(self).__name__, weighted=loss_weights is not None)
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
             raise DlmBridgeError("pass input_ids or inputs_embeds")
@@ -203,7 +208,7 @@ class DiffusionLM:
         """The family's own training loss over clean `input_ids`."""
         if generator is None:
             raise DlmBridgeError(
-                f"{type(self).__name__} is a diffusion model: its loss needs noise. Pass "
+                f"{needs_noise(type(self).__name__)}. Pass "
                 "generator=torch.Generator(device).manual_seed(seed) with labels, or let "
                 "dlm_bridge.train.collator.DiffusionCollator make the batches"
             )
@@ -253,15 +258,6 @@ class DiffusionLM:
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             copy_remote_code(self.config, Path(save_directory))
-
-
-def _reject_loss_weights(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """TRL's SFTTrainer trains on the body with a next-token loss of its own, unless it is given another."""
-    if "loss_weights" in kwargs and torch.is_grad_enabled():
-        raise DlmBridgeError(
-            "this trainer computes a next-token loss itself, which is wrong for a diffusion model: give it "
-            "compute_loss_func=dlm_bridge.train.collator.trl_loss and DiffusionCollator(..., for_trl=True)"
-        )
 
 
 def _assert_all_loaded(info: Any, where: Any) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models import foreign_loss
 from dlm_bridge.train.collator import DiffusionCollator, trl_loss
 from tests.families import dream, llada, sdar
 from tests.families.case import FamilyCase
@@ -139,6 +141,94 @@ def test_accumulation_changes_nothing(tmp_path: Path, tokenizer: PreTrainedToken
         )
     assert len(runs[0]) == 2
     assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+
+
+def _plain(trainer: Any, model: Any, folder: Path, tokenizer: Any, dataset: Dataset, **options: Any) -> Any:
+    """One of TRL's trainers, given nothing of ours but the model."""
+    config = {SFTTrainer: SFTConfig, DPOTrainer: DPOConfig, GRPOTrainer: GRPOConfig}[trainer]
+    more = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)} if trainer is GRPOTrainer else {}
+    arguments = config(
+        output_dir=str(folder / "run"),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+        **options,
+    )
+    return trainer(model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer, **more)
+
+
+PAIRS = [{"prompt": PROMPT.format(i), "chosen": ANSWER.format(i), "rejected": ANSWER.format(i + 1)} for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "body", "options"),
+    [
+        (SFTTrainer, "llama", {}),
+        (SFTTrainer, "qwen3-block", {}),
+        (SFTTrainer, "llama", {"label_smoothing_factor": 0.1}),
+        (DPOTrainer, "llama", {}),
+        (GRPOTrainer, "llama", {"num_generations": 2, "max_completion_length": 8}),
+    ],
+    ids=["sft", "sft-block", "sft-smoothed", "dpo", "grpo"],
+)
+def test_trl_trains_no_diffusion_model_on_next_tokens(
+    trainer: Any, body: str, options: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = _model(BODIES[body], tmp_path, tokenizer)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    dataset = _prompts(8) if trainer is SFTTrainer else Dataset.from_list(PAIRS)
+    with pytest.raises(DlmBridgeError, match="its loss needs noise"):
+        _plain(trainer, model, tmp_path, tokenizer, dataset, **options).train()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_trl_trains_no_adapter_on_next_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = get_peft_model(_model(BODIES["llama"], tmp_path, tokenizer), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(DlmBridgeError, match="its loss needs noise"):
+        _plain(SFTTrainer, model, tmp_path, tokenizer, _prompts(8)).train()
+
+
+def test_a_next_token_evaluation_warns(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = _model(BODIES["llama"], tmp_path, tokenizer)
+    trainer = _plain(SFTTrainer, model, tmp_path, tokenizer, _prompts(8), eval_strategy="no")
+    foreign_loss.logger.warning_once.cache_clear()
+    trainer.evaluate(trainer.train_dataset)
+    trainer.evaluate(trainer.train_dataset)
+    assert [record.name for record in caplog.records].count(foreign_loss.__name__) == 1
+
+
+def test_trainer_smooths_no_labels_of_a_diffusion_model(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = _model(BODIES["llama"], tmp_path, tokenizer)
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], label_smoothing_factor=0.1)
+    data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+    with pytest.raises(DlmBridgeError, match="its loss needs noise"):
+        Trainer(model=model, args=arguments, train_dataset=data).train()
+
+
+def test_a_loss_of_ones_own_is_left_alone(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A body that is called in training, and logits that a compute_loss_func takes, may be right: they warn once."""
+    model = _model(BODIES["llama"], tmp_path, tokenizer)
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+    foreign_loss.logger.warning_once.cache_clear()
+    Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        compute_loss_func=lambda outputs, labels, num_items_in_batch: outputs.logits.float().square().mean(),
+    ).train()
+    for _ in range(2):
+        model.train().model(torch.arange(4)[None]).last_hidden_state.sum().backward()
+    model.eval().model(torch.arange(4)[None])
+    assert [record.name for record in caplog.records].count(foreign_loss.__name__) == 2
 
 
 def test_without_its_loss_function_nothing_trains(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
