@@ -1,41 +1,67 @@
-"""One machine's ways to train a model, each beside one process: losses, speed and memory, as a table.
+"""Ways to train a model on one machine, each against one process; a row as soon as there is one.
 
-    python benchmarks/fine_tuning.py --processes 4
-    python benchmarks/fine_tuning.py --processes 2 --model tiny --precision fp32 # on a CPU
+    python benchmarks/fine_tuning.py --processes 2 --jobs 4                     on one GPU (shared) or on two
+    python benchmarks/fine_tuning.py --processes 2 --model tiny --precision fp32      on a CPU
 
-Data parallelism, FSDP2 (also recomputed and offloaded to the CPU), a run that FSDP2 began and one process goes on
-with, LoRA adapters, whole, cut and over quantized bases: each is what `dlm-bridge pretrain` does under torchrun, on
-made-up tokens and from the same weights. "apart" is how far a step's loss is at most from that of the run that it must
-equal, as a share of it; for quantized bases it shows what quantization costs. A failing row is named; others go on.
+Micro-batches, data parallelism, FSDP2 (also recomputed and offloaded to the CPU), a run that FSDP2 began and one
+process goes on with, FP8, and LoRA adapters: replicated, sharded and over quantized bases. Each row is what
+`dlm-bridge pretrain` does, from the same weights on the same tokens, of which there are so few that they are learned
+from the first step on. `apart` is the largest difference between a step's loss and that of the run that it is compared
+with, as a share of how far training has moved the latter's loss from that of untrained weights; `norm` is the relative
+difference of the first step's gradient norms. The exit code is 1 where a row is off, failed or was not run. Processes
+that outnumber the GPUs share them and communicate through the host (layouts/host_transport.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
+import itertools
 import json
-import subprocess
+import math
+import multiprocessing
+import os
+import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+# Read when torch is imported: the processes of a row are forked from this one, which must not have initialised CUDA.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes would take longer than it saves
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
-STEPS = 6
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks.layouts.document import put_table  # noqa: E402
+from tests.processes import free_port  # noqa: E402
+
+STEPS = 8
+LIMIT_S = 150  # of one row
+LEARNED = 0.05  # how far training must move a loss at least, as a share of it
+TOKENS = 12  # that occur
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "small": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 16},
+    "small": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 16},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
-SEQUENCES = {"tiny": 64, "small": 1024, "8b": 4096}
-LLADA = {
+RATES = {"tiny": 1e-2, "small": 1e-3, "8b": 1e-4}
+SEQUENCES = {"tiny": 64, "small": 512, "8b": 4096}
+VOCABULARIES = {"tiny": 256, "small": 8192, "8b": 126_464}
+ILLADA = {
     "architectures": ["ILLaDAForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 32_000,
-    "mask_token_id": 31_999,
+    "model_type": "illada",
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,
@@ -44,14 +70,32 @@ LLADA = {
     "attention_bias": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "initializer_range": 0.02,
 }
-FSDP: dict[str, Any] = {"sharding": "fsdp"}
-OFFLOADED = FSDP | {"cpu_offload": True}
-LORA: dict[str, Any] = {"lora_rank": 16}
+# What is imported before a row's processes are forked.
+PRELOADED = (
+    "dlm_bridge.train.accelerate.trainer",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama",
+)
+FIGURES = ("compared with", "apart", "norm", "last loss", "peak GiB")
+HEAD = ("run", "precision", "processes", "result", *FIGURES, "seconds")
 
 
 @dataclass(frozen=True)
-class Cell:
+class Tolerance:
+    loss: float
+    norm: float
+
+
+TOLERANCES = {"fp32": Tolerance(1e-3, 1e-4), "bf16": Tolerance(1e-1, 3e-2)}
+FP8 = Tolerance(2e-1, 1e-1)
+QUANTIZED = Tolerance(3e-1, math.inf)  # other weights, other gradients
+
+
+@dataclass(frozen=True)
+class Run:
     """A run, and the one whose losses it must have."""
 
     name: str
@@ -59,121 +103,338 @@ class Cell:
     alone: bool = False  # on one process
     like: str = "one process"
     steps: int = STEPS
-    goes_on: bool = False  # in the folder of `like`
+    continues: str = ""  # the run whose folder it resumes
+    needs: str = ""  # a package
+    tolerance: Tolerance | None = None
 
 
-CELLS = (
-    Cell("one process", alone=True),
-    Cell("data parallel"),
-    Cell("FSDP2", FSDP),
-    Cell("FSDP2, recomputed", FSDP | {"gradient_checkpointing": True}),
-    Cell("FSDP2, offloaded", OFFLOADED),
-    Cell("FSDP2, offloaded, one process", OFFLOADED, alone=True),
-    Cell("FSDP2, half of the steps", FSDP, steps=STEPS // 2),
-    Cell("one process goes on with it", alone=True, like="FSDP2, half of the steps", goes_on=True),
-    Cell("LoRA, one process", LORA, alone=True, like="LoRA, one process"),
-    Cell("LoRA, data parallel", LORA, like="LoRA, one process"),
-    Cell("LoRA, FSDP2", LORA | FSDP, like="LoRA, one process"),
-    Cell("LoRA, 8 bit, one process", LORA | {"lora_quantize": "8bit"}, alone=True, like="LoRA, one process"),
-    Cell("LoRA, 4 bit, one process", LORA | {"lora_quantize": "4bit"}, alone=True, like="LoRA, one process"),
+FSDP: dict[str, Any] = {"sharding": "fsdp"}
+OFFLOADED = FSDP | {"cpu_offload": True}
+LORA: dict[str, Any] = {"lora_rank": 16, "lr": 1e-2}
+FLOAT8: dict[str, Any] = {"precision": "fp8"}
+ADAPTED, HALF = "LoRA, one process", "FSDP2, half of the steps"
+UNTRAINED = "one process, learning rate 0"
+RUNS = (
+    Run(UNTRAINED, {"lr": 0.0}, alone=True, like=UNTRAINED),
+    Run("one process", alone=True, like="one process"),
+    Run(ADAPTED, LORA, alone=True, like=ADAPTED),
+    Run(HALF, FSDP, steps=STEPS // 2),
+    Run("one process, micro-batches of 2", {"micro_batch_size": 2}, alone=True),
+    Run("data parallel"),
+    Run("FSDP2", FSDP),
+    Run("FSDP2, recomputed", FSDP | {"gradient_checkpointing": True}),
+    Run("FSDP2, offloaded", OFFLOADED),
+    Run("FSDP2, offloaded, one process", OFFLOADED, alone=True),
+    Run("FSDP2, resumed by one process", alone=True, continues=HALF),
+    Run("LoRA, data parallel", LORA, like=ADAPTED),
+    Run("LoRA, FSDP2", LORA | FSDP, like=ADAPTED),
+)
+HALF_PRECISION_RUNS = (
+    Run("FP8, one process", FLOAT8, alone=True, needs="torchao", tolerance=FP8),
+    Run("FP8, data parallel", FLOAT8, needs="torchao", tolerance=FP8),
+    Run("FP8, FSDP2", FLOAT8 | FSDP, needs="torchao", tolerance=FP8),
+    *(
+        Run(
+            f"LoRA, {bits} base, one process",
+            LORA | {"lora_quantize": bits},
+            alone=True,
+            like=ADAPTED,
+            needs="bitsandbytes",
+            tolerance=QUANTIZED,
+        )
+        for bits in ("8bit", "4bit")
+    ),
 )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="small")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"])
-    parser.add_argument("--only", default="", help="Runs whose name has this, and those they are compared with.")
-    parser.add_argument("--output", type=Path, help="Folder of the runs; a temporary one by default.")
-    parser.add_argument("--options", help=argparse.SUPPRESS)  # of the processes that this one starts
+    parser.add_argument("--precision", choices=tuple(TOLERANCES), nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--only", default="", help="runs whose name has this, and those they are compared with")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="what has not begun by then is not run")
+    parser.add_argument("--transport", choices=("direct", "host"), help="default: host where processes share a GPU")
+    parser.add_argument("--output", type=Path, help="folder of the runs; a temporary one by default")
+    parser.add_argument("--document", type=Path, help="a page whose table between <!-- fine_tuning --> marks to write")
     arguments = parser.parse_args()
-    if arguments.options is not None:
+    with tempfile.TemporaryDirectory() as temporary:
+        bench = Bench(arguments, arguments.output or Path(temporary))
+        return bench.run()
+
+
+@dataclass
+class Running:
+    """A run under way."""
+
+    run: Run
+    precision: str
+    processes: list[Any]
+    log: Path
+    began: float
+
+    def sentinels(self) -> list[Any]:
+        return [process.sentinel for process in self.processes if process.is_alive()]
+
+    def ended(self) -> bool:
+        """Whether all processes have; once one fails or the time is over, the others are killed."""
+        failed = any(process.exitcode for process in self.processes)
+        if failed or time.monotonic() - self.began > LIMIT_S:
+            for process in self.processes:
+                process.kill()
+                process.join()
+        return not self.sentinels()
+
+    def said(self) -> str:
+        """Why it failed, "" where it did not."""
+        codes = [process.exitcode for process in self.processes]
+        if not any(codes):
+            return ""
+        logs = [self.log.with_suffix(f".{rank}.log") for rank in range(len(codes))]
+        lines = [line for log in logs for line in log.read_text().splitlines() if "Error: " in line]
+        return (lines or [f"not done after {LIMIT_S} s" if {*codes} == {-signal.SIGKILL} else "failed"])[-1][:200]
+
+
+class Bench:
+    def __init__(self, arguments: argparse.Namespace, root: Path) -> None:
+        self.arguments, self.root = arguments, root
+        self.devices = torch.cuda.device_count()  # by NVML
+        self.began = time.monotonic()
+        self.table: list[tuple[str, ...]] = []
+        self.results: dict[tuple[str, str], str] = {}
+        self.next_device = itertools.count()
+        for module in PRELOADED:
+            importlib.import_module(module)
+        self.context: Any = multiprocessing.get_context("fork")
+        if self.devices and not self._fork_has_cuda():
+            print("CUDA does not start in a forked process: each run imports everything anew", flush=True)
+            self.context = multiprocessing.get_context("spawn")
+
+    def run(self) -> int:
+        """All runs; the exit code."""
+        for folder in ("runs", "logs", "config", "model", "data"):
+            shutil.rmtree(self.root / folder, ignore_errors=True)
+            (self.root / folder).mkdir(parents=True)
+        self.model, self.data = self._write_model(), self._write_data()
+        print(f"{self.arguments.model}, {self.devices} GPUs, {time.monotonic() - self.began:.0f} s of preparation\n")
+        print(_line(HEAD) + "\n" + "|" + "---|" * len(HEAD), flush=True)
+        waiting = list(self._chosen())
+        running: list[Running] = []
+        while waiting or running:
+            for run, precision in [*waiting]:
+                if self._skipped(run, precision):
+                    waiting.remove((run, precision))
+                elif len(running) < self.arguments.jobs and self._ready(run, precision):
+                    waiting.remove((run, precision))
+                    running.append(self._start(run, precision))
+            sentinels = [sentinel for one in running for sentinel in one.sentinels()]
+            if sentinels:
+                wait(sentinels, timeout=5)
+            for one in [*running]:
+                if one.ended():
+                    running.remove(one)
+                    self._judge(one)
+        return self._finish()
+
+    def _chosen(self) -> Iterator[tuple[Run, str]]:
+        for precision in self.arguments.precision:
+            runs = RUNS + HALF_PRECISION_RUNS * (precision == "bf16")
+            named = [run for run in runs if self.arguments.only in run.name]
+            compared = {name for run in named for name in (run.like, run.continues)}
+            compared |= {run.like for run in runs if run.name in compared} | {UNTRAINED}
+            yield from ((run, precision) for run in runs if run in named or run.name in compared)
+
+    def _ready(self, run: Run, precision: str) -> bool:
+        return all((name, precision) in self.results for name in _earlier(run))
+
+    def _skipped(self, run: Run, precision: str) -> bool:
+        """Whether it is not to be run; then its row says why."""
+        why = ""
+        if run.needs and importlib.util.find_spec(run.needs) is None:
+            why = f"skipped: {run.needs} is not installed"
+        elif run.needs == "torchao" and not self.devices:
+            why = "skipped: FP8 needs a GPU"
+        elif time.monotonic() - self.began > self.arguments.seconds:
+            why = f"not run: {self.arguments.seconds:.0f} s are over"
+        elif any(self.results.get((name, precision), "equal") != "equal" for name in _earlier(run)):
+            why = "not run: what it is compared with has failed"
+        if why:
+            self._add(run, precision, why)
+        return bool(why)
+
+    def _start(self, run: Run, precision: str) -> Running:
+        world = 1 if run.alone else self.arguments.processes
+        name = f"{precision}-{run.name}".replace(", ", "-").replace(" ", "-")
+        if run.continues:
+            shutil.copytree(self._output(run.continues, precision), self._output(run.name, precision))
+        options = {
+            "model": str(self.model),
+            "data": [str(self.data)],
+            "output": str(self._output(run.name, precision)),
+            "steps": run.steps,
+            "seq_length": SEQUENCES[self.arguments.model],
+            "global_batch_size": 8,
+            "micro_batch_size": 1,
+            "length_variation": 0.0,
+            "lr_schedule": "constant",
+            "lr": RATES[self.arguments.model],
+            "save_interval": 0,
+            "eval_interval": 0,
+            "precision": precision,
+            **run.options,
+        }
+        transport = self.arguments.transport or ("host" if 0 < self.devices < world else "direct")
+        log, port, processes = self.root / "logs" / name, str(free_port()), []
+        for rank in range(world):
+            environment = {"CUDA_VISIBLE_DEVICES": str(next(self.next_device) % max(self.devices, 1))}
+            if world > 1:
+                local = rank % (self.devices or world)
+                environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)}
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(world)}
+            own = log.with_suffix(f".{rank}.log")
+            processes.append(self.context.Process(target=_train, args=(options, environment, transport, own)))
+            processes[-1].start()
+        return Running(run, precision, processes, log, time.monotonic())
+
+    def _judge(self, ended: Running) -> None:
+        run, precision = ended.run, ended.precision
+        seconds = f"{time.monotonic() - ended.began:.0f}"
+        if failed := ended.said():
+            self._add(run, precision, f"failed: {failed}", seconds=seconds)
+            return
+        rows, wanted, untrained = (_rows(self._output(name, precision)) for name in (run.name, run.like, UNTRAINED))
+        pairs = [(row["loss"], other["loss"]) for row, other in zip(wanted, untrained, strict=True)]
+        learned = max(abs(loss - other) for loss, other in pairs)
+        wanted = wanted[: run.steps]
+        apart = max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, wanted, strict=True))
+        apart /= learned or math.inf
+        norm = abs(rows[0]["grad_norm"] / wanted[0]["grad_norm"] - 1)
+        limit = run.tolerance or TOLERANCES[precision]
+        result = "equal" if apart <= limit.loss and norm <= limit.norm else "off"
+        if run.name != UNTRAINED and learned < LEARNED * untrained[0]["loss"]:
+            result = f"off: training moved the loss by {learned:.1e} only"
+        peak = rows[-1]["peak_memory"]
+        itself = run.like == run.name
+        figures = (
+            "" if itself else run.like,
+            "" if itself else f"{apart:.1e} (limit {limit.loss:.0e})",
+            "" if itself or run.continues else f"{norm:.1e} (limit {limit.norm:.0e})",
+            f"{rows[-1]['loss']:.5f}",
+            "" if peak is None else f"{peak / 2**30:.2f}",
+        )
+        self._add(run, precision, result, *figures, seconds=seconds)
+
+    def _add(self, run: Run, precision: str, result: str, *figures: str, seconds: str = "") -> None:
+        self.results[run.name, precision] = result.split(":")[0]
+        world = "1" if run.alone else str(self.arguments.processes)
+        figures = figures or ("",) * len(FIGURES)
+        self.table.append((run.name, run.options.get("precision", precision), world, result, *figures, seconds))
+        print(_line(self.table[-1]), flush=True)
+
+    def _finish(self) -> int:
+        wrong = [one for one in self.results.values() if one not in ("equal", "skipped")]
+        counts = ", ".join(
+            f"{sum(one == kind for one in self.results.values())} {kind}"
+            for kind in ("equal", "off", "failed", "not run", "skipped")
+        )
+        summary = f"{time.strftime('%-d %B %Y')}, {conditions()}, {self.arguments.model} model: {counts}."
+        print(f"\n{summary} {time.monotonic() - self.began:.0f} s.", flush=True)
+        if self.arguments.document is not None:
+            put_table(self.arguments.document, "fine_tuning", HEAD, self.table, summary)
+        return int(bool(wrong))
+
+    def _output(self, name: str, precision: str) -> Path:
+        return self.root / "runs" / precision / name.replace(", ", "-").replace(" ", "-")
+
+    def _fork_has_cuda(self) -> bool:
+        process = self.context.Process(target=_touch_cuda)
+        process.start()
+        process.join()
+        return process.exitcode == 0
+
+    def _write_model(self) -> Path:
+        """A folder with random weights."""
+        from dlm_bridge.train.config import TrainConfig
+        from dlm_bridge.train.loading import load_model
+
+        name = self.arguments.model
+        vocabulary, shape = VOCABULARIES[name], SHAPES[name]
+        config = ILLADA | shape | {"vocab_size": vocabulary, "mask_token_id": vocabulary - 1}
+        folder = self.root / "config"
+        (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": shape["num_attention_heads"]}))
+        model = load_model(TrainConfig.from_flags(model=str(folder), data=["mock"], output="o", from_scratch=True))
+        model.save_pretrained(self.root / "model")
+        return self.root / "model"
+
+    def _write_data(self) -> Path:
+        """A Megatron pair of documents in which few tokens occur."""
+        from dlm_bridge.train.data.indexed import IndexedWriter
+
+        numbers = np.random.default_rng(0)
+        length = SEQUENCES[self.arguments.model]
+        with IndexedWriter(self.root / "data/pair", np.dtype(np.uint16)) as writer:
+            for _ in range(STEPS * 8 + 16):
+                writer.add(numbers.integers(5, 5 + TOKENS, length).astype(np.uint16), [length])
+        return self.root / "data/pair"
+
+
+def _train(options: dict[str, Any], environment: dict[str, str], transport: str, log: Path) -> None:
+    """One process of a run."""
+    said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    os.environ.update(environment)
+    try:
+        if transport == "host" and "RANK" in environment:
+            _join_through_host(environment)
         from dlm_bridge.train.accelerate.trainer import train
         from dlm_bridge.train.config import TrainConfig
 
-        train(TrainConfig.from_flags(**json.loads(arguments.options)), resume=True)  # of what is not there it begins
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        root = arguments.output or Path(temporary)
-        model = _weights(root, arguments.model)
-        for precision in arguments.precision:
-            table = Table("run", "processes", "last loss", "apart", "tokens/s a device", "peak GiB")
-            kept = {"one process"} | {cell.like for cell in CELLS if arguments.only in cell.name}
-            for cell in CELLS:
-                if arguments.only in cell.name or cell.name in kept:
-                    processes = 1 if cell.alone else arguments.processes
-                    _run(cell, root / precision, model, SEQUENCES[arguments.model], precision, processes, table)
-            Console(width=130).print(f"{arguments.model}, {precision}", table)
+        train(TrainConfig.from_flags(**options), resume=True)  # of what is not there it begins
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stderr.flush()
+    os._exit(0)
 
 
-def _weights(root: Path, name: str) -> Path:
-    """A model of random weights, made once."""
-    folder = root / "config"
-    folder.mkdir(parents=True, exist_ok=True)
-    shape = SHAPES[name]
-    (folder / "config.json").write_text(
-        json.dumps(LLADA | shape | {"num_key_value_heads": shape["num_attention_heads"], "initializer_range": 0.02})
-    )
-    model = root / "made/checkpoints/step-0000001"
-    if not model.is_dir():
-        options = {"model": str(folder), "from_scratch": True, "output": str(root / "made"), "steps": 1, "lr": 0.0}
-        said = _launch(1, options | {"seq_length": 64, "global_batch_size": 1})
-        if said is not None:
-            raise SystemExit(f"no model: {said}")
-    return model
+def _join_through_host(environment: Mapping[str, str]) -> None:
+    """A process group that Accelerate finds; its messages go through the host's memory."""
+    import torch.distributed as dist
 
+    from benchmarks.layouts import host_transport
 
-def _run(cell: Cell, root: Path, model: Path, sequence: int, precision: str, processes: int, table: Table) -> None:
-    output = root / (cell.like if cell.goes_on else cell.name).replace(" ", "-")
-    options = {
-        "model": str(model),
-        "output": str(output),
-        "steps": cell.steps,
-        "seq_length": sequence,
-        "global_batch_size": 8,
-        "micro_batch_size": 1,
-        "lr_schedule": "constant",
-        "lr": 1e-4,
-        "save_interval": 0,
-        "eval_interval": 0,
-        "precision": precision,
-    }
-    said = _launch(processes, options | dict(cell.options))
-    if said is not None:
-        table.add_row(cell.name, str(processes), said)
-        return
-    rows = _rows(output)
-    wanted = _rows(root / ("one process" if cell.goes_on else cell.like).replace(" ", "-"))
-    pairs = zip(rows, wanted, strict=False)
-    apart = max((abs(row["loss"] / other["loss"] - 1) for row, other in pairs), default=float("nan"))
-    speed = sorted(row["tokens_per_s_per_device"] for row in rows[2:])[len(rows[2:]) // 2]
-    peak = rows[-1]["peak_memory"]
-    table.add_row(
-        cell.name,
-        str(processes),
-        f"{rows[-1]['loss']:.5f}",
-        f"{apart:.1e}",
-        f"{speed:,.0f}",
-        "-" if peak is None else f"{peak / 2**30:.2f}",
+    host_transport.register()
+    dist.init_process_group(
+        host_transport.NAME, rank=int(environment["RANK"]), world_size=int(environment["WORLD_SIZE"])
     )
 
 
-def _launch(processes: int, options: dict[str, Any]) -> str | None:
-    """Run it; where it fails, the line that says why."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += [__file__, "--options", json.dumps({"data": ["mock"], **options})]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return None
-    lines = [line for line in done.stderr.splitlines() if "Error" in line]
-    return (lines or ["failed"])[0][:100]
+def _touch_cuda() -> None:
+    torch.zeros(1, device="cuda")
+
+
+def conditions() -> str:
+    """What it ran on."""
+    from benchmarks.layouts.tables import conditions as of_layouts
+
+    return of_layouts(("torch", "transformers", "accelerate", "torchao", "bitsandbytes"))
+
+
+def _earlier(run: Run) -> set[str]:
+    """The runs that must have ended before it."""
+    return {UNTRAINED, run.like, run.continues} - {run.name, ""}
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _rows(output: Path) -> list[dict[str, Any]]:
-    path = output / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -81,6 +81,18 @@ def merge(document: Path, cells: Sequence[Path], runs: Sequence[Path]) -> None:
     document.write_text(merged.written())
 
 
+def put_table(document: Path, name: str, head: Row, rows: Iterable[Row], above: str = "") -> None:
+    """Write a table, below a line of text, between a name's marks."""
+    lines = [above, ""] if above else []
+    document.write_text(_put(document.read_text(), name, [*lines, *_table(head, rows)]))
+
+
+def update_table(document: Path, name: str, head: Row, row: Row, keys: int) -> None:
+    """Write a row into the table between a name's marks, in place of the one with the same first `keys` cells."""
+    rows = {old[:keys]: old for old in _rows(_lines(document.read_text(), name))}
+    put_table(document, name, head, (rows | {row[:keys]: row}).values())
+
+
 def _ends(text: str, name: str) -> tuple[int, int]:
     """Where what is between a name's marks begins and ends."""
     first, last = f"<!-- {name} -->\n", f"<!-- end of {name} -->"

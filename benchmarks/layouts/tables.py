@@ -233,8 +233,8 @@ def figures(cell: Cell) -> tuple[str, str]:
     return apart, f"{cell.from_fp32:.1e} / {cell.alone_from_fp32:.1e} ({cell.farther:.1f} x)"
 
 
-def conditions() -> str:
-    """What it ran on."""
+def conditions(packages: Sequence[str] = ("torch", "megatron-core", "transformer-engine")) -> str:
+    """What it ran on: devices, and the versions of those packages that are installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     from dlm_bridge.parallel import platform
@@ -245,7 +245,7 @@ def conditions() -> str:
         except PackageNotFoundError:
             return
 
-    found = [text for name in ("torch", "megatron-core", "transformer-engine") for text in of(name)]
+    found = [text for name in packages for text in of(name)]
     chosen = platform.current()
     count = 1 if chosen.name == "cpu" else chosen.device_count()
     return f"{count} x {chosen.device_name()}, {', '.join(found)}"

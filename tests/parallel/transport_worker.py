@@ -28,6 +28,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
         ("objects", objects),
         ("a mesh of groups", mesh),
         ("a group of some, closed", some),
+        ("replicas of a module", replicas),
     )
 
 
@@ -50,6 +51,15 @@ def sums() -> None:
     columns = _of(rank, torch.float32, 4, 4)[:, ::2]
     dist.all_reduce(columns, dist.ReduceOp.AVG, async_op=True).wait()
     assert torch.equal(columns, sum(_of(other, torch.float32, 4, 4)[:, ::2] for other in range(world)) / world)
+
+
+def replicas() -> None:
+    """DistributedDataParallel, which asks for futures: every rank has the mean of all gradients."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2, bias=False))
+    module(_of(rank, torch.float32, 4, 3)).sum().backward()
+    wanted = sum(_of(other, torch.float32, 4, 3).sum(0) for other in range(world)) / world
+    torch.testing.assert_close(module.module.weight.grad, torch.stack([wanted, wanted]))
 
 
 def gathers() -> None:

@@ -334,11 +334,13 @@ class GCSchedule:
 
     def __init__(self) -> None:
         self._steps: int | None = None  # since it took over from Python
+        self._unfreezes = True
 
     def step(self) -> None:
         """Collect between two steps, while the device has work: cycles may hold device memory."""
         if self._steps is None:
             if gc.isenabled():
+                self._unfreezes = gc.get_freeze_count() == 0  # a program that froze its modules keeps them frozen
                 gc.collect()
                 gc.freeze()  # the model stays
                 gc.disable()
@@ -350,7 +352,8 @@ class GCSchedule:
     def close(self) -> None:
         """Give collection back to Python."""
         if self._steps is not None:
-            gc.unfreeze()
+            if self._unfreezes:
+                gc.unfreeze()
             gc.enable()
             self._steps = None
 
