@@ -70,9 +70,10 @@ def _command() -> Callable[..., None]:
         "field": Annotated[str, Option(help="Of --jsonl: where a row has its prompt.")],
         "batch_size": Annotated[int, Option(min=1, help="Of --jsonl: prompts that are sampled together.")],
         "output": Annotated[Path | None, Option(metavar="FILE", help="Write there, whole or not at all.")],
-        "overwrite": Annotated[bool, Option("--overwrite", help="Replace --output and --html.")],
+        "overwrite": Annotated[bool, Option("--overwrite", help="Replace --output, --html and --svg.")],
         "show": Annotated[bool, Option("--show", help="Watch the denoising, where stdout is a terminal.")],
         "html": Annotated[Path | None, Option(metavar="FILE", help="Write an animated page of the denoising.")],
+        "svg": Annotated[Path | None, Option(metavar="FILE", help="Write an animated picture of the denoising.")],
         "as_json": Annotated[bool, Option("--json", help="One JSON object on stdout.")],
     }
     for name, (kind, text) in SETTINGS.items():

@@ -49,6 +49,7 @@ class Request:
     overwrite: bool
     show: bool
     html: Path | None
+    svg: Path | None
     as_json: bool
     dtype: str
     device: str | None
@@ -65,7 +66,8 @@ class Request:
         if self.prompt is None and self.jsonl is None:
             raise DlmBridgeError("no prompt: give --prompt TEXT, or a file of prompts with --jsonl FILE")
         if self.jsonl is not None:
-            for option, given in (("--prompt", self.prompt is not None), ("--show", self.show), ("--html", self.html)):
+            single = {"--prompt": self.prompt is not None, "--show": self.show, "--html": self.html, "--svg": self.svg}
+            for option, given in single.items():
                 if given:
                     raise DlmBridgeError(f"{option} is of one prompt, --jsonl of many: give one of them")
             if self.as_json and self.output is None:

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.convert.atomic import atomic_file
+from dlm_bridge.generation.display.picture import svg
 from dlm_bridge.generation.display.terminal import live
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, page
 from dlm_bridge.generation.texts import (
@@ -65,7 +66,7 @@ def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any])
     prompt = as_message(text, request.system) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _span_token(loaded, settings))
     trace = None
-    if (request.show or request.html) and _is_main():
+    if (request.show or request.html or request.svg) and _is_main():
         trace = DenoisingTrace(
             TokenStrings(loaded.tokenizer, mask_token(loaded.model, settings) if loaded.diffusion else None), ids
         )
@@ -77,6 +78,9 @@ def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any])
     if trace is not None and request.html is not None:
         with atomic_file(request.html, request.overwrite) as stream:
             stream.write(page(trace, request.model, {**settings, **_rounded(facts)}))
+    if trace is not None and request.svg is not None:
+        with atomic_file(request.svg, request.overwrite) as stream:
+            stream.write(svg(trace, str(loaded.family)))
     with _stdout_or(request) as stream:
         if request.as_json:
             samples = zip(result.texts, result.token_ids, strict=True)

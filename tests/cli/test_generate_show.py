@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -53,6 +55,54 @@ def test_the_page_plays_what_was_sampled_and_loads_nothing(
     code, _, err = cli(folder, *words, "--html", tmp_path / "out.html")
     assert code == 2
     assert "out.html exists" in err
+
+
+@pytest.mark.parametrize("name", ["llada", "qwen3"])
+def test_the_picture_begins_with_masks_and_ends_with_the_text(
+    cli: Cli, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(name)
+    prompt = "a <b> & 'c'\n\x0b\x1b[31m"
+    words = ["--prompt", prompt, "--gen-length", 8, "--temperature", 0, "--set", "eos_token_id=null"]
+    report = cli.report(folder, *words, "--svg", tmp_path / "out.svg")
+    picture = ElementTree.parse(tmp_path / "out.svg").getroot()
+    assert {element.tag for element in picture.iter()} <= {
+        SVG + tag for tag in ("svg", "title", "g", "rect", "text", "animate")
+    }
+    assert not [name for element in picture.iter() for name in element.attrib if "href" in name]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    new = tokenizer.decode(report["samples"][0]["token_ids"], skip_special_tokens=False)
+    masks, text = at(picture, 1.0)
+    assert masks == 0
+    assert text == readable(prompt + new)
+    masks, text = at(picture, 0.0)
+    assert (0 < masks <= 8) is (name == "llada")  # a mask that becomes a newline has no width
+    assert text == readable(prompt)
+
+
+def readable(text: str) -> str:
+    """Without spaces, control characters replaced."""
+    return re.sub(r"\s", "", re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f]", "\ufffd", text))
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def at(picture: ElementTree.Element, time: float) -> tuple[int, str]:
+    """Masks and text (without spaces) that are visible at a fraction of the animation."""
+    masks, text = 0, ""
+    drawing = picture.find(f"{SVG}g")
+    assert drawing is not None
+    for group in drawing:
+        visible = "visible"
+        for animation in group.iter(f"{SVG}animate"):
+            times = [float(one) for one in animation.attrib["keyTimes"].split(";")]
+            values = animation.attrib["values"].split(";")
+            visible = [value for begin, value in zip(times, values, strict=True) if begin <= time][-1]
+        if visible == "visible":
+            masks += len(group.findall(f"{SVG}rect"))
+            text += "".join(one.text or "" for one in group.findall(f"{SVG}text"))
+    return masks, re.sub(r"\s", "", text)
 
 
 def test_the_pages_script_is_a_script(llada: Path, tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""Animated SVG of a denoising trace, for a README or a page: masks turn into tokens, coloured by confidence.
+
+It is one file without scripts that loads nothing, and plays where it is shown as an image. The layout is that of the
+final text, so that nothing moves while tokens appear.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from xml.sax.saxutils import escape, quoteattr
+
+from dlm_bridge.generation.display.terminal import confidence_colour
+from dlm_bridge.generation.display.trace import DenoisingTrace
+
+COLUMNS = 64  # characters a line
+CHARACTER, LINE, FONT_SIZE, MARGIN = 9.0, 26, 15, 24  # in pixels; a character is 0.6 of its font's size
+FRAME_SECONDS, LONGEST_SECONDS, PAUSE_SECONDS = 0.25, 12.0, 4.0  # of the animation, and of its still end
+GIVEN, MASKED, INK, PAPER = "#6b7280", "#d5dae0", "#1b1f24", "#ffffff"
+NOT_XML = re.compile("[\x00-\x08\x0b-\x1f\ufffe\uffff]")
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """One position's text from one frame until another."""
+
+    text: str | None  # None: a mask
+    colour: str
+    first: int
+    end: int  # exclusive
+
+
+def svg(trace: DenoisingTrace, title: str) -> str:
+    """The picture of `trace`. Every text in it is escaped."""
+    shown = [_history(trace, place) for place in range(len(trace.last.strings))]
+    places, lines = _layout([_visible(history[-1].text) for history in shown])
+    count = len(trace.frames)
+    moving = min(FRAME_SECONDS * count, LONGEST_SECONDS)
+    seconds = moving + PAUSE_SECONDS
+    width, height = round(COLUMNS * CHARACTER + 2 * MARGIN), round((lines + 1.5) * LINE + 2 * MARGIN)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        f' role="img" aria-label={quoteattr(title)}>',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}"/>',
+        f'<g font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,monospace" font-size="{FONT_SIZE}"'
+        f' xml:space="preserve">',
+    ]
+    for history, runs in zip(shown, places, strict=True):
+        for one in history:
+            timing = _timing(one, count, moving / seconds, seconds)
+            parts.extend(f"{element}{timing}</g>" for element in _drawn(one, runs))
+    parts.append("</g>")
+    parts.append(_legend(trace, title, height))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _history(trace: DenoisingTrace, place: int) -> list[_Shown]:
+    """What stands at one position, in order."""
+    found: list[_Shown] = []
+    for number, frame in enumerate(trace.frames):
+        known = place < len(frame.strings)
+        text = frame.strings[place] if known else ""
+        confidence = frame.confidence[place] if known else None
+        given = known and text is not None and not frame.committed_at[place]
+        colour = MASKED if text is None else GIVEN if given else INK
+        if text is not None and confidence is not None and not given:
+            colour = confidence_colour(confidence)
+        if found and (found[-1].text, found[-1].colour) == (text, colour):
+            found[-1] = _Shown(text, colour, found[-1].first, number + 1)
+        else:
+            found.append(_Shown(text, colour, number, number + 1))
+    return found
+
+
+def _visible(text: str | None) -> str:
+    return "\u2591" if text is None else NOT_XML.sub("\ufffd", text.replace("\t", "    ").replace("\r", ""))
+
+
+def _layout(texts: list[str]) -> tuple[list[list[tuple[int, int, str]]], int]:
+    """For each text its runs (column, line, characters), broken at newlines and, if long, at the right edge: before a
+    text that begins a word. Returns the number of lines, too."""
+    places, column, line = [], 0, 0
+    for text in texts:
+        runs = []
+        if text.startswith(" ") and column + len(text.split("\n")[0]) > COLUMNS:
+            text, column, line = text[1:], 0, line + 1
+        for number, piece in enumerate(text.split("\n")):
+            if number:
+                column, line = 0, line + 1
+            while piece:
+                if column == COLUMNS:
+                    column, line = 0, line + 1
+                run, piece = piece[: COLUMNS - column], piece[COLUMNS - column :]
+                runs.append((column, line, run))
+                column += len(run)
+        places.append(runs)
+    return places, line + 1
+
+
+def _drawn(one: _Shown, runs: list[tuple[int, int, str]]) -> Iterator[str]:
+    """The opened groups of one position: a box in the place of each run for a mask, else the text itself."""
+    for number, (column, line, final) in enumerate(runs):
+        x, y = MARGIN + column * CHARACTER, MARGIN + line * LINE
+        if one.text is None:
+            lead = len(final) - len(final.lstrip(" "))
+            width = max(len(final) - lead, 1) * CHARACTER - 2
+            box = f'x="{x + lead * CHARACTER + 1:g}" y="{y}" width="{width:g}" height="18" rx="4"'
+            yield f'<g><rect {box} fill="{MASKED}"/>'
+        else:
+            known = _visible(one.text)
+            text = final if number or final.strip() in known else known.strip("\n")
+            stretch = f' textLength="{len(text) * CHARACTER:g}"' if text else ""
+            yield f'<g><text x="{x:g}" y="{y + 14}"{stretch} fill="{one.colour}">{escape(text)}</text>'
+
+
+def _timing(one: _Shown, frames: int, moving: float, seconds: float) -> str:
+    """When it is visible: `moving` is the fraction of `seconds` before the pause."""
+    if one.first == 0 and one.end == frames:
+        return ""
+    begin, end = (moving * place / frames for place in (one.first, one.end))
+    times, values = [0.0], ["visible" if one.first == 0 else "hidden"]
+    if one.first:
+        times.append(begin)
+        values.append("visible")
+    if one.end < frames:
+        times.append(end)
+        values.append("hidden")
+    steps = ";".join(f"{time:.4f}" for time in times)
+    return (
+        f'<animate attributeName="visibility" calcMode="discrete" values="{";".join(values)}" keyTimes="{steps}"'
+        f' dur="{seconds:g}s" repeatCount="indefinite"/>'
+    )
+
+
+def _legend(trace: DenoisingTrace, title: str, height: int) -> str:
+    y = height - MARGIN
+    words = f'<text x="{MARGIN}" y="{y}" font-family="system-ui,sans-serif" font-size="12" fill="{GIVEN}">'
+    parts = [f"{words}{escape(title)}, {trace.last.forwards} forward passes</text>"]
+    if any(confidence is not None for frame in trace.frames for confidence in frame.confidence):
+        right = COLUMNS * CHARACTER + MARGIN
+        parts.extend(
+            f'<rect x="{right - 100 + 10 * step:g}" y="{y - 9}" width="10" height="9" '
+            f'fill="{confidence_colour((step + 0.5) / 10)}"/>'
+            for step in range(10)
+        )
+        label = words.replace(f'x="{MARGIN}"', f'x="{right - 108:g}" text-anchor="end"')
+        parts.append(f"{label}probability when committed, 0 to 1</text>")
+    return "\n".join(parts)
