@@ -69,7 +69,7 @@ class Layout:
         return pp_rank * (self.world_size // self.pp) + inner
 
     def stages(self, layers: int) -> list[list[list[int]]]:
-        """stages[pp_rank][vp_rank] is the list of global layer numbers there.
+        """Global layer numbers, by pipeline parallel rank and virtual stage: `stages[pp_rank, vp_rank]` as nested lists.
 
         Chunk v of every stage comes before chunk v + 1 of any, as Megatron interleaves them. Raises DlmBridgeError.
         """

@@ -1,0 +1,151 @@
+"""Pages that MkDocs generates: the command line from Typer, the configuration from its declaration, the families from
+their specs and cards, and pages that lie elsewhere in the repository."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+CARDS = "model_cards"
+# Pages of the repository that are shown as they are, by their place in the site.
+SHOWN = {"configs/README.md": "recipes.md", "CONTRIBUTING.md": "contributing.md"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    pages = {
+        "reference/cli.md": command_line(),
+        "reference/configuration.md": configuration(),
+        "families/index.md": families(),
+    }
+    for source, place in SHOWN.items():
+        pages[place] = relinked((ROOT / source).read_text())
+    for card in sorted((ROOT / CARDS).glob("*.md")):
+        pages[f"families/{card.name}"] = relinked(card.read_text(), up="../")
+    for place, text in pages.items():
+        files.append(File.generated(config, place, content=text))
+    return files
+
+
+def relinked(text: str, up: str = "") -> str:
+    """Links to pages of docs/, as they are from the site's root; links to other files of the repository are code."""
+    text = re.sub(r"\]\((?:\.\./)?docs/([\w/.#-]+)\)", rf"]({up}\1)", text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:|#|[\w/.-]+\.(?:md|png|svg))([^)]+)\)", r"\1 (`\2`)", text)
+
+
+def command_line() -> str:
+    """A section for each command, with its arguments and options."""
+    from dlm_bridge.cli.app import app
+
+    root: Any = typer.main.get_command(app)
+    parts = [
+        "# Command line",
+        "Exit codes: 0 done, 1 the check says no, 2 bad usage or bad input, 130 interrupted. "
+        "Under a launcher: `torchrun --nproc-per-node N -m dlm_bridge.cli COMMAND ...`.",
+    ]
+    for path, command in commands(root, "dlm-bridge"):
+        parts += [f"## {path}", *described(command)]
+    return "\n\n".join(parts) + "\n"
+
+
+def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The commands below `command`, with their words."""
+    for name, known in sorted(getattr(command, "commands", {}).items()):
+        if hasattr(known, "commands"):
+            yield from commands(known, f"{path} {name}")
+        else:
+            yield f"{path} {name}", known
+
+
+def described(command: Any) -> Iterator[str]:
+    """The help text, with its examples as code, and a table of parameters."""
+    for paragraph in (command.help or "").strip().split("\n\n"):
+        lines = paragraph.splitlines()
+        if all(line.startswith("  ") for line in lines):
+            yield "```bash\n" + "\n".join(line.strip() for line in lines) + "\n```"
+        elif match := re.match(r"Example: (.*)", " ".join(line.strip() for line in lines)):
+            yield f"```bash\n{match[1]}\n```"
+        else:
+            yield escaped(paragraph)
+    rows = ["| option | | default |", "|---|---|---|"]
+    for parameter in command.params:
+        names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+        if parameter.param_type_name == "argument":
+            names = f"`{parameter.metavar or parameter.name.upper()}`"
+        default = parameter.default
+        shown = "" if default in (None, False, [], (), "") or callable(default) else f"`{default}`"
+        rows.append(f"| {names} | {escaped(parameter.help or '')} | {shown} |".replace("\n", " "))
+    yield "\n".join(rows)
+
+
+def configuration() -> str:
+    """A table for each section of the training configuration."""
+    from dlm_bridge.train.config import TrainConfig
+    from dlm_bridge.train.config.options import TASKS, options_of
+
+    parts = [
+        "# Configuration",
+        "Options of `pretrain`, `sft` and `rl`: each has a flag, and a key in the YAML file that `--config` takes, "
+        "nested in sections as here. Flags win over the file, and `DIR/config.yaml` is what a run resolved. Unknown "
+        "keys are refused with the nearest name.",
+    ]
+    section = ""
+    for option in options_of(TrainConfig).values():
+        if option.section != section:
+            section = option.section
+            parts.append(f"\n## {section}\n\n| key | flag | | default | allowed |\n|---|---|---|---|---|")
+        default = "" if option.default in (None, [], "", False) else f"`{option.default}`"
+        limits = [f"engine `{option.engine}`"] if option.engine else []
+        limits += [", ".join(f"`{choice}`" for choice in option.choices if choice)] if option.choices else []
+        limits += [f"at least {option.minimum:g}"] if option.minimum is not None else []
+        limits += [f"above {option.above:g}"] if option.above is not None else []
+        limits += [f"at most {option.maximum:g}"] if option.maximum is not None else []
+        limits += [f"below {option.below:g}"] if option.below is not None else []
+        limits += [f"with `{option.needs[0]}`"] if option.needs else []
+        limits += [f"`{'`, `'.join(option.tasks)}` only"] if option.tasks != TASKS else []
+        limited = escaped("; ".join(limits))
+        parts[-1] += f"\n| `{option.name}` | `{option.flag}` | {escaped(option.help)} | {default} | {limited} |"
+    return "\n\n".join(parts) + "\n"
+
+
+def families() -> str:
+    """The table of supported families, and what is known not to be supported."""
+    from dlm_bridge.models import families as registry
+
+    cards = {card.stem for card in (ROOT / CARDS).glob("*.md")}
+    rows = ["| family | Hub `architectures` | attention | sampler | checked against |", "|---|---|---|---|---|"]
+    for spec in registry.families():
+        card = "autoregressive" if spec.kind == "autoregressive" else spec.name
+        card = card if card in cards else next((known for known in cards if spec.name.startswith(known)), "")
+        name = f"[{spec.title}]({card}.md)" if card else spec.title
+        attention = spec.attention_pattern.replace("_", "-") + (
+            ", shifted" if spec.shift and spec.kind == "diffusion" else ""
+        )
+        sampler = spec.sampler["algorithm"] if spec.kind == "diffusion" else "transformers"
+        architectures = ", ".join(f"`{name}`" for name in spec.architectures) or f"(`--family {spec.name}`)"
+        rows.append(f"| {name} | {architectures} | {attention} | {sampler} | {spec.checked_against} |")
+    unsupported = ["| architecture | why not |", "|---|---|"]
+    unsupported += [f"| `{name}` | {reason} |" for name, reason in registry.UNSUPPORTED.items()]
+    return "\n\n".join(
+        [
+            "# Supported families",
+            "Every family loads through the Auto classes unless its card says otherwise, converts to Megatron's "
+            "layouts and trains on both engines (OLMoE: on the Hub side only). The cards say what was compared with "
+            "what, shapes and the largest differences.",
+            "\n".join(rows),
+            "## Known, not supported",
+            "\n".join(unsupported),
+        ]
+    )
+
+
+def escaped(text: str) -> str:
+    """Text in a table or paragraph: no markup of Typer's, no columns, no tags."""
+    return re.sub(r"\[/?\w*\]", "", text).replace("|", "\\|").replace("<", "&lt;")
