@@ -11,7 +11,9 @@ PARTS := 1 2
 FILES_1 := tests/generation
 FILES_2 := tests --ignore tests/generation
 
-.PHONY: setup demo test test-slow test-gpu test-gpu-part lint clean
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+
+.PHONY: setup demo docs check-docs test test-slow test-gpu test-gpu-part lint clean
 
 setup: $(STAMP)
 
@@ -19,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "dlm-bridge needs Python 3.11 or later: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[megatron,demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[megatron,demo,docs,dev]'
 	@touch $@
 
 demo: setup
@@ -43,6 +45,15 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(MKDOCS) build --strict --quiet
+
+docs: setup
+	$(MKDOCS) build --strict
+	@echo "the documentation lies in build/site/index.html"
+
+# Every command block of the README and the documentation; after `make demo`.
+check-docs: setup
+	$(BIN)/python scripts/check_docs.py
 
 clean:
 	rm -rf $(VENV) demo-output build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -69,7 +69,7 @@ class Layout:
         return pp_rank * (self.world_size // self.pp) + inner
 
     def stages(self, layers: int) -> list[list[list[int]]]:
-        """Global layer numbers, by pipeline parallel rank and virtual stage: `stages[pp_rank, vp_rank]` as nested lists.
+        """Global layer numbers as nested lists, by pipeline parallel rank, then by virtual stage.
 
         Chunk v of every stage comes before chunk v + 1 of any, as Megatron interleaves them. Raises DlmBridgeError.
         """

@@ -1,0 +1,112 @@
+"""Run every command block of the README and the documentation as a reader would, after `make demo`.
+
+A block is bash or Python code between fences. Each page runs from top to bottom in an empty folder that has what the
+repository's root has. A comment above a block changes that: `<!-- not run: REASON -->` leaves it out (at the top of a
+page: all of the page's), `<!-- file: NAME -->` writes it to a file for a later block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/*.md", "configs/README.md")
+SHARED = ("README.md", "benchmarks", "configs", "demo-output", "docs", "examples", "scripts")  # of the root
+FENCE = re.compile(r"^(?:<!-- (?P<mark>not run|file): (?P<words>.*?) -->\n)?```(?P<language>bash|python)\n", re.M)
+WHOLE_PAGE = re.compile(r"<!-- not run: (.*?) -->\n\n?#")
+SECONDS = 600  # for one block
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code of a page, from a line on."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+    mark: str | None
+    words: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The page's blocks, in order."""
+    text = page.read_text()
+    whole = WHOLE_PAGE.match(text)
+    for found in FENCE.finditer(text):
+        code = text[found.end() : text.index("\n```", found.end()) + 1]
+        mark, words = ("not run", whole[1]) if whole else (found["mark"], found["words"] or "")
+        line = text[: found.end()].count("\n") + 1
+        yield Block(str(page.relative_to(ROOT)), line, found["language"], code, mark, words)
+
+
+def run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
+    """The block's output where it fails, else None."""
+    if block.mark == "file":
+        (folder / block.words).write_text(block.code)
+        return None
+    command = ["bash", "-e", "-o", "pipefail"] if block.language == "bash" else [sys.executable, "-"]
+    try:
+        done = subprocess.run(
+            command,
+            input=block.code,
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end in {SECONDS} s"
+    return done.stdout if done.returncode else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pages", nargs="*", help="only these, such as docs/sampling.md")
+    parser.add_argument("--list", action="store_true", help="list the blocks that are not run, and why")
+    given = parser.parse_args()
+    pages = sorted(page for pattern in PAGES for page in ROOT.glob(pattern))
+    pages = [page for page in pages if not given.pages or str(page.relative_to(ROOT)) in given.pages]
+    if given.list:
+        for block in (block for page in pages for block in blocks(page) if block.mark == "not run"):
+            print(f"{block.page}:{block.line}: {block.words}")
+        return 0
+    if not (ROOT / "demo-output").is_dir():
+        print("run `make demo` first: the blocks use what it leaves in demo-output")
+        return 2
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    failed = count = 0
+    for page in pages:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            for name in SHARED:
+                if (ROOT / name).exists():
+                    (folder / name).symlink_to(ROOT / name)
+            for block in blocks(page):
+                if block.mark == "not run":
+                    continue
+                began = time.monotonic()
+                problem = run(block, folder, environment)
+                count, failed = count + 1, failed + (problem is not None)
+                state = "ok" if problem is None else "FAILED"
+                print(f"{state:6} {time.monotonic() - began:6.1f} s  {block.page}:{block.line}", flush=True)
+                if problem is not None:
+                    print(f"{block.code}\n{problem[-3000:]}", flush=True)
+    print(f"{count} blocks run, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
