@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dlm_bridge.cli import convert
+from dlm_bridge.cli.help import App
 
 Base = Annotated[
     str, typer.Option(metavar="MODEL", help="The adapter's base: Hub folder, Hub id or Megatron checkpoint.")
@@ -17,7 +18,7 @@ Base = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the group to the app."""
-    group = typer.Typer(help="LoRA adapters between PEFT's folders and Megatron's layout.", no_args_is_help=True)
+    group = App(help="LoRA adapters between PEFT's folders and Megatron's layout.", no_args_is_help=True)
     group.command("import")(import_)
     group.command("export")(export)
     app.add_typer(group, name="adapter")

@@ -22,9 +22,10 @@ from dlm_bridge.cli import (
     rl,
     train,
 )
+from dlm_bridge.cli.help import App
 from dlm_bridge.errors import DlmBridgeError
 
-app = typer.Typer(
+app = App(
     name="dlm-bridge",
     help="Train, convert and sample diffusion and autoregressive language models, on the Hub and on Megatron.",
     pretty_exceptions_enable=False,

@@ -12,6 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlm_bridge.cli.help import (
+    LAYOUT,
+    OUTPUT,
+    RUNNING,
+    SOURCE,
+    cast_dtypes,
+    completes,
+    family_names,
+    format_names,
+    key_styles,
+)
+
 if TYPE_CHECKING:
     from dlm_bridge.mapping.layout import Layout
 
@@ -23,41 +35,77 @@ LOGITS_HELP = (
     "Compare both models' logits as well (fp32): what is Megatron's computed by megatron-core, where it can, and what "
     "is the Hub's by transformers. With one Megatron checkpoint: the two with each other."
 )
-Tp = Annotated[int, typer.Option(help="Tensor parallel size.")]
-Pp = Annotated[int, typer.Option(help="Pipeline parallel size.")]
-Vp = Annotated[int, typer.Option(help="Virtual pipeline chunks per pipeline rank.")]
-Ep = Annotated[int, typer.Option(help="Expert parallel size.")]
-Etp = Annotated[int | None, typer.Option(help="Expert tensor parallel size; --tp by default.")]
-Split = Annotated[str | None, typer.Option("--pipeline-split", help=SPLIT_HELP)]
-Dtype = Annotated[str, typer.Option(help="Cast the weights: keep, bf16, fp16 or fp32.")]
-Vocab = Annotated[int | None, typer.Option(help="Pad the vocabulary with zero rows to a multiple of N.")]
-Workers = Annotated[int | None, typer.Option(help="Threads; one per core, at most 8, by default.")]
+Tp = Annotated[int, typer.Option(help="Tensor parallel size.", rich_help_panel=LAYOUT)]
+Pp = Annotated[int, typer.Option(help="Pipeline parallel size.", rich_help_panel=LAYOUT)]
+Vp = Annotated[int, typer.Option(help="Virtual pipeline chunks per pipeline rank.", rich_help_panel=LAYOUT)]
+Ep = Annotated[int, typer.Option(help="Expert parallel size.", rich_help_panel=LAYOUT)]
+Etp = Annotated[int | None, typer.Option(help="Expert tensor parallel size; --tp by default.", rich_help_panel=LAYOUT)]
+Split = Annotated[str | None, typer.Option("--pipeline-split", help=SPLIT_HELP, rich_help_panel=LAYOUT)]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Cast the weights: keep, bf16, fp16 or fp32.",
+        rich_help_panel=OUTPUT,
+        autocompletion=completes(cast_dtypes),
+    ),
+]
+Vocab = Annotated[
+    int | None, typer.Option(help="Pad the vocabulary with zero rows to a multiple of N.", rich_help_panel=OUTPUT)
+]
+Workers = Annotated[
+    int | None, typer.Option(help="Threads; one per core, at most 8, by default.", rich_help_panel=RUNNING)
+]
 PROCESSES_HELP = (
     "Share the tensors out over N processes of --workers threads each: for many cores and a fast disk, which one "
     "process cannot keep busy."
 )
-Processes = Annotated[int, typer.Option(metavar="N", help=PROCESSES_HELP)]
+Processes = Annotated[int, typer.Option(metavar="N", help=PROCESSES_HELP, rich_help_panel=RUNNING)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is whole.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from what a killed or interrupted run of the same command has done.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-Family = Annotated[str | None, typer.Option(help="The model family, where config.json cannot tell.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
-Like = Annotated[
-    str | None, typer.Option(metavar="HF", help="Hub folder or id to take config, side files and shard map from.")
+Family = Annotated[
+    str | None,
+    typer.Option(
+        help="The model family, where config.json cannot tell.",
+        rich_help_panel=SOURCE,
+        autocompletion=completes(family_names),
+    ),
 ]
-HfConfig = Annotated[str | None, typer.Option(metavar="FILE", help="A config.json that names the model.")]
-Format = Annotated[str, typer.Option(help="The Megatron format to write: torch_dist, or torch (the legacy one).")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.", rich_help_panel=SOURCE)]
+Like = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HF", help="Hub folder or id to take config, side files and shard map from.", rich_help_panel=SOURCE
+    ),
+]
+HfConfig = Annotated[
+    str | None, typer.Option(metavar="FILE", help="A config.json that names the model.", rich_help_panel=SOURCE)
+]
+Format = Annotated[
+    str,
+    typer.Option(
+        help="The Megatron format to write: torch_dist, or torch (the legacy one).",
+        rich_help_panel=OUTPUT,
+        autocompletion=completes(format_names),
+    ),
+]
 KeyStyle = Annotated[
     str,
     typer.Option(
-        help="Names in --format torch: te (grouped experts), te-sequential or local (no Transformer Engine)."
+        help="Names in --format torch: te (grouped experts), te-sequential or local (no Transformer Engine).",
+        rich_help_panel=OUTPUT,
+        autocompletion=completes(key_styles),
     ),
 ]
-WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave an optimizer's state out.")]
-RunConfig = Annotated[bool, typer.Option("--run-config", help="Write Megatron Bridge's run_config.yaml as well.")]
+WeightsOnly = Annotated[
+    bool, typer.Option("--weights-only", help="Leave an optimizer's state out.", rich_help_panel=OUTPUT)
+]
+RunConfig = Annotated[
+    bool, typer.Option("--run-config", help="Write Megatron Bridge's run_config.yaml as well.", rich_help_panel=OUTPUT)
+]
 SHOWN = 20  # differences and files; --json lists them all
 
 
@@ -100,7 +148,12 @@ def import_(
     run_config: RunConfig = False,
     revision: Revision = None,
     dequantize_fp8: Annotated[
-        bool, typer.Option("--dequantize-fp8", help="Read block-scaled FP8 weights (DeepSeek-V3) as bfloat16.")
+        bool,
+        typer.Option(
+            "--dequantize-fp8",
+            help="Read block-scaled FP8 weights (DeepSeek-V3) as bfloat16.",
+            rich_help_panel=SOURCE,
+        ),
     ] = False,
     workers: Workers = None,
     processes: Processes = 1,
@@ -142,7 +195,12 @@ def export(
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The Hub folder to write.")],
     dtype: Dtype = "keep",
     shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Split the weights anew, such as 5GB; else as the source did.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Split the weights anew, such as 5GB; else as the source did.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     like: Like = None,
     hf_config: HfConfig = None,

@@ -12,8 +12,10 @@ import typer
 
 from dlm_bridge.cli import convert
 from dlm_bridge.cli.generate_request import parse_settings
+from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names
 from dlm_bridge.errors import DlmBridgeError
 
+MEASURING = "Measuring"
 NOT_OF_TASKS = ("num_return_sequences", "infill", "span_lengths")  # settings of generate
 
 
@@ -35,26 +37,71 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write results.json and samples.jsonl.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --output has.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="results.json on stdout.")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task, windows of a text.")] = None,
-    shots: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt; the task's own by default.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask by the tokenizer's chat template.")] = False,
-    mc_samples: Annotated[int, typer.Option(min=1, help="Samples of a diffusion model's likelihood bound.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a pass.")] = 8,
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a prompt with its answer.")] = 2048,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of --perplexity that are read together.")] = 1024,
-    seed: Annotated[int, typer.Option(min=0, help="Of the noise, the examples and the sampler.")] = 0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Documents of each task, windows of a text.", rich_help_panel=MEASURING)
+    ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(min=0, help="Examples in a prompt; the task's own by default.", rich_help_panel=MEASURING),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask by the tokenizer's chat template.", rich_help_panel=MEASURING)
+    ] = False,
+    mc_samples: Annotated[
+        int, typer.Option(min=1, help="Samples of a diffusion model's likelihood bound.", rich_help_panel=MEASURING)
+    ] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a pass.", rich_help_panel=MEASURING)] = 8,
+    max_length: Annotated[
+        int, typer.Option(min=2, help="Tokens of a prompt with its answer.", rich_help_panel=MEASURING)
+    ] = 2048,
+    window: Annotated[
+        int, typer.Option(min=2, help="Tokens of --perplexity that are read together.", rich_help_panel=MEASURING)
+    ] = 1024,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the noise, the examples and the sampler.", rich_help_panel=MEASURING)
+    ] = 0,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting of generate, such as steps=64. Repeatable."),
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A setting of generate, such as steps=64. Repeatable.",
+            rich_help_panel=MEASURING,
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="keep (as stored), bf16, fp16 or fp32.")] = "keep",
-    device: Annotated[str | None, typer.Option(help="Such as cpu, cuda or cuda:1; a GPU by default.")] = None,
-    device_map: Annotated[str | None, typer.Option(metavar="MAP", help="Several GPUs, CPU and disk: auto.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or id; the model's own by default.")] = None,
-    family: Annotated[str | None, typer.Option(help="The model family, where config.json cannot tell.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="keep (as stored), bf16, fp16 or fp32.",
+            rich_help_panel=LOADING,
+            autocompletion=completes(cast_dtypes),
+        ),
+    ] = "keep",
+    device: Annotated[
+        str | None, typer.Option(help="Such as cpu, cuda or cuda:1; a GPU by default.", rich_help_panel=LOADING)
+    ] = None,
+    device_map: Annotated[
+        str | None, typer.Option(metavar="MAP", help="Several GPUs, CPU and disk: auto.", rich_help_panel=LOADING)
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or id; the model's own by default.", rich_help_panel=LOADING)
+    ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(
+            help="The model family, where config.json cannot tell.",
+            rich_help_panel=LOADING,
+            autocompletion=completes(family_names),
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a Hub id.", rich_help_panel=LOADING)
+    ] = None,
     like: Annotated[
-        str | None, typer.Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.")
+        str | None,
+        typer.Option(
+            metavar="HF", help="Hub model of a Megatron checkpoint of another program.", rich_help_panel=LOADING
+        ),
     ] = None,
 ) -> None:
     """Measure a model: lm-evaluation-harness's tasks, and the perplexity of a text.

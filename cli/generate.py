@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from dlm_bridge.cli import convert
-from dlm_bridge.cli.generate_request import SETTINGS, Request, parse_settings
+from dlm_bridge.cli.generate_request import ALIASES, SETTINGS, Request, parse_settings
+from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names, general_choices, sampler_names
 from dlm_bridge.errors import DlmBridgeError
 
 HELP = """Sample from a model: a diffusion one with its family's sampler, an autoregressive one with transformers' own.
@@ -31,6 +32,11 @@ On several GPUs with --device-map auto, or:
   torchrun --nproc-per-node 4 -m dlm_bridge.cli generate MODEL --tp-plan auto --prompt ...
 """
 Option = typer.Option
+COMPLETED = {
+    "algorithm": sampler_names,
+    "cache": general_choices("cache"),
+    "execution": general_choices("execution"),
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -77,14 +83,21 @@ def _command() -> Callable[..., None]:
         "as_json": Annotated[bool, Option("--json", help="One JSON object on stdout.")],
     }
     for name, (kind, text) in SETTINGS.items():
-        annotations[name] = Annotated[kind | None, Option(help=text, rich_help_panel="Sampling")]
+        flags = [f"--{word.replace('_', '-')}" for word in (name, *ALIASES.get(name, ()))]
+        more: dict[str, Any] = {"rich_help_panel": "Sampling"}
+        if name in COMPLETED:
+            more["autocompletion"] = completes(COMPLETED[name])
+        annotations[name] = Annotated[kind | None, Option(*flags, help=text, **more)]
     annotations["set"] = Annotated[
         list[str] | None,
         Option("--set", metavar="NAME=VALUE", rich_help_panel="Sampling", help="Any other setting. May be repeated."),
     ]
-    panel: dict[str, Any] = {"rich_help_panel": "Loading"}
+    panel: dict[str, Any] = {"rich_help_panel": LOADING}
     annotations |= {
-        "dtype": Annotated[str, Option(help="keep (as stored), bf16, fp16 or fp32.", **panel)],
+        "dtype": Annotated[
+            str,
+            Option(help="keep (as stored), bf16, fp16 or fp32.", autocompletion=completes(cast_dtypes), **panel),
+        ],
         "device": Annotated[str | None, Option(help="Such as cpu, cuda or cuda:1; a GPU by default.", **panel)],
         "device_map": Annotated[
             str | None,
@@ -97,7 +110,14 @@ def _command() -> Callable[..., None]:
             str | None, Option(metavar="auto", help="Tensor parallelism over torchrun's processes.", **panel)
         ],
         "tokenizer": Annotated[str | None, Option(help="Folder or id; the model's own by default.", **panel)],
-        "family": Annotated[str | None, Option(help="The model family, where config.json cannot tell.", **panel)],
+        "family": Annotated[
+            str | None,
+            Option(
+                help="The model family, where config.json cannot tell.",
+                autocompletion=completes(family_names),
+                **panel,
+            ),
+        ],
         "revision": Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.", **panel)],
         "like": Annotated[
             str | None, Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.", **panel)

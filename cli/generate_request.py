@@ -25,6 +25,7 @@ SETTINGS: dict[str, tuple[type, str]] = {
     "execution": (str, "Execution: eager, graph (the default on a GPU) or compiled."),
     "seed": (int, "The same seed, the same text."),
 }
+ALIASES = {"gen_length": ("max_new_tokens",)}  # transformers' names
 # Arguments of `generate` in Python that are not settings, and settings that the command itself sets.
 NO_SETTINGS = (
     "attention_mask", "commit_rule", "generation_config", "generator", "input_ids", "inputs", "output_history",

@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 from dlm_bridge.cli import convert
+from dlm_bridge.cli.help import LAYOUT, completes, objective_names, training_choices
+
+TRAINING, HARDWARE = "Training", "Hardware"
 
 
 def register(app: typer.Typer) -> None:
@@ -24,47 +27,106 @@ def plan(
     tp: convert.Tp = 1,
     pp: convert.Pp = 1,
     vp: convert.Vp = 1,
-    cp: Annotated[int, typer.Option(help="Context parallel size.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context parallel size.", rich_help_panel=LAYOUT)] = 1,
     ep: convert.Ep = 1,
     etp: convert.Etp = None,
     pipeline_split: convert.Split = None,
-    micro_batch_size: Annotated[int, typer.Option(help="Sequences at once on a rank.")] = 1,
-    global_batch_size: Annotated[int | None, typer.Option(help="Sequences of a step, over all ranks.")] = None,
-    precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8.")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences at once on a rank.", rich_help_panel=TRAINING)] = 1,
+    global_batch_size: Annotated[
+        int | None, typer.Option(help="Sequences of a step, over all ranks.", rich_help_panel=TRAINING)
+    ] = None,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="bf16, fp16, fp32 or fp8.",
+            rich_help_panel=TRAINING,
+            autocompletion=completes(training_choices("precision")),
+        ),
+    ] = "bf16",
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="adamw or sgd.", rich_help_panel=TRAINING, autocompletion=completes(training_choices("optimizer"))
+        ),
+    ] = "adamw",
     distributed_optimizer: Annotated[
-        bool, typer.Option(help="Shard the optimizer's state over data parallel ranks (ZeRO-1).")
+        bool,
+        typer.Option(help="Shard the optimizer's state over data parallel ranks (ZeRO-1).", rich_help_panel=TRAINING),
     ] = True,
     fsdp: Annotated[
-        str | None, typer.Option(help="Megatron FSDP instead: optim, optim_grads or optim_grads_params.")
+        str | None,
+        typer.Option(
+            help="Megatron FSDP instead: optim, optim_grads or optim_grads_params.",
+            rich_help_panel=TRAINING,
+            autocompletion=completes(training_choices("megatron_fsdp")),
+        ),
     ] = None,
     sequence_parallel: Annotated[
-        bool | None, typer.Option(help="Shard activations over tp; on by itself where tp is above 1.")
+        bool | None,
+        typer.Option(help="Shard activations over tp; on by itself where tp is above 1.", rich_help_panel=TRAINING),
     ] = None,
-    recompute: Annotated[str, typer.Option(help="Activations to recompute: none, selective or full.")] = "none",
+    recompute: Annotated[
+        str,
+        typer.Option(
+            help="Activations to recompute: none, selective or full.",
+            rich_help_panel=TRAINING,
+            autocompletion=completes(training_choices("recompute")),
+        ),
+    ] = "none",
     recompute_modules: Annotated[
-        str, typer.Option(help="For selective: core_attn,layernorm,mla_up_proj,mlp,moe,moe_act,shared_experts.")
+        str,
+        typer.Option(
+            help="For selective, with commas: core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, shared_experts.",
+            rich_help_panel=TRAINING,
+        ),
     ] = "core_attn",
     recompute_layers: Annotated[
-        int | None, typer.Option(help="For full: layers of each chunk; all by default.")
+        int | None, typer.Option(help="For full: layers of each chunk; all by default.", rich_help_panel=TRAINING)
     ] = None,
-    moe_dispatcher: Annotated[str, typer.Option(help="auto, alltoall, allgather or flex.")] = "alltoall",
-    gradients: Annotated[str, typer.Option(help="Dtype of the gradient buffer: fp32 or bf16.")] = "fp32",
+    moe_dispatcher: Annotated[
+        str,
+        typer.Option(
+            help="auto, alltoall, allgather or flex.",
+            rich_help_panel=TRAINING,
+            autocompletion=completes(training_choices("moe_dispatcher")),
+        ),
+    ] = "alltoall",
+    gradients: Annotated[
+        str,
+        typer.Option(
+            help="Dtype of the gradient buffer: fp32 or bf16.",
+            rich_help_panel=TRAINING,
+            autocompletion=completes(("fp32", "bf16")),
+        ),
+    ] = "fp32",
     objective: Annotated[
         str | None,
-        typer.Option(help="As of pretrain, the family's own by default; block reads two streams."),
+        typer.Option(
+            help="As of pretrain, the family's own by default; block reads two streams.",
+            rich_help_panel=TRAINING,
+            autocompletion=completes(objective_names),
+        ),
     ] = None,
     all_logits: Annotated[
-        bool, typer.Option("--all-logits", help="Logits of every position at once, as other trainers hold them.")
+        bool,
+        typer.Option(
+            "--all-logits",
+            help="Logits of every position at once, as other trainers hold them.",
+            rich_help_panel=TRAINING,
+        ),
     ] = False,
     recommend: Annotated[
         bool, typer.Option("--recommend", help="Propose a layout and say why; sizes given are compared with it.")
     ] = False,
-    gpu_memory: Annotated[str, typer.Option(help="Of one GPU, such as 80GB or 141GB.")] = "80GB",
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink joins.")] = 8,
-    gpu_tflops: Annotated[float, typer.Option(help="Dense bf16 rate of one GPU, in TFLOP/s.")] = 989,
-    nvlink: Annotated[float, typer.Option(help="GB/s a GPU sends inside a node.")] = 450,
-    network: Annotated[float, typer.Option(help="GB/s a GPU sends to other nodes.")] = 50,
+    gpu_memory: Annotated[
+        str, typer.Option(help="Of one GPU, such as 80GB or 141GB.", rich_help_panel=HARDWARE)
+    ] = "80GB",
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink joins.", rich_help_panel=HARDWARE)] = 8,
+    gpu_tflops: Annotated[
+        float, typer.Option(help="Dense bf16 rate of one GPU, in TFLOP/s.", rich_help_panel=HARDWARE)
+    ] = 989,
+    nvlink: Annotated[float, typer.Option(help="GB/s a GPU sends inside a node.", rich_help_panel=HARDWARE)] = 450,
+    network: Annotated[float, typer.Option(help="GB/s a GPU sends to other nodes.", rich_help_panel=HARDWARE)] = 50,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a heat map.")] = None,
     family: convert.Family = None,
     revision: convert.Revision = None,

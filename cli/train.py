@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dlm_bridge.cli.help import completes, family_names, objective_names
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
 from dlm_bridge.train.config.options import Option, options_of
@@ -47,6 +48,7 @@ PRETRAIN_DATA = (
 )
 RESUME = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --output.")]
 DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Show settings, layout, data and memory without training.")]
+NAMES = {"family": family_names, "objective": objective_names}  # what options complete that declare no choices
 GPUS = Annotated[int | None, typer.Option(help="Of --dry-run: devices of the run; the launcher's processes, or 1.")]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Of --dry-run: as one JSON object.")]
 
@@ -125,7 +127,11 @@ def _annotation(option: Option, help: str, task: str) -> Any:
     if option.engine is not None and task != "rl":
         help = f"{help.removesuffix('.')} (--engine {option.engine})."
     panel = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
-    return Annotated[option.type | None, typer.Option(*names, help=help, show_default=shown, rich_help_panel=panel)]
+    known = NAMES.get(option.key, tuple(filter(None, option.choices)))
+    more: dict[str, Any] = {"autocompletion": completes(known)} if known else {}
+    return Annotated[
+        option.type | None, typer.Option(*names, help=help, show_default=shown, rich_help_panel=panel, **more)
+    ]
 
 
 def _show(config: TrainConfig, gpus: int | None, resume: bool, as_json: bool) -> None:

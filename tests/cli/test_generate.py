@@ -49,6 +49,13 @@ def test_a_diffusion_model_is_sampled_with_the_settings_that_are_given(cli: Cli,
     assert out == cli(llada, *words, "--seed", 3, "--show")[1]  # no terminal: nothing but the text
 
 
+@pytest.mark.parametrize("name", ["llada", "qwen3"])
+def test_the_number_of_tokens_has_two_names(cli: Cli, name: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(name)
+    texts = [cli(folder, "--prompt", "the cat", flag, 8)[1] for flag in ("--gen-length", "--max-new-tokens")]
+    assert texts[0] == texts[1] != cli(folder, "--prompt", "the cat", "--max-new-tokens", 16)[1]
+
+
 def test_an_autoregressive_model_goes_to_transformers_own_generate(cli: Cli, qwen3: Path) -> None:
     greedy = cli.report(qwen3, "--prompt", "the cat", "--gen-length", 12, "--temperature", 0)
     assert greedy["samples"][0]["token_ids"] == by_hand(qwen3, "the cat", max_new_tokens=12, do_sample=False)

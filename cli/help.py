@@ -1,0 +1,196 @@
+"""Help pages that fit a terminal of 80 columns, and the values that a shell completes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NAMES_WIDTH = 36  # columns of an option's names and kind of value: the longest name has 30
+# Panels that several commands have.
+LAYOUT, SOURCE, OUTPUT, RUNNING, LOADING = "Layout", "Source", "Output", "Running", "Loading"
+
+
+class App(typer.Typer):
+    """A Typer app whose commands print their help by `Command`."""
+
+    def command(self, *arguments: Any, **options: Any) -> Any:
+        return super().command(*arguments, **{"cls": Command, **options})
+
+
+class Command(TyperCommand):
+    """A command whose help has one column of names, which wraps and is never cut, beside one of explanations. (Typer's
+    has six, and cuts what does not fit.)"""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from rich.console import Console
+        from rich.padding import Padding
+        from rich.panel import Panel
+        from rich.text import Text
+
+        console = Console(highlight=False)
+        console.print(Padding(Text(self.get_usage(ctx), "bold"), 1))
+        for paragraph in _paragraphs(self.help or "", console.width - 2):
+            console.print(Padding(Text(paragraph), (0, 1, 1, 1)))
+        for title, parameters in self._panels(ctx).items():
+            console.print(Panel(_table(parameters), title=title, title_align="left", border_style="dim"))
+
+    def _panels(self, ctx: Any) -> dict[str, list[Any]]:
+        """The parameters by the title of their panel."""
+        panels: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            if not getattr(parameter, "hidden", False):
+                usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                title = getattr(parameter, "rich_help_panel", None) or usual
+                panels.setdefault(title, []).append(parameter)
+        return {title: found for title, found in panels.items() if found}
+
+
+def _table(parameters: list[Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(max_width=NAMES_WIDTH, overflow="fold")
+    table.add_column(overflow="fold")
+    for parameter in parameters:
+        shown = Text()
+        if parameter.param_type_name == "argument":
+            shown.append(parameter.metavar or parameter.name.upper(), "bold cyan")
+        else:
+            names = [*parameter.opts, *parameter.secondary_opts]
+            shown.append(names[0], "bold cyan")
+            if kind := _kind_of_value(parameter):
+                shown.append(f" {kind}", "yellow")
+            for name in names[1:]:
+                shown.append("\n" if name.startswith("--") else ", ").append(name, "bold cyan")
+        text = Text(parameter.help or "")
+        if parameter.required:
+            text.append(" [required]", "red")
+        elif default := _default(parameter):
+            text.append(f" [default: {default}]", "dim")
+        table.add_row(shown, text)
+    return table
+
+
+def _kind_of_value(option: Any) -> str | None:
+    """What an option takes, in capitals; nothing for a switch."""
+    if option.is_flag or option.secondary_opts:
+        return None
+    if option.metavar:
+        return option.metavar
+    described = getattr(option, "type_descriptor", None)  # of newer Typers; older ones have click's type
+    kind = option.type.name if described is None else getattr(described.annotation, "__name__", "text")
+    return {"integer": "INT", "str": "TEXT"}.get(kind, kind.upper())
+
+
+def _default(parameter: Any) -> str | None:
+    value = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
+    if not parameter.show_default or value is False or not isinstance(value, bool | int | float | str):
+        return None
+    return "on" if str(value) == "True" else str(value)
+
+
+def _paragraphs(text: str, width: int) -> list[str]:
+    """A help text's paragraphs, without the source's line ends; the commands of examples broken as a shell reads
+    them."""
+    found = []
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        words = " ".join(paragraph.split())
+        if words.startswith("Example: "):
+            found.append(f"Example:\n\n{_command_line(words.removeprefix('Example: '), width)}")
+        elif paragraph.startswith(" "):
+            found.append(_command_line(words, width))
+        else:
+            found.append(words)
+    return found
+
+
+def _command_line(words: str, width: int) -> str:
+    """A command, indented, with a backslash where a line ends. What is quoted stays whole, and an option with its
+    value."""
+    lines = [" "]
+    for word in re.findall(r"--\S+ (?!-)(?:'[^']*'|\S)+|(?:'[^']*'|\S)+", words):
+        if len(lines[-1]) + len(word) + 3 > width:
+            lines[-1] += " \\"
+            lines.append("     ")
+        lines[-1] += f" {word}"
+    return "\n".join(lines)
+
+
+def completes(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """The completion of an option's value, for typer.Option(autocompletion=...)."""
+
+    def found(incomplete: str) -> list[str]:
+        known = values() if callable(values) else values
+        return [value for value in known if value.startswith(incomplete)]
+
+    return found
+
+
+# Imported when they are asked for: these modules take what the command line's start must not.
+def family_names() -> list[str]:
+    from dlm_bridge.models.families import families
+
+    return [spec.name for spec in families()]
+
+
+def sampler_names() -> list[str]:
+    from dlm_bridge.generation import SAMPLERS
+
+    return list(SAMPLERS)
+
+
+def general_choices(setting: str) -> Callable[[], Iterable[str]]:
+    """The values of a setting that every sampler has."""
+
+    def choices() -> Iterable[str]:
+        from dlm_bridge.generation.samplers import GENERAL_SETTINGS
+
+        check = GENERAL_SETTINGS[setting]
+        return check.choices if check is not None else ()
+
+    return choices
+
+
+def objective_names() -> list[str]:
+    from dlm_bridge.objectives.registry import OBJECTIVES
+
+    return list(OBJECTIVES)
+
+
+def format_names() -> Iterable[str]:
+    from dlm_bridge.convert.planning import FORMATS
+
+    return FORMATS
+
+
+def key_styles() -> Iterable[str]:
+    from dlm_bridge.convert.formats.rank_names import KEY_STYLES
+
+    return KEY_STYLES
+
+
+def cast_dtypes() -> list[str]:
+    from dlm_bridge.mapping.dtypes import CAST_DTYPES
+
+    return list(CAST_DTYPES)
+
+
+def training_choices(key: str) -> Callable[[], Iterable[str]]:
+    """The values of an option of `pretrain`, by its flag with underscores."""
+
+    def choices() -> Iterable[str]:
+        from dlm_bridge.train.config import TrainConfig
+        from dlm_bridge.train.config.options import options_of
+
+        return options_of(TrainConfig)[key].choices
+
+    return choices

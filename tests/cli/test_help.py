@@ -1,0 +1,92 @@
+"""Help pages at 80 columns, and what a shell completes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer.main
+
+from dlm_bridge.cli.app import app, main
+from dlm_bridge.generation import SAMPLERS
+from dlm_bridge.models.families import families
+from dlm_bridge.objectives.registry import OBJECTIVES
+
+COLUMNS = 80
+
+
+def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command below a group, with the words that call it."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*words, name))
+        else:
+            yield (*words, name), command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["dlm-bridge", *words])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_cuts_nothing(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every option's names and every word of its explanation are whole in one line, in one panel."""
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    page = said(monkeypatch, capsys, *words, "--help")
+    assert "…" not in page
+    assert max(map(len, page.splitlines())) <= COLUMNS
+    shown = set(page.replace("│", " ").replace(",", " ").split())
+    for parameter in COMMANDS[words].params:
+        if parameter.name == "more_data":  # hidden
+            continue
+        if parameter.param_type_name == "option":
+            for name in [*parameter.opts, *parameter.secondary_opts]:
+                assert len(re.findall(rf"│ {re.escape(name)}(?![\w-])", page)) == 1, name
+        missing = set(parameter.help.replace(",", " ").split()) - shown
+        assert not missing, f"{parameter.name}: {missing} in no line"
+
+
+def test_examples_are_commands_that_a_shell_reads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    page = said(monkeypatch, capsys, "generate", "--help")
+    joined = " ".join(re.sub(r"\\ *\n", "", page).split())
+    assert "--chat --prompt 'What is a bridge?' --gen-length 128 --show" in joined
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("dlm-bridge import a b --format ", {"torch_dist", "torch"}),
+        ("dlm-bridge import a b --dtype ", {"keep", "bf16", "fp16", "fp32"}),
+        ("dlm-bridge import a b --key-style te-", {"te-sequential"}),
+        ("dlm-bridge generate a --algorithm ", set(SAMPLERS)),
+        ("dlm-bridge generate a --cache ", {"none", "block", "prefix", "dual"}),
+        ("dlm-bridge generate a --execution ", {"eager", "graph", "compiled"}),
+        ("dlm-bridge pretrain --objective ", set(OBJECTIVES)),
+        ("dlm-bridge pretrain --family l", {spec.name for spec in families() if spec.name.startswith("l")}),
+        ("dlm-bridge sft --loss-weighting ", {"level", "fraction", "uniform", "cart"}),
+        ("dlm-bridge plan a --precision fp", {"fp8", "fp16", "fp32"}),
+        ("dlm-bridge eval a --family sdar", {"sdar", "sdar_moe"}),
+    ],
+)
+def test_values_are_completed(
+    line: str, values: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_DLM_BRIDGE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+    assert set(said(monkeypatch, capsys).split()) == values
