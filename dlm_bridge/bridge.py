@@ -16,7 +16,7 @@ from dlm_bridge.convert.checkpoints.in_memory import InitialCheckpoint, LiveChec
 from dlm_bridge.convert.planning import ConversionReport, MegatronFormat, Options
 from dlm_bridge.convert.transfer import write_hub, write_megatron
 from dlm_bridge.convert.workers import Progress
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, reading
 from dlm_bridge.mapping.dtypes import parse_dtype, parse_size, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Mapping
@@ -153,10 +153,11 @@ class Bridge:
         state = dict(self._tensors())
         own = {name for param in self.checkpoint.params if param.rule.own_dtype for name in param.hub_names}
         wanted = parse_dtype(dtype) or promote([tensor.dtype for name, tensor in state.items() if name not in own])
-        config = self.family.load("config_class").from_dict(self.config)
-        model, info = self.family.load("model_class").from_pretrained(
-            None, config=config, state_dict=state, dtype=wanted, output_loading_info=True
-        )
+        with reading(f"{self.checkpoint.where}: its config makes no model"):
+            config = self.family.load("config_class").from_dict(self.config)
+            model, info = self.family.load("model_class").from_pretrained(
+                None, config=config, state_dict=state, dtype=wanted, output_loading_info=True
+            )
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
             if info.get(problem):
                 raise DlmBridgeError(

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+_HEAD, _TAIL = 1000, 400  # characters of a message that is cut: what is wrong stands first, the remedy last
 
 
 class DlmBridgeError(ValueError):
-    """Bad usage or bad input. The command line prints the message and exits with code 2, without a traceback."""
+    """Bad usage or bad input. The command line prints the message and exits with code 2, without a traceback.
+
+    The message may quote what a file holds: it is made `printable`, and what is far too long loses its middle.
+    """
+
+    def __init__(self, message: str) -> None:
+        text = printable(message)
+        super().__init__(text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} ... {text[-_TAIL:]}")
+
+
+def printable(text: str) -> str:
+    """The text with its control characters and lone surrogates escaped, which could drive a terminal or cannot be
+    encoded."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in " \n\t\u00a0" else each.encode("unicode_escape").decode()
+        for each in text
+    )
 
 
 def one_line(error: BaseException) -> str:
@@ -19,3 +40,21 @@ def first_of(names: Iterable[str]) -> str:
     found = sorted(names)
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return f"{found[0]}{more}"
+
+
+@contextmanager
+def reading(what: str, remedy: str = "") -> Iterator[None]:
+    """Turn whatever a library raises while it reads `what`, a file or folder of the user's, into a DlmBridgeError.
+
+    A damaged file can make a library fail with anything: a TypeError, a RecursionError, a panic of Rust code, which is
+    no Exception. Only calls that read such a file belong in the block, so that our own mistakes keep their traceback.
+    """
+    try:
+        yield
+    except DlmBridgeError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # an interrupt
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise DlmBridgeError(f"{what}: {kind}{one_line(error)[:300]}{remedy}") from error

@@ -1,4 +1,4 @@
-"""Hub folders and Hub ids: resolution, a run's newest checkpoint, files inside a folder, config.json."""
+"""Hub folders and Hub ids: resolution, a run's newest checkpoint, files inside a folder, and the guard of opening."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
@@ -19,6 +21,13 @@ CONFIG_FILE = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's
 TRACKER = "latest_checkpointed_iteration.txt"  # of a Megatron checkpoint with several iterations
 STEP_NAME = re.compile(r"step-(\d{7,})")  # a checkpoint of a run in the Hub's layout
+# What transformers, tokenizers and PEFT open in a folder by itself.
+_OPENED = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py")
+_OBJECTS = (
+    "config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
+)  # fmt: skip
+_AGAIN = "copy or download it again"
 logger = logging.getLogger(__name__)
 
 
@@ -53,7 +62,7 @@ def _has_weights(folder: Path) -> bool:
 
 def _log_taken(run: Path, folder: Path, what: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        logger.warning(f"{run} is a training run: {folder} is taken, {what}")
+        logger.warning(printable(f"{run} is a training run: {folder} is taken, {what}"))
 
 
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -81,6 +90,66 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
         raise DlmBridgeError(f"{text}: no such folder, and the Hub did not give it: {cause}") from None
 
 
+@contextmanager
+def opening(place: str | os.PathLike[str], what: str, remedy: str = "") -> Iterator[None]:
+    """The guard around libraries that open the folder `place` (or a Hub id's files in the cache), as `reading`.
+
+    Before they do, what is no plain file is refused: to open a named pipe waits for ever. Where they fail, the error
+    names the damaged file, if one can be told. Raises DlmBridgeError, which starts with `what`.
+    """
+    folder = Path(place).expanduser()
+    check_plain_files(folder)
+    try:
+        with reading(what, remedy):
+            yield
+    except DlmBridgeError as error:
+        if error.__cause__ is not None and folder.is_dir() and (damaged := _damaged_file(folder)):
+            raise DlmBridgeError(f"{what}: {damaged}: {_AGAIN}{remedy}") from error.__cause__
+        raise
+
+
+def check_plain_files(folder: Path) -> None:
+    """Raise DlmBridgeError where there is a pipe, a socket or a device in a folder, or a broken link in the place of a
+    file that libraries open."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.endswith(_OPENED) or path.exists():
+            check_plain_file(path)
+
+
+def check_plain_file(path: Path) -> None:
+    """Raise DlmBridgeError for a pipe, a socket, a device or a broken link: none must be waited for."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise DlmBridgeError(f"{path} is a broken link: {_AGAIN}") from None
+        raise
+    except OSError as error:
+        raise DlmBridgeError(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise DlmBridgeError(f"{path} is not a plain file: {_AGAIN}")
+
+
+def _damaged_file(folder: Path) -> str | None:
+    """The first file of a folder that is damaged by itself, and how."""
+    for name in (*_OBJECTS, *sorted(path.name for path in folder.glob("*.index.json"))):
+        try:
+            read_json(folder / name)
+        except FileNotFoundError:
+            continue
+        except DlmBridgeError as error:
+            return str(error)
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except Exception as error:  # the library's own, and OSError
+            return f"{path}: not a whole safetensors file: {one_line(error)[:300]}"
+    return None
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """config.json's dict. Raises DlmBridgeError."""
     try:
@@ -92,8 +161,9 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises FileNotFoundError, and DlmBridgeError for a file that is anything else."""
     try:
+        check_plain_file(path)
         value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, DlmBridgeError):
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise DlmBridgeError(f"{path}: is not valid JSON: {one_line(error)}") from None

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from dlm_bridge.convert.checkpoints import is_megatron
-from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import ADAPTER_CONFIG, checkpoint_folder, read_config, resolve
+from dlm_bridge.errors import DlmBridgeError, first_of, one_line
+from dlm_bridge.hub import ADAPTER_CONFIG, checkpoint_folder, opening, read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
@@ -140,11 +140,9 @@ def load_tokenizer(place: str | os.PathLike[str], name: str, remedy: str = "") -
 
     import dlm_bridge  # noqa: F401  registers the families' own
 
-    try:
+    with opening(place, f"{name}: no tokenizer that loads there", remedy):
         # False, not unset: transformers would ask on the terminal whether to run the folder's code.
         return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise DlmBridgeError(f"{name}: no tokenizer that loads there ({one_line(error)[:300]}){remedy}") from error
 
 
 def _load_folder(
@@ -183,14 +181,12 @@ def _load_adapter(
     if placement is not None and placement.tp_plan is not None:
         raise DlmBridgeError(f"--tp-plan cuts whole models: merge {folder} first (dlm-bridge adapter export --merge)")
     base = read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not base:
+    if not isinstance(base, str) or not base:
         raise DlmBridgeError(f"{folder / ADAPTER_CONFIG}: names no base (base_model_name_or_path)")
     own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
     opened = load_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
-    try:
+    with opening(folder, f"{folder}: is no adapter of {base}"):
         model = PeftModel.from_pretrained(opened.model, str(folder))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise DlmBridgeError(f"{folder}: is no adapter of {base}: {one_line(error)[:300]}") from error
     return replace(opened, model=model.eval())
 
 
@@ -219,7 +215,7 @@ def _load_weights(
 
     arguments: dict[str, Any] = {**where, "dtype": dtype or _stored_dtype(folder), "output_loading_info": True}
     model_class: Any = AutoModelForCausalLM
-    try:
+    with opening(folder, f"{name}: does not load"):
         if spec is not None:
             model_class = spec.load("model_class")
             arguments["config"] = spec.load("config_class").from_pretrained(folder)
@@ -227,14 +223,22 @@ def _load_weights(
             check_tensor_parallel_split(
                 arguments.get("config") or AutoConfig.from_pretrained(folder), distributed.tp_size, name
             )
-        model, info = model_class.from_pretrained(folder, **arguments)
-    except DlmBridgeError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError) as error:
-        raise DlmBridgeError(f"{name}: does not load: {one_line(error)[:300]}") from error
-    if missing := sorted(info["missing_keys"]):  # which transformers' own classes would leave at random values
-        raise DlmBridgeError(f"{name}: the checkpoint lacks {missing[0]}")
+        # transformers renders mismatches as a long report; loading past them lets one line name the tensor.
+        model, info = model_class.from_pretrained(folder, ignore_mismatched_sizes=True, **arguments)
+    check_loaded(info, name)
     return model
+
+
+def check_loaded(info: dict[str, Any], name: str) -> None:
+    """Raise DlmBridgeError, which calls the model `name`, where transformers' own classes would leave a parameter at
+    random values; `info` is what `from_pretrained` says of the loading."""
+    if missing := sorted(info["missing_keys"]):
+        raise DlmBridgeError(f"{name}: the checkpoint lacks {first_of(missing)}")
+    if mismatched := sorted(info["mismatched_keys"]):
+        tensor, found, wanted = mismatched[0]
+        raise DlmBridgeError(
+            f"{name}: {tensor} has shape {tuple(found)} in the checkpoint, {tuple(wanted)} by the config"
+        )
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | str:

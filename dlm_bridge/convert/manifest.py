@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 import xxhash
@@ -150,15 +151,29 @@ def _parse(data: dict[str, Any]) -> Manifest:
     for name, record in manifest.tensors.items():
         if record.dtype not in WEIGHT_DTYPES:
             raise ValueError(f"tensor {name} has dtype {record.dtype}")
-    for kind, value in (
-        ("config", manifest.config),
-        ("source", manifest.source),
-        ("side_files", manifest.side_files),
-        ("files", manifest.files),
-    ):
-        if not isinstance(value, dict):
-            raise TypeError(f"{kind} is not an object")
+    for name, kind in get_type_hints(Manifest).items():
+        if not _fits(getattr(manifest, name), kind):
+            raise TypeError(f"{name} has another type")
     return manifest
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of an annotated type, its items and fields included."""
+    if kind is Any:
+        return True
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_fits(value, each) for each in arguments)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return isinstance(value, kind) and all(_fits(getattr(value, name), hints[name]) for name in hints)  # type: ignore[arg-type]
+    if origin in (dict, Mapping):
+        return isinstance(value, dict) and all(
+            _fits(key, arguments[0]) and _fits(item, arguments[1]) for key, item in value.items()
+        )
+    if origin in (list, tuple):
+        return isinstance(value, origin) and all(_fits(item, arguments[0]) for item in value)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
 class Records:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlm_bridge import loading
 from dlm_bridge.bridge import Bridge
-from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import TRACKER, read_config
+from dlm_bridge.errors import DlmBridgeError, one_line, reading
+from dlm_bridge.hub import TRACKER, opening, read_config
 from dlm_bridge.models.families import families, family_by_name, find_family
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.train.config import TrainConfig
+
+_UNKNOWN_TYPE = re.compile(r"^Unrecognized model|model type `")  # transformers' words, without and with a model_type
 
 
 def load_model(config: TrainConfig) -> Any:
@@ -96,7 +100,7 @@ def empty_model(config: TrainConfig) -> Any:
     spec = spec or getattr(type(hub_config), "family", None)
     if config.model.mask_token_id is not None:
         hub_config.mask_token_id = config.model.mask_token_id
-    with torch.device("meta"):
+    with torch.device("meta"), reading(f"--model {path}: its config makes no model"):
         return AutoModelForCausalLM.from_config(hub_config) if spec is None else spec.load("model_class")(hub_config)
 
 
@@ -113,18 +117,20 @@ def load_hub_model(
 
     import dlm_bridge  # noqa: F401  registers the families
 
-    try:
-        config = _hub_config(model, None if family is None else family_by_name(family))
-        # AutoModelForCausalLM does not know every family's model class.
-        spec = getattr(type(config), "family", None)
-        model_class: Any = AutoModelForCausalLM if spec is None else spec.load("model_class")
+    config = _hub_config(model, None if family is None else family_by_name(family))
+    # AutoModelForCausalLM does not know every family's model class.
+    spec = getattr(type(config), "family", None)
+    model_class: Any = AutoModelForCausalLM if spec is None else spec.load("model_class")
+    with opening(model, f"--model {model}: does not load"):
         loaded, info = model_class.from_pretrained(
-            model, config=config, dtype=dtype, output_loading_info=True, **(quantization or {})
+            model,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which check_loaded names in one line
+            **(quantization or {}),
         )
-    except OSError as error:
-        raise DlmBridgeError(f"--model {model}: {one_line(error)}") from error
-    if missing := sorted(info["missing_keys"]):  # which transformers' own classes would train from random values
-        raise DlmBridgeError(f"--model {model}: the checkpoint lacks {missing[0]}")
+    loading.check_loaded(info, f"--model {model}")
     return loaded
 
 
@@ -146,8 +152,6 @@ def load_tokenizer(config: TrainConfig) -> Any:
 
 def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
     """The tokenizer of a Hub folder or id, or of a Megatron checkpoint; `flag` named it. Raises DlmBridgeError."""
-    from dlm_bridge import loading
-
     check_exists(flag, place)
     folder = Path(place) / "hf" if (Path(place) / TRACKER).is_file() else place
     return loading.load_tokenizer(folder, f"{flag} {place}", remedy)
@@ -182,26 +186,26 @@ def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
     weights = dict(spec.initial_weights(raw, seed))
     model_class = spec.load("model_class")
     # Through transformers' own loading, so that names are converted as for a checkpoint and coverage is checked.
-    return model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+    with reading(f"--model {folder}: its config makes no model"):
+        return model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
 
 
 def _hub_config(model: str, family: FamilySpec | None) -> Any:
     """The configuration object, of `family` or of the one that the config names."""
     from transformers import AutoConfig
 
-    try:
-        if family is None:
-            return AutoConfig.from_pretrained(model, trust_remote_code=False)
-        config_class = family.load("config_class")
-        config = config_class.from_pretrained(model)
-    except DlmBridgeError:
-        raise
-    except ValueError as error:  # no model_type, or an unknown one
-        raise DlmBridgeError(
-            f"--model {model}: its config does not say which family it is: name it with --family "
-            f"({str(error).strip().splitlines()[0].split('. ')[0]})"
-        ) from error
-    if not isinstance(config, config_class):
+    config_class = AutoConfig if family is None else family.load("config_class")
+    with opening(model, f"--model {model}: its config does not load"):
+        try:
+            config = config_class.from_pretrained(model, trust_remote_code=False)
+        except ValueError as error:
+            if family is not None or not _UNKNOWN_TYPE.search(str(error)):
+                raise
+            raise DlmBridgeError(
+                f"--model {model}: its config does not say which family it is: name it with --family "
+                f"({one_line(error).split('. ')[0]})"
+            ) from None
+    if family is not None and not isinstance(config, config_class):
         raise DlmBridgeError(
             f"--family {family.name}: the config of {model} names another family, {config.architectures[0]}: "
             "leave --family out"
@@ -241,10 +245,10 @@ def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> Megatr
         bridge = Bridge.from_megatron(config.model.path, family=config.model.family)
     else:
         bridge = Bridge.from_hf(config.model.path, family=config.model.family)
-    hub_config = bridge.family.load("config_class").from_dict(bridge.config)
-    if config.model.mask_token_id is not None:
-        hub_config.mask_token_id = config.model.mask_token_id  # saved with every checkpoint
-    with torch.device("meta"):
+    with torch.device("meta"), reading(f"--model {config.model.path}: its config makes no model"):
+        hub_config = bridge.family.load("config_class").from_dict(bridge.config)
+        if config.model.mask_token_id is not None:
+            hub_config.mask_token_id = config.model.mask_token_id  # saved with every checkpoint
         model = bridge.family.load("model_class")(hub_config)
     return MegatronSource(bridge, model)
 

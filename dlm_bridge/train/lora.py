@@ -13,8 +13,8 @@ import xxhash
 from torch import nn
 
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_plain
-from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, read_config
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, opening, read_config
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import Config
@@ -85,13 +85,14 @@ def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> 
     on_meta = model.get_input_embeddings().weight.is_meta
     found = None if on_meta else fingerprint(model)
     settings = _new(config)
-    if folder is not None:
-        settings = LoraConfig.from_pretrained(str(folder))
-        settings.inference_mode = False
-        settings.base_model_name_or_path = _base_name(config.model.path)
-        _check_fingerprint(folder, found, config.model.path)
     torch.manual_seed(torch_seed(config.data.seed, STEP, 0))
-    try:
+    where = f"--adapter {folder}" if folder is not None else "--lora-rank"
+    with opening(folder or config.model.path, f"{where}: is no adapter of --model {config.model.path}"):
+        if folder is not None:
+            settings = LoraConfig.from_pretrained(str(folder))
+            settings.inference_mode = False
+            settings.base_model_name_or_path = _base_name(config.model.path)
+            _check_fingerprint(folder, found, config.model.path)
         peft = get_peft_model(model, settings)
         peft.peft_config["default"].base_model_name_or_path = _base_name(config.model.path)
         if folder is not None and not on_meta:
@@ -99,11 +100,6 @@ def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> 
             left = [*result.unexpected_keys, *(name for name in result.missing_keys if ".lora_" in name)]
             if left:
                 raise ValueError(f"{left[0]} is not in both")
-    except (ValueError, RuntimeError, OSError) as error:
-        where = f"--adapter {folder}" if folder is not None else "--lora-rank"
-        raise DlmBridgeError(
-            f"{where}: is no adapter of --model {config.model.path}: {one_line(error)[:300]}"
-        ) from error
     return Adapter(peft, _base_name(config.model.path), found)
 
 

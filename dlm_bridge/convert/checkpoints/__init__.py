@@ -15,9 +15,10 @@ from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, open_hub
 from dlm_bridge.convert.checkpoints.legacy import LegacyCheckpoint
 from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint, iteration_folder
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint
+from dlm_bridge.convert.side_files import HUB_FOLDER
 from dlm_bridge.convert.workers import gc_paused
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.hub import TRACKER, checkpoint_folder
+from dlm_bridge.hub import TRACKER, check_plain_files, checkpoint_folder
 
 # In the order in which they are asked whether a folder is theirs.
 KINDS: tuple[type[Checkpoint], ...] = (
@@ -89,6 +90,8 @@ def _kind(folder: Path) -> tuple[type[Checkpoint] | None, Path]:
     """The kind of a folder, and the iteration's folder of a Megatron checkpoint. Raises DlmBridgeError."""
     is_root = (folder / TRACKER).is_file()
     found = iteration_folder(folder) if is_root else folder
+    for place in dict.fromkeys((folder, folder / HUB_FOLDER, found, *found.glob("mp_rank_*"))):
+        check_plain_files(place)
     kind = next((kind for kind in KINDS if kind.recognises(found)), None)
     if is_root and (kind is None or not issubclass(kind, MegatronCheckpoint)):
         kind = TorchDistCheckpoint  # its error names what the folder lacks

@@ -1,0 +1,161 @@
+"""Damaged folders under the commands that load models: one DlmBridgeError that names the file, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from dlm_bridge import Bridge, DlmBridgeError
+from dlm_bridge.errors import reading
+from dlm_bridge.loading import load_model, load_tokenizer
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.loading import empty_model, load_hub_model
+from dlm_bridge.train.lora import add_adapter
+from tests.cli.conftest import Cli
+
+Damage = Callable[[Path], Any]
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def nest(path: Path) -> None:
+    path.write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture
+def copy(qwen3: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(qwen3, tmp_path / "copy")
+
+
+@pytest.fixture
+def adapter(qwen3: Path, tmp_path: Path) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(qwen3)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+OF_A_MODEL: dict[str, tuple[str, Damage]] = {
+    "truncated weights": ("model.safetensors", halve),
+    "weights in a pipe": ("model.safetensors", pipe),
+    "weights from a device": ("model.safetensors", device),
+    "a bomb of JSON": ("config.json", nest),
+    "generation settings in a pipe": ("generation_config.json", pipe),
+    "generation settings that are a bomb": ("generation_config.json", nest),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_a_damaged_model_is_named_by_every_loader(copy: Path, name: str) -> None:
+    file, damage = OF_A_MODEL[name]
+    damage(copy / file)
+    for load in (load_model, lambda folder: load_hub_model(str(folder))):
+        with pytest.raises(DlmBridgeError, match=file):
+            load(copy)
+
+
+def test_sizes_that_do_not_fit_name_the_tensor(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    change(copy / "config.json", intermediate_size=64)
+    for load in (load_model, lambda folder: load_hub_model(str(folder))):
+        with pytest.raises(DlmBridgeError, match=r"gate_proj|up_proj|down_proj"):
+            load(copy)
+    assert "\x1b" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["many", -1, [2], None, 10**30])
+def test_odd_sizes_in_a_config(copy: Path, value: Any) -> None:
+    change(copy / "config.json", num_attention_heads=value)
+    config = TrainConfig.from_flags(model=str(copy), data=["x"], output="y")
+    for load in (load_model, lambda folder: load_hub_model(str(folder)), lambda _: empty_model(config)):
+        with pytest.raises(DlmBridgeError, match=str(copy)):
+            load(copy)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("damage", [halve, pipe, device, nest])
+def test_a_damaged_tokenizer_is_named(copy: Path, file: str, damage: Damage) -> None:
+    damage(copy / file)
+    with pytest.raises(DlmBridgeError, match=file):
+        load_tokenizer(copy, "the model")
+
+
+def test_an_odd_value_in_a_tokenizer(copy: Path) -> None:
+    change(copy / "tokenizer.json", padding={"strategy": {"Fixed": 1e308}})
+    with pytest.raises(DlmBridgeError, match="the model: no tokenizer"):
+        load_tokenizer(copy, "the model")
+
+
+@pytest.mark.parametrize("damage", [halve, pipe, device])
+def test_a_damaged_adapter_is_named(qwen3: Path, adapter: Path, damage: Damage) -> None:
+    damage(adapter / "adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(qwen3)
+    config = TrainConfig.from_flags(model=str(qwen3), data=["x"], output="y", adapter=str(adapter))
+    for load in (load_model, lambda folder: add_adapter(config, model, folder)):
+        with pytest.raises(DlmBridgeError, match=r"adapter_model\.safetensors"):
+            load(adapter)
+
+
+def test_a_manifest_of_other_types(qwen3: Path, tmp_path: Path) -> None:
+    Bridge.from_hf(qwen3).to_megatron(tmp_path / "m")
+    for name, value in (("carried", -1), ("left_out", {}), ("layout", []), ("shards", [{}]), ("files", {"a": 1})):
+        text = (tmp_path / "m" / "dlm_bridge.json").read_text()
+        change(tmp_path / "m" / "dlm_bridge.json", **{name: value})
+        with pytest.raises(DlmBridgeError, match=r"dlm_bridge\.json"):
+            Bridge.from_megatron(tmp_path / "m")
+        (tmp_path / "m" / "dlm_bridge.json").write_text(text)
+
+
+def test_no_pipe_in_a_megatron_checkpoint_is_waited_for(qwen3: Path, tmp_path: Path) -> None:
+    Bridge.from_hf(qwen3).to_megatron(tmp_path / "m")
+    pipe(tmp_path / "m" / "iter_0000000" / ".metadata")
+    with pytest.raises(DlmBridgeError, match=r"\.metadata is not a plain file"):
+        Bridge.from_megatron(tmp_path / "m")
+
+
+def test_names_cannot_drive_a_terminal(cli: Cli, tmp_path: Path) -> None:
+    code, _, err = cli(tmp_path / "no\x1b[2J\udcff", "--prompt", "a")
+    assert code == 2
+    assert "\\x1b[2J\\udcff" in err
+    assert "\x1b" not in err
+
+
+def test_long_messages_keep_their_ends() -> None:
+    message = str(DlmBridgeError(f"config.json: {'x' * 100_000}: remove it"))
+    assert len(message) < 2000
+    assert message.startswith("config.json: xxx")
+    assert message.endswith("xxx: remove it")
+
+
+def test_only_what_reads_a_file_is_guarded() -> None:
+    class PanicException(BaseException):
+        pass
+
+    for raised in (TypeError("a"), RecursionError(), MemoryError(), PanicException("b")):
+        with pytest.raises(DlmBridgeError, match="the file: "), reading("the file"):
+            raise raised
+    for passed in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(passed), reading("the file"):
+            raise passed
