@@ -83,14 +83,14 @@ def _launcher() -> subprocess.Popen[str]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed is no answer
-    _import()
+    import_all()
     with contextlib.suppress(KeyboardInterrupt):
         for line in sys.stdin:
             answers.write(json.dumps(_run(json.loads(line))) + "\n")
             answers.flush()
 
 
-def _import() -> None:
+def import_all() -> None:
     import torch
 
     from dlm_bridge.models.families import families

@@ -1,0 +1,110 @@
+"""`python -m tests.fuzz --cases 5000 --state FILE`: damaged inputs under every command, as many as asked for.
+
+The state file keeps the next seed and the counts, so that a run which was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import typer.main
+
+from tests import launcher
+from tests.fuzz.inputs import KINDS
+from tests.fuzz.runner import Case, Fuzzer
+
+IMPORTED = (
+    "bitsandbytes",
+    "datasets.io.generator",
+    "dlm_bridge.cli.generate_run",
+    "dlm_bridge.convert.push",
+    "dlm_bridge.evaluation.perplexity",
+    "dlm_bridge.evaluation.report",
+    "dlm_bridge.plan.dry_run",
+    "dlm_bridge.train.rl.engine",
+    "peft",
+    "torch.utils.serialization",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--cases", type=int, default=100, help="cases in all, those before a stop included")
+    parser.add_argument("--seed", type=int, default=0, help="the first")
+    parser.add_argument("--state", type=Path, help="where to go on, and the counts")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--show", action="store_true", help="every case")
+    parser.add_argument("--keep", type=Path, help="folder of the sound inputs, kept for the next run")
+    options = parser.parse_args()
+    state = {"next": options.seed, "cases": 0, "codes": {}, "faults": []}
+    if options.state is not None and options.state.exists():
+        state = json.loads(options.state.read_text())
+    _import()
+    root = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-"))
+    try:
+        fuzzer = Fuzzer(root, tuple(options.kinds.split(",")))
+        while state["cases"] < options.cases:
+            case = fuzzer.run(state["next"])
+            state["next"] += 1
+            state["cases"] += 1
+            codes = Counter(state["codes"])
+            codes[str(case.outcome.code)] += 1
+            state["codes"] = dict(codes)
+            if case.faults:
+                state["faults"].append([case.seed, case.kind, case.words[0], case.faults])
+            if case.faults or options.show:
+                tell(case)
+            if options.state is not None:
+                options.state.write_text(json.dumps(state))
+    finally:
+        if options.keep is None:
+            shutil.rmtree(root, ignore_errors=True)
+    codes = ", ".join(f"{count} ended with {code}" for code, count in sorted(state["codes"].items()))
+    print(f"{state['cases']} cases: {codes}; {len(state['faults'])} faults")
+    sys.exit(bool(state["faults"]))
+
+
+def _import() -> None:
+    """What the commands import when they run, so that a forked process has it."""
+    launcher.import_all()
+    for module in IMPORTED:
+        with contextlib.suppress(ImportError):  # an extra that is not installed
+            importlib.import_module(module)
+    from dlm_bridge.cli.app import app
+
+    typer.main.get_command(app)
+    gc.collect()
+    gc.freeze()
+
+
+def tell(case: Case) -> None:
+    """A case, to be read and to be run again."""
+    outcome = case.outcome
+    print(
+        f"seed {case.seed} ({case.kind}), {outcome.seconds:.1f} s, exit code {outcome.code}: {'; '.join(case.faults)}"
+    )
+    print(ascii(f"  $ dlm-bridge {' '.join(case.words)}")[1:-1])
+    for done in case.damage:
+        print(ascii(f"  {done}")[1:-1])
+    for line in outcome.stderr.splitlines()[-(12 if case.faults else 2) :]:
+        print(ascii(f"  | {line[:300]}")[1:-1])
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

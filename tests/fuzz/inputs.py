@@ -1,0 +1,358 @@
+"""Sound inputs of every kind that a command opens, and the commands that open them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.autoregressive.published import LLAMA_32
+from tests.checkpoints import standard_tensors, write_hub_folder, write_llada, write_tokenizer
+
+MASK, EOS, VOCABULARY = 259, 258, 272
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": "<eos>",
+    "mask_token": "<mask>",
+    "pad_token": "<eos>",
+    "clean_up_tokenization_spaces": False,
+    "chat_template": TEMPLATE,
+}
+IDS = {"mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
+LLADA = {
+    "vocab_size": VOCABULARY,
+    "embedding_size": VOCABULARY,
+    "d_model": 16,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "n_layers": 2,
+    "mlp_hidden_size": 32,
+    "max_sequence_length": 64,
+}
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "bos_token_id": EOS,
+    "eos_token_id": EOS,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+# One short run of a training command.
+SHORT = (
+    "--output",
+    "{out}",
+    "--steps",
+    "2",
+    "--global-batch-size",
+    "2",
+    "--seq-length",
+    "32",
+    "--save-interval",
+    "1",
+    "--eval-interval",
+    "0",
+)
+GENERATE = ("generate", "{it}", "--prompt", "the", "--gen-length", "4")
+CHAT = ("generate", "{it}", "--chat", "--prompt", "the", "--gen-length", "4", "--json")
+PERPLEXITY = ("eval", "{it}", "--perplexity", "{text}", "--limit", "2", "--window", "16", "--mc-samples", "1")
+PRETRAIN = ("pretrain", "--model", "{it}", "--data", "{text}", *SHORT)
+SFT = ("sft", "--model", "{it}", "--data", "{chats}", *SHORT)
+OF_ANY_MODEL = (
+    GENERATE,
+    CHAT,
+    PERPLEXITY,
+    PRETRAIN,
+    SFT,
+    (*PRETRAIN, "--dry-run"),
+    ("plan", "{it}", "--gpus", "2", "--seq-length", "32"),
+    ("inspect", "{it}"),
+    ("inspect", "{it}", "--json"),
+    ("verify", "{it}"),
+)
+OF_A_HUB_FOLDER = (
+    *OF_ANY_MODEL,
+    ("sft", "--model", "{it}", "--data", "{chats}", "--lora-rank", "2", *SHORT),
+    ("pretrain", "--from-scratch", "--model", "{it}", "--data", "{text}", *SHORT),
+    ("pretrain", "--engine", "megatron", "--model", "{it}", "--data", "{text}", *SHORT),
+    ("import", "{it}", "{out}", "--tp", "2"),
+    ("push", "{it}", "me/model", "--dry-run"),
+    ("preprocess", "{text}", "--tokenizer", "{it}", "--output", "{out}", "--workers", "1"),
+)
+VRPO = ("rl", "--method", "vrpo", "--data", "{pairs}", *SHORT)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of input. `build(root, target, run)` makes a sound one; `run` is a command in a process of its own.
+    `weights` match its weight files, without which no command of `reading` may end with 0."""
+
+    build: Callable[[Path, Path, Callable[[tuple[str, ...]], None]], None]
+    commands: tuple[tuple[str, ...], ...]
+    weights: str = "*.safetensors"
+
+
+Run = Callable[[tuple[str, ...]], None]
+
+
+def _diffusion(_: Path, target: Path, __: Run) -> None:
+    write_llada(target, **LLADA, **IDS)
+    write_tokenizer(target, TOKENIZER)
+
+
+def _llama(_: Path, target: Path, __: Run) -> None:
+    config: dict[str, Any] = {**LLAMA_32, **LLAMA}
+    write_hub_folder(target, config, standard_tensors(config), shards=1)
+    write_tokenizer(target, TOKENIZER)
+
+
+def _pickled(root: Path, target: Path, _: Run) -> None:
+    """The Llama's weights in two of torch's files."""
+    import torch
+    from safetensors.torch import load_file
+
+    shutil.copytree(root / "llama", target)
+    tensors = load_file(target / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    weight_map = {name: f"pytorch_model-0000{place % 2 + 1}-of-00002.bin" for place, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        torch.save({name: tensors[name] for name in tensors if weight_map[name] == file}, target / file)
+    index = {"metadata": {"total_size": sum(each.nbytes for each in tensors.values())}, "weight_map": weight_map}
+    (target / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def _adapter(root: Path, target: Path, run: Run) -> None:
+    run(
+        (
+            "sft",
+            "--model",
+            str(root / "llama_dlm"),
+            "--data",
+            str(root / "chats.jsonl"),
+            "--lora-rank",
+            "2",
+            "--steps",
+            "1",
+            "--global-batch-size",
+            "2",
+            "--seq-length",
+            "32",
+            "--output",
+            str(root / "adapter_run"),
+        )
+    )
+    shutil.copytree(root / "adapter_run" / "checkpoints" / "step-0000001", target)
+
+
+def _to_dlm(root: Path, target: Path, run: Run) -> None:
+    run(("convert-to-dlm", str(root / "llama"), str(target)))
+
+
+def _megatron(root: Path, target: Path, run: Run) -> None:
+    run(("import", str(root / "diffusion"), str(target), "--tp", "2"))
+
+
+def _legacy(root: Path, target: Path, run: Run) -> None:
+    run(("import", str(root / "llama"), str(target), "--tp", "2", "--format", "torch"))
+
+
+def _megatron_adapter(root: Path, target: Path, run: Run) -> None:
+    run(("adapter", "import", str(root / "adapter"), str(target), "--base", str(root / "llama_dlm")))
+
+
+def _run(engine: str) -> Callable[[Path, Path, Run], None]:
+    def build(root: Path, target: Path, run: Run) -> None:
+        run(
+            (
+                "pretrain",
+                "--engine",
+                engine,
+                "--model",
+                str(root / "diffusion"),
+                "--data",
+                str(root / "text.txt"),
+                "--output",
+                str(target),
+                "--steps",
+                "2",
+                "--global-batch-size",
+                "2",
+                "--seq-length",
+                "32",
+                "--save-interval",
+                "1",
+                "--eval-interval",
+                "0",
+            )
+        )
+
+    return build
+
+
+def _data(root: Path, target: Path, run: Run) -> None:
+    """One folder with a file of every format."""
+    import pyarrow
+    import pyarrow.parquet
+
+    target.mkdir()
+    for name in ("text.txt", "chats.jsonl", "prompts.jsonl", "pairs.jsonl", "rows.jsonl"):
+        shutil.copyfile(root / name, target / name)
+    rows = [json.loads(line) for line in (root / "rows.jsonl").read_text().splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), target / "rows.parquet")
+    run(
+        (
+            "preprocess",
+            str(root / "text.txt"),
+            "--tokenizer",
+            str(root / "diffusion"),
+            "--output",
+            str(target / "pair"),
+            "--workers",
+            "1",
+        )
+    )
+
+
+def _resume(engine: str) -> tuple[str, ...]:
+    return (
+        "pretrain",
+        "--engine",
+        engine,
+        "--model",
+        "{diffusion}",
+        "--data",
+        "{text}",
+        "--resume",
+        "--output",
+        "{it}",
+        "--steps",
+        "3",
+        "--global-batch-size",
+        "2",
+        "--seq-length",
+        "32",
+    )
+
+
+KINDS: dict[str, Kind] = {
+    "diffusion": Kind(_diffusion, (*OF_A_HUB_FOLDER, (*VRPO, "--model", "{it}"))),
+    "llama": Kind(_llama, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}"))),
+    "pickled": Kind(_pickled, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}")), "*.bin"),
+    "llama_dlm": Kind(_to_dlm, (GENERATE, SFT)),
+    "adapter": Kind(
+        _adapter,
+        (
+            GENERATE,
+            CHAT,
+            PERPLEXITY,
+            ("push", "{it}", "me/model", "--dry-run"),
+            ("adapter", "import", "{it}", "{out}", "--base", "{llama_dlm}"),
+            ("adapter", "export", "{it}", "{out}", "--base", "{llama_dlm}", "--merge"),
+            ("sft", "--model", "{llama_dlm}", "--adapter", "{it}", "--data", "{chats}", *SHORT),
+            ("inspect", "{it}"),
+        ),
+    ),
+    "torch_dist": Kind(
+        _megatron,
+        (
+            *OF_ANY_MODEL,
+            ("export", "{it}", "{out}"),
+            ("reshard", "{it}", "{out}", "--pp", "2"),
+            ("verify", "{diffusion}", "{it}"),
+            ("pretrain", "--engine", "megatron", "--model", "{it}", "--data", "{text}", *SHORT),
+        ),
+        "*.distcp",
+    ),
+    "legacy": Kind(
+        _legacy,
+        (
+            GENERATE,
+            ("export", "{it}", "{out}"),
+            ("reshard", "{it}", "{out}", "--tp", "1"),
+            ("inspect", "{it}"),
+            ("verify", "{it}"),
+            ("plan", "{it}", "--gpus", "2", "--seq-length", "32"),
+        ),
+        "model_optim_rng.pt",
+    ),
+    "megatron_adapter": Kind(
+        _megatron_adapter, (("adapter", "export", "{it}", "{out}", "--base", "{llama_dlm}"),), "*.distcp"
+    ),
+    "run_accelerate": Kind(
+        _run("accelerate"),
+        (
+            _resume("accelerate"),
+            (*_resume("accelerate"), "--dry-run"),
+            GENERATE,
+            ("verify", "{it}"),
+            ("inspect", "{it}"),
+            ("import", "{it}", "{out}"),
+        ),
+    ),
+    "run_megatron": Kind(
+        _run("megatron"),
+        (
+            _resume("megatron"),
+            (*_resume("megatron"), "--dry-run"),
+            GENERATE,
+            ("verify", "{it}"),
+            ("export", "{it}", "{out}"),
+        ),
+        "*.distcp",
+    ),
+    "data": Kind(
+        _data,
+        (
+            ("pretrain", "--model", "{diffusion}", "--data", "{it}/text.txt", *SHORT),
+            ("pretrain", "--model", "{diffusion}", "--data", "{it}/rows.jsonl", *SHORT),
+            ("pretrain", "--model", "{diffusion}", "--data", "{it}/rows.parquet", *SHORT),
+            ("pretrain", "--model", "{diffusion}", "--data", "{it}/pair", *SHORT),
+            ("sft", "--model", "{diffusion}", "--data", "{it}/chats.jsonl", *SHORT),
+            (*VRPO[:4], "{it}/pairs.jsonl", *VRPO[5:], "--model", "{diffusion}"),
+            ("preprocess", "{it}/rows.jsonl", "--tokenizer", "{diffusion}", "--output", "{out}", "--workers", "1"),
+            ("preprocess", "{it}/rows.parquet", "--tokenizer", "{diffusion}", "--output", "{out}", "--workers", "1"),
+            ("generate", "{diffusion}", "--jsonl", "{it}/prompts.jsonl", "--gen-length", "4"),
+            (
+                "eval",
+                "{diffusion}",
+                "--perplexity",
+                "{it}/text.txt",
+                "--limit",
+                "2",
+                "--window",
+                "16",
+                "--mc-samples",
+                "1",
+            ),
+        ),
+        "pair.*",
+    ),
+}
+
+
+def write_data(root: Path) -> None:
+    """The sound data that commands on models read."""
+    lines = [f"the {number} cats and the dogs of the house" for number in range(40)]
+    (root / "text.txt").write_text("\n".join(lines) + "\n")
+    rows = {
+        "rows": [{"text": line} for line in lines],
+        "prompts": [{"prompt": line[:8]} for line in lines[:3]],
+        "pairs": [{"prompt": "the", "chosen": " cat", "rejected": " dog"} for _ in lines[:6]],
+        "chats": [
+            {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the"}]} for _ in lines
+        ],
+    }
+    for name, content in rows.items():
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))

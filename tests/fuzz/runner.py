@@ -1,0 +1,195 @@
+"""One case: a damaged copy of an input, a command in a process forked from this one, and what must not be seen."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import NoReturn
+
+from tests.fuzz.damage import damage
+from tests.fuzz.inputs import KINDS, write_data
+
+TIME_S = 120  # of a case, on a machine that does other things as well
+CPU_S = 45
+ROOM = 6 << 30  # bytes that a case may ask the system for
+LINES, LENGTH = 6, 2000  # of a refusal
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did: `code` is the exit status, negative the signal that ended it, None where it hung."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+@dataclass
+class Case:
+    """A case, which its seed determines."""
+
+    seed: int
+    kind: str
+    words: tuple[str, ...]
+    damage: list[str]
+    outcome: Outcome
+    faults: list[str] = field(default_factory=list)
+
+
+class Fuzzer:
+    """Makes the sound inputs in `root` once, and runs cases on damaged copies of them."""
+
+    def __init__(self, root: Path, kinds: tuple[str, ...] = tuple(KINDS)) -> None:
+        self._root = root
+        self.kinds = kinds
+        root.mkdir(parents=True, exist_ok=True)
+        write_data(root)
+        for name, kind in KINDS.items():
+            if not (root / name).exists():
+                kind.build(root, root / name, self._must_run)
+
+    def run(self, seed: int) -> Case:
+        """The case of a seed."""
+        random = Random(seed)
+        kind = random.choice(self.kinds)
+        words = random.choice(KINDS[kind].commands)
+        place = self._root / "case"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        folder = place / _folder_name(random)
+        shutil.copytree(self._root / kind, folder, symlinks=True)
+        done = damage(folder, random, KINDS[kind].weights)
+        places = {
+            "it": str(folder), "out": str(place / "out"), "text": str(self._root / "text.txt"),
+            **{name: str(self._root / f"{name}.jsonl") for name in ("chats", "pairs", "prompts", "rows")},
+            **{name: str(self._root / name) for name in KINDS},
+        }  # fmt: skip
+        filled = tuple(word.format(**places) for word in words)
+        case = Case(seed, kind, filled, done, self._execute(filled))
+        case.faults = faults(case, words)
+        return case
+
+    def _must_run(self, words: tuple[str, ...]) -> None:
+        outcome = self._execute(words)
+        if outcome.code != 0:
+            raise RuntimeError(f"{' '.join(words)}: {outcome.stderr[-3000:]}")
+
+    def _execute(self, words: tuple[str, ...]) -> Outcome:
+        logs = self._root / "stdout", self._root / "stderr"
+        began = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            _become(words, *logs, self._root / "home")
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.setpgid(child, child)
+        code = None
+        try:
+            while code is None and time.monotonic() - began < TIME_S:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    code = os.waitstatus_to_exitcode(status)
+                else:
+                    time.sleep(0.01)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # with what it has started
+            if code is None:
+                os.waitpid(child, 0)
+        if code == -signal.SIGXCPU:
+            code = None
+        stdout, stderr = (log.read_text("utf-8", errors="surrogateescape") for log in logs)
+        return Outcome(code, stdout, stderr, time.monotonic() - began)
+
+
+def faults(case: Case, words: tuple[str, ...]) -> list[str]:
+    """What a command must not do, whatever it is given."""
+    outcome, found = case.outcome, []
+    if outcome.code is None:
+        return ["hangs"]
+    if outcome.code not in (0, 1, 2):
+        found.append(f"ends with {outcome.code}")
+    if "Traceback (most recent call last)" in outcome.stdout + outcome.stderr:
+        found.append("traceback")
+    if match := _CONTROL.search(outcome.stderr):
+        found.append(f"control character {match[0]!r} on stderr")
+    if words[0] != "generate" and (match := _CONTROL.search(outcome.stdout)):  # whose stdout is the model's text
+        found.append(f"control character {match[0]!r} on stdout")
+    lines = outcome.stderr.splitlines()
+    if outcome.code == 2 and (len(lines) > LINES or max(map(len, lines), default=0) > LENGTH):
+        found.append(f"{len(lines)} lines, {len(outcome.stderr)} characters on stderr")
+    if outcome.code == 2 and not lines:
+        found.append("exit code 2 without a word")
+    if outcome.code != 2 and _lacks_weights(case, words):
+        found.append(f"exit code {outcome.code} though weights are missing or truncated")
+    return found
+
+
+READ_NO_WEIGHTS = ("plan", "push", "preprocess")
+
+
+def _lacks_weights(case: Case, words: tuple[str, ...]) -> bool:
+    """Whether a model's weights are missing or truncated, and the command reads them."""
+    if words[0] in READ_NO_WEIGHTS or "--from-scratch" in words or case.kind in ("data",) or "run" in case.kind:
+        return False
+    suffixes = (".safetensors", ".distcp", "model_optim_rng.pt", ".bin")
+    for done in case.damage:
+        what, _, how = done.partition(": ")
+        name = what.split(" ", 1)[1] if " " in what else ""
+        if not name.endswith(suffixes) or "assets" in name:
+            continue
+        if what.startswith("remove ") or (what.startswith("truncate ") and how.split()[0] != how.split()[2]):
+            return True
+    return False
+
+
+def _folder_name(random: Random) -> str:
+    odd = ("it\x1b[31m", "i\nt", os.fsdecode(b"it\xff"), "it it", "it{0}%s", "it" * 60, "'it'", "it\u202e")
+    return random.choice(odd) if random.random() < 0.1 else "it"
+
+
+def _become(words: tuple[str, ...], stdout: Path, stderr: Path, home: Path) -> NoReturn:
+    """The command's process, as if it had been started on its own."""
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the fuzzer
+        os.setpgid(0, 0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        for number, place in enumerate((os.devnull, stdout, stderr)):
+            os.dup2(os.open(place, flags if number else os.O_RDONLY), number)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 5))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        home.mkdir(exist_ok=True)
+        os.environ |= {"HOME": str(home), "DLM_BRIDGE_PLATFORM": "cpu"}
+        _caches(home)
+        sys.argv = ["dlm-bridge", *words]
+        from dlm_bridge.cli.app import main
+
+        main()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    from tests.launcher import end
+
+    end(status)
+
+
+def _caches(home: Path) -> None:
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = home / "datasets"
