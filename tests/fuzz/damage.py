@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 Damage = Callable[[Path, Random], str]
-HOSTILE = ("\x1b[31mred\x1b[0m", "\ud800", "a\nb", "x" * 100_000, "\x00", "../../etc/passwd", "‮", "", "é" * 300)
+HOSTILE = ("\x1b[31mred\x1b[0m", "\ud800", "a\nb", "x" * 100_000, "\x00", "../../etc/passwd", "\u202e", "", "é" * 300)
 NUMBERS = (-1, 0, 1, 3, 2**31, 2**63, 2**64, 10**40, 0.5, -0.0, 1e308)
 VALUES: tuple[Any, ...] = (None, True, False, [], {}, [1], {"a": 1}, ["a", None], *NUMBERS, *HOSTILE)
 TEMPLATES = (
