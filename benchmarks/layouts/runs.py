@@ -313,7 +313,8 @@ class Runs:
 
         config = self._config(name, task, precision, **flags)
         self._leave(config)
-        step, folder = checkpoints.newest_checkpoint(Path(config.checkpoint.output))
+        found = checkpoints.find_iteration(Path(config.checkpoint.output))
+        step, folder = found.step, found.folder
         trainer = engine.assemble(config, Console(quiet=True), folder, step)
         try:
             yield trainer

@@ -34,7 +34,10 @@ from dlm_bridge.convert.workers import WorkerKilledError
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 _NEW, _OLD = "new", "old"
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_NAMED_ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")  # as Python and safetensors name it
+_TORCH_WRITER = re.compile(r"PytorchStreamWriter|inline_container|iostream error")  # torch.save forgets the errno
+_FULL = 1 << 20  # bytes; with less than this free a disk is full where nothing names the reason
 JOURNAL = ".dlm_bridge.journal"
 _EVERY = 256 << 20  # bytes between two flushes; each makes the file system write its own journal, so not many
 _ITERATION = re.compile(r"iter_\d+|release")
@@ -89,14 +92,14 @@ def atomic_output(
 
 
 @contextmanager
-def atomic_folder(output: Path, temporary: Path) -> Iterator[Path]:
+def atomic_folder(output: Path, temporary: Path, remedy: str | None = None) -> Iterator[Path]:
     """Yield the new, empty folder `temporary`, a hidden sibling of `output`, which becomes `output` when the block
     ends without an exception; an older `output` is replaced. For writers of several processes, which all know both
     names.
 
-    After an exception nothing is left of `temporary`. Raises DlmBridgeError where the disk refuses.
+    After an exception nothing is left of `temporary`. Raises DlmBridgeError where the disk refuses, with the `remedy`.
     """
-    with disk_errors(output):
+    with disk_errors(output, remedy):
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -117,21 +120,48 @@ def publish_folder(temporary: Path, output: Path, overwrite: bool = True) -> Non
 
 
 @contextmanager
-def disk_errors(output: Path) -> Iterator[None]:
-    """Turn what the disk refuses while `output` is written into a DlmBridgeError."""
+def disk_errors(output: Path, remedy: str | None = None) -> Iterator[None]:
+    """Turn what the disk refuses while `output` is written into a DlmBridgeError; `remedy` ends its line."""
     try:
         yield
-    except OSError as error:
-        if error.errno in _NO_SPACE:
-            free = shutil.disk_usage(output.parent).free
-            raise DlmBridgeError(
-                f"no space left while writing {output} ({free / 1e6:,.1f} MB free): nothing was written there"
-            ) from None
-        raise DlmBridgeError(
-            f"{error.filename or output}: {error.strerror or error}: {output} was not written"
-        ) from error
-    except SafetensorError as error:  # safetensors' own writer, which wraps the system's errors
-        raise DlmBridgeError(f"{output} was not written: {one_line(error)}") from error
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if (reason := disk_refusal(error, output, remedy)) is None:
+            raise
+        raise DlmBridgeError(reason) from error
+
+
+def disk_refusal(error: BaseException, output: Path, remedy: str | None = None) -> str | None:
+    """One line on an exception of the disk's that ended the writing of `output`; None for any other exception."""
+    wraps = isinstance(error, SafetensorError) or any(p.search(str(error)) for p in (_NAMED_ERRNO, _TORCH_WRITER))
+    if not wraps and not isinstance(error, OSError):
+        return None
+    remedy = remedy or f"{output} was not written"
+    found, free = _system_error(error), _free(output)
+    if found.errno in _NO_SPACE if found is not None else free < _FULL:
+        return f"no space left while writing {output} ({free / 1e6:,.1f} MB free): {remedy}"
+    if found is None:
+        return f"{output} cannot be written ({free / 1e6:,.1f} MB free): {one_line(error)[:200]}: {remedy}"
+    if found.errno == errno.EFBIG:
+        return f"{output} has a file that is larger than this process may write (see ulimit -f): {remedy}"
+    return f"{found.filename or output}: {found.strerror or found}: {remedy}"
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """The operating system's error in an exception, in what it was raised from, or named in its message."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        if match := _NAMED_ERRNO.search(str(cause)):
+            number = int(match[1] or match[2])
+            return OSError(number, os.strerror(number))
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _free(output: Path) -> int:
+    """Bytes that are free where `output` is, or will be."""
+    return shutil.disk_usage(next(parent for parent in output.absolute().parents if parent.exists())).free
 
 
 @contextmanager

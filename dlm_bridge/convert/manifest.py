@@ -1,8 +1,8 @@
 """Manifests of written checkpoints.
 
 `dlm_bridge.json` of a conversion: what the checkpoint is, where it came from, and a digest of every tensor and side
-file, taken as the tensors pass through. `dlm_bridge_files.json` of a training checkpoint: a digest of each file, taken
-by the rank that wrote it.
+file, taken as the tensors pass through. `dlm_bridge_files.json` of a training checkpoint, of either engine: a digest
+of each file, taken by the rank that wrote it.
 """
 
 from __future__ import annotations
@@ -230,21 +230,30 @@ def record_of(tensor: torch.Tensor) -> TensorRecord:
 class ChangedFile:
     """A file that is not what it was."""
 
-    file: str
+    file: str  # path below the folder, with "/" between the parts
     detail: str
+    is_new: bool = False
 
 
-def digests_of(files: Sequence[Path], workers: int | None = None, progress: Progress | None = None) -> dict[str, str]:
-    """Name -> xxh3_128 of some files of one folder, several at once."""
+def file_names(folder: Path) -> list[str]:
+    """Paths of a folder's files below it, but for that of their digests."""
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != FILE_DIGESTS)
+
+
+def digests_of(
+    folder: Path, names: Sequence[str], workers: int | None = None, progress: Progress | None = None
+) -> dict[str, str]:
+    """Path below the folder -> xxh3_128 of some of its files, several at once."""
     found: dict[str, str] = {}
-    total = sum(file.stat().st_size for file in files)
+    total = sum((folder / name).stat().st_size for name in names)
 
-    def take(file: Path) -> None:
-        found[file.name] = file_digest(file)
+    def take(name: str) -> None:
+        found[name] = file_digest(folder / name)
         if progress is not None:
-            progress(file.stat().st_size, total)
+            progress((folder / name).stat().st_size, total)
 
-    run_tasks([(0, partial(take, file)) for file in files], worker_count(workers))
+    run_tasks([(0, partial(take, name)) for name in names], worker_count(workers))
     return found
 
 
@@ -255,21 +264,28 @@ def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
     (folder / FILE_DIGESTS).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def check_files(folder: Path, workers: int | None = None, progress: Progress | None = None) -> list[ChangedFile]:
-    """What of a folder is missing, new or other than its digests say. Raises DlmBridgeError where those cannot be
-    read."""
+def check_files(
+    folder: Path, workers: int | None = None, progress: Progress | None = None, rank: int = 0, ranks: int = 1
+) -> list[ChangedFile]:
+    """What of a folder is missing, new or other than its digests say; of several processes each reads the files of its
+    `rank`. Raises DlmBridgeError where the digests, or a file, cannot be read."""
     path = folder / FILE_DIGESTS
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         recorded, own = dict(content["files"]), content["digest"]
+    except DlmBridgeError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)}") from None
     if own != _digest_of(recorded):
         return [ChangedFile(FILE_DIGESTS, "is not as it was written")]
-    there = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name != FILE_DIGESTS]
-    found = digests_of([file for file in there if file.name in recorded], workers, progress)
-    findings = [ChangedFile(name, "is missing") for name in recorded if name not in found]
-    findings += [ChangedFile(file.name, "was not there") for file in there if file.name not in recorded]
+    there = set(file_names(folder))
+    findings = [ChangedFile(name, "is missing") for name in recorded if name not in there]
+    findings += [ChangedFile(name, "was not there", is_new=True) for name in there if name not in recorded]
+    try:
+        found = digests_of(folder, sorted(there.intersection(recorded))[rank::ranks], workers, progress)
+    except OSError as error:
+        raise DlmBridgeError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
     for name, now in found.items():
         if now != recorded[name]:
             findings.append(ChangedFile(name, f"is not as it was written{_holding(folder, name)}"))
@@ -277,7 +293,7 @@ def check_files(folder: Path, workers: int | None = None, progress: Progress | N
 
 
 def _holding(folder: Path, name: str) -> str:
-    """What lies in a file that is damaged, if that can be told."""
+    """What lies in a damaged file of a Megatron checkpoint, if that can be told."""
     try:
         tensors = read_metadata(folder).tensors
     except DlmBridgeError:

@@ -24,7 +24,7 @@ from dlm_bridge.convert.formats.safetensors_file import (
     plan_by_size,
     plan_like,
 )
-from dlm_bridge.convert.manifest import MANIFEST
+from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST
 from dlm_bridge.convert.streaming import file_digest
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import CONFIG_FILE, inside
@@ -70,7 +70,7 @@ def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
         subfolders.sort()
         for name in sorted(files):
             path = below / name
-            if str(path) in weights or str(path) == MANIFEST:
+            if str(path) in (*weights, MANIFEST, FILE_DIGESTS):
                 continue
             if _is_weight_file(folder, path):
                 excluded.append(str(path))

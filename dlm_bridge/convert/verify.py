@@ -14,8 +14,17 @@ import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.checkpoints import find_checkpoint, newest_iteration
-from dlm_bridge.convert.formats.dcp_metadata import read_metadata
-from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST, Manifest, TensorRecord, check_files, is_intact
+from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, read_metadata
+from dlm_bridge.convert.formats.safetensors_file import read_header
+from dlm_bridge.convert.manifest import (
+    FILE_DIGESTS,
+    MANIFEST,
+    Manifest,
+    TensorRecord,
+    check_files,
+    file_names,
+    is_intact,
+)
 from dlm_bridge.convert.streaming import digest, file_digest
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError
@@ -120,9 +129,9 @@ def verify_manifest(
     """
     # Before it is opened, which a damaged file may prevent.
     path = checkpoint_folder(path)
-    iteration = newest_iteration(path)
-    if iteration is not None and (iteration / FILE_DIGESTS).is_file():
-        return _verify_files(iteration, workers, progress)
+    written = newest_iteration(path) or path
+    if (written / FILE_DIGESTS).is_file():
+        return _verify_files(written, workers, progress)
     checkpoint = find_checkpoint(path)
     manifest = checkpoint.manifest
     if manifest is None or checkpoint.root is None:
@@ -174,9 +183,15 @@ def _verify_files(folder: Path, workers: int | None, progress: Progress | None) 
     root = folder.absolute().parent
     if (root / MANIFEST).is_file() and not is_intact(root):
         differences.append(Difference(MANIFEST, "file", "is not as it was written"))
-    tensors = 0 if differences else len(read_metadata(folder).tensors)
-    size = sum(file.stat().st_size for file in folder.iterdir())
+    tensors = 0 if differences else _count_tensors(folder)
+    size = sum((folder / name).stat().st_size for name in file_names(folder))
     return Verdict(str(folder), FILE_DIGESTS, not differences, tensors, size, differences)
+
+
+def _count_tensors(folder: Path) -> int:
+    if (folder / DCP_METADATA).is_file():
+        return len(read_metadata(folder).tensors)
+    return sum(len(read_header(file, fp8=True).entries) for file in folder.glob("*.safetensors"))
 
 
 def _unmapped(checkpoint: Checkpoint) -> list[Difference]:

@@ -13,7 +13,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.plan.memory import MemoryPlan, memory_plan
 from dlm_bridge.plan.model import PlannedModel, open_model
 from dlm_bridge.plan.run import run_of
-from dlm_bridge.train.checkpoints import find_checkpoints
+from dlm_bridge.train.checkpoints import STATE, ResumePoint, find_resume_point, named_checkpoints
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_token_limits
@@ -95,7 +95,8 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
         from dlm_bridge.train.megatron.settings import check_settings
 
         untested = check_settings(config)
-    step, checkpoint = _newest_checkpoint(config, output) if resume else (0, None)
+    point = _resume_point(config, output) if resume else ResumePoint()
+    step, checkpoint = point.step, point.folder
     if checkpoint is not None:
         check_same_model(config, checkpoint.parent if config.engine.name == "megatron" else checkpoint)
         if config.engine.name == "megatron":
@@ -122,7 +123,7 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
         step=step,
         data=tuple(_data_sources(found)),
         memory=memory,
-        notes=(*untested, *notes, *([HUB] if on_hub else []), DEVICE),
+        notes=(*untested, *point.notes, *notes, *([HUB] if on_hub else []), DEVICE),
     )
 
 
@@ -140,13 +141,12 @@ def world_size(gpus: int | None) -> int:
     return int(launched)
 
 
-def _newest_checkpoint(config: TrainConfig, output: Path) -> tuple[int, Path | None]:
+def _resume_point(config: TrainConfig, output: Path) -> ResumePoint:
     if config.engine.name == "megatron":
-        from dlm_bridge.train.megatron.checkpoints import newest_checkpoint
+        from dlm_bridge.train.megatron.checkpoints import find_iteration
 
-        return newest_checkpoint(output)
-    found = find_checkpoints(output)
-    return found[-1] if found else (0, None)
+        return find_iteration(output)
+    return find_resume_point(named_checkpoints(output / "checkpoints"), STATE)
 
 
 def _model(config: TrainConfig, checkpoint: Path | None, on_hub: bool) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
+
+from dlm_bridge.convert.atomic import atomic_file, disk_errors
 
 # Dense bf16 peak in FLOP/s by a part of the device's name, from the vendor's data sheets; the first match counts.
 PEAK_FLOPS = (
@@ -37,6 +41,7 @@ PEAK_FLOPS = (
     ("V100", 125e12),
 )
 
+MAKE_ROOM = "make room there, then --resume"
 LINE_EVERY = 15.0  # seconds between two lines where there is no terminal
 
 
@@ -82,28 +87,41 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """DIR/metrics.jsonl, appended to a line at a time. Opening it drops the rows past `step` and a torn last line."""
+    """DIR/metrics.jsonl, appended to a line at a time. Opening it drops the rows past `step` and a torn last line.
+    Methods raise DlmBridgeError where the disk refuses."""
 
     def __init__(self, path: Path, step: int) -> None:
+        self.path = path
         self.rows = [row for row in read_rows(path) if row["step"] <= step]
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        os.replace(temporary, path)
-        self._file = path.open("a")
+        write_rows(path, self.rows)
+        self._file = path.open("ab", buffering=0)  # nothing is left to write when a full disk has refused a line
 
     def append(self, row: StepMetrics) -> None:
         line = row.to_json()
-        self._file.write(line + "\n")  # one write of one buffer, then flushed: a reader sees complete lines
-        self._file.flush()
+        with disk_errors(self.path, MAKE_ROOM):
+            append_line(self._file, line)
         self.rows.append(json.loads(line))
 
     def sync(self) -> None:
         """Flush the rows to the disk, before a checkpoint of the same step."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with disk_errors(self.path, MAKE_ROOM):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
+
+
+def append_line(file: io.FileIO, line: str) -> None:
+    """Append a line with one write, so that a reader sees complete lines. Raises OSError where not all of it fits."""
+    data = f"{line}\n".encode()
+    while data:
+        data = data[file.write(data) or 0 :]
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a file of rows anew. Raises DlmBridgeError where the disk refuses."""
+    with atomic_file(path, overwrite=True) as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -120,7 +138,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the loss curve as a PNG."""
+    """Write the loss curve as a PNG. Raises DlmBridgeError where the disk refuses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -136,8 +154,12 @@ def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    with disk_errors(path, MAKE_ROOM):
+        try:
+            figure.savefig(temporary, format="png")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def flops_per_token(model: nn.Module, seq_length: int) -> float:

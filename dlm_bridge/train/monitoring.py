@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dlm_bridge.convert.atomic import disk_errors
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.texts import WrittenPrompt, as_message, random_state_preserved, write_texts
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import model_family
-from dlm_bridge.train.metrics import StepMetrics, read_rows
+from dlm_bridge.train.metrics import MAKE_ROOM, StepMetrics, append_line, read_rows, write_rows
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -43,14 +43,11 @@ class TextSamples:
         self._path = output / SAMPLES_FILE if main else None
         if self._path is None:
             return
-        kept = [row for row in read_rows(self._path) if row["step"] <= step]
-        temporary = self._path.with_name(f".{SAMPLES_FILE}.tmp")
-        temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
-        os.replace(temporary, self._path)
+        write_rows(self._path, [row for row in read_rows(self._path) if row["step"] <= step])
 
     def write(self, step: int, model: Any) -> None:
         """Sample after `step` and append a row for each prompt; every process that holds a part of the model's weights
-        calls it. Raises DlmBridgeError where the model cannot be sampled from."""
+        calls it. Raises DlmBridgeError where the model cannot be sampled from, or the disk refuses."""
         family = model_family(model)
         diffusion = family is not None and family.kind == "diffusion"
         settings: dict[str, Any] = {"gen_length": self._config.logging.sample_length, "seed": self._config.data.seed}
@@ -71,8 +68,9 @@ class TextSamples:
                 {"step": step, "prompt": prompt, "text": text}
                 for prompt, text in zip(self._prompts, result.texts, strict=True)
             ]
-            with self._path.open("a") as file:
-                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            with disk_errors(self._path, MAKE_ROOM), self._path.open("ab", buffering=0) as file:
+                for row in rows:
+                    append_line(file, json.dumps(row, ensure_ascii=False))
 
 
 def read_prompts(given: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
 from dlm_bridge.errors import DlmBridgeError
@@ -26,7 +27,14 @@ from dlm_bridge.train.adaptation import (
     scheduled_block_size,
     with_family_defaults,
 )
-from dlm_bridge.train.checkpoints import find_checkpoints, remove_old_checkpoints
+from dlm_bridge.train.checkpoints import (
+    STATE,
+    ResumePoint,
+    find_resume_point,
+    named_checkpoints,
+    raised_everywhere,
+    remove_old_checkpoints,
+)
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.data.conversations import check_sources
@@ -55,14 +63,26 @@ def start_run(config: TrainConfig, resume: bool, accelerator: Any, console: Any)
     if accelerator.is_main_process:
         open_output(output, resume)
     accelerator.wait_for_everyone()
-    found = find_checkpoints(output) if resume else []
-    step, checkpoint = found[-1] if found else (0, None)
+    point = resume_point(output, accelerator.is_main_process, console) if resume else ResumePoint()
+    step, checkpoint = point.step, point.folder
     if checkpoint is not None:
         check_same_model(config, checkpoint)
     finished = checkpoint is not None and step >= config.schedule.steps
     if finished and accelerator.is_main_process:
         console.print(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}", soft_wrap=True)
     return RunStart(output, step, checkpoint, finished)
+
+
+def resume_point(output: Path, main: bool, console: Any, required: str = STATE) -> ResumePoint:
+    """The checkpoint in the Hub's layout that a run goes on from, with those after it set aside. Every process calls
+    it. Raises DlmBridgeError."""
+    point = find_resume_point(named_checkpoints(output / "checkpoints"), required)
+    with raised_everywhere():
+        if main:
+            for line in point.notes:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            point.set_aside()
+    return point
 
 
 def trains_on_cpu(config: TrainConfig) -> bool:
@@ -135,9 +155,8 @@ def _family_and_dims(path: str | Path, family: str | None) -> tuple[str, Dims]:
 
 def write_config(config: TrainConfig, output: Path) -> None:
     """Write the resolved configuration to DIR/config.yaml."""
-    temporary = output / ".config.yaml"
-    temporary.write_text(config.to_yaml())
-    os.replace(temporary, output / "config.yaml")
+    with atomic_file(output / "config.yaml", overwrite=True) as file:
+        file.write(config.to_yaml())
 
 
 def with_objective(config: TrainConfig, model: Any) -> TrainConfig:

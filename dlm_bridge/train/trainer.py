@@ -30,6 +30,7 @@ from dlm_bridge.objectives.base import Objective, divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
 from dlm_bridge.train.adaptation import anneal_mask, at_step, with_block_size
+from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.data.loader import BatchSampler, Prefetcher
@@ -381,11 +382,13 @@ class Trainer(TrainingLoop):
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step`. Every process calls it; the main process has the metrics."""
         self._check_finite(step)
-        if metrics is not None:
-            metrics.sync()
+        with raised_everywhere():
+            if metrics is not None:
+                metrics.sync()
         folder = self.save_checkpoint(step)
-        if metrics is not None:
-            plot_loss(metrics.rows, self.output / "loss.png")
+        with raised_everywhere():
+            if metrics is not None:
+                plot_loss(metrics.rows, self.output / "loss.png")
         return folder
 
     @abc.abstractmethod

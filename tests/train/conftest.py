@@ -90,6 +90,10 @@ Run = Callable[..., list[dict[str, Any]]]
 @pytest.fixture
 def values(seed_folder: Path, corpus: Path) -> dict[str, Any]:
     """A short run's options, without the output folder."""
+    return run_values(seed_folder, corpus)
+
+
+def run_values(seed_folder: Path, corpus: Path) -> dict[str, Any]:
     return {
         "model": str(seed_folder),
         "from_scratch": True,

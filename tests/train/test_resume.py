@@ -160,5 +160,5 @@ def test_a_damaged_state_is_named(tmp_path: Path, run: Run) -> None:
     run(tmp_path / "run", steps=1)
     state = tmp_path / "run/checkpoints/step-0000001/trainer_state.pt"
     state.write_bytes(state.read_bytes()[:100])
-    with pytest.raises(DlmBridgeError, match=r"trainer_state\.pt: damaged"):
+    with pytest.raises(DlmBridgeError, match=r"no whole checkpoint .*trainer_state\.pt is not as it was written"):
         run(tmp_path / "run", resume=True, steps=2)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -31,7 +32,14 @@ from dlm_bridge.convert.formats.safetensors_file import (
 )
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.diffusion_lm import copy_remote_code
-from dlm_bridge.train.checkpoints import atomic_checkpoint, temporary_folder, write_state
+from dlm_bridge.train.checkpoints import (
+    atomic_checkpoint,
+    checkpoint_errors,
+    raised_everywhere,
+    temporary_folder,
+    write_rank_digests,
+    write_state,
+)
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import decoder_layers
 from dlm_bridge.train.lora import Adapter
@@ -213,38 +221,58 @@ def save_sharded(
     Weights are gathered one at a time on `device`, and written before the next one. Raises DlmBridgeError where the
     disk refuses.
     """
-    main = dist.get_rank() == 0
-    with atomic_checkpoint(output, step) if main else contextlib.nullcontext(temporary_folder(output, step)) as folder:
-        dist.barrier()
-        dcp.save({OPTIMIZER: get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder / OPTIMIZER)
-        if adapter is None:
-            save_weights(folder, model, device)
-        else:
-            tensors = {name: full_tensor(weight, device).cpu() for name, weight in adapter.parameters().items()}
+    main, folder = dist.get_rank() == 0, temporary_folder(output, step)
+    with contextlib.ExitStack() as checkpoint:
+        # The block of one rank ends with an error of any rank, at the same point.
+        with raised_everywhere():
             if main:
-                adapter.save_pretrained(folder, tensors)
-        dist.barrier()
-        if main:
-            write_state(folder, step, tokenizer, state)
+                checkpoint.enter_context(atomic_checkpoint(output, step))
+        with raised_everywhere(), checkpoint_errors(output, step):
+            _save_optimizer(folder / OPTIMIZER, model, optimizer)
+            write_rank_digests(folder, dist.get_rank())
+        with raised_everywhere(), checkpoint_errors(output, step):
+            if adapter is None:
+                save_weights(folder, model, device)
+            else:
+                tensors = {name: full_tensor(weight, device).cpu() for name, weight in adapter.parameters().items()}
+                if main:
+                    adapter.save_pretrained(folder, tensors)
+        with raised_everywhere(), checkpoint_errors(output, step):
+            if main:
+                write_state(folder, step, tokenizer, state)
+                checkpoint.close()  # which gives the folder its name
+
+
+def _save_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    try:
+        dcp.save({OPTIMIZER: get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    except CheckpointException as error:  # of any rank, raised in all
+        failure = next((failure[0] for failure in error.failures.values()), None)
+        raise failure if isinstance(failure, OSError) else RuntimeError(one_line(failure or error)) from error
 
 
 def save_weights(folder: Path, model: Any, device: torch.device, shard_size: int = SHARD_SIZE) -> None:
     """Write the Hub's files of a model as its `save_pretrained` does: config.json, generation_config.json, weights
     under the Hub's names. Every process calls this together, rank 0 writes."""
-    writer, plans = None, []
-    if dist.get_rank() == 0:
-        _write_configs(folder, model)
-        plans = _shard_plans(model, shard_size)
-        writer = HubWriter(folder, plans)
-    for name, tensor in _stored_tensors(model):
-        whole = full_tensor(tensor, device)
-        if writer is not None:
-            for hub_name, part in _hub_tensors(model, name, whole).items():
-                writer.write(hub_name, part.contiguous().cpu())
-    if writer is not None:
-        writer.finish()
-        if len(plans) > 1:
-            (folder / SAFETENSORS_INDEX).write_text(index_text(plans))
+    weights = ((name, full_tensor(tensor, device)) for name, tensor in _stored_tensors(model))
+    try:
+        if dist.get_rank() == 0:
+            _write_hub_files(folder, model, weights, shard_size)
+    finally:
+        for _ in weights:  # every rank takes part in gathering them all, also where the disk has refused the first
+            pass
+
+
+def _write_hub_files(folder: Path, model: Any, weights: Iterator[tuple[str, torch.Tensor]], shard_size: int) -> None:
+    _write_configs(folder, model)
+    plans = _shard_plans(model, shard_size)
+    writer = HubWriter(folder, plans)
+    for name, whole in weights:
+        for hub_name, part in _hub_tensors(model, name, whole).items():
+            writer.write(hub_name, part.contiguous().cpu())
+    writer.finish()
+    if len(plans) > 1:
+        (folder / SAFETENSORS_INDEX).write_text(index_text(plans))
 
 
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -22,7 +22,13 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.train.accelerate import fsdp, transforms
 from dlm_bridge.train.accelerate.attention import FLASH, attention_kernels, set_attention, uses_flash_attention
-from dlm_bridge.train.checkpoints import find_checkpoints, load_state, remove_old_checkpoints, save_checkpoint
+from dlm_bridge.train.checkpoints import (
+    load_state,
+    raised_everywhere,
+    remove_old_checkpoints,
+    save_checkpoint,
+    step_folder,
+)
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.loading import starting_model
@@ -193,13 +199,13 @@ class AccelerateTrainer(Trainer):
             fsdp.save_sharded(
                 self.output, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer, state, self.device
             )
-        elif self.main:
-            state["optimizer"] = self.optimizer.state_dict()
-            save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
-        if self.main:
-            remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
-        self.accelerator.wait_for_everyone()
-        return find_checkpoints(self.output)[-1][1]
+        with raised_everywhere():
+            if self.main and not self.fsdp:
+                state["optimizer"] = self.optimizer.state_dict()
+                save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
+            if self.main:
+                remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
+        return step_folder(self.output, step)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Set the state of the optimizer and of the gradient scaler; `starting_model` has loaded the weights."""

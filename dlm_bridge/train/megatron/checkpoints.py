@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import logging
 import re
 import shutil
 import textwrap
@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dlm_bridge.convert.atomic import atomic_file, publish_folder, sync
+from dlm_bridge.convert.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.manifest import Manifest, digests_of, write_digests
+from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA
+from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
 from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, write_passthrough, write_side_files
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import CONFIG_FILE, TRACKER
@@ -46,14 +48,24 @@ from dlm_bridge.parallel.mcore_patches.optimizers import (
     unpadded_param_index_map,
 )
 from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
-from dlm_bridge.train.checkpoints import save_tokenizer
+from dlm_bridge.train.checkpoints import (
+    ResumePoint,
+    find_resume_point,
+    from_all,
+    gather_digests,
+    how_to_go_on,
+    named_checkpoints,
+    raised_everywhere,
+    remove_checkpoint,
+    save_tokenizer,
+    write_rank_digests,
+)
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron import fp8_state, fsdp_checkpoints, optimizer_state
 
 NAME = re.compile(r"iter_(\d{7,})")
-WRITER = re.compile(r"__(\d+)_\d+\.distcp$")  # the rank that wrote a file
-RANK_DIGESTS = ".digests_"  # of one rank, while a save is under way
+WRITER_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 STATE = "dlm_bridge_run"  # the key of our own values in `common.pt`
 
 
@@ -62,16 +74,53 @@ def checkpoint_root(output: Path) -> Path:
     return output / "checkpoints"
 
 
-def newest_checkpoint(output: Path) -> tuple[int, Path | None]:
-    """(step, folder) of a run's newest complete checkpoint; (0, None) where it has none. Raises DlmBridgeError."""
-    tracker = checkpoint_root(output) / TRACKER
-    if not tracker.is_file():
-        return 0, None
-    text = tracker.read_text().strip()
-    folder = checkpoint_root(output) / f"iter_{int(text):07d}" if text.isdigit() else None
-    if folder is None or not folder.is_dir():
-        raise DlmBridgeError(f"{tracker} names iteration '{text}', which is not there: remove the file to start anew")
-    return int(text), folder
+def find_iteration(output: Path) -> ResumePoint:
+    """The iteration that a run goes on from: the one that the tracker names, or where that is not whole the newest
+    whole one before it. Every process calls it. Raises DlmBridgeError."""
+    root = checkpoint_root(output)
+    found = named_checkpoints(root, NAME)
+    named = _tracked_step(root)
+    if named in [step for step, _ in found]:
+        found = [(step, folder) for step, folder in found if step <= named]
+    elif named is not None and not found:
+        raise DlmBridgeError(f"{root / TRACKER} names an iteration that is not there: remove the file to start anew")
+    point = find_resume_point(found, DCP_METADATA)
+    if point.folder is not None and (root / MANIFEST).is_file() and not is_intact(root):
+        raise DlmBridgeError(
+            f"{root / MANIFEST} is not as it was written, and every iteration is read by it: restore it, or start "
+            "anew in another --output"
+        )
+    return point
+
+
+def resume_point(output: Path, console: Console) -> ResumePoint:
+    """As `find_iteration`; those after it are set aside, and the tracker names it. Every process calls it."""
+    point, root = find_iteration(output), checkpoint_root(output)
+    with raised_everywhere():
+        if dist.get_rank() == 0 and point.folder is not None:
+            notes = point.notes
+            if _tracked_step(root) != point.step:
+                notes.append(f"{root / TRACKER} now names step {point.step}")
+                _write_tracker(root, point.step)
+            for line in notes:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            point.set_aside()
+    return point
+
+
+def _tracked_step(root: Path) -> int | None:
+    """What the tracker names, -1 for anything but an iteration; None where there is no tracker."""
+    try:
+        text = (root / TRACKER).read_bytes().strip()
+    except FileNotFoundError:
+        return None
+    return int(text) if re.fullmatch(rb"[0-9]{1,18}", text) else -1
+
+
+def _write_tracker(root: Path, step: int) -> None:
+    with atomic_file(root / TRACKER, overwrite=True) as tracker:
+        tracker.write(str(step))
+    sync(root)
 
 
 def check_resumable(folder: Path, config: TrainConfig) -> None:
@@ -90,14 +139,15 @@ def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any) -> Non
     process calls it, when a run starts."""
     folder = checkpoint_root(output) / HUB_FOLDER
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its first checkpoint
-    folder.mkdir(parents=True)
     checkpoint = source.bridge.checkpoint
-    write_side_files(checkpoint, folder, None, None)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)
-    own = [name for name, entry in checkpoint.passthrough.items() if not entry.copy_of]
-    write_passthrough(folder / CARRIED_FILE, {name: checkpoint.read_passthrough(name) for name in own})
-    write_hub_config(output, source)
+    with disk_errors(folder, how_to_go_on(None)):
+        folder.mkdir(parents=True)
+        write_side_files(checkpoint, folder, None, None)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, folder)
+        own = [name for name, entry in checkpoint.passthrough.items() if not entry.copy_of]
+        write_passthrough(folder / CARRIED_FILE, {name: checkpoint.read_passthrough(name) for name in own})
+        write_hub_config(output, source)
 
 
 def write_hub_config(output: Path, source: MegatronSource) -> None:
@@ -140,58 +190,89 @@ class CheckpointManager:
         self.keep_last = config.checkpoint.keep_last
         self.mtp = read_mtp_shard(source)
         self.queue = AsyncCallsQueue() if config.checkpoint.async_save else None
+        self.pending: Path | None = None  # what the background writes
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
         patch_grouped_linear_state(chunks)
+        logging.getLogger(WRITER_LOG).setLevel(logging.CRITICAL)  # its errors are ours, in one line
 
     def save(self, step: int, values: dict[str, Any]) -> Path:
         """Write the iteration `step` with our own `values` (numbers and strings); with `--async-save` in the
         background, after the one before is complete. Raises DlmBridgeError where the disk refuses."""
         self.finish()
         folder = self.root / f"iter_{step:07d}"
-        hidden = self.root / f".{folder.name}"
-        if dist.get_rank() == 0:
-            shutil.rmtree(hidden, ignore_errors=True)
-            hidden.mkdir(parents=True)
-        dist.barrier()
-        if self.fsdp:
-            try:
-                fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer, self.mtp)
-                _write_rank_digests(hidden, dist.get_rank())
-            except (OSError, CheckpointException) as error:
-                raise DlmBridgeError(f"{folder}: cannot be written: {_reason(error)}") from error
-            self._publish(hidden, folder, step)
-            return folder
-        state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **self._state(is_loading=False)}
-        state["mtp"] = sharded_mtp(self.mtp)
-        start_results_queue()
-        try:
-            request = dist_checkpointing.save(
-                state, str(hidden), content_metadata=_content_metadata(), async_sharded_save=self.queue is not None
-            )
-            if self.queue is None:
-                _write_rank_digests(hidden, dist.get_rank())
-        except OSError as error:
-            raise DlmBridgeError(f"{folder}: cannot be written: {one_line(error)}") from error
-        if self.queue is None:
-            self._publish(hidden, folder, step)
+        hidden = _hidden(folder)
+        with self._write_errors(folder), raised_everywhere(), self._disk_errors(folder):
+            if dist.get_rank() == 0:
+                shutil.rmtree(hidden, ignore_errors=True)
+                hidden.mkdir(parents=True)
+        with self._write_errors(folder):
+            request = self._write(hidden, step, values)
+        if request is None:
+            with self._write_errors(folder), raised_everywhere(), self._disk_errors(folder):
+                write_rank_digests(hidden, dist.get_rank())
+            self._publish(folder, step)
         else:
-            assert isinstance(request, AsyncRequest)
+            assert self.queue is not None
             if request.async_fn is not None:  # None where a rank has nothing to write
                 write = partial(_write_with_digests, request.async_fn, hidden, dist.get_rank())
                 request = request._replace(async_fn=write)
-            request.add_finalize_fn(lambda: self._publish(hidden, folder, step))
+            request.add_finalize_fn(lambda: self._publish(folder, step))
             self.queue.schedule_async_request(request)
+            self.pending = folder
         return folder
+
+    def _write(self, hidden: Path, step: int, values: dict[str, Any]) -> AsyncRequest | None:
+        """Write an iteration into `hidden`; with `--async-save` what the background has to do."""
+        if self.fsdp:
+            fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer, self.mtp)
+            return None
+        state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **self._state(is_loading=False)}
+        state["mtp"] = sharded_mtp(self.mtp)
+        start_results_queue()
+        request: AsyncRequest | None = dist_checkpointing.save(
+            state, str(hidden), content_metadata=_content_metadata(), async_sharded_save=self.queue is not None
+        )
+        return request
 
     def poll(self) -> None:
         """Publish a background save that has ended. Called once a step."""
-        if self.queue is not None:
-            self.queue.maybe_finalize_async_calls(blocking=False)
+        self._finalize(blocking=False)
 
     def finish(self) -> None:
         """Wait for a background save."""
-        if self.queue is not None:
-            self.queue.maybe_finalize_async_calls(blocking=True)
+        self._finalize(blocking=True)
+
+    def _finalize(self, blocking: bool) -> None:
+        if self.queue is not None and self.pending is not None:
+            with self._write_errors(self.pending):
+                self.queue.maybe_finalize_async_calls(blocking=blocking)
+
+    @contextlib.contextmanager
+    def _write_errors(self, folder: Path) -> Iterator[None]:
+        """Turn what the disk refuses while an iteration is written into a DlmBridgeError, and leave nothing of it."""
+        try:
+            with self._disk_errors(folder):
+                yield
+        except CheckpointException as error:  # of any rank's writers, raised on every rank
+            first = next((failure[0] for failure in error.failures.values()), None)  # the first rank knows
+            reason = None if first is None else disk_refusal(first, folder, self._remedy())
+            known = reason or f"{folder}: cannot be written: {_reason(error)}: {self._remedy()}"
+            self._remove_unfinished(folder)
+            raise DlmBridgeError(from_all(known)[0]) from error
+        except DlmBridgeError:
+            self._remove_unfinished(folder)
+            raise
+
+    def _disk_errors(self, folder: Path) -> contextlib.AbstractContextManager[None]:
+        return disk_errors(folder, self._remedy())
+
+    def _remedy(self) -> str:
+        found = named_checkpoints(self.root, NAME)
+        return how_to_go_on(found[-1][1] if found else None)
+
+    def _remove_unfinished(self, folder: Path) -> None:
+        if dist.get_rank() == 0:
+            shutil.rmtree(_hidden(folder), ignore_errors=True)
 
     @fp8_state.weights_only_loading()
     def load(self, folder: Path) -> dict[str, Any]:
@@ -236,22 +317,19 @@ class CheckpointManager:
             drop_offload_settings(self.optimizer, optimizer)
         return {**model, optimizer_state.OPTIMIZER_KEY: optimizer}
 
-    def _publish(self, hidden: Path, folder: Path, step: int) -> None:
+    def _publish(self, folder: Path, step: int) -> None:
         """Give a complete iteration its name, and let the tracker name it; then remove the oldest ones."""
         dist.barrier()  # every rank has written its digests
-        if dist.get_rank() == 0:
-            _gather_digests(hidden)
-            publish_folder(hidden, folder)
-            with atomic_file(self.root / TRACKER, overwrite=True) as tracker:
-                tracker.write(str(step))
-            sync(self.root)
-            if self.keep_last:
-                found = sorted(path for path in self.root.iterdir() if NAME.fullmatch(path.name))
-                for old in found[: -self.keep_last]:
-                    removed = self.root / f".{old.name}"
-                    os.replace(old, removed)  # first: a kill leaves nothing that looks like a checkpoint
-                    shutil.rmtree(removed)
-        dist.barrier()
+        with self._write_errors(folder), raised_everywhere(), self._disk_errors(folder):
+            if dist.get_rank() == 0:
+                gather_digests(_hidden(folder))
+                publish_folder(_hidden(folder), folder)
+                _write_tracker(self.root, step)
+                # One after this step is of a tracker that was set back, and no reason to remove this one.
+                found = [path for number, path in named_checkpoints(self.root, NAME) if number <= step]
+                for old in found[: -self.keep_last] if self.keep_last else ():
+                    remove_checkpoint(old)
+        self.pending = None
 
 
 @contextlib.contextmanager
@@ -275,22 +353,13 @@ def _reason(error: BaseException) -> str:
 def _write_with_digests(write: Callable[..., None], folder: Path, rank: int, *arguments: Any, **options: Any) -> None:
     """The work of a background save, in a process of its own."""
     write(*arguments, **options)
-    _write_rank_digests(folder, rank)
+    with contextlib.suppress(OSError):  # on a full disk: the first rank digests what has no digest
+        write_rank_digests(folder, rank)
 
 
-def _write_rank_digests(folder: Path, rank: int) -> None:
-    """Write the digests of this rank's files, for the first rank to gather."""
-    own = [file for file in folder.iterdir() if (match := WRITER.search(file.name)) and int(match[1]) == rank]
-    (folder / f"{RANK_DIGESTS}{rank}").write_text(json.dumps(digests_of(own)))
-
-
-def _gather_digests(folder: Path) -> None:
-    """Write all ranks' digests in one file, with those of files that belong to no rank."""
-    digests: dict[str, str] = {}
-    for notes in folder.glob(f"{RANK_DIGESTS}*"):
-        digests |= json.loads(notes.read_text())
-        notes.unlink()
-    write_digests(folder, digests | digests_of([file for file in folder.iterdir() if file.name not in digests]))
+def _hidden(folder: Path) -> Path:
+    """Where an iteration is written, until it is complete."""
+    return folder.with_name(f".{folder.name}")
 
 
 def _content_metadata() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
 from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import load_main_params
+from dlm_bridge.train.checkpoints import ResumePoint, raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import open_megatron_source
 from dlm_bridge.train.megatron import checkpoints, mcore_config
@@ -56,7 +57,8 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         console.print(line, highlight=False, soft_wrap=True)
     output = Path(config.checkpoint.output)
     _first_on_main(lambda: open_output(output, resume) if main else None)
-    step, checkpoint = checkpoints.newest_checkpoint(output) if resume else (0, None)
+    point = checkpoints.resume_point(output, console) if resume else ResumePoint()
+    step, checkpoint = point.step, point.folder
     if checkpoint is not None:
         check_same_model(config, checkpoints.checkpoint_root(output))
         checkpoints.check_resumable(checkpoint, config)
@@ -66,11 +68,12 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
             console.print(f"the run is finished: step {step} of {steps}, {checkpoint}", soft_wrap=True)
         return checkpoint
     trainer = assemble(config, console, checkpoint, step)
-    if main:
-        if checkpoint is None:
-            checkpoints.write_hub_files(output, trainer.source, trainer.tokenizer)
-        checkpoints.remove_leftovers(output)
-        write_config(trainer.config, output)
+    with raised_everywhere():
+        if main:
+            if checkpoint is None:
+                checkpoints.write_hub_files(output, trainer.source, trainer.tokenizer)
+            checkpoints.remove_leftovers(output)
+            write_config(trainer.config, output)
     trainer.announce(step, f"; {describe_layout(config)}")
     return trainer.run(step)
 

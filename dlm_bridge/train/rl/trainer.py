@@ -22,7 +22,7 @@ from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.accelerate.trainer import adamw
-from dlm_bridge.train.checkpoints import find_checkpoints, remove_old_checkpoints, save_checkpoint
+from dlm_bridge.train.checkpoints import raised_everywhere, remove_old_checkpoints, save_checkpoint, step_folder
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.sections import AUTOREGRESSIVE, METHODS
 from dlm_bridge.train.loading import load_model
@@ -201,20 +201,20 @@ class RLTrainer(TrainingLoop, Generic[Item]):
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step` on the main process, while the others wait."""
         check_finite(step, self.plain_model.parameters())
-        if metrics is not None:
-            metrics.sync()
-            scaler = self.accelerator.scaler
-            state = {
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": None if scaler is None else scaler.state_dict(),
-                "rows": len(self.rows),
-                "tokens": self.tokens,
-            }
-            save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
-            remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
-            plot_loss(metrics.rows, self.output / "loss.png")
-        self.accelerator.wait_for_everyone()
-        return find_checkpoints(self.output)[-1][1]
+        with raised_everywhere():
+            if metrics is not None:
+                metrics.sync()
+                scaler = self.accelerator.scaler
+                state = {
+                    "optimizer": self.optimizer.state_dict(),
+                    "scaler": None if scaler is None else scaler.state_dict(),
+                    "rows": len(self.rows),
+                    "tokens": self.tokens,
+                }
+                save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
+                remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
+                plot_loss(metrics.rows, self.output / "loss.png")
+        return step_folder(self.output, step)
 
     def summed(self, values: dict[str, float]) -> dict[str, float]:
         """Each value summed over the processes."""

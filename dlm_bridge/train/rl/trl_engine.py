@@ -13,14 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback
 
+from dlm_bridge.convert.atomic import publish_folder
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import TRACKER
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.accelerate.trainer import adamw
-from dlm_bridge.train.checkpoints import NAME, step_folder
+from dlm_bridge.train.checkpoints import (
+    TRL_STATE,
+    ResumePoint,
+    checkpoint_errors,
+    gather_digests,
+    raised_everywhere,
+    remove_old_checkpoints,
+    run_checkpoints,
+    step_folder,
+)
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.sections import SAMPLED
 from dlm_bridge.train.data.documents import check_tokenizer
@@ -30,10 +41,9 @@ from dlm_bridge.train.metrics import MetricsFile, TrainingProgress, plot_loss
 from dlm_bridge.train.rl.reward_worker import RewardWorkers
 from dlm_bridge.train.rl.rows import Problem, load_pairs, load_problems, read_rows
 from dlm_bridge.train.rl.trainer import PreferenceRow, RolloutRow, check_length, check_method
-from dlm_bridge.train.setup import open_output, write_config
+from dlm_bridge.train.setup import open_output, resume_point, write_config
 from dlm_bridge.train.trainer import catch_sigterm, learning_rate
 
-STATE = "trainer_state.json"  # which transformers' Trainer writes last
 UNFINISHED = re.compile(r"checkpoint-\d+")  # as it names folders
 
 
@@ -43,15 +53,15 @@ def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
         raise DlmBridgeError(
             f"--method {config.rl.method} is TRL's, which is not installed: pip install 'dlm-bridge[rl]'"
         )
-    main = os.environ.get("RANK", "0") == "0"
+    processes = PartialState(cpu=not torch.accelerator.is_available())
+    main = processes.is_main_process
     output = Path(config.checkpoint.output)
     if main:
         open_output(output, resume)
-        for folder in (output / "checkpoints").glob("checkpoint-*"):
-            if UNFINISHED.fullmatch(folder.name):
-                shutil.rmtree(folder)
-    found = find_checkpoints(output) if resume else []
-    step, checkpoint = found[-1] if found else (0, None)
+        _remove_unfinished(output)
+    processes.wait_for_everyone()
+    point = resume_point(output, main, console, TRL_STATE) if resume else ResumePoint()
+    step, checkpoint = point.step, point.folder
     if checkpoint is not None and step >= config.schedule.steps:
         if main:
             console.print(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}", soft_wrap=True)
@@ -85,13 +95,7 @@ def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
     finally:
         for workers in reward_workers:
             workers.close()
-    return find_checkpoints(output)[-1][1]
-
-
-def find_checkpoints(output: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint of a run of TRL's, oldest first."""
-    folders = sorted((output / "checkpoints").glob("step-*"))
-    return [(int(match[1]), folder) for folder in folders if (match := NAME.fullmatch(folder.name))]
+    return run_checkpoints(output)[-1][1]
 
 
 def trainer_arguments(config: RLConfig, processes: int) -> dict[str, Any]:
@@ -191,16 +195,29 @@ def _preferences(items: list[str]) -> list[dict[str, Any]]:
     return [{name: row.fields[name] for name in ("prompt", "chosen", "rejected")} for row in read_rows(items)]
 
 
+def _remove_unfinished(output: Path) -> None:
+    """Remove what a killed or failed run left of a checkpoint."""
+    for folder in (output / "checkpoints").glob("checkpoint-*"):
+        if UNFINISHED.fullmatch(folder.name):
+            shutil.rmtree(folder)
+
+
 def _own(kind: type[Any]) -> type[Any]:
     """One of TRL's trainers that names checkpoints as we do, once they are whole, and sends nothing."""
 
     class Trainer(kind):
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.accelerator.is_main_process:
-                self.finish_checkpoint()
-            self.accelerator.wait_for_everyone()
+            output, step = Path(self.args.output_dir).parent, self.checkpoint_step()
+            try:
+                with raised_everywhere(), checkpoint_errors(output, step):
+                    super()._save_checkpoint(model, trial)
+                with raised_everywhere(), checkpoint_errors(output, step):
+                    if self.accelerator.is_main_process:
+                        self.finish_checkpoint()
+            except DlmBridgeError:
+                if self.accelerator.is_main_process:
+                    _remove_unfinished(output)
+                raise
 
         def create_model_card(self, *args: Any, **kwargs: Any) -> None:
             pass
@@ -236,6 +253,7 @@ class _Reporter(TrainerCallback):
             else []
         )
         trainer.finish_checkpoint = self.finish_checkpoint
+        trainer.checkpoint_step = lambda: trainer.state.global_step // config.rl.updates
         self.tokens = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -289,13 +307,10 @@ class _Reporter(TrainerCallback):
         """Rename the newest checkpoint, now that it is complete, and remove old ones."""
         root = self.output / "checkpoints"
         for folder in root.glob("checkpoint-*"):
-            if UNFINISHED.fullmatch(folder.name) and (folder / STATE).is_file():
-                step = int(folder.name.rpartition("-")[2]) // self.config.rl.updates
-                shutil.rmtree(step_folder(self.output, step), ignore_errors=True)
-                os.replace(folder, step_folder(self.output, step))
-        if self.config.checkpoint.keep_last:
-            for _, folder in find_checkpoints(self.output)[: -self.config.checkpoint.keep_last]:
-                shutil.rmtree(folder)
+            if UNFINISHED.fullmatch(folder.name) and (folder / TRL_STATE).is_file():
+                gather_digests(folder)
+                publish_folder(folder, step_folder(self.output, self.trainer.checkpoint_step()))
+        remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
         if self.metrics is not None:
             self.metrics.sync()
             plot_loss(self.metrics.rows, self.output / "loss.png")
@@ -304,7 +319,7 @@ class _Reporter(TrainerCallback):
         self.stack.close()
         if self.metrics is not None:
             self.metrics.close()
-            folder = find_checkpoints(self.output)[-1][1]
+            folder = run_checkpoints(self.output)[-1][1]
             self.console.print(f"done: the model is at {folder}", highlight=False, soft_wrap=True)
 
     def _sampled(self, common: dict[str, Any], logs: dict[str, Any], held_out: dict[str, Any]) -> RolloutRow:

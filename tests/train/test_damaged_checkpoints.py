@@ -1,0 +1,197 @@
+"""A damaged or incomplete checkpoint is never resumed: the one before it is, and it is kept under another name."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, file_names
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train import checkpoints, setup
+from dlm_bridge.train.accelerate.trainer import train
+from dlm_bridge.train.config import TrainConfig
+from tests.convert.helpers import run_cli
+from tests.train.conftest import Run, read_metrics, run_values, undrawn, without_speed
+
+OPTIONS = {"steps": 4, "save_interval": 2, "eval_interval": 0}
+FIRST, LAST = "step-0000002", "step-0000004"
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, seed_folder: Path, corpus: Path) -> Path:
+    """A run with two checkpoints."""
+    output = tmp_path_factory.mktemp("trained") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        undrawn(patch)
+        config = TrainConfig.from_flags(**{**run_values(seed_folder, corpus), **OPTIONS, "output": str(output)})
+        train(config, False, Console(quiet=True))
+    return output
+
+
+@pytest.fixture
+def finished(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(trained, tmp_path / "finished")
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What the runs of this test print."""
+    said = io.StringIO()
+    monkeypatch.setattr("tests.train.conftest.Console", lambda **_: Console(file=said, width=10_000))
+    return said
+
+
+def resume_point(run: Path) -> checkpoints.ResumePoint:
+    found = checkpoints.named_checkpoints(run / "checkpoints")
+    return checkpoints.find_resume_point(found, checkpoints.STATE)
+
+
+def test_a_flipped_bit_in_any_file_is_found(finished: Path, tmp_path: Path) -> None:
+    names = file_names(finished / "checkpoints" / LAST)
+    assert {"model.safetensors", "trainer_state.pt", "config.json", "tokenizer.json"} <= set(names)
+    for damage in (flip, Path.unlink):
+        for name in (*names, FILE_DIGESTS):
+            copy = tmp_path / damage.__name__ / name
+            shutil.copytree(finished, copy)
+            damage(copy / "checkpoints" / LAST / name)
+            point = resume_point(copy)
+            if damage is not flip and name == FILE_DIGESTS:
+                assert (point.step, point.damaged) == (4, ())
+                assert "cannot be checked" in point.notes[0]
+                continue
+            assert point.step == 2, name
+            ((folder, problem),) = point.damaged
+            assert folder == copy / "checkpoints" / LAST
+            assert name in problem
+
+
+def test_a_run_goes_on_from_the_checkpoint_before(finished: Path, run: Run, console: io.StringIO) -> None:
+    rows = without_speed(read_metrics(finished))
+    weights = (finished / "checkpoints" / LAST / "model.safetensors").read_bytes()
+    flip(finished / "checkpoints" / LAST / "model.safetensors")
+    damaged = (finished / "checkpoints" / LAST / "model.safetensors").read_bytes()
+    assert without_speed(run(finished, resume=True, **OPTIONS)) == rows
+    said = console.getvalue()
+    assert f"{LAST}: is damaged: model.safetensors is not as it was written: it is set aside as {LAST}.damaged" in said
+    root = finished / "checkpoints"
+    assert sorted(path.name for path in root.iterdir()) == [FIRST, LAST, f"{LAST}.damaged"]
+    assert (root / f"{LAST}.damaged/model.safetensors").read_bytes() == damaged
+    assert (root / LAST / "model.safetensors").read_bytes() == weights
+    assert not check_files(root / LAST)
+    flip(root / LAST / "trainer_state.pt")  # once more: the first one is still kept
+    run(finished, resume=True, **OPTIONS)
+    assert sorted(path.name for path in root.iterdir()) == [FIRST, LAST, f"{LAST}.damaged", f"{LAST}.damaged-2"]
+
+
+def without_state(folder: Path) -> None:
+    (folder / checkpoints.STATE).unlink()
+
+
+def without_state_or_digests(folder: Path) -> None:
+    without_state(folder)
+    (folder / FILE_DIGESTS).unlink()
+
+
+def cut_weights_without_digests(folder: Path) -> None:
+    (folder / FILE_DIGESTS).unlink()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+
+
+def cut_state_without_digests(folder: Path) -> None:
+    (folder / FILE_DIGESTS).unlink()
+    state = folder / checkpoints.STATE
+    state.write_bytes(state.read_bytes()[:1000])
+
+
+DAMAGES = {
+    without_state: "it has no trainer_state.pt",
+    without_state_or_digests: "it has no trainer_state.pt",
+    cut_weights_without_digests: "model.safetensors",
+    cut_state_without_digests: "trainer_state.pt is truncated",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_incomplete_checkpoint_is_set_aside(
+    damage: Callable[[Path], None], finished: Path, run: Run, console: io.StringIO
+) -> None:
+    damage(finished / "checkpoints" / LAST)
+    run(finished, resume=True, keep_last=1, **OPTIONS)
+    assert DAMAGES[damage] in console.getvalue()
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == [LAST, f"{LAST}.damaged"]
+    assert not check_files(finished / "checkpoints" / LAST)
+
+
+def test_no_whole_checkpoint_is_an_error_that_names_each(finished: Path, run: Run) -> None:
+    flip(finished / "checkpoints" / FIRST / "trainer_state.pt")
+    (finished / "checkpoints" / LAST / "model.safetensors").unlink()
+    with pytest.raises(
+        DlmBridgeError, match=rf"{LAST} is damaged: model\.safetensors is missing; {FIRST} .*trainer_state\.pt"
+    ):
+        run(finished, resume=True, **OPTIONS)
+    assert [folder.name for _, folder in checkpoints.run_checkpoints(finished)] == [FIRST, LAST]  # nothing is renamed
+
+
+def test_a_checkpoint_without_digests_is_resumed_with_a_note(finished: Path, run: Run, console: io.StringIO) -> None:
+    (finished / "checkpoints" / LAST / FILE_DIGESTS).unlink()
+    rows = run(finished, resume=True, **(OPTIONS | {"steps": 5}))
+    assert len(rows) == 5
+    assert f"{LAST} is of a version that wrote no digests" in console.getvalue()
+
+
+def test_a_file_that_was_added_does_no_harm(finished: Path) -> None:
+    (finished / "checkpoints" / LAST / "notes.txt").write_text("mine")
+    assert resume_point(finished).step == 4
+
+
+def test_processes_share_the_reading(finished: Path) -> None:
+    folder = finished / "checkpoints" / LAST
+    names = file_names(folder)
+    for name in names:
+        flip(folder / name)
+    found = [{each.file for each in check_files(folder, rank=rank, ranks=3)} for rank in range(3)]
+    assert sorted(name for files in found for name in files) == names
+
+
+def test_a_process_that_finds_damage_is_heard(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have read other files of the checkpoint, and choose as it does."""
+    answers = iter([[[(2, Path("a")), (4, Path("b"))]], [None, "is damaged: by another"], [None, None]])
+    monkeypatch.setattr(checkpoints, "from_all", lambda value: next(answers))
+    point = checkpoints.find_resume_point([], checkpoints.STATE)
+    assert (point.step, point.folder) == (2, Path("a"))
+    assert point.damaged == ((Path("b"), "is damaged: by another"),)
+
+
+def test_verify_reads_a_checkpoint_and_a_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = finished / "checkpoints" / LAST
+    for path in (folder, finished):
+        assert run_cli(capsys, "verify", path)[0] == 0
+    flip(folder / "trainer_state.pt")
+    for path in (folder, finished):
+        code, out, _ = run_cli(capsys, "verify", path)
+        assert code == 1
+        assert "trainer_state.pt" in out
+
+
+def test_a_dry_run_says_it_and_renames_nothing(finished: Path) -> None:
+    flip(finished / "checkpoints" / LAST / "model.safetensors")
+    point = resume_point(finished)
+    assert point.notes[0].startswith("warning: ")
+    assert [folder.name for _, folder in checkpoints.run_checkpoints(finished)] == [FIRST, LAST]
+    console = Console(file=io.StringIO())
+    assert setup.resume_point(finished, True, console).step == 2
+    assert [folder.name for _, folder in checkpoints.run_checkpoints(finished)] == [FIRST]
