@@ -27,11 +27,11 @@ def register() -> None:
 
 
 class HostWork(Work):
-    """A collective under way: what gloo does, then the copies to the device."""
+    """A collective under way: what gloo does, then the copies to the device. `result` is what its future holds."""
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], None]) -> None:
+    def __init__(self, works: Sequence[Any], finish: Callable[[], None], result: Tensors = ()) -> None:
         super().__init__()
-        self.works, self.finish = works, finish
+        self.works, self.finish, self.result = works, finish, result
         self.done = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -44,6 +44,13 @@ class HostWork(Work):
 
     def is_completed(self) -> bool:
         return self.done
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """As DistributedDataParallel asks for one: complete already."""
+        self.wait()
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(list(self.result))
+        return future
 
 
 class HostGroup(dist.ProcessGroup):
@@ -69,7 +76,7 @@ class HostGroup(dist.ProcessGroup):
             for tensor, number in zip(tensors, staged, strict=True):
                 tensor.detach().copy_(self._mean(number, opts.reduceOp))
 
-        return HostWork(works, finish)
+        return HostWork(works, finish, tensors)
 
     allreduce_coalesced = allreduce
 
