@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+
+import pytest
 
 from dlm_bridge.train.megatron.trainer import FULL_GC_EVERY, GCSchedule
 
@@ -13,6 +16,14 @@ class Node:
 
     def __init__(self) -> None:
         self.other: Node | None = None
+
+
+@pytest.fixture(autouse=True)
+def _unfrozen() -> Iterator[None]:
+    """What the tests' process has frozen is frozen again afterwards."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def cycle() -> weakref.ref[Node]:
@@ -34,6 +45,15 @@ def test_cycles_go_between_steps_and_only_there() -> None:
         collection.close()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+def test_what_the_program_froze_stays_frozen() -> None:
+    gc.freeze()
+    collection = GCSchedule()
+    collection.step()
+    collection.close()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
 
 
 def test_old_cycles_go_now_and_then() -> None:
