@@ -41,6 +41,7 @@ def import_(
     ] = "auto",
     family: convert.Family = None,
     overwrite: convert.Overwrite = False,
+    accept_changed_tensors: convert.AcceptChanged = False,
     as_json: convert.Json = False,
 ) -> None:
     """Turn a PEFT LoRA adapter into Megatron adapter weights, in the keys of Megatron Bridge.
@@ -61,6 +62,7 @@ def import_(
         Layout(tp=tp, pp=pp, vp=vp, **split),
         style,
         overwrite,
+        accept_changed_tensors,
     )
     _show(report.as_dict(), as_json)
 
@@ -83,6 +85,7 @@ def export(
     family: convert.Family = None,
     workers: convert.Workers = None,
     overwrite: convert.Overwrite = False,
+    accept_changed_tensors: convert.AcceptChanged = False,
     as_json: convert.Json = False,
 ) -> None:
     """Turn Megatron adapter weights into a PEFT folder, or merge an adapter into its base.
@@ -107,10 +110,16 @@ def export(
     opened = open_checkpoint(base or named_base(source), family=family)
     adapter = open_adapter(source, opened)
     if not merge:
-        _show(export_adapter(adapter, opened, output, overwrite).as_dict(), as_json)
+        _show(export_adapter(adapter, opened, output, overwrite, accept_changed_tensors).as_dict(), as_json)
         return
     with convert.progress_bar("merging") as progress:
-        options = Options(parse_dtype(dtype), workers, overwrite, progress=progress)
+        options = Options(
+            parse_dtype(dtype),
+            workers,
+            overwrite,
+            progress=progress,
+            accept_changed_tensors=accept_changed_tensors,
+        )
         report = write_hub(MergedCheckpoint(opened, adapter), output, options)
     convert.show_report(report.as_dict(), as_json)
 

@@ -64,6 +64,14 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once t
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from what a killed or interrupted run of the same command has done.")
 ]
+AcceptChanged = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changed-tensors",
+        help="Take tensors that differ from the digests recorded when the source was written; the new dlm_bridge.json "
+        "names them.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Family = Annotated[
@@ -159,6 +167,7 @@ def import_(
     processes: Processes = 1,
     overwrite: Overwrite = False,
     resume: Resume = False,
+    accept_changed_tensors: AcceptChanged = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -183,6 +192,7 @@ def import_(
             processes=processes,
             overwrite=overwrite,
             resume=resume,
+            accept_changed_tensors=accept_changed_tensors,
             dry_run=dry_run,
             progress=progress,
         )
@@ -209,6 +219,7 @@ def export(
     processes: Processes = 1,
     overwrite: Overwrite = False,
     resume: Resume = False,
+    accept_changed_tensors: AcceptChanged = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -228,6 +239,7 @@ def export(
             processes=processes,
             overwrite=overwrite,
             resume=resume,
+            accept_changed_tensors=accept_changed_tensors,
             dry_run=dry_run,
             progress=progress,
         )
@@ -256,6 +268,7 @@ def reshard(
     processes: Processes = 1,
     overwrite: Overwrite = False,
     resume: Resume = False,
+    accept_changed_tensors: AcceptChanged = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -280,6 +293,7 @@ def reshard(
             processes=processes,
             overwrite=overwrite,
             resume=resume,
+            accept_changed_tensors=accept_changed_tensors,
             dry_run=dry_run,
             progress=progress,
         )
@@ -418,6 +432,8 @@ def show_verdict(verdict: dict[str, Any], as_json: bool) -> None:
         return _json(verdict)
     found = verdict["logits"]
     logits = ""
+    for note in verdict["notes"]:
+        typer.echo(f"note: {note}")
     if found is not None:
         logits = (
             f", logits by {found['a']} and {found['b']} differ by {found['difference']:.1e} at the most over "

@@ -37,6 +37,7 @@ def convert_to_dlm(
     revision: convert.Revision = None,
     workers: convert.Workers = None,
     overwrite: convert.Overwrite = False,
+    accept_changed_tensors: convert.AcceptChanged = False,
     dry_run: convert.DryRun = False,
     as_json: convert.Json = False,
 ) -> None:
@@ -57,6 +58,7 @@ def convert_to_dlm(
             workers=workers,
             overwrite=overwrite,
             dry_run=dry_run,
+            accept_changed_tensors=accept_changed_tensors,
             progress=progress,
         )
     convert.show_report(report.as_dict(), as_json)

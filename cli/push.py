@@ -26,6 +26,7 @@ def push(
     overwrite_card: Annotated[
         bool, typer.Option("--overwrite-card", help="Generate a card though the folder has a README.md.")
     ] = False,
+    accept_changed_tensors: convert.AcceptChanged = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show files and card; upload nothing.")
     ] = False,
@@ -47,6 +48,7 @@ def push(
         message=message,
         overwrite_card=overwrite_card,
         dry_run=dry_run,
+        accept_changed_tensors=accept_changed_tensors,
     )
     _show(report.as_dict(), as_json)
 

@@ -111,15 +111,27 @@ class Bridge:
         overwrite: bool = False,
         dry_run: bool = False,
         resume: bool = False,
+        accept_changed_tensors: bool = False,
         progress: Progress | None = None,
     ) -> ConversionReport:
         """Write a Megatron checkpoint for the layout. `dtype` is keep, bf16, fp16, fp32 or a torch dtype;
         `vocab_multiple` pads the vocabulary's rows with zeros. `format` "torch" is the legacy one, whose parameters
         are named by `key_style` te, te-sequential or local; `run_config` adds Megatron Bridge's run_config.yaml.
         An optimizer's state in the source goes with the weights, or is refused, unless `weights_only`. `workers` are
-        threads, of each of `processes` forked processes."""
+        threads, of each of `processes` forked processes. Tensors that are not as dlm_bridge.json recorded them are a
+        ChangedTensorsError, unless `accept_changed_tensors`: then the new manifest names them."""
         megatron = MegatronFormat(format, key_style, run_config, weights_only)
-        options = Options(parse_dtype(dtype), workers, overwrite, dry_run, progress, resume, megatron, processes)
+        options = Options(
+            parse_dtype(dtype),
+            workers,
+            overwrite,
+            dry_run,
+            progress,
+            resume,
+            megatron,
+            processes,
+            accept_changed_tensors,
+        )
         return write_megatron(self.checkpoint, Path(output), layout or Layout(), options, vocab_multiple)
 
     def to_hf(
@@ -133,12 +145,22 @@ class Bridge:
         overwrite: bool = False,
         dry_run: bool = False,
         resume: bool = False,
+        accept_changed_tensors: bool = False,
         progress: Progress | None = None,
     ) -> ConversionReport:
         """Write a Hub folder, with the source's own files and shards unless `shard_size` (bytes or "5GB") asks for
-        new ones."""
+        new ones; see `to_megatron` for the other options."""
         dtype = parse_dtype(dtype)
-        options = Options(dtype, workers, overwrite, dry_run, progress, resume, processes=processes)
+        options = Options(
+            dtype,
+            workers,
+            overwrite,
+            dry_run,
+            progress,
+            resume,
+            processes=processes,
+            accept_changed_tensors=accept_changed_tensors,
+        )
         return write_hub(self.checkpoint, Path(output), options, parse_size(shard_size))
 
     def build_hf_model(

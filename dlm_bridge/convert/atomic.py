@@ -423,15 +423,12 @@ def _read(path: Path) -> dict[str, JournalEntry]:
         try:
             key, entry = json.loads(line)
             done[key] = JournalEntry(
-                tuple((_record(read), _record(written)) for read, written in entry["tensors"]), tuple(entry["items"])
+                tuple((TensorRecord.parse(read), TensorRecord.parse(written)) for read, written in entry["tensors"]),
+                tuple(entry["items"]),
             )
         except (ValueError, TypeError, KeyError):  # cut off by a crash
             continue
     return done
-
-
-def _record(data: dict[str, Any]) -> TensorRecord:
-    return TensorRecord(data["dtype"], tuple(data["shape"]), data["digest"])
 
 
 def _sync(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 
 from dlm_bridge.convert.formats.safetensors_file import ShardRecord
-from dlm_bridge.convert.manifest import Manifest, read_manifest
+from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, Manifest, TensorRecord, check_files, read_manifest
 from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
 from dlm_bridge.convert.streaming import Bands, FileRegion
 from dlm_bridge.errors import DlmBridgeError, first_of
@@ -232,6 +232,24 @@ class Checkpoint(ABC):
     def manifest(self) -> Manifest | None:
         """Its dlm_bridge.json. Raises DlmBridgeError for a broken one."""
         return None if self.root is None else read_manifest(self.root)
+
+    @property
+    def record(self) -> Manifest | None:
+        """The manifest that recorded these weights when they were written."""
+        manifest = self.manifest
+        return manifest if manifest is not None and manifest.iteration == self.iteration else None
+
+    def stored_record(self, name: str) -> TensorRecord | None:
+        """What was read of a tensor that this checkpoint changes before it gives it out; None: it gives what it
+        reads."""
+        return None
+
+    def damaged_files(self, workers: int | None = None) -> list[ChangedFile]:
+        """The weight files of a training run's checkpoint that are not as the digests beside them say; reads them.
+        Raises DlmBridgeError where the digests cannot be read."""
+        if self.folder is None or not (self.folder / FILE_DIGESTS).is_file():
+            return []
+        return check_files(self.folder, workers, only=self.files())
 
     @abstractmethod
     def folders(self) -> list[Path]:

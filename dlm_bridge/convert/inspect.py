@@ -63,6 +63,7 @@ def inspect_checkpoint(
     info.iteration, info.layout = checkpoint.step, checkpoint.layout
     if manifest is not None:
         info.source, info.tool = manifest.source, manifest.tool
+        info.notes += [] if checkpoint.record is None else manifest.notes()
         info.layout = manifest.layout if manifest.iteration == checkpoint.iteration else checkpoint.layout
     return info
 

@@ -8,7 +8,7 @@ of each file, taken by the rank that wrote it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +21,7 @@ import xxhash
 
 from dlm_bridge.convert.formats.dcp_metadata import read_metadata
 from dlm_bridge.convert.formats.safetensors_file import ShardRecord
-from dlm_bridge.convert.streaming import bytes_digest, digest, file_digest
+from dlm_bridge.convert.streaming import Sink, bytes_digest, file_digest, tensor_bands
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, read_config, read_json
@@ -31,15 +31,39 @@ MANIFEST = "dlm_bridge.json"
 FORMAT_VERSION = 1
 _DIGEST, _END = b',\n "digest": "', b'"\n}\n'  # the file's last entry is the xxh3_128 of all bytes before it
 FILE_DIGESTS = "dlm_bridge_files.json"
+ACCEPT = "--accept-changed-tensors"
+_NAMED = 3  # tensors in a message
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One Hub tensor: "bfloat16", (rows, columns), xxh3_128 of its raw bytes."""
+    """One Hub tensor: "bfloat16", (rows, columns), xxh3_128 of its raw bytes, how many values are NaN or infinite."""
 
     dtype: str
     shape: tuple[int, ...]
     digest: str
+    non_finite: int = field(default=0, compare=False)  # what equal digests imply; manifests before it do not say
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> TensorRecord:
+        """The inverse of `as_dict`. Raises KeyError and TypeError."""
+        return cls(data["dtype"], tuple(data["shape"]), data["digest"], int(data.get("non_finite", 0)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; `non_finite` only where there are any."""
+        values = asdict(self)
+        return values if self.non_finite else {key: values[key] for key in ("dtype", "shape", "digest")}
+
+
+class ChangedTensorsError(DlmBridgeError):
+    """Tensors or files (`names`) of a checkpoint differ from the digests that were recorded as they were written."""
+
+    def __init__(self, where: str, names: Iterable[str]) -> None:
+        self.where, self.names = where, sorted(names)
+        super().__init__(
+            f"{where}: differs from its recorded digests in {_some(self.names)}: restore what is damaged, or give "
+            f"{ACCEPT} where it was changed on purpose"
+        )
 
 
 @dataclass
@@ -60,15 +84,40 @@ class Manifest:
     files: dict[str, str] = field(default_factory=dict)  # weight file -> digest of its items' digests, or its header's
     left_out: list[str] = field(default_factory=list)
     carried: list[str] = field(default_factory=list)
+    # Tensor or file of the source -> what was "recorded" and what "found", where they differed and were accepted.
+    changed: dict[str, dict[str, Any]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     tool: str = ""
+
+    def notes(self) -> list[str]:
+        """What a report says of the tensors: NaN and infinite values, and changes of the source that were accepted."""
+        return [
+            *non_finite_note({name: record.non_finite for name, record in self.tensors.items()}),
+            *self.changed_note(),
+        ]
+
+    def changed_note(self) -> list[str]:
+        """The line about the second alone; none where there were none."""
+        if not self.changed:
+            return []
+        return [f"its source differed from its recorded digests, which {ACCEPT} accepted: {_some(self.changed)}"]
 
     def write(self, folder: Path) -> None:
         """Write it as `folder`/dlm_bridge.json."""
         self.tool = self.tool or tool_version()
-        text = json.dumps(asdict(self), indent=1, ensure_ascii=False).removesuffix("\n}").encode()
+        values = asdict(self) | {"tensors": {name: record.as_dict() for name, record in self.tensors.items()}}
+        text = json.dumps(values, indent=1, ensure_ascii=False).removesuffix("\n}").encode()
         tail = _DIGEST + bytes_digest(text).encode() + _END
         (folder / MANIFEST).write_bytes(text + tail)
+
+
+def non_finite_note(counts: Mapping[str, int]) -> list[str]:
+    """The line that names the tensors with NaN or infinite values, of which `counts` are given; none without any."""
+    found = {name: count for name, count in counts.items() if count}
+    if not found:
+        return []
+    counted = _some(f"{name} ({count:,})" for name, count in found.items())
+    return [f"{sum(found.values()):,} values are NaN or infinite: {counted}"]
 
 
 def read_model_config(path: str | Path, revision: str | None = None) -> tuple[dict[str, Any], str | None]:
@@ -140,10 +189,7 @@ def combined_digest(tensors: dict[str, TensorRecord]) -> str:
 def _parse(data: dict[str, Any]) -> Manifest:
     known = {item.name for item in fields(Manifest)}
     values = {key: value for key, value in data.items() if key in known}
-    values["tensors"] = {
-        name: TensorRecord(record["dtype"], tuple(record["shape"]), record["digest"])
-        for name, record in data["tensors"].items()
-    }
+    values["tensors"] = {name: TensorRecord.parse(record) for name, record in data["tensors"].items()}
     values["shards"] = [
         ShardRecord(shard["file"], shard["metadata"], tuple(shard["tensors"])) for shard in data["shards"]
     ]
@@ -184,18 +230,28 @@ class Records:
         self.read: dict[str, TensorRecord] = {}
         self.written: dict[str, TensorRecord] = {}
 
-    def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Cast a tensor that was read to its target dtype, contiguous, and note both digests."""
+    def convert(self, name: str, tensor: torch.Tensor, stored: TensorRecord | None = None) -> torch.Tensor:
+        """Cast a tensor that was read to its target dtype, contiguous, and note both digests. `stored` is what the
+        files hold where it is not the tensor."""
         tensor = tensor.contiguous()
         target = cast(tensor, self._specs[name][0], name)
-        self.read[name] = record_of(tensor)
-        self.written[name] = self.read[name] if target is tensor else record_of(target)
+        found = record_of(tensor)
+        self.read[name] = stored or found
+        self.written[name] = found if target is tensor else record_of(target)
         return target
 
-    def note(self, name: str, found: str) -> None:
-        """Note the digest of a tensor that went through unchanged."""
+    def note(self, name: str, found: str, non_finite: int) -> None:
+        """Note the digest of a tensor that went through unchanged, and its NaN and infinite values."""
         dtype, shape = self._specs[name]
-        self.read[name] = self.written[name] = TensorRecord(dtype_name(dtype), shape, found)
+        self.read[name] = self.written[name] = TensorRecord(dtype_name(dtype), shape, found, non_finite)
+
+    def changed(self, recorded: Mapping[str, TensorRecord]) -> dict[str, dict[str, Any]]:
+        """What was read and is not as `recorded`, as `Manifest.changed` has it."""
+        return {
+            name: {"recorded": recorded[name].as_dict(), "found": record.as_dict()}
+            for name, record in self.read.items()
+            if name in recorded and recorded[name] != record
+        }
 
     def entry(self, names: Iterable[str]) -> list[tuple[TensorRecord, TensorRecord]]:
         """What was read and written of each of these tensors, for the journal."""
@@ -222,17 +278,32 @@ class Records:
 
 
 def record_of(tensor: torch.Tensor) -> TensorRecord:
-    """dtype, shape and digest of a tensor."""
-    return TensorRecord(dtype_name(tensor.dtype), tuple(tensor.shape), digest(tensor))
+    """dtype, shape and digest of a tensor, and how many of its values are NaN or infinite."""
+    with Sink(dtype=tensor.dtype) as sink:
+        for _, band in tensor_bands(tensor.contiguous()):
+            sink.take(band.reshape(-1).data)
+    return TensorRecord(dtype_name(tensor.dtype), tuple(tensor.shape), sink.digest.hexdigest(), sink.non_finite)
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first names, and how many there are."""
+    found = sorted(names)
+    more = f" ... ({len(found)} in all)" if len(found) > _NAMED else ""
+    return f"{', '.join(found[:_NAMED])}{more}"
 
 
 @dataclass(frozen=True)
 class ChangedFile:
-    """A file that is not what it was."""
+    """A file that is not what it was: its digests then and now, None where it was or is not there."""
 
     file: str  # path below the folder, with "/" between the parts
     detail: str
     is_new: bool = False
+    recorded: str | None = None
+    found: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file} ({self.detail})"
 
 
 def file_names(folder: Path) -> list[str]:
@@ -265,10 +336,15 @@ def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def check_files(
-    folder: Path, workers: int | None = None, progress: Progress | None = None, rank: int = 0, ranks: int = 1
+    folder: Path,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    only: Collection[str] | None = None,
 ) -> list[ChangedFile]:
-    """What of a folder is missing, new or other than its digests say; of several processes each reads the files of its
-    `rank`. Raises DlmBridgeError where the digests, or a file, cannot be read."""
+    """What of a folder, or of some files in it, is missing, new or other than its digests say; of several processes
+    each reads the files of its `rank`. Raises DlmBridgeError where the digests, or a file, cannot be read."""
     path = folder / FILE_DIGESTS
     try:
         content = read_json(path)
@@ -280,6 +356,9 @@ def check_files(
     if own != _digest_of(recorded):
         return [ChangedFile(FILE_DIGESTS, "is not as it was written")]
     there = set(file_names(folder))
+    if only is not None:
+        there.intersection_update(only)
+        recorded = {name: value for name, value in recorded.items() if name in only}
     findings = [ChangedFile(name, "is missing") for name in recorded if name not in there]
     findings += [ChangedFile(name, "was not there", is_new=True) for name in there if name not in recorded]
     try:
@@ -288,7 +367,8 @@ def check_files(
         raise DlmBridgeError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
     for name, now in found.items():
         if now != recorded[name]:
-            findings.append(ChangedFile(name, f"is not as it was written{_holding(folder, name)}"))
+            detail = f"is not as it was written{_holding(folder, name)}"
+            findings.append(ChangedFile(name, detail, recorded[name], now))
     return sorted(findings, key=lambda finding: finding.file)
 
 

@@ -109,6 +109,7 @@ class Options:
     resume: bool = False  # go on from what an earlier, killed run to the same output has done
     megatron: MegatronFormat = field(default_factory=MegatronFormat)  # what `write_megatron` writes
     processes: int = 1  # each with `workers` threads
+    accept_changed_tensors: bool = False  # convert a source that is not as recorded when it was written
 
     def __post_init__(self) -> None:
         check_processes(self.processes)

@@ -14,9 +14,10 @@ import yaml
 
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.formats.safetensors_file import read_header
-from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, is_peft_folder
-from dlm_bridge.convert.manifest import MANIFEST, Manifest, read_manifest
+from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, changed_weights, is_peft_folder
+from dlm_bridge.convert.manifest import MANIFEST, ChangedTensorsError, Manifest, read_manifest
 from dlm_bridge.convert.side_files import list_side_files
+from dlm_bridge.convert.verify import check_recorded
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, checkpoint_folder, inside, read_config
 from dlm_bridge.models.family_spec import FamilySpec
@@ -60,19 +61,20 @@ def push(
     message: str | None = None,
     overwrite_card: bool = False,
     dry_run: bool = False,
+    accept_changed_tensors: bool = False,
 ) -> PushReport:
     """Upload a Hub folder or a PEFT adapter folder to `repo_id`, which is created where it does not exist.
 
     Everything that belongs to the checkpoint goes up in one commit: all of it is there then, or nothing. Raises
     DlmBridgeError, in one line without the token, for a folder that is no whole checkpoint and for what the Hub
-    refuses.
+    refuses; ChangedTensorsError for weights that are not as recorded, unless that is accepted.
     """
     if not HUB_ID.fullmatch(repo_id):
         raise DlmBridgeError(f"{repo_id}: is not a Hub id (owner/name)")
     if not folder.is_dir():
         raise DlmBridgeError(f"{folder}: no such folder")
     folder = checkpoint_folder(folder)
-    files, left_out, card = _contents(folder, repo_id, overwrite_card)
+    files, left_out, card = _contents(folder, repo_id, overwrite_card, accept_changed_tensors)
     sizes = {name: inside(folder, name).stat().st_size for name in files}
     if card is not None:
         sizes[CARD] = len(card.encode())
@@ -102,12 +104,16 @@ def without_tokens(text: str) -> str:
     return _TOKEN.sub("***", text)
 
 
-def _contents(folder: Path, repo_id: str, overwrite_card: bool) -> tuple[list[str], list[str], str | None]:
+def _contents(
+    folder: Path, repo_id: str, overwrite_card: bool, accept_changed: bool
+) -> tuple[list[str], list[str], str | None]:
     """The files to upload, those left out, and the card's text where one is generated. Raises DlmBridgeError."""
     manifest = read_manifest(folder)
     if is_peft_folder(folder):
         adapter = read_config(folder / ADAPTER_CONFIG)
         read_header(inside(folder, ADAPTER_WEIGHTS))
+        if not accept_changed and (changed := changed_weights(folder)):
+            raise ChangedTensorsError(str(folder), map(str, changed))
         side = list_side_files(folder, {ADAPTER_WEIGHTS})
         files, left_out, family = [ADAPTER_WEIGHTS, *side.kept], list(side.excluded), None
     else:
@@ -118,6 +124,8 @@ def _contents(folder: Path, repo_id: str, overwrite_card: bool) -> tuple[list[st
             )
         checkpoint = HubCheckpoint(folder, manifest.family if manifest else None)
         checkpoint.check()
+        if not accept_changed:
+            check_recorded(checkpoint)
         adapter = None
         family = checkpoint.family
         files = sorted({*checkpoint.reader.weight_files(), *checkpoint.hub.files})

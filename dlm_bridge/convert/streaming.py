@@ -36,6 +36,12 @@ BAND = 512 << 10  # bytes
 Rows = npt.NDArray[np.uint8]  # [rows, bytes of a row]
 Bands = Iterator[tuple[int, Rows]]  # (number of the first row, rows); used before the next one is asked for
 _local = threading.local()
+_EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {  # whole numbers of the same width, and the exponent's bits
+    torch.float64: (np.int64, 0x7FF << 52),
+    torch.float32: (np.int32, 0x7F800000),
+    torch.bfloat16: (np.int16, 0x7F80),
+    torch.float16: (np.int16, 0x7C00),
+}
 _ONE_CALL = 1 << 30  # Linux moves at most 2 GiB in one call
 # What cp writes at once too. Linux takes memory for a file in pieces as large as the call: large ones cost much more
 # where the machine is a virtual one, since the pages that it freed last, and still has, are small ones.
@@ -92,11 +98,15 @@ def slice_range(
 
 
 class Sink:
-    """Sink of bytes in order: digests them, and writes them to a file from `offset` on where one is given."""
+    """Sink of bytes in order: digests them, counts the NaN and infinite ones of `dtype`, and writes them to a file
+    from `offset` on where one is given."""
 
-    def __init__(self, path: Path | None = None, offset: int = 0, checksum: bool = False) -> None:
+    def __init__(
+        self, path: Path | None = None, offset: int = 0, checksum: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
         self.digest: Any = xxhash.xxh3_128()
         self.checksum = 0
+        self.dtype, self.non_finite = dtype, 0
         self.position = offset
         self._checked = checksum
         self._fd = None if path is None else os.open(path, os.O_WRONLY)
@@ -104,6 +114,8 @@ class Sink:
     def take(self, data: memoryview | bytes | bytearray) -> None:
         """The next bytes."""
         self.digest.update(data)
+        if self.dtype is not None:
+            self.non_finite += count_non_finite(data, self.dtype)
         if self._checked:
             self.checksum = crc32(data, self.checksum)
         self.put(data)
@@ -212,6 +224,20 @@ def _buffer(use: str, nbytes: int) -> npt.NDArray[np.uint8]:
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def count_non_finite(data: memoryview | bytes | bytearray, dtype: torch.dtype) -> int:
+    """How many of some values are NaN or infinite: those whose exponent's bits are all set."""
+    signed, exponent = _EXPONENTS[dtype]
+    bits = np.frombuffer(data, signed)
+    if not len(bits):
+        return 0
+    # Their bits are the largest of the positive values as signed whole numbers, of the negative as unsigned ones. Two
+    # maxima are several times as fast as a mask.
+    unsigned = bits.view(np.dtype(f"u{bits.itemsize}"))
+    if bits.max() < exponent and unsigned.max() < exponent + (1 << 8 * bits.itemsize - 1):
+        return 0
+    return int(np.count_nonzero((bits & exponent) == exponent))
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, open_hub
+from dlm_bridge.convert.manifest import ChangedFile, Manifest, TensorRecord, record_of
 from dlm_bridge.convert.planning import ConversionReport, Options
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.convert.workers import Progress
@@ -47,6 +48,7 @@ def convert_to_dlm(
     workers: int | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
+    accept_changed_tensors: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Write the diffusion checkpoint that `source` (a Hub folder or id) becomes, ready for `pretrain`.
@@ -60,7 +62,7 @@ def convert_to_dlm(
     target = _target(opened, to)
     token = mask_token(opened.folder, mask)
     checkpoint = _Converted(opened, target, token, seed)
-    options = Options(None, workers, overwrite, dry_run, progress)
+    options = Options(None, workers, overwrite, dry_run, progress, accept_changed_tensors=accept_changed_tensors)
     report = write_hub(checkpoint, Path(output), options)
     report.action = "convert-to-dlm"
     rows = checkpoint.dims.vocab - opened.dims.vocab
@@ -96,6 +98,7 @@ class _Converted(ByNameCheckpoint):
 
     def __init__(self, source: HubCheckpoint, target: FamilySpec, token: MaskToken, seed: int) -> None:
         self._source, self._token, self._seed = source, token, seed
+        self._read: dict[str, TensorRecord] = {}
         texts = dict(token.files)
         config = _config(source, target, token)
         texts[CONFIG_FILE] = _json_bytes(config)
@@ -131,6 +134,7 @@ class _Converted(ByNameCheckpoint):
         tensor = self._source.reader.read(name)
         if name not in self._noisy:
             return tensor
+        self._read[name] = record_of(tensor)
         old, (rows, hidden) = tensor.shape[0], self._stored[name][1]
         noise = Normal(float(self.config.get("initializer_range") or 0.02))
         entry = self.passthrough.get(name)  # a redundant tied head must stay the embedding's copy
@@ -143,6 +147,16 @@ class _Converted(ByNameCheckpoint):
         for row in {self._token.id, *range(old, rows)}:
             result[row] = drawn(row)
         return result
+
+    @property
+    def record(self) -> Manifest | None:
+        return self._source.record
+
+    def stored_record(self, name: str) -> TensorRecord | None:
+        return self._read.pop(name, None)
+
+    def damaged_files(self, workers: int | None = None) -> list[ChangedFile]:
+        return self._source.damaged_files(workers)
 
     def folders(self) -> list[Path]:
         return self._source.folders()

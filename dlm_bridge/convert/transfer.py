@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
@@ -29,7 +29,13 @@ from dlm_bridge.convert.atomic import (
 )
 from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, spec_bytes
 from dlm_bridge.convert.formats.safetensors_file import HubWriter, ShardRecord, plan_like
-from dlm_bridge.convert.manifest import MANIFEST, Manifest, Records, combined_digest
+from dlm_bridge.convert.manifest import (
+    MANIFEST,
+    ChangedTensorsError,
+    Manifest,
+    Records,
+    combined_digest,
+)
 from dlm_bridge.convert.planning import (
     ConversionReport,
     HubPlan,
@@ -61,7 +67,6 @@ from dlm_bridge.convert.streaming import (
     with_zero_rows,
 )
 from dlm_bridge.convert.workers import TaskMemory, in_flight, new_tensor, run_forked, run_tasks, worker_count
-from dlm_bridge.errors import first_of
 from dlm_bridge.hub import TRACKER
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.layout import Layout
@@ -107,7 +112,7 @@ def write_megatron(
         manifest.files = {f"{iteration}/{file}": value for file, value in sorted(file_digests.items())}
         manifest.write(folder)
         (folder / TRACKER).write_text(iteration if iteration == "release" else str(plan.number))
-    report.notes += transfer.changed_note()
+    report.notes += manifest.notes()
     report.seconds = time.monotonic() - started
     return report
 
@@ -137,7 +142,7 @@ def write_hub(source: Checkpoint, output: Path, options: Options, shard_size: in
                 for shard in plan.shards
             ]
         manifest.write(folder)
-    report.notes += transfer.changed_note()
+    report.notes += manifest.notes()
     report.seconds = time.monotonic() - started
     return report
 
@@ -164,13 +169,19 @@ class Transfer(ABC):
         ]
         self._memory = TaskMemory(in_flight(self._sizes))
         self._total = sum(map(spec_bytes, self.specs.values()))
+        self.changed: dict[str, dict[str, Any]] = {}  # tensors and files that are not as recorded
 
     def run(self) -> None:
         """Write every parameter and take every passthrough tensor that is not derived from another.
 
-        Raises DlmBridgeError where one is not the copy that it must be.
+        Raises DlmBridgeError where one is not the copy that it must be, and ChangedTensorsError where the source is
+        not as recorded when it was written, unless the options accept that.
         """
         source, workers = self.source, worker_count(self.options.workers)
+        damaged = source.damaged_files(self.options.workers)
+        self._note_changed(
+            {file.file: {"recorded": file.recorded, "found": file.found} for file in damaged}, map(str, damaged)
+        )
         read = [name for name in source.passthrough if name not in source.derived]
         taking = [(spec_bytes(source.spec(name)), partial(self._take_passthrough, name)) for name in read]
         if self.options.processes == 1:
@@ -184,6 +195,16 @@ class Transfer(ABC):
             self.records.alias(name, copy_of)
         copies = {name: entry.copy_of for name, entry in source.passthrough.items() if entry.copy_of}
         self.records.check_copies(copies, source.where)
+        if source.record is not None:
+            recorded = {name: found for name, found in source.record.tensors.items() if name not in source.derived}
+            changed = self.records.changed(recorded)
+            self._note_changed(changed, changed)
+
+    def _note_changed(self, changed: dict[str, dict[str, Any]], names: Iterable[str]) -> None:
+        """Note what is not as recorded. Raises ChangedTensorsError, with `names`, unless the options accept it."""
+        if changed and not self.options.accept_changed_tensors:
+            raise ChangedTensorsError(self.source.where, names)
+        self.changed |= changed
 
     def manifest(self, format_: str, folder: Path) -> Manifest:
         """The manifest of what was written into `folder`, but for layout and weight files."""
@@ -202,15 +223,8 @@ class Transfer(ABC):
             side_files=side_file_digests(folder, skip={*_NO_SIDE_FILES, *self.plan.report.files}),
             left_out=list(hub.excluded),
             carried=list(source.passthrough),
+            changed={**({} if source.record is None else source.record.changed), **self.changed},
         )
-
-    def changed_note(self) -> list[str]:
-        """What the report says of a Megatron source that is no longer what its own manifest describes."""
-        manifest = None if self.source.iteration is None else self.source.manifest
-        if manifest is None or manifest.iteration != self.source.iteration:
-            return []
-        changed = [name for name, record in self.records.read.items() if manifest.tensors.get(name) != record]
-        return [f"tensors that differ from the source's own manifest: {first_of(changed)}"] if changed else []
 
     @abstractmethod
     def _write(self, number: int) -> JournalEntry:
@@ -269,7 +283,7 @@ class Transfer(ABC):
     def _record_digests(self, names: Sequence[str], sinks: Sequence[Sink]) -> None:
         """Note the digests of tensors that went through unchanged."""
         for name, sink in zip(names, sinks, strict=False):
-            self.records.note(name, sink.digest.hexdigest())
+            self.records.note(name, sink.digest.hexdigest(), sink.non_finite)
 
 
 class MegatronTransfer(Transfer):
@@ -299,7 +313,7 @@ class MegatronTransfer(Transfer):
         with ExitStack() as stack:
             sinks: list[Sink] = []
             if self._can_stream(number):
-                sinks = [stack.enter_context(Sink()) for _ in param.hub_names]
+                sinks = [stack.enter_context(Sink(dtype=dtype)) for _ in param.hub_names]
                 bands = digested(self._bands(number), _slice_ranges(param), sinks)
             else:
                 bands = tensor_bands(self._slice(param, dtype))
@@ -313,7 +327,7 @@ class MegatronTransfer(Transfer):
         views = param.hub_views(slice_)
         parts = []
         for place, (name, tensor) in enumerate(zip(param.hub_names, self.source.read_each(param), strict=True)):
-            converted = self.records.convert(name, tensor)
+            converted = self.records.convert(name, tensor, self.source.stored_record(name))
             if views is not None:
                 views[place].copy_(converted.view(views[place].shape))
             else:
@@ -326,7 +340,8 @@ class MegatronTransfer(Transfer):
         self._writer.note(self._padded[number], entry.items)
 
     def _take_passthrough(self, name: str) -> None:
-        tensor = self.records.convert(name, self.source.read_passthrough(name))
+        tensor = self.source.read_passthrough(name)
+        tensor = self.records.convert(name, tensor, self.source.stored_record(name))
         if not self.source.passthrough[name].copy_of:
             self._taken[name] = tensor
         self._tell(tensor.nbytes)
@@ -375,7 +390,7 @@ class HubTransfer(Transfer):
         return JournalEntry(tuple(self.records.entry(names)), ())
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
-        converted = self.records.convert(name, tensor)
+        converted = self.records.convert(name, tensor, self.source.stored_record(name))
         for target in self._with_copies([name]):
             self._writer.put(target, converted)
 

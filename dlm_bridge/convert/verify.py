@@ -19,13 +19,16 @@ from dlm_bridge.convert.formats.safetensors_file import read_header
 from dlm_bridge.convert.manifest import (
     FILE_DIGESTS,
     MANIFEST,
+    ChangedTensorsError,
     Manifest,
     TensorRecord,
     check_files,
     file_names,
     is_intact,
+    non_finite_note,
+    record_of,
 )
-from dlm_bridge.convert.streaming import digest, file_digest
+from dlm_bridge.convert.streaming import count_non_finite, file_digest, raw_bytes
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import checkpoint_folder
@@ -69,6 +72,7 @@ class Verdict:
     bytes: int
     differences: list[Difference] = field(default_factory=list)
     logits: LogitsVerdict | None = None
+    notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -95,6 +99,7 @@ def verify_pair(
     common = [name for name in here_specs if name in there_specs]
     total = _nbytes(common, here_specs)
     found: dict[str, Difference] = {}
+    non_finite: dict[str, int] = {}
     for group in _groups(common, left, right):
         for name in group:
             if problem := _compare_specs(name, here_specs[name], there_specs[name]):
@@ -107,6 +112,7 @@ def verify_pair(
             found.update({name: Difference(name, "unreadable", str(error)) for name in group})
             return
         for name in group:
+            non_finite[name] = count_non_finite(raw_bytes(here[name].contiguous()), here[name].dtype)
             if name not in found and not same_bits(here[name], there[name]):
                 found[name] = Difference(name, "values", _first_difference(here[name], there[name]))
             if progress is not None:
@@ -116,7 +122,8 @@ def verify_pair(
     run_tasks(tasks, worker_count(workers))
     differences += [found[name] for name in common if name in found]
     differences += [*_copies(left), *_copies(right)]
-    return Verdict(left.where, right.where, not differences, len(common), total, differences)
+    notes = non_finite_note(non_finite)
+    return Verdict(left.where, right.where, not differences, len(common), total, differences, notes=notes)
 
 
 def verify_manifest(
@@ -154,6 +161,7 @@ def verify_manifest(
     common = [name for name in specs if name in records]
     total = _nbytes(common, specs)
     found: dict[str, Difference] = {}
+    non_finite: dict[str, int] = {}
 
     def compare(group: Sequence[str]) -> None:
         try:
@@ -162,7 +170,9 @@ def verify_manifest(
             found.update({name: Difference(name, "unreadable", str(error)) for name in group})
             return
         for name in group:
-            problem = _compare_record(name, specs[name], records[name], tensors[name])
+            now = record_of(tensors[name])
+            non_finite[name] = now.non_finite
+            problem = _compare_record(name, now, records[name])
             if problem is not None:
                 found[name] = problem
             if progress is not None:
@@ -175,7 +185,25 @@ def verify_manifest(
     if not found:
         detail = f"its bytes around the tensors are not what {MANIFEST} says"
         differences += [Difference(file, "file", detail) for file in checkpoint.changed_files(manifest)]
-    return Verdict(checkpoint.where, MANIFEST, not differences, len(common), total, differences)
+    notes = [*non_finite_note(non_finite), *manifest.changed_note()]
+    return Verdict(checkpoint.where, MANIFEST, not differences, len(common), total, differences, notes=notes)
+
+
+def check_recorded(checkpoint: Checkpoint, workers: int | None = None) -> None:
+    """Raise ChangedTensorsError where tensors, or files of a training run's checkpoint, differ from the digests that
+    were recorded as they were written. Reads those."""
+    changed = [str(file) for file in checkpoint.damaged_files(workers)]
+    records = {} if checkpoint.record is None else checkpoint.record.tensors
+    specs = {name: spec for name, spec in checkpoint.stored_specs().items() if name in records}
+
+    def compare(group: Sequence[str]) -> None:
+        tensors = checkpoint.read_group(group)
+        changed.extend(name for name in group if record_of(tensors[name]) != records[name])
+
+    groups = _groups(specs, checkpoint)
+    run_tasks([(_nbytes(group, specs), partial(compare, group)) for group in groups], worker_count(workers))
+    if changed:
+        raise ChangedTensorsError(checkpoint.where, changed)
 
 
 def _verify_files(folder: Path, workers: int | None, progress: Progress | None) -> Verdict:
@@ -224,14 +252,13 @@ def _compare_specs(name: str, a: TensorSpec, b: TensorSpec) -> Difference | None
     return None
 
 
-def _compare_record(name: str, spec: TensorSpec, record: TensorRecord, tensor: torch.Tensor) -> Difference | None:
-    if spec[1] != record.shape:
-        return Difference(name, "shape", f"{list(spec[1])}, {MANIFEST} says {list(record.shape)}")
-    if dtype_name(spec[0]) != record.dtype:
-        return Difference(name, "dtype", f"{dtype_name(spec[0])}, {MANIFEST} says {record.dtype}")
-    found = digest(tensor)
-    if found != record.digest:
-        return Difference(name, "values", f"digest {found}, {MANIFEST} says {record.digest}")
+def _compare_record(name: str, now: TensorRecord, record: TensorRecord) -> Difference | None:
+    if now.shape != record.shape:
+        return Difference(name, "shape", f"{list(now.shape)}, {MANIFEST} says {list(record.shape)}")
+    if now.dtype != record.dtype:
+        return Difference(name, "dtype", f"{now.dtype}, {MANIFEST} says {record.dtype}")
+    if now.digest != record.digest:
+        return Difference(name, "values", f"digest {now.digest}, {MANIFEST} says {record.digest}")
     return None
 
 

@@ -174,7 +174,7 @@ class HubWriter:
     def sink(self, name: str) -> Sink:
         """What writes a tensor's bytes in their place, in order."""
         path, entry = self._where[name]
-        return Sink(path, entry.offset)
+        return Sink(path, entry.offset, dtype=entry.dtype)
 
     def has(self, digests: Mapping[str, str]) -> bool:
         """Whether all these tensors (name -> digest) lie in the files already, from a run before this one."""

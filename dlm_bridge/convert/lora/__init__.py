@@ -10,6 +10,7 @@ from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.lora.megatron import AdapterReport, MegatronAdapter, is_megatron_adapter
 from dlm_bridge.convert.lora.peft import LoraAdapter, PeftAdapter, is_peft_folder, write_peft_folder
+from dlm_bridge.convert.manifest import ChangedFile, Manifest, TensorRecord, record_of
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import ADAPTER_CONFIG, read_config
 from dlm_bridge.mapping.dtypes import dtype_name
@@ -35,9 +36,13 @@ def named_base(path: Path) -> str:
     return named
 
 
-def export_adapter(adapter: LoraAdapter, base: Checkpoint, output: Path, overwrite: bool = False) -> AdapterReport:
-    """Write an adapter as a PEFT folder. Raises DlmBridgeError for a refused output."""
+def export_adapter(
+    adapter: LoraAdapter, base: Checkpoint, output: Path, overwrite: bool = False, accept_changed_tensors: bool = False
+) -> AdapterReport:
+    """Write an adapter as a PEFT folder. Raises DlmBridgeError for a refused output, and ChangedTensorsError for an
+    adapter that is not as recorded when it was written, unless that is accepted."""
     facts = adapter.facts
+    adapter.check_unchanged(accept_changed_tensors)
     sources = [*base.folders(), *([facts.folder] if facts.folder else [])]
     with atomic_output(output, sources, overwrite) as folder:
         tensors = write_peft_folder(adapter, folder)
@@ -66,6 +71,7 @@ class MergedCheckpoint(Checkpoint):
         super().__init__(base.where, base.hub)
         self.dims, self.passthrough = base.dims, base.passthrough
         self._base, self._adapter = base, adapter
+        self._stored: dict[str, TensorRecord] = {}
 
     @property
     def derived(self) -> dict[str, str]:
@@ -88,6 +94,16 @@ class MergedCheckpoint(Checkpoint):
         changed = len(self._adapter.facts.modules)
         return [*self._base.check(), f"the adapter {self._adapter.facts.where} is merged into {changed} weights"]
 
+    @property
+    def record(self) -> Manifest | None:
+        return self._base.record
+
+    def stored_record(self, name: str) -> TensorRecord | None:
+        return self._stored.pop(name, None)
+
+    def damaged_files(self, workers: int | None = None) -> list[ChangedFile]:
+        return [*self._base.damaged_files(workers), *self._adapter.changed()]
+
     def folders(self) -> list[Path]:
         own = self._adapter.facts.folder
         return [*self._base.folders(), *([own] if own else [])]
@@ -95,4 +111,5 @@ class MergedCheckpoint(Checkpoint):
     def _merged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name not in self._adapter.facts.modules:
             return tensor
+        self._stored[name] = record_of(tensor)
         return (tensor.float() + self._adapter.delta(name)).to(tensor.dtype)

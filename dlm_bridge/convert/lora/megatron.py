@@ -38,6 +38,7 @@ from dlm_bridge.convert.lora.peft import (
     check_shapes,
     plain_config,
 )
+from dlm_bridge.convert.manifest import ChangedFile
 from dlm_bridge.convert.optimizer_state import is_training_state
 from dlm_bridge.convert.side_files import HUB_FOLDER, copy_files, list_side_files
 from dlm_bridge.convert.streaming import digest, tensor_bands
@@ -82,10 +83,13 @@ def write_megatron_adapter(
     layout: Layout,
     style: str = "auto",
     overwrite: bool = False,
+    accept_changed_tensors: bool = False,
 ) -> AdapterReport:
     """Write `adapter` of `base` cut by `layout`. `style` is canonical, fused, or auto: fused where every fused layer's
-    weights share A, else canonical. Raises DlmBridgeError."""
+    weights share A, else canonical. Raises DlmBridgeError, and ChangedTensorsError for an adapter that is not as
+    recorded when it was written, unless that is accepted."""
     facts = adapter.facts
+    adapter.check_unchanged(accept_changed_tensors)
     if base.mapping.hub_only:
         raise DlmBridgeError(f"{base.where}: {base.mapping.hub_only}")
     layout.check(base.dims)
@@ -158,7 +162,7 @@ class MegatronAdapter(LoraAdapter):
         manifest = _manifest(path / ADAPTER_MANIFEST)
         known = {key: tensor for key, tensor in self._reader.contents.tensors.items() if not is_training_state(key)}
         rank = _rank(known, where)
-        self._places: dict[tuple[str, str], tuple[AdapterTensor, int]] = {}
+        self._places: dict[tuple[str, LoraFactor], tuple[AdapterTensor, int]] = {}
         used: dict[str, Style] = {}
         for style, factor in possible_tensors(base, rank):
             key = factor.param.megatron_key
@@ -187,6 +191,17 @@ class MegatronAdapter(LoraAdapter):
         if len(dtypes) != 1 or None in dtypes:
             raise DlmBridgeError(f"{where}: its tensors are of several dtypes")
         self.facts = _facts(path, folder, manifest, base, rank, weights, dtypes.pop())
+        self._recorded = {} if manifest is None else manifest["tensors"]
+
+    def changed(self) -> list[ChangedFile]:
+        found: dict[str, str] = {}
+        for (weight, part), (factor, number) in self._places.items():
+            found[factor.param.hub_names[number]] = digest(self.tensor(weight, part))
+        return [
+            ChangedFile(name, "is not as it was written", recorded, found.get(name))
+            for name, recorded in self._recorded.items()
+            if found.get(name) != recorded
+        ]
 
     def tensor(self, weight: str, part: LoraFactor) -> torch.Tensor:
         factor, number = self._places[weight, part]
@@ -289,6 +304,7 @@ def _manifest(path: Path) -> dict[str, Any] | None:
         "modules": dict,
         "adapter_config": dict,
         "dtype": str,
+        "tensors": dict,
     }
     if value.get("format_version") != _VERSION:
         raise DlmBridgeError(f"{path}: is not an adapter's manifest of version {_VERSION}")

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.formats.safetensors_file import TensorEntry, read_header
+from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, ChangedTensorsError, check_files
 from dlm_bridge.convert.side_files import copy_files, list_side_files
 from dlm_bridge.convert.streaming import read_tensor
 from dlm_bridge.errors import DlmBridgeError, first_of
@@ -62,6 +63,15 @@ class LoraAdapter(ABC):
     @abstractmethod
     def tensor(self, weight: str, part: LoraFactor) -> torch.Tensor:
         """One factor of the change of a Hub weight. Raises DlmBridgeError."""
+
+    def changed(self) -> list[ChangedFile]:
+        """The factors, or the files, that are not as recorded when they were written. Reads them."""
+        return []
+
+    def check_unchanged(self, accept: bool = False) -> None:
+        """Raise ChangedTensorsError for such factors, unless they are accepted."""
+        if not accept and (changed := self.changed()):
+            raise ChangedTensorsError(self.facts.where, map(str, changed))
 
     def delta(self, weight: str) -> torch.Tensor:
         """scale * B @ A in fp32: what the adapter adds to a Hub weight."""
@@ -159,9 +169,17 @@ class PeftAdapter(LoraAdapter):
             files=side.kept,
         )
 
+    def changed(self) -> list[ChangedFile]:
+        return changed_weights(self._path.parent)
+
     def tensor(self, weight: str, part: LoraFactor) -> torch.Tensor:
         entry = self._entries[weight, part]
         return read_tensor(self._path, entry.offset, entry.dtype, entry.shape)
+
+
+def changed_weights(folder: Path) -> list[ChangedFile]:
+    """A PEFT folder's weights where they are not as the digests of a training run beside them say."""
+    return check_files(folder, only=[ADAPTER_WEIGHTS]) if (folder / FILE_DIGESTS).is_file() else []
 
 
 def write_peft_folder(adapter: LoraAdapter, folder: Path) -> int:
