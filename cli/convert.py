@@ -248,6 +248,7 @@ def export(
 
 @says_when_interrupted
 def reshard(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="MEGATRON", help="Megatron checkpoint.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The Megatron checkpoint to write.")],
     tp: Tp = 1,
@@ -277,7 +278,11 @@ def reshard(
     Example: dlm-bridge reshard ckpt ckpt-tp8 --tp 8 --pp 1
     """
     from dlm_bridge.bridge import Bridge
+    from dlm_bridge.errors import DlmBridgeError
 
+    sources = [context.get_parameter_source(name) for name in ("tp", "pp", "vp", "ep", "etp", "pipeline_split")]
+    if all(each is None or each.name == "DEFAULT" for each in sources):
+        raise DlmBridgeError(f"reshard {source}: give the new layout, such as --tp 2 --pp 4, or --tp 1 to merge it")
     layout = _layout(tp, pp, vp, ep, etp, pipeline_split)
     bridge = Bridge.from_megatron(source, like, hf_config, family)
     with progress_bar("resharding") as progress:

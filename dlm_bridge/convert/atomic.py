@@ -318,6 +318,7 @@ class Journal:
 
     def __init__(self, folder: Path, fingerprint: str, files: Iterable[str]) -> None:
         path = folder / JOURNAL
+        self.fingerprint = fingerprint
         self.done: dict[str, JournalEntry] = _read(path)
         self._files = [folder / file for file in files]
         self._stream = path.open("a", encoding="utf-8")

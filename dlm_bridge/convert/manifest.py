@@ -86,6 +86,7 @@ class Manifest:
     carried: list[str] = field(default_factory=list)
     # Tensor or file of the source -> what was "recorded" and what "found", where they differed and were accepted.
     changed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fingerprint: str = ""  # of source and options, by which a resume knows that it was finished
     format_version: int = FORMAT_VERSION
     tool: str = ""
 

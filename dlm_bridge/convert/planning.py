@@ -17,6 +17,7 @@ from dlm_bridge.convert.checkpoint import Checkpoint, OutputRequest, PlannedOutp
 from dlm_bridge.convert.checkpoints import KINDS
 from dlm_bridge.convert.formats.rank_names import KEY_STYLES
 from dlm_bridge.convert.formats.safetensors_file import ShardPlan
+from dlm_bridge.convert.manifest import MANIFEST
 from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
 from dlm_bridge.convert.run_settings import VOCAB_DIVISIBLE_BY
 from dlm_bridge.convert.side_files import check_shard_map, shard_plans
@@ -146,7 +147,7 @@ def plan_megatron(
     and a refused output."""
     if source.mapping.hub_only:
         raise DlmBridgeError(f"{source.where}: {source.mapping.hub_only}")
-    check_output(output, source.folders(), options.overwrite)
+    _check_output(source, output, options)
     notes = source.check()
     layout.check(source.dims)
     for rule in dict.fromkeys(param.rule for param in source.params):
@@ -185,7 +186,7 @@ def plan_megatron(
 @gc_paused()
 def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int | None) -> HubPlan:
     """Raises DlmBridgeError as `plan_megatron` does, and for a shard map that does not fit the model."""
-    check_output(output, source.folders(), options.overwrite)
+    _check_output(source, output, options)
     notes = source.check()
     specs = _target_specs(source, options.dtype)
     plans = shard_plans(source, specs, shard_size)
@@ -196,6 +197,12 @@ def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int
     sizes = [task_bytes(param, source, specs, specs[param.hub_names[0]][0]) for param in source.params]
     _tell_cost(report, sizes, options)
     return HubPlan(report, specs, plans)
+
+
+def _check_output(source: Checkpoint, output: Path, options: Options) -> None:
+    """Raise DlmBridgeError for a refused output. One that a resume finds may be its own, as the plan will show."""
+    if not (options.resume and (output / MANIFEST).is_file()):
+        check_output(output, source.folders(), options.overwrite)
 
 
 def _dropped_note(source: Checkpoint) -> list[str]:

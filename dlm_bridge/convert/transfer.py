@@ -23,6 +23,7 @@ from dlm_bridge.convert.atomic import (
     Journal,
     JournalEntry,
     atomic_output,
+    check_output,
     fingerprint,
     has_progress,
     matches,
@@ -35,6 +36,7 @@ from dlm_bridge.convert.manifest import (
     Manifest,
     Records,
     combined_digest,
+    read_manifest,
 )
 from dlm_bridge.convert.planning import (
     ConversionReport,
@@ -87,7 +89,7 @@ def write_megatron(
     started = time.monotonic()
     plan = plan_megatron(source, output, layout, options, vocab_multiple)
     report, specs, iteration = plan.report, plan.specs, plan.iteration
-    if options.dry_run:
+    if _is_finished(source, output, plan, options) or options.dry_run:
         return report
     with _unfinished_output(source, output, plan, options) as (folder, journal):
         writer = plan.target.writer(folder / iteration)
@@ -125,7 +127,7 @@ def write_hub(source: Checkpoint, output: Path, options: Options, shard_size: in
     started = time.monotonic()
     plan = plan_hub(source, output, options, shard_size)
     report = plan.report
-    if options.dry_run:
+    if _is_finished(source, output, plan, options) or options.dry_run:
         return report
     with _unfinished_output(source, output, plan, options) as (folder, journal):
         writer = HubWriter(folder, plan.shards)
@@ -223,6 +225,7 @@ class Transfer(ABC):
             side_files=side_file_digests(folder, skip={*_NO_SIDE_FILES, *self.plan.report.files}),
             left_out=list(hub.excluded),
             carried=list(source.passthrough),
+            fingerprint=self.journal.fingerprint if source.folders() else "",
             changed={**({} if source.record is None else source.record.changed), **self.changed},
         )
 
@@ -403,6 +406,22 @@ class HubTransfer(Transfer):
         self._tell(spec_bytes(self.specs[name]))
 
 
+def _is_finished(source: Checkpoint, output: Path, plan: MegatronPlan | HubPlan, options: Options) -> bool:
+    """Whether an earlier run of a conversion that resumes has written all of its output, which the report then says.
+
+    Raises DlmBridgeError where anything else is there.
+    """
+    if not options.resume:
+        return False
+    manifest = read_manifest(output) if (output / MANIFEST).is_file() else None
+    is_whole = all((output / file).is_file() for file in plan.report.files)
+    if manifest is not None and is_whole and manifest.fingerprint == _fingerprint(source, plan, options):
+        plan.report.notes += [*manifest.notes(), "an earlier run has finished it: nothing was written"]
+        return True
+    check_output(output, source.folders(), options.overwrite)
+    return False
+
+
 @contextmanager
 def _unfinished_output(
     source: Checkpoint, output: Path, plan: MegatronPlan | HubPlan, options: Options
@@ -429,6 +448,7 @@ def _fingerprint(source: Checkpoint, plan: MegatronPlan | HubPlan, options: Opti
     facts = {
         **{name: report[name] for name in chosen},
         "dtype": str(options.dtype),
+        "run_config": options.megatron.run_config,
         "config": source.hub.config_bytes().decode("utf-8", "replace"),
         "tensors": {name: [dtype_name(dtype), *shape] for name, (dtype, shape) in plan.specs.items()},
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dlm_bridge import Bridge, Layout
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli, save_dcp, tree
 from tests.convert.test_torch_dist import expected, hub_tensors
@@ -34,7 +35,10 @@ def test_json_is_one_object_and_nothing_else(tmp_path: Path, llada: Path, capsys
             ("import", llada, m, "--tp", 2),
             {"action": "import", "format": "torch_dist", "dry_run": False, "tensors": 39},
         ),
-        (("reshard", m, tmp_path / "m2", "--dry-run"), {"action": "reshard", "dry_run": True, "seconds": None}),
+        (
+            ("reshard", m, tmp_path / "m2", "--tp", 1, "--dry-run"),
+            {"action": "reshard", "dry_run": True, "seconds": None},
+        ),
         (("export", m, out, "--shard-size", "1GB"), {"action": "export", "format": "huggingface"}),
         (("inspect", m), {"format": "torch_dist", "family": "llada", "iteration": 0}),
         (("inspect", out), {"format": "huggingface", "architecture": "LLaDAModelLM"}),
@@ -105,3 +109,11 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
     code, out, _ = run_cli(capsys, command, "--help")
     assert code == 0
     assert f"Example: dlm-bridge {command}" in " ".join(out.split())
+
+
+def test_reshard_asks_for_a_layout(tmp_path: Path, llada: Path, capsys: Capture) -> None:
+    Bridge.from_hf(llada).to_megatron(tmp_path / "m", Layout(tp=2))
+    code, _, err = run_cli(capsys, "reshard", tmp_path / "m", tmp_path / "out", "--workers", 1)
+    assert (code, "--tp" in err) == (2, True)
+    assert not (tmp_path / "out").exists()
+    assert run_cli(capsys, "reshard", tmp_path / "m", tmp_path / "out", "--tp", 1)[0] == 0

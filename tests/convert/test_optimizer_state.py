@@ -128,15 +128,18 @@ def test_common_state_as_an_object(
 
 def test_weights_only(trained: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: Capture) -> None:
     hub, run, _ = trained
-    code, out, _ = run_cli(capsys, "reshard", run, tmp_path / "m", "--weights-only", "--like", hub)
+    code, out, _ = run_cli(capsys, "reshard", run, tmp_path / "m", "--tp", 1, "--weights-only", "--like", hub)
     assert code == 0
     assert "weights only" in out
     assert not [key for key in dcp_tensors(tmp_path / "m" / ITERATION) if "optimizer" in key]
     assert (
-        run_cli(capsys, "reshard", run, tmp_path / "l", "--format", "torch", "--weights-only", "--like", hub)[0] == 0
+        run_cli(
+            capsys, "reshard", run, tmp_path / "l", "--tp", 1, "--format", "torch", "--weights-only", "--like", hub
+        )[0]
+        == 0
     )
     assert verify_pair(tmp_path / "l", hub).equal
-    code, _, err = run_cli(capsys, "reshard", run, tmp_path / "x", "--format", "torch", "--like", hub)
+    code, _, err = run_cli(capsys, "reshard", run, tmp_path / "x", "--tp", 1, "--format", "torch", "--like", hub)
     assert code == 2
     assert "from torch_dist to torch_dist only: give --weights-only" in err
 
@@ -160,7 +163,7 @@ def test_states_that_cannot_be_cut(
         root = tmp_path / str(number)
         save_dcp({**weights, **extra}, root / ITERATION)
         (root / "latest_checkpointed_iteration.txt").write_text("0")
-        code, _, err = run_cli(capsys, "reshard", root, tmp_path / "m", "--like", hub)
+        code, _, err = run_cli(capsys, "reshard", root, tmp_path / "m", "--tp", 1, "--like", hub)
         assert code == 2
         assert message in err
         assert err.count("\n") == 1

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dlm_bridge import Bridge, Layout
+from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert import atomic, streaming, transfer
 from dlm_bridge.convert.formats.safetensors_file import HubWriter
 from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter
@@ -261,7 +261,39 @@ def test_resume_from_the_command_line(
     assert (code, out) == (130, "")
     assert len(err.splitlines()) == 1
     assert "the same command with --resume goes on from what is done" in err
-    code, out, _ = run_cli(capsys, *command, "--resume", "--json")
-    assert code == 0
-    assert json.loads(out)["dry_run"] is False
-    assert whole(output) == expected["import"]
+    for _ in range(2):  # the second one finds it finished
+        code, out, _ = run_cli(capsys, *command, "--resume", "--json")
+        assert code == 0
+        assert json.loads(out)["dry_run"] is False
+        assert whole(output) == expected["import"]
+
+
+@pytest.mark.parametrize("action", ["import", "export", "reshard"])
+def test_a_finished_conversion_is_resumed_to_nothing(
+    tmp_path: Path, sources: dict[str, Path], action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    convert(action, sources[action], output)
+    before = whole(output)
+    names = written(monkeypatch)
+    convert(action, sources[action], output, resume=True)
+    assert not names
+    assert whole(output) == before
+    change = {"vocab_multiple": 256} if action == "reshard" else {"dtype": "bf16"}
+    for other in ({"resume": True, **change}, {}):
+        with pytest.raises(DlmBridgeError, match="out exists"):
+            convert(action, sources[action], output, **other)
+    next(path for path in output.rglob("*") if path.suffix in (".distcp", ".safetensors")).unlink()
+    with pytest.raises(DlmBridgeError, match="out exists"):
+        convert(action, sources[action], output, resume=True)
+    convert(action, sources[action], output, resume=True, overwrite=True)
+    assert whole(output) == before
+    assert no_leftovers(tmp_path)
+
+
+def test_a_source_that_changed_is_another_conversion(tmp_path: Path) -> None:
+    source = write_llada(tmp_path / "hub", n_kv_heads=2)
+    convert("import", source, tmp_path / "out")
+    write_llada(source, seed=1, n_kv_heads=2)
+    with pytest.raises(DlmBridgeError, match="out exists"):
+        convert("import", source, tmp_path / "out", resume=True)
