@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
+from dlm_bridge import processes
 from dlm_bridge.cli import (
     adapter,
     convert,
@@ -25,8 +27,22 @@ from dlm_bridge.cli import (
 from dlm_bridge.cli.help import App
 from dlm_bridge.errors import DlmBridgeError
 
+
+class _InterruptedError(Exception):
+    """What a command says of Ctrl-C; Typer would drop it."""
+
+
+class _Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise _InterruptedError(str(interrupt) or "interrupted") from None
+
+
 app = App(
     name="dlm-bridge",
+    cls=_Commands,
     help="Train, convert and sample diffusion and autoregressive language models, on the Hub and on Megatron.",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -67,7 +83,9 @@ def main() -> None:
         _fail(str(error))
     except _UsageError as error:
         _fail(_usage(error))
-    except (typer.Abort, KeyboardInterrupt):
+    except _InterruptedError as interrupt:
+        _fail(str(interrupt), code=130)
+    except typer.Abort:
         _fail("interrupted", code=130)
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain once more while it flushes.
@@ -77,6 +95,8 @@ def main() -> None:
         if error.filename is None:
             raise
         _fail(f"{error.filename}: {error.strerror}")
+    if code == 130:  # interrupted before the command began
+        _fail("interrupted", code)
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
@@ -86,6 +106,6 @@ def _usage(error: Any) -> str:
     return f"{error.format_message().rstrip('.')} (see {command} --help)"
 
 
-def _fail(message: str, code: int = 2) -> None:
-    print(f"dlm-bridge: {' '.join(message.split())}", file=sys.stderr)
+def _fail(message: str, code: int = 2) -> NoReturn:
+    processes.report(message)
     raise SystemExit(code)

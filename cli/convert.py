@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -126,19 +125,6 @@ def register(app: typer.Typer) -> None:
     app.command("verify")(verify)
 
 
-def says_when_interrupted(command: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(command)
-    def run(*arguments: Any, **options: Any) -> None:
-        try:
-            command(*arguments, **options)
-        except KeyboardInterrupt as interrupt:
-            typer.echo(f"dlm-bridge: {str(interrupt) or 'interrupted'}", err=True)
-            raise typer.Exit(130) from None
-
-    return run
-
-
-@says_when_interrupted
 def import_(
     source: Annotated[str, typer.Argument(metavar="HF", help="Hub folder or Hub id.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The Megatron checkpoint to write.")],
@@ -199,7 +185,6 @@ def import_(
     show_report(report.as_dict(), as_json)
 
 
-@says_when_interrupted
 def export(
     source: Annotated[str, typer.Argument(metavar="MEGATRON", help="Megatron checkpoint.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The Hub folder to write.")],
@@ -246,7 +231,6 @@ def export(
     show_report(report.as_dict(), as_json)
 
 
-@says_when_interrupted
 def reshard(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="MEGATRON", help="Megatron checkpoint.")],
@@ -320,7 +304,6 @@ def inspect(
     show_facts(inspect_checkpoint(path, revision, family).as_dict(), as_json)
 
 
-@says_when_interrupted
 def verify(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint of any format.")],
     b: Annotated[

@@ -15,7 +15,6 @@ def register(app: typer.Typer) -> None:
     app.command("convert-to-dlm")(convert_to_dlm)
 
 
-@convert.says_when_interrupted
 def convert_to_dlm(
     source: Annotated[
         str, typer.Argument(metavar="AR_HF", help="Hub folder or Hub id: Llama, Qwen2, Qwen3, Qwen3-MoE.")

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli import convert
 from dlm_bridge.cli.generate_request import parse_settings
 from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names
 from dlm_bridge.errors import DlmBridgeError
@@ -24,7 +23,6 @@ def register(app: typer.Typer) -> None:
     app.command("eval")(evaluate)
 
 
-@convert.says_when_interrupted
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")],
     tasks: Annotated[

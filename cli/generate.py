@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli import convert
 from dlm_bridge.cli.generate_request import ALIASES, SETTINGS, Request, parse_settings
 from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names, general_choices, sampler_names
 from dlm_bridge.errors import DlmBridgeError
@@ -47,7 +46,6 @@ def register(app: typer.Typer) -> None:
 def _command() -> Callable[..., None]:
     """`generate` with an option for each of `SETTINGS`."""
 
-    @convert.says_when_interrupted
     def command(**options: Any) -> None:
         usual = {name: options.pop(name) for name in SETTINGS}
         settings = {name: value for name, value in usual.items() if value is not None}

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dlm_bridge.cli.convert import Json, Overwrite, progress_bar, says_when_interrupted
+from dlm_bridge.cli.convert import Json, Overwrite, progress_bar
 
 
 def register(app: typer.Typer) -> None:
@@ -18,7 +18,6 @@ def register(app: typer.Typer) -> None:
     app.command("preprocess")(preprocess)
 
 
-@says_when_interrupted
 def preprocess(
     inputs: Annotated[
         list[str],

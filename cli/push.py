@@ -16,7 +16,6 @@ def register(app: typer.Typer) -> None:
     app.command("push")(push)
 
 
-@convert.says_when_interrupted
 def push(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hub checkpoint or PEFT adapter.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="owner/name; created where it does not exist.")],

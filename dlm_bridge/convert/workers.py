@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.processes import end_with_parent, signals_blocked
 
 Progress = Callable[[int, int], None]  # (bytes just done, bytes in all); called from any thread
 FLOOR = 512 << 20  # bytes that may be in flight even where every tensor is small
@@ -99,8 +100,10 @@ def run_forked(
     try:
         for share in _shares([size for size, _ in tasks], processes):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(there, [(n, *tasks[n]) for n in share], workers))
-            process.start()
+            mine = [(n, *tasks[n]) for n in share]
+            process = context.Process(target=_work, args=(os.getpid(), there, mine, workers))
+            with signals_blocked():  # the first process hears of Ctrl-C and ends this one
+                process.start()
             there.close()
             running[here] = process
         while running:
@@ -215,9 +218,11 @@ def _shares(sizes: Sequence[int], processes: int) -> list[list[int]]:
     return [sorted(share) for share in shares if share]
 
 
-def _work(end: connection.Connection, share: Sequence[tuple[int, int, Callable[[], Any]]], workers: int) -> None:
+def _work(
+    parent: int, end: connection.Connection, share: Sequence[tuple[int, int, Callable[[], Any]]], workers: int
+) -> None:
     """In a forked process, which ends here: no handler or buffer that it has inherited may run or be flushed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears of Ctrl-C and ends this one
+    end_with_parent(parent)
     torch.set_num_threads(1)  # the threads that torch had are not here
     lock = threading.Lock()
 

@@ -6,17 +6,19 @@ import contextlib
 import dataclasses
 import functools
 import os
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import find_family
 from dlm_bridge.objectives.base import Objective
@@ -93,11 +95,11 @@ def trains_on_cpu(config: TrainConfig) -> bool:
     return cpu
 
 
-def remove_empty_output_on_error(
+def training_errors(
     train: Callable[Concatenate[Config, Rest], Path],
 ) -> Callable[Concatenate[Config, Rest], Path]:
-    """Decorator of functions that train: remove the output folder, and the parents made for it, where a run ends
-    before anything was written there."""
+    """Decorator of functions that train. A lost process is a DlmBridgeError; the output folder, and the parents made
+    for it, are removed where a run ends before anything was written there."""
 
     @functools.wraps(train)
     def run(config: Config, *arguments: Rest.args, **options: Rest.kwargs) -> Path:
@@ -106,12 +108,25 @@ def remove_empty_output_on_error(
         made = [folder for folder in (output, *output.parents) if not folder.exists()] if main else []
         try:
             return train(config, *arguments, **options)
+        except RuntimeError as error:
+            if not lost_process(error):
+                raise
+            raise DlmBridgeError(
+                f"rank {os.environ.get('RANK', '0')}: another process of the run has ended or does not answer "
+                f"({textwrap.shorten(one_line(error).split('. ')[0], 300, placeholder=' ...')}): the launcher names one "
+                "that was killed; start again with --resume"
+            ) from error
         finally:
             with contextlib.suppress(OSError):  # the first that is not empty ends it
                 for folder in made:
                     folder.rmdir()
 
     return run
+
+
+def lost_process(error: RuntimeError) -> bool:
+    """Whether a collective operation failed because of another process, or timed out."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def open_output(output: Path, resume: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -133,7 +134,8 @@ def test_a_flipped_byte_of_a_training_checkpoint_is_found(run: str, files: Files
 
 
 def _kill_a_run(files: Files) -> None:
-    """The command line on two processes under torchrun, every one of them killed while it trains."""
+    """The command line on two processes under torchrun, one of which is killed while it trains: soon no process is
+    left, and one line says what happened."""
     import psutil
 
     options = files.run_options("killed", layout="tp2-sp", steps=1000, async_save=True)
@@ -145,18 +147,26 @@ def _kill_a_run(files: Files) -> None:
     metrics = files.run("killed") / "metrics.jsonl"
     with (files.root / "killed.txt").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    for _ in range(20_000):
+        if process.poll() is not None or (metrics.exists() and '{"step": 6,' in metrics.read_text()):
+            break
+        time.sleep(0.01)
+    family = psutil.Process(process.pid).children(recursive=True)
     try:
-        for _ in range(20_000):
-            if process.poll() is not None or (metrics.exists() and '{"step": 6,' in metrics.read_text()):
-                break
-            time.sleep(0.01)
+        ranks = {member.environ().get("RANK"): member for member in psutil.Process(process.pid).children()}
+        ranks["1"].kill()
+        _, left = psutil.wait_procs([psutil.Process(process.pid), *family], timeout=30)
+        said = (files.root / "killed.txt").read_text()
+        assert not left, said[-3000:]
     finally:
-        family = [*psutil.Process(process.pid).children(recursive=True), process]
         for member in family:
-            member.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.kill()
         process.wait()
+    assert len(family) > 4  # ranks and the processes of their checkpoints
+    assert "dlm_bridge/train" not in said  # in no traceback
     steps = [row["step"] for row in read_rows(metrics)]  # the last line may be torn
-    assert steps, (files.root / "killed.txt").read_text()[-3000:]
     assert 6 <= steps[-1] < STEPS
 
 

@@ -96,6 +96,7 @@ _FLOAT16 = "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params"
 _MIXED = "megatron.core.optimizer.optimizer.MixedPrecisionOptimizer"  # the base of the distributed one
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 _RANDOM = "megatron.core.tensor_parallel.random"
+_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync"
 
 CPU_PATCHES = (
     Patch(
@@ -380,11 +381,19 @@ PROCESS_PATCHES = (
     ),
     Patch(
         target="filesystem_async._get_write_results_queue",
-        what="the process of the writers' results is started with SIGTERM blocked",
-        why="a job's SIGTERM would end it before the last checkpoint is written",
+        what="the process of the writers' results ends with the rank, and not by SIGINT and SIGTERM",
+        why="it would outlive a rank that is killed, and a job's SIGTERM would end it before the last checkpoint",
         source="dist_checkpointing/strategies/filesystem_async.py:51",
         when=_anywhere("every training checkpoint"),
         code="process_wide:start_results_queue",
+    ),
+    Patch(
+        target="FileSystemWriterAsync.write_preloaded_data",
+        what="a writer's process ends with the rank",
+        why="it would go on writing after the rank is killed, and wait for the rank's queue",
+        source="dist_checkpointing/strategies/filesystem_async.py:342",
+        when=_anywhere("every training checkpoint"),
+        replaces={f"{_WRITER}.write_preloaded_data": process.end_writers_with_parent},
     ),
 )
 

@@ -10,15 +10,20 @@ import contextlib
 import functools
 import importlib.util
 import logging
+import multiprocessing
+import os
 import signal
 import sys
 import types
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from multiprocessing.managers import SyncManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from dlm_bridge.processes import end_with_parent, signals_blocked
 
 
 def uses_torch_adam() -> bool:
@@ -268,16 +273,30 @@ def init_data_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def start_results_queue() -> None:
-    """Start the process through which megatron-core's checkpoint writers report, with SIGTERM blocked: whoever stops a
-    job (Slurm, a shell) signals all its processes, and this one is needed for the last checkpoint."""
+    """Start the process through which megatron-core's checkpoint writers report, to end with this one and not before:
+    whoever stops a job (Slurm, a shell) signals all its processes, and this one is needed for the last checkpoint."""
     from dlm_bridge.parallel.core import filesystem_async
 
-    resource_tracker.ensure_running()  # which would unblock the signal when it is started
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a new process inherits the mask
-    try:
-        filesystem_async._get_write_results_queue()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if filesystem_async._results_queue is not None:
+        return
+    resource_tracker.ensure_running()  # which would unblock the signals when it is started
+    manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+    with signals_blocked():
+        manager.start(end_with_parent, (os.getpid(),))
+    filesystem_async._results_queue = manager.Queue()
+
+
+def end_writers_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint writer, which is a process forked by a rank or by its background save, ends with that."""
+
+    @functools.wraps(original)
+    def write_preloaded_data(*arguments: Any, **options: Any) -> None:
+        if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+            end_with_parent(parent.pid)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the rank
+        original(*arguments, **options)
+
+    return write_preloaded_data
 
 
 def destroy_process_groups() -> None:

@@ -36,9 +36,9 @@ from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.setup import (
     check_data,
     load_data,
-    remove_empty_output_on_error,
     resolve_objective,
     start_run,
+    training_errors,
     trains_on_cpu,
     write_config,
 )
@@ -49,7 +49,7 @@ HALF = ("bf16", "fp8")  # precisions with fp32 weights and a model that computes
 MicroBatch = tuple[NoisyBatch, LossPositions]
 
 
-@remove_empty_output_on_error
+@training_errors
 def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
     """Train until `config.schedule.steps`, a SIGTERM or `exit_duration`, and return the last checkpoint's folder.
 

@@ -6,7 +6,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.processes import end_with_parent
 from dlm_bridge.train.data.documents import Chunk, NamedDataset, Source, read_chunks, source_bytes
 from dlm_bridge.train.data.indexed import IndexedWriter, token_dtype
 from dlm_bridge.train.data.sources import find_sources
@@ -136,7 +136,7 @@ def _tokenised(chunks: Iterator[Chunk], work: _TokenizerWork, workers: int) -> I
         yield from map(work, chunks)
         return
     # Forked, a process begins at once; it must not use the Rust tokenizer's threads, which a fork does not copy.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin, (work,))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin, (work, os.getpid()))
     under_way: deque[Any] = deque()
     try:
         for chunk in chunks:
@@ -154,19 +154,12 @@ def _tokenised(chunks: Iterator[Chunk], work: _TokenizerWork, workers: int) -> I
 _of_this_process: list[_TokenizerWork] = []
 
 
-def _begin(work: _TokenizerWork) -> None:
+def _begin(work: _TokenizerWork, parent: int) -> None:
     """Runs first in each process."""
+    end_with_parent(parent)
     _of_this_process.append(work)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _do(chunk: Chunk) -> TokenizedChunk:

@@ -48,6 +48,7 @@ from dlm_bridge.parallel.mcore_patches.optimizers import (
     unpadded_param_index_map,
 )
 from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
+from dlm_bridge.processes import end_with_parent, signals_blocked
 from dlm_bridge.train.checkpoints import (
     ResumePoint,
     find_resume_point,
@@ -214,10 +215,11 @@ class CheckpointManager:
         else:
             assert self.queue is not None
             if request.async_fn is not None:  # None where a rank has nothing to write
-                write = partial(_write_with_digests, request.async_fn, hidden, dist.get_rank())
+                write = partial(_write_with_digests, os.getpid(), request.async_fn, hidden, dist.get_rank())
                 request = request._replace(async_fn=write)
             request.add_finalize_fn(lambda: self._publish(folder, step))
-            self.queue.schedule_async_request(request)
+            with signals_blocked():
+                self.queue.schedule_async_request(request)
             self.pending = folder
         return folder
 
@@ -350,8 +352,11 @@ def _reason(error: BaseException) -> str:
     return textwrap.shorten(one_line(error), 400, placeholder=" ...")
 
 
-def _write_with_digests(write: Callable[..., None], folder: Path, rank: int, *arguments: Any, **options: Any) -> None:
+def _write_with_digests(
+    parent: int, write: Callable[..., None], folder: Path, rank: int, *arguments: Any, **options: Any
+) -> None:
     """The work of a background save, in a process of its own."""
+    end_with_parent(parent)
     write(*arguments, **options)
     with contextlib.suppress(OSError):  # on a full disk: the first rank digests what has no digest
         write_rank_digests(folder, rank)

@@ -34,15 +34,15 @@ from dlm_bridge.train.setup import (
     check_same_model,
     load_data,
     open_output,
-    remove_empty_output_on_error,
     resolve_objective,
+    training_errors,
     write_config,
 )
 
 T = TypeVar("T")
 
 
-@remove_empty_output_on_error
+@training_errors
 def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
     """Train until `config.schedule.steps`, a SIGTERM or `exit_duration`, and return the last checkpoint's folder.
 

@@ -36,10 +36,10 @@ from dlm_bridge.train.rl.updates import (
     policy_loss,
     preference_loss,
 )
-from dlm_bridge.train.setup import remove_empty_output_on_error, start_run, trains_on_cpu, write_config
+from dlm_bridge.train.setup import start_run, training_errors, trains_on_cpu, write_config
 
 
-@remove_empty_output_on_error
+@training_errors
 def train(config: RLConfig, resume: bool = False, console: Console | None = None) -> Path:
     """Train until `--steps`, a SIGTERM or `--exit-duration`, and return the last checkpoint's folder.
 

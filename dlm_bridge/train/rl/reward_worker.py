@@ -1,9 +1,9 @@
 """Reward workers: each reward function runs in a process of its own, with a time limit per call.
 
-    python -m dlm_bridge.train.rl.reward_worker FUNCTION
+    python -m dlm_bridge.train.rl.reward_worker FUNCTION PARENT
 
-is the worker: it reads one JSON object a line ({"prompts", "completions", "rows"}) and answers each with
-{"rewards": [...]} or {"error": "..."}. What the function prints goes to stderr.
+is the worker, which ends with the process PARENT: it reads one JSON object a line ({"prompts", "completions", "rows"})
+and answers each with {"rewards": [...]} or {"error": "..."}. What the function prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.processes import end_with_parent, signals_blocked
 from dlm_bridge.train.rl.rewards import REWARDS
 
 START_TIMEOUT = 120.0  # seconds for a reward's own imports
@@ -128,16 +130,18 @@ class _RewardProcess:
             self._process = None
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "dlm_bridge.train.rl.reward_worker", REWARDS.get(self.name, self.name)]
+        function = REWARDS.get(self.name, self.name)
+        command = [sys.executable, "-m", "dlm_bridge.train.rl.reward_worker", function, str(os.getpid())]
         # The package may be used from a folder that is on the path of this process alone.
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH"), root])])
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        with signals_blocked():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+            )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdin.fileno(), False)
@@ -229,6 +233,10 @@ def answer_request(function: Callable[..., Any], request: dict[str, Any]) -> dic
 
 
 def main() -> None:
+    end_with_parent(int(sys.argv[2]))
+    for number in (signal.SIGINT, signal.SIGTERM):  # which end the parent; what the function starts gets them
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a reward prints must not stand between the answers
 

@@ -1,0 +1,106 @@
+"""Processes that belong together: those that one starts end with it, Ctrl-C ends it, a launcher's report once."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+GRACE_S = 5.0  # after Ctrl-C, for what an interrupted command has to close
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_CLAIM = "dlm_bridge/reported"  # key in the launcher's store
+_CLAIM_TIMEOUT = datetime.timedelta(seconds=10)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let this process end when `parent`, the id of the process that started it, does, even by SIGKILL.
+
+    On Linux the kernel sends SIGKILL when the thread that started this process ends, whatever runs here by then;
+    elsewhere a thread looks for the parent once a second. Neither is inherited by what this process starts.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it had ended before
+            os._exit(1)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), name="parent", daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Context in which to start a process that this one ends itself: it and its own children never get SIGINT and
+    SIGTERM, which a terminal, Slurm or torchrun sends to all processes of a job."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # which a new process inherits
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_when_interrupted(report: Callable[[], None], grace_s: float = GRACE_S) -> None:
+    """End this process with `report` and exit code 130 where it is still there `grace_s` after SIGINT.
+
+    Python raises KeyboardInterrupt in the main thread between two of its own instructions: not while that waits for
+    another process in a collective operation, for a device or in a library.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # A forked process has the same pipe, but a SIGINT of its own is not this one's.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+    def watch() -> None:
+        while os.read(reader, 1)[0] != signal.SIGINT:
+            pass
+        time.sleep(grace_s)
+        report()
+        os._exit(130)
+
+    threading.Thread(target=watch, name="interrupt", daemon=True).start()
+
+
+def kill_children() -> None:
+    """Kill the processes of `multiprocessing` that this one has started: a process that fails would wait for them."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    for child in multiprocessing.active_children() if multiprocessing is not None else ():
+        child.kill()
+
+
+def launched_by_torchrun() -> bool:
+    """Whether torchrun, or accelerate launch, which uses it, has started this process as one of a job's."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def report(message: str) -> None:
+    """Print why this process ends, on one line of stderr; of a job that torchrun has started, one process does.
+
+    All processes of a job find bad input, and Ctrl-C reaches all. torchrun ends the others as soon as one has ended.
+    """
+    if _is_first_to_report():
+        print(f"dlm-bridge: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _is_first_to_report() -> bool:
+    """Whether no other process of the job has asked; without torchrun's store each is the first."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    from torch.distributed import TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(address, port, is_master=False, timeout=_CLAIM_TIMEOUT)
+        return int(store.add(f"{_CLAIM}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1)) == 1
+    except RuntimeError:  # the launcher has gone
+        return True
