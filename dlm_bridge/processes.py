@@ -60,11 +60,18 @@ def end_when_interrupted(report: Callable[[], None], grace_s: float = GRACE_S) -
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # A forked process has the same pipe, but a SIGINT of its own is not this one's.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    signal.signal(signal.SIGURG, lambda *_: None)
+    main = threading.main_thread().ident
+    assert main is not None
 
     def watch() -> None:
         while os.read(reader, 1)[0] != signal.SIGINT:
             pass
-        time.sleep(grace_s)
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline:
+            # The kernel may have given SIGINT to another thread, which does not wake the main one.
+            signal.pthread_kill(main, signal.SIGURG)
+            time.sleep(0.2)
         report()
         os._exit(130)
 

@@ -111,10 +111,10 @@ def training_errors(
         except RuntimeError as error:
             if not lost_process(error):
                 raise
+            reason = textwrap.shorten(one_line(error).split(". ")[0], 300, placeholder=" ...")
             raise DlmBridgeError(
                 f"rank {os.environ.get('RANK', '0')}: another process of the run has ended or does not answer "
-                f"({textwrap.shorten(one_line(error).split('. ')[0], 300, placeholder=' ...')}): the launcher names one "
-                "that was killed; start again with --resume"
+                f"({reason}): the launcher names one that was killed; start again with --resume"
             ) from error
         finally:
             with contextlib.suppress(OSError):  # the first that is not empty ends it

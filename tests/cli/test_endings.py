@@ -1,0 +1,217 @@
+"""How commands end: at once at Ctrl-C with one line and exit code 130, and with all their processes when killed."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlm_bridge.cli.__main__ import run
+from tests.rl.conftest import write_llada as write_policy
+from tests.train.conftest import undrawn
+
+TIMEOUT_S = 25.0  # to be busy, and to end
+HANGING = """
+import pathlib, time
+def hangs(prompts, completions, rows):
+    pathlib.Path({busy!r}).touch()
+    while True:
+        pass
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, and the function in which it is interrupted, where not in one that it is given."""
+
+    arguments: tuple[str, ...]  # with {llada}, {megatron}, {policy}, {text}, {prompts}, {reward}, {out}
+    pause: str = ""
+    deaf: bool = False  # the main thread waits in a library
+
+    def __str__(self) -> str:
+        return f"{self.arguments[0]} in {self.pause.rsplit('.', 1)[-1] or 'a reward'}{', deaf' * self.deaf}"
+
+
+WRITE = "dlm_bridge.convert.streaming.write_at"
+STEP = "dlm_bridge.train.accelerate.trainer.AccelerateTrainer.forward_backward"
+PRETRAIN = (
+    "pretrain", "--model", "{llada}", "--data", "{text}", "--output", "{out}", "--steps", "3",
+    "--global-batch-size", "2", "--seq-length", "16",
+)  # fmt: skip
+RL = (
+    "rl", "--model", "{policy}", "--data", "{prompts}", "--output", "{out}", "--method", "diffu-grpo", "--steps", "1",
+    "--global-batch-size", "4", "--group-size", "2", "--seq-length", "16", "--gen-length", "4",
+    "--reward-timeout", "600", "--reward", "{reward}",
+)  # fmt: skip
+MEGATRON = (*PRETRAIN, "--engine", "megatron", "--async-save", "--save-interval", "1")
+WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async._write_item"
+INTERRUPTED = (
+    Case(("import", "{llada}", "{out}", "--tp", "2", "--processes", "2"), WRITE),
+    pytest.param(Case(("export", "{megatron}", "{out}"), WRITE), marks=pytest.mark.slow),  # threads that hang
+    Case(("verify", "{megatron}", "{llada}"), "dlm_bridge.convert.verify._compare_specs"),
+    Case(
+        ("preprocess", "{text}", "--output", "{out}", "--tokenizer", "{llada}", "--workers", "2"),
+        "dlm_bridge.train.data.indexed.IndexedWriter.add",
+    ),
+    Case(("generate", "{llada}", "--prompt", "a", "--gen-length", "8"), "dlm_bridge.generation.api.denoise"),
+    Case(("eval", "{llada}", "--perplexity", "{text}"), "dlm_bridge.evaluation.perplexity.likelihood_bounds"),
+    Case(PRETRAIN, STEP),
+    pytest.param(Case(PRETRAIN, STEP, deaf=True), marks=pytest.mark.slow),
+    pytest.param(Case(MEGATRON, WRITER), marks=pytest.mark.slow),
+    Case(RL),
+)
+KILLED = (
+    Case(("import", "{llada}", "{out}", "--tp", "2", "--processes", "2"), WRITE),
+    Case(
+        ("preprocess", "{text}", "--output", "{out}", "--tokenizer", "{llada}", "--workers", "2"),
+        "dlm_bridge.train.data.preprocess._TokenizerWork.__call__",
+    ),
+    pytest.param(Case(MEGATRON, WRITER), marks=pytest.mark.slow),
+    Case(RL),
+)
+
+
+@pytest.fixture(scope="module")
+def files(llada: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    from dlm_bridge import Bridge, Layout
+
+    root = tmp_path_factory.mktemp("files")
+    Bridge.from_hf(llada).to_megatron(root / "megatron", Layout(tp=2))
+    (root / "text.txt").write_text("a line of text\n" * 200)
+    (root / "prompts.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "ba"}\n')
+    found = {"megatron": root / "megatron", "text": root / "text.txt", "prompts": root / "prompts.jsonl"}
+    return {"llada": str(llada), "policy": str(write_policy(root / "policy")), **{k: str(v) for k, v in found.items()}}
+
+
+@pytest.mark.parametrize("case", INTERRUPTED, ids=str)
+def test_ctrl_c_ends_a_command_at_once(case: Case, files: dict[str, str], tmp_path: Path) -> None:
+    _skip_without_megatron(case)
+    code, said = _end(case, files, tmp_path, lambda child: os.killpg(child, signal.SIGINT))
+    assert code == 130, said
+    lines = [line for line in said.splitlines() if line.startswith("dlm-bridge: ")]
+    assert len(lines) == 1, said
+    assert "interrupted" in lines[0]
+    assert "Traceback" not in said
+    if case.arguments[0] not in ("pretrain", "rl"):  # whose folders have their settings
+        assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("case", KILLED, ids=str)
+def test_a_killed_command_takes_its_processes_with_it(case: Case, files: dict[str, str], tmp_path: Path) -> None:
+    _skip_without_megatron(case)
+    code, _ = _end(case, files, tmp_path, lambda child: os.kill(child, signal.SIGKILL))
+    assert code == -signal.SIGKILL
+
+
+def _skip_without_megatron(case: Case) -> None:
+    if "megatron" in case.arguments and importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+
+
+def _end(case: Case, files: dict[str, str], root: Path, end: Callable[[int], None]) -> tuple[int, str]:
+    """Run a command in a session of its own and `end` it while it is busy: its exit code and what it printed. No
+    process of its session may be left."""
+    busy, log = root / "busy", root / "log.txt"
+    (root / "reward.py").write_text(HANGING.format(busy=str(busy)))
+    own = {"out": str(root / "out"), "reward": f"{root}/reward.py:hangs"}
+    arguments = [word.format(**files, **own) for word in case.arguments]
+    child = os.fork()
+    if child == 0:
+        _become(case, arguments, busy, log)
+    try:
+        _wait_for(busy.exists, log)
+        end(child)
+        ended: list[int] = []
+        _wait_for(lambda: _reaped(child, ended), log)
+        _wait_for(lambda: not _session(child), log)
+    finally:
+        for process in _session(child):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(ended[0]), log.read_text()
+
+
+def _become(case: Case, arguments: list[str], busy: Path, log: Path) -> None:
+    """The command's process."""
+    code = 1
+    try:
+        os.setsid()
+        said = os.open(log, os.O_WRONLY | os.O_CREAT)
+        for stream in (1, 2):
+            os.dup2(said, stream)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        undrawn(pytest.MonkeyPatch())
+        if case.pause:
+            _pause_in(case.pause, busy, case.deaf)
+        os.environ["DLM_BRIDGE_PLATFORM"] = "cpu"
+        sys.argv = ["dlm-bridge", *arguments]
+        run()
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+        threading._shutdown()  # type: ignore[attr-defined]  # as at the end of a process
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _pause_in(name: str, busy: Path, deaf: bool) -> None:
+    owner: Any = None
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        with suppress(ModuleNotFoundError):
+            owner = importlib.import_module(".".join(parts[:cut]))
+            break
+    for part in parts[cut:-1]:
+        owner = getattr(owner, part)
+    assert hasattr(owner, parts[-1]), name
+
+    def paused(*_: Any, **__: Any) -> None:
+        busy.touch()
+        if deaf:
+            lock = ctypes.create_string_buffer(64)
+            for _ in range(2):  # the second waits for ever, and hears of no signal
+                ctypes.CDLL(None).pthread_mutex_lock(lock)
+        time.sleep(600)
+
+    setattr(owner, parts[-1], paused)
+
+
+def _reaped(child: int, ended: list[int]) -> bool:
+    found, status = os.waitpid(child, os.WNOHANG)
+    if found:
+        ended.append(status)
+    return bool(found)
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a session, without those that have ended and are not reaped."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def _wait_for(condition: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
