@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,9 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from torch.distributed import TCPStore
 
+from dlm_bridge import processes
 from dlm_bridge.cli.__main__ import run
+from tests.processes import free_port
 from tests.rl.conftest import write_llada as write_policy
 from tests.train.conftest import undrawn
 
@@ -115,6 +120,60 @@ def test_a_killed_command_takes_its_processes_with_it(case: Case, files: dict[st
     assert code == -signal.SIGKILL
 
 
+def test_a_job_reports_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whichever of its processes is the first to, in each attempt."""
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**launched, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        for rank in ("1", "0"):
+            monkeypatch.setenv("RANK", rank)
+            processes.report(f"no such\nfolder, says rank {rank} of attempt {attempt}")
+    said = capsys.readouterr().err
+    assert said == "".join(f"dlm-bridge: no such folder, says rank 1 of attempt {number}\n" for number in (0, 1))
+    del store
+
+
+@pytest.mark.slow
+def test_bad_input_under_torchrun_is_one_line(tmp_path: Path) -> None:
+    launcher = _torchrun("pretrain", "--model", "/nowhere", "--data", "mock", "--output", str(tmp_path / "out"))
+    _, said = launcher.communicate(timeout=120)
+    assert launcher.returncode != 0
+    assert len([line for line in said.splitlines() if line.startswith("dlm-bridge: ")]) == 1, said
+    assert "dlm_bridge/" not in said, said  # in no traceback
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_its_processes_with_it(files: dict[str, str], tmp_path: Path) -> None:
+    arguments = [word.format(**files, out=str(tmp_path / "out")) for word in PRETRAIN]
+    launcher = _torchrun(*arguments, "--steps", "1000000")
+    metrics, log = tmp_path / "out/metrics.jsonl", tmp_path / "log.txt"
+    log.touch()
+    try:
+        _wait_for(lambda: metrics.exists() and bool(metrics.read_text()), log, 120)
+        family = psutil.Process(launcher.pid).children(recursive=True)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert len(family) >= 2
+    assert not psutil.wait_procs(family, timeout=30)[1]
+
+
+def _torchrun(*arguments: str) -> subprocess.Popen[str]:
+    """The command line in two processes, of a launcher of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*command, "-m", "dlm_bridge.cli", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DLM_BRIDGE_PLATFORM": "cpu"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def _skip_without_megatron(case: Case) -> None:
     if "megatron" in case.arguments and importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
@@ -200,8 +259,6 @@ def _reaped(child: int, ended: list[int]) -> bool:
 
 def _session(leader: int) -> list[int]:
     """The processes of a session, without those that have ended and are not reaped."""
-    import psutil
-
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
@@ -210,8 +267,8 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-def _wait_for(condition: Callable[[], bool], log: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+def _wait_for(condition: Callable[[], bool], log: Path, timeout_s: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
