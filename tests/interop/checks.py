@@ -64,7 +64,6 @@ def _assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch
 
 def platform_is_reversible_and_refuses_other_versions(files: Files) -> None:
     cpu = mcore_patches.overrides_of(platform.current())
-    assert cpu is not None
     untouched = torch.cuda.current_device, torch.cuda.synchronize
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overrides, "installed_version", lambda: "0.17.0")

@@ -407,13 +407,13 @@ PATCHES = (
 )
 
 
-def overrides_of(platform: Platform) -> Overrides | None:
+def overrides_of(platform: Platform) -> Overrides:
     """The process-wide replacements on a platform: those of the table, and what the platform itself adds."""
     added = platform.overrides()
     table = {name: make for patch in PATCHES if patch.when.met(platform) for name, make in patch.replaces.items()}
     if added is not None:
         return Overrides(added.owner, added.made_for, {**table, **added.table})
-    return Overrides(f"the {type(platform).name} platform", SUPPORTED, table) if table else None
+    return Overrides(f"the {type(platform).name} platform", SUPPORTED, table)
 
 
 def install(platform: Platform) -> None:
@@ -421,5 +421,4 @@ def install(platform: Platform) -> None:
 
     Replacements are process-wide, until `overrides.uninstall`. Raises DlmBridgeError."""
     platform.set_device()
-    if (wanted := overrides_of(platform)) is not None:
-        overrides.install(wanted)
+    overrides.install(overrides_of(platform))
