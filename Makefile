@@ -7,9 +7,11 @@ STAMP := $(VENV)/.installed
 
 PYTEST := $(BIN)/python -m pytest
 # `make test-gpu PART=2` runs one of them; without PART all run, one after another.
-PARTS := 1 2
+PARTS := 1 2 3
 FILES_1 := tests/generation
-FILES_2 := tests --ignore tests/generation
+FILES_2 := tests --ignore tests/generation --ignore tests/parallel/test_gpus.py
+FILES_3 := tests/parallel/test_gpus.py
+GPU_TEST_WORKERS ?= 8
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
@@ -33,12 +35,12 @@ test: setup
 test-slow: setup
 	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m slow
 
-# In parts that take less than 9 minutes each.
+# In parts that take less than 9 minutes each; each writes its row of docs/gpu_tests.md.
 test-gpu: setup
 	for part in $(or $(PART),$(PARTS)); do $(MAKE) --no-print-directory test-gpu-part PART=$$part || exit 1; done
 
 test-gpu-part:
-	$(PYTEST) -m "gpu or gpu2" $(FILES_$(PART))
+	$(PYTEST) --numprocesses $(GPU_TEST_WORKERS) --dist load -m "gpu or gpu2" --gpu-report docs/gpu_tests.md $(FILES_$(PART))
 
 lint: setup
 	$(BIN)/ruff check .

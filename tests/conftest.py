@@ -6,8 +6,10 @@ import functools
 import gc
 import logging
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,38 @@ import typer.main  # noqa: E402
 import typer.testing  # noqa: E402
 
 from tests.checkpoints import write_llada  # noqa: E402
+
+BEGAN = time.time()
+PACKAGES = ("torch", "transformers", "megatron-core", "transformer-engine", "triton", "torchao", "bitsandbytes")
+REPORT = ("tests", "GPUs", "versions", "date", "passed", "failed", "skipped", "minutes")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-report", type=Path, help="a page whose table of test runs gets the row of this one")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    from benchmarks.layouts.document import update_table
+
+    page = config.getoption("gpu_report")
+    if page is not None:
+        update_table(page, "tests", REPORT, _report_row(config, terminalreporter.stats), keys=2)
+
+
+def _report_row(config: pytest.Config, stats: dict[str, list[Any]]) -> tuple[str, ...]:
+    """A run of tests: which, on what, and how many ended how."""
+    from benchmarks.layouts.tables import conditions
+
+    left_out = ", ".join(config.getoption("ignore") or [])
+    which = f"{config.getoption('markexpr') or 'all'}: {' '.join(config.args)}"
+    which += f" without {left_out}" * bool(left_out) + f" -k '{config.getoption('keyword')}'" * bool(
+        config.option.keyword
+    )
+    devices, _, versions = conditions(PACKAGES).partition(", ")
+    failed = len(stats.get("failed", [])) + len(stats.get("error", []))
+    counts = (len(stats.get("passed", [])), failed, len(stats.get("skipped", [])))
+    date = time.strftime("%-d %B %Y", time.gmtime())
+    return (which, devices, versions, date, *map(str, counts), f"{(time.time() - BEGAN) / 60:.1f}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

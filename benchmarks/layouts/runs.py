@@ -2,9 +2,10 @@
 
     torchrun --max-restarts 4 --nproc-per-node 2 benchmarks/layouts/runs.py --output runs    runs.json, runs.md
 
-Megatron FSDP's checkpoints: resumed, killed with SIGKILL and resumed, exported. FP8, CPU offload, background saves,
-the straggler report, the NaN guard, a resume at another layout, and main params after a resume. Models are tiny, saves
-are every four of eight steps. A killed run kills its processes; torchrun starts them again and they go on with it.
+Megatron FSDP's checkpoints: resumed, killed with SIGKILL and resumed, exported. FP8, SGD, routers in fp32, CPU
+offload, saves in the background (one killed before it is complete), the straggler report, the NaN guard, a resume at
+another layout, and main params after a resume. Models are tiny, saves are every four of eight steps. A killed run
+kills its processes; torchrun starts them again and they go on with it.
 `--transport host` lets both processes share a GPU (see host_transport.py).
 """
 
@@ -25,7 +26,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 
-from benchmarks.layouts.cells import Task
+from benchmarks.layouts.cells import LATENT, Task
 from benchmarks.layouts.one_step import LAUNCHER, Bench
 from benchmarks.layouts.tables import RunLog, RunResult
 from dlm_bridge.errors import DlmBridgeError, one_line
@@ -46,7 +46,9 @@ from tests.groups import make_way
 STEPS, SAVED = 8, 4
 SAME = 1e-6  # relative, of losses that nothing but a checkpoint lies between
 DENSE, EXPERTS = Task("llada", "masked"), Task("llada_moe", "masked")
+ROUTERS = Task(LATENT, "causal")  # kept in the dtype that they are stored in
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
+KEPT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "master_param")  # of an optimizer, for each parameter
 LIMIT_S = 300  # of one check; those of experts take two minutes where many processes compile at once
 Losses = dict[int, float]
 
@@ -134,8 +136,13 @@ class Runs:
         what = "fsdp optim_grads_params" if killed else "dp"
         found[f"{what}: SIGKILL in mid-run, resumed"] = self._bound(self.killed, **killed)
         found["dp: resumed, exported"] = self._bound(self.resumed, DENSE)
+        for momentum in (0.0, 0.9):
+            settings = {"optimizer": "sgd", "lr": 0.1, "megatron": [f"optimizer.sgd_momentum={momentum}"]}
+            found[f"sgd, momentum {momentum}: resumed, exported"] = self._bound(self.resumed, DENSE, **settings)
+        found["routers in fp32: resumed, exported"] = self._bound(self.resumed, ROUTERS, routers=True)
         found["tp2 to pp2 with experts, fp32"] = self.another_layout
         found["a save in the background"] = self.background
+        found["a save in the background: SIGKILL in its midst, resumed"] = self.killed_save
         if not self.bench.on_cpu:
             found["fp8, delayed scaling"] = self._bound(self.fp8, "delayed")
             found["fp8, current scaling"] = self._bound(self.fp8, "tensorwise")
@@ -177,10 +184,13 @@ class Runs:
         equal = "all equal the source's fp32 to the bit" if not other else f"{len(other)} differ, the first {other[0]}"
         return count > 0 and not other, f"{count} main params: {equal}"
 
-    def resumed(self, task: Task, **flags: Any) -> tuple[bool, str]:
-        """A run; what its last checkpoint is read back as, and exported as; and the run again from its middle."""
+    def resumed(self, task: Task, routers: bool = False, **flags: Any) -> tuple[bool, str]:
+        """A run; what its last checkpoint is read back as, and exported as; and the run again from its middle.
+        `routers`: its routers must be in fp32."""
         with self.run("run", task, "bf16", **flags) as trainer:
             output, live, kept = trainer.output, self._weights(trainer), _optimizer_state(trainer)
+            if routers and not _fp32_weights(trainer):
+                return False, "no weight of the run is in fp32"
         losses = _losses(output)
         with self.assembled("run", task, "bf16", **flags) as trainer:
             restored = self._everywhere(_equal(kept, _optimizer_state(trainer)))
@@ -206,7 +216,7 @@ class Runs:
             if dist.get_rank() == 0:
                 whole.write_text(json.dumps(losses))
             self.barrier()
-            watch = threading.Thread(target=_kill_after, args=(output / "metrics.jsonl", SAVED + 1), daemon=True)
+            watch = threading.Thread(target=self._kill_after, args=(output / "metrics.jsonl", SAVED + 1), daemon=True)
             watch.start()
             with self.run(name, DENSE, "bf16", **flags):
                 return False, "the run ended before it was killed"
@@ -218,6 +228,53 @@ class Runs:
         apart = _apart(wanted, again)
         said = f"killed after step {max(before)} with {', '.join(saved)}; all {len(again)} losses {apart:.0e} apart"
         return apart <= SAME and len(again) == STEPS and len(saved) == 1, said
+
+    def _kill_after(self, metrics: Path, step: int) -> None:
+        """SIGKILL to this process once a run has written a step's figures."""
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
+            time.sleep(0.002)
+        self.log.kills()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def killed_save(self) -> tuple[bool, str]:
+        """The process that writes the second checkpoint in the background kills itself and its trainer once all files
+        are there but the digests; torchrun starts the trainers again."""
+        from dlm_bridge.train.megatron import checkpoints
+
+        output, whole = self.bench.root / "killed_save", self.bench.root / "killed_save.losses"
+        root = output / "checkpoints"
+        if not self.log.interrupted:
+            with self.run("whole", DENSE, "bf16", async_save=True) as trainer:
+                losses = _losses(trainer.output)
+            if dist.get_rank() == 0:
+                whole.write_text(json.dumps(losses))
+            self.barrier()
+
+            def write(write_files: Callable[..., None], folder: Path, rank: int, *arguments: Any, **more: Any) -> None:
+                write_files(*arguments, **more)
+                if f"{STEPS:07d}" in folder.name:
+                    self.log.kills()
+                    os.kill(os.getppid(), signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                checkpoints._write_rank_digests(folder, rank)
+
+            checkpoints._write_with_digests = write  # of these processes, which end here
+            with self.run("killed_save", DENSE, "bf16", async_save=True):
+                return False, "the run ended before it was killed"
+        tracker = (root / "latest_checkpointed_iteration.txt").read_text().strip()
+        saved = sorted(path.name for path in root.glob("iter_*"))
+        unfinished = [path.name for path in root.glob(".iter_*")]
+        with self.run("killed_save", DENSE, "bf16", resume=True, async_save=True) as trainer:
+            again, live = _losses(output), self._weights(trainer)
+        wanted = {int(step): loss for step, loss in json.loads(whole.read_text()).items()}
+        apart, left = _apart(wanted, again), [path.name for path in root.glob(".iter_*")]
+        exported = self._exported(output, live)
+        said = (
+            f"killed with {', '.join(saved)} complete and {len(unfinished)} not; all {len(again)} losses {apart:.0e} "
+            f"apart; {exported or 'the last checkpoint is exported to the bit'}; {len(left)} leftovers"
+        )
+        before = saved == [f"iter_{SAVED:07d}"] and tracker == str(SAVED) and len(unfinished) == 1
+        return before and apart <= SAME and exported == "" and not left, said
 
     def another_layout(self) -> tuple[bool, str]:
         with self.run("tp2", EXPERTS, "fp32", tp=2) as trainer:
@@ -350,7 +407,7 @@ class Runs:
             "adam_eps": 1e-8,
             "clip_grad": 1.0,
         }
-        return replace(self.bench.config(task, precision, {}), **{**usual, **flags})
+        return self.bench.config(task, precision, {}).replace(**{**usual, **flags})
 
     def _back(self, output: Path) -> None:
         """Make a run's checkpoint in the middle its newest."""
@@ -420,22 +477,21 @@ def _optimizer_state(trainer: Any) -> list[torch.Tensor]:
             for parameter in group["params"]:
                 moments = part.optimizer.state.get(parameter, {})
                 # The last where main params are left to the optimizer inside.
-                for tensor in (parameter, *(moments.get(name) for name in ("exp_avg", "exp_avg_sq", "master_param"))):
+                for tensor in (parameter, *(moments.get(name) for name in KEPT)):
                     if isinstance(tensor, torch.Tensor):
                         local = getattr(tensor, "_local_tensor", tensor)
                         found.append(local.detach().float().cpu().clone())
     return found
 
 
+def _fp32_weights(trainer: Any) -> list[str]:
+    """The model's own parameters in fp32, in a run in half precision."""
+    named = (pair for chunk in trainer.chunks for pair in chunk.named_parameters())
+    return [name for name, parameter in named if parameter.dtype == torch.float32]
+
+
 def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return bool(one) and len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def _kill_after(metrics: Path, step: int) -> None:
-    """SIGKILL to this process once a run has written a step's figures."""
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
-        time.sleep(0.002)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

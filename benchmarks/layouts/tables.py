@@ -174,6 +174,7 @@ class RunLog:
         self.output, self.transport = options.output, options.transport
         self.path = self.output.with_name(self.output.name + ".json")
         self.now = self.output.with_name(self.output.name + ".now")
+        self.planned = self.output.with_name(self.output.name + ".killed")
         self.rows: dict[str, RunResult] = {}
         self.began = time.time()
         again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -184,23 +185,28 @@ class RunLog:
             self.began = kept["began"]
             self.interrupted = self.now.read_text() if self.now.exists() else ""
             said = sorted({path.read_text() for path in self._dead()})
-            if said or (self.interrupted and "SIGKILL" not in self.interrupted):
+            if (said or self.interrupted) and not self.planned.exists():
                 self.rows[self.interrupted] = RunResult(
                     self.interrupted, "error", "; ".join(said) or "a process died", 0.0
                 )
         elif os.environ["RANK"] == "0":
             self.output.parent.mkdir(parents=True, exist_ok=True)
-            for path in (self.path, self.now, *self._dead()):
+            for path in (self.path, self.now, self.planned, *self._dead()):
                 path.unlink(missing_ok=True)
+
+    def kills(self) -> None:
+        """The check that is under way kills its processes, and goes on when they are started again."""
+        self.planned.touch()
 
     def started(self, name: str) -> None:
         if dist.get_rank() == 0:
-            for path in self._dead():
-                path.unlink()
+            for path in (self.planned, *self._dead()):
+                path.unlink(missing_ok=True)
             self.now.write_text(name)
 
     def add(self, row: RunResult) -> None:
         self.rows[row.name] = row
+        self.interrupted = ""  # what a start of the processes goes on with is its first
         if dist.get_rank() == 0:
             print(_run_line(row), flush=True)
             rows = [asdict(row) for row in self.rows.values()]

@@ -397,19 +397,6 @@ def test_other_adapters_take_part_in_drafts_and_checks(tmp_path: Path) -> None:
         wrapped.generate(**settings, draft_adapter="drafter")
 
 
-@pytest.mark.parametrize("cache", ["none", "block"])
-def test_recorded_forwards(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts and checks have one shape and are recorded apart; rows of one pace and of several."""
-    stand_in(monkeypatch)
-    model, _, _ = checkpoint(CASES[1], tmp_path)
-    _, ids, mask = ragged((3, 9, 1))
-    for tokens, real in ((ids, mask), (ids[1:2], mask[1:2])):
-        settings = {**ARGUMENTS, "attention_mask": real, "gen_length": 24, "cache": cache}
-        expected = model.generate(tokens, **settings, execution="eager").sequences
-        for _ in range(3):
-            assert torch.equal(model.generate(tokens, **settings, execution="compiled").sequences, expected)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

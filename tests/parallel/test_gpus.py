@@ -1,4 +1,4 @@
-"""Runs on GPUs against the same runs on the CPU, as tests/compatibility recorded them."""
+"""Runs on GPUs against the same runs on the CPU, as tests/compatibility recorded them; resumed and killed runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.compatibility.test_old_files import DATA, EXPECTED, STEPS
+
+ROOT = Path(__file__).parents[2]
 
 
 def pretrain(output: Path, flags: str, processes: int) -> list[dict[str, float]]:
@@ -53,3 +56,47 @@ def test_two_gpus_train_as_the_cpu_does(run: str, flags: str, tmp_path: Path) ->
     if run != "accelerate":
         pytest.importorskip("megatron.core")
     assert_as_on_the_cpu(pretrain(tmp_path / "run", flags, 2), run, 1e-3 if "fp32" in flags else 3e-2)
+
+
+def whole_runs(folder: Path, only: str) -> dict[str, str]:
+    """What benchmarks/layouts/runs.py says of the runs whose names match: two processes, on one GPU or two."""
+    options = ["--output", folder / "runs", "--only", only]
+    options += ["--transport", "host" if torch.cuda.device_count() == 1 else "direct"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", ROOT / "benchmarks/layouts/runs.py", *options]
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if not torch.cuda.is_available():
+        environment["DLM_BRIDGE_PLATFORM"] = "cpu"
+    log = folder / "log"
+    with log.open("w") as said:  # no pipe, which processes that a kill has left behind would hold open
+        subprocess.run(command, env=environment, check=False, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+    table = folder / "runs.json"
+    rows = json.loads(table.read_text())["rows"] if table.exists() else []
+    assert [row["name"] for row in rows if row["result"] != "holds"] == [], log.read_text()[-6000:]
+    return {row["name"]: row["said"] for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(optional=True)
+@pytest.mark.parametrize(
+    ("only", "count"),
+    [
+        ("^sgd", 2),
+        ("^routers in fp32", 1),
+        ("^a save in the background: SIGKILL", 1),
+        ("^a save in the background$", 1),
+    ],
+)
+def test_runs_resume_as_if_not_stopped(only: str, count: int, tmp_path: Path) -> None:
+    """Losses, main params and moments of a resumed run are to the bit those of the run as a whole, and its checkpoints
+    are exported; also where a save in the background was killed."""
+    pytest.importorskip("megatron.core")
+    assert len(whole_runs(tmp_path, only)) == count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_checkpoints_of_megatron_fsdp(strategy: str, tmp_path: Path) -> None:
+    """They are resumed from, and exported to the bit."""
+    pytest.importorskip("megatron.core")
+    assert len(whole_runs(tmp_path, f"^fsdp {strategy}: resumed")) == 1
