@@ -299,9 +299,9 @@ class ChangedFile:
 
     file: str  # path below the folder, with "/" between the parts
     detail: str
-    is_new: bool = False
     recorded: str | None = None
     found: str | None = None
+    is_new: bool = False
 
     def __str__(self) -> str:
         return f"{self.file} ({self.detail})"

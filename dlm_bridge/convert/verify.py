@@ -26,6 +26,7 @@ from dlm_bridge.convert.manifest import (
     file_names,
     is_intact,
     non_finite_note,
+    read_manifest,
     record_of,
 )
 from dlm_bridge.convert.streaming import count_non_finite, file_digest, raw_bytes
@@ -209,8 +210,8 @@ def check_recorded(checkpoint: Checkpoint, workers: int | None = None) -> None:
 def _verify_files(folder: Path, workers: int | None, progress: Progress | None) -> Verdict:
     differences = [Difference(found.file, "file", found.detail) for found in check_files(folder, workers, progress)]
     root = folder.absolute().parent
-    if (root / MANIFEST).is_file() and not is_intact(root):
-        differences.append(Difference(MANIFEST, "file", "is not as it was written"))
+    if (root / MANIFEST).is_file():  # of all iterations
+        differences += _compare_files(root, read_manifest(root) if is_intact(root) else None)
     tensors = 0 if differences else _count_tensors(folder)
     size = sum((folder / name).stat().st_size for name in file_names(folder))
     return Verdict(str(folder), FILE_DIGESTS, not differences, tensors, size, differences)
@@ -262,9 +263,9 @@ def _compare_record(name: str, now: TensorRecord, record: TensorRecord) -> Diffe
     return None
 
 
-def _compare_files(root: Path, manifest: Manifest) -> list[Difference]:
+def _compare_files(root: Path, manifest: Manifest | None) -> list[Difference]:
     differences = [] if is_intact(root) else [Difference(MANIFEST, "file", "is not as it was written")]
-    for name, recorded in manifest.side_files.items():
+    for name, recorded in ({} if manifest is None else manifest.side_files).items():
         path = root / name
         if not path.is_file():
             differences.append(Difference(name, "file", "is missing"))

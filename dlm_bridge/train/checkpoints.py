@@ -147,9 +147,10 @@ def remove_old_checkpoints(output: Path, keep_last: int = 0) -> None:
 def remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint, renamed first, so that a kill in the middle leaves nothing that looks like one."""
     hidden = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(hidden, ignore_errors=True)
-    os.replace(folder, hidden)
-    shutil.rmtree(hidden)
+    with disk_errors(folder, "an old checkpoint that --keep-last would remove"):
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.replace(folder, hidden)
+        shutil.rmtree(hidden)
 
 
 # -- choosing the one to resume from

@@ -106,6 +106,7 @@ class Trackers:
         from accelerate import PartialState
         from accelerate.tracking import TensorBoardTracker, WandBTracker
 
+        self.output = output
         PartialState()  # Accelerate's trackers and their logger need it; a Megatron run has no Accelerator
         self.trackers: list[Any] = []
         for name in config.logging.tracker_names:
@@ -119,11 +120,13 @@ class Trackers:
             self.trackers.append(tracker)
 
     def log(self, row: StepMetrics) -> None:
-        """The metrics of a step, without those that are None."""
+        """The metrics of a step, without those that are None. Raises DlmBridgeError where the disk refuses."""
         values = {key: value for key, value in dataclasses.asdict(row).items() if value is not None and key != "step"}
-        for tracker in self.trackers:
-            tracker.log(values, step=row.step)
+        with disk_errors(self.output, MAKE_ROOM):
+            for tracker in self.trackers:
+                tracker.log(values, step=row.step)
 
     def close(self) -> None:
-        for tracker in self.trackers:
-            tracker.finish()
+        with disk_errors(self.output, MAKE_ROOM):
+            for tracker in self.trackers:
+                tracker.finish()

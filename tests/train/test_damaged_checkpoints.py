@@ -6,13 +6,15 @@ import io
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, file_names
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train import checkpoints, setup
+from dlm_bridge.plan.dry_run import dry_run
+from dlm_bridge.train import checkpoints
 from dlm_bridge.train.accelerate.trainer import train
 from dlm_bridge.train.config import TrainConfig
 from tests.convert.helpers import run_cli
@@ -187,11 +189,9 @@ def test_verify_reads_a_checkpoint_and_a_run(finished: Path, capsys: pytest.Capt
         assert "trainer_state.pt" in out
 
 
-def test_a_dry_run_says_it_and_renames_nothing(finished: Path) -> None:
+def test_a_dry_run_says_it_and_renames_nothing(finished: Path, values: dict[str, Any]) -> None:
     flip(finished / "checkpoints" / LAST / "model.safetensors")
-    point = resume_point(finished)
-    assert point.notes[0].startswith("warning: ")
+    plan = dry_run(TrainConfig.from_flags(**{**values, **OPTIONS, "output": str(finished)}), resume=True)
+    assert plan.step == 2
+    assert any(f"{LAST}: is damaged: model.safetensors" in note for note in plan.notes)
     assert [folder.name for _, folder in checkpoints.run_checkpoints(finished)] == [FIRST, LAST]
-    console = Console(file=io.StringIO())
-    assert setup.resume_point(finished, True, console).step == 2
-    assert [folder.name for _, folder in checkpoints.run_checkpoints(finished)] == [FIRST]

@@ -4,6 +4,7 @@ says, and the damaged one is kept."""
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from dlm_bridge.train.config import TrainConfig
 from tests.convert.helpers import run_cli
 from tests.train.conftest import read_metrics, run_values, undrawn, without_speed
 from tests.train.test_damaged_checkpoints import flip
+from tests.train.test_full_disk import limited_files
 
 pytest.importorskip("megatron.core")
 
@@ -131,6 +133,29 @@ def test_no_whole_iteration_is_an_error_that_names_each(finished: Path, train: T
         train(finished, resume=True)
     assert names(finished) == [FIRST, LAST]
     assert (finished / "checkpoints" / TRACKER).read_text() == "4"
+
+
+def test_a_file_that_all_iterations_share(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(finished / "checkpoints/hf/tokenizer.json")
+    code, out, _ = run_cli(capsys, "verify", finished)
+    assert code == 1
+    assert "hf/tokenizer.json" in out
+
+
+def test_a_new_config_that_a_full_disk_refuses_leaves_the_old_one(finished: Path, values: dict[str, Any]) -> None:
+    from dlm_bridge.train.loading import open_megatron_source
+    from dlm_bridge.train.megatron.checkpoints import write_hub_config
+
+    source = open_megatron_source(TrainConfig.from_flags(**{**values, **OPTIONS, "output": str(finished)}), None)
+    root, source.model.config.block_size = finished / "checkpoints", 4
+    before = [(root / name).read_bytes() for name in (MANIFEST, "hf/config.json")]
+    with limited_files(100), pytest.raises(DlmBridgeError, match=MANIFEST):
+        write_hub_config(finished, source)
+    assert [(root / name).read_bytes() for name in (MANIFEST, "hf/config.json")] == before
+    assert not list(root.glob(".hub-*"))
+    write_hub_config(finished, source)
+    assert not check_files(root / LAST)
+    assert json.loads((root / "hf/config.json").read_text())["block_size"] == 4
 
 
 def test_a_damaged_manifest_of_all_iterations(finished: Path, train: Train) -> None:

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,7 +31,13 @@ from dlm_bridge.convert.atomic import atomic_file, disk_errors, disk_refusal, pu
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
-from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, write_passthrough, write_side_files
+from dlm_bridge.convert.side_files import (
+    CARRIED_FILE,
+    HUB_FOLDER,
+    side_file_digests,
+    write_passthrough,
+    write_side_files,
+)
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import CONFIG_FILE, TRACKER
 from dlm_bridge.mapping.rules import ParamMapping
@@ -65,8 +72,10 @@ from dlm_bridge.train.checkpoints import (
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron import fp8_state, fsdp_checkpoints, optimizer_state
+from dlm_bridge.train.metrics import MAKE_ROOM
 
 NAME = re.compile(r"iter_(\d{7,})")
+NEW_HUB_FILES = ".hub-"  # a folder of them, until they are complete
 WRITER_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 STATE = "dlm_bridge_run"  # the key of our own values in `common.pt`
 
@@ -101,12 +110,12 @@ def resume_point(output: Path, console: Console) -> ResumePoint:
     with raised_everywhere():
         if dist.get_rank() == 0 and point.folder is not None:
             notes = point.notes
+            point.set_aside()
             if _tracked_step(root) != point.step:
                 notes.append(f"{root / TRACKER} now names step {point.step}")
                 _write_tracker(root, point.step)
             for line in notes:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
-            point.set_aside()
     return point
 
 
@@ -153,26 +162,39 @@ def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any) -> Non
 
 
 def write_hub_config(output: Path, source: MegatronSource) -> None:
-    """Write the model's config.json as it is now, and the manifest that repeats it."""
-    root = checkpoint_root(output)
-    source.model.config.save_pretrained(root / HUB_FOLDER)
-    checkpoint = source.bridge.checkpoint
-    Manifest(
-        format="torch_dist",
-        family=source.bridge.family.name,
-        config=json.loads((root / HUB_FOLDER / CONFIG_FILE).read_text()),
-        dtype="keep",
-        tensors={},
-        source=checkpoint.hub.source,
-        shards=list(checkpoint.hub.shards),
-        carried=list(checkpoint.passthrough),
-    ).write(root)
+    """Write the model's config.json as it is now, and the manifest that repeats it. Each replaces its file as a whole:
+    no iteration could be read without them. Raises DlmBridgeError where the disk refuses."""
+    root, checkpoint = checkpoint_root(output), source.bridge.checkpoint
+    hub = root / HUB_FOLDER
+    with (
+        disk_errors(root / MANIFEST, MAKE_ROOM),
+        tempfile.TemporaryDirectory(prefix=NEW_HUB_FILES, dir=root) as temporary,
+    ):
+        new = Path(temporary)
+        source.model.config.save_pretrained(new)
+        files = side_file_digests(hub, {CONFIG_FILE}) | side_file_digests(new, ())
+        Manifest(
+            format="torch_dist",
+            family=source.bridge.family.name,
+            config=json.loads((new / CONFIG_FILE).read_text()),
+            dtype="keep",
+            tensors={},
+            source=checkpoint.hub.source,
+            shards=list(checkpoint.hub.shards),
+            side_files={f"{HUB_FOLDER}/{name}": digest for name, digest in files.items()},
+            carried=list(checkpoint.passthrough),
+        ).write(new)
+        for name, folder in ((CONFIG_FILE, hub), (MANIFEST, root)):
+            sync(new / name)
+            os.replace(new / name, folder / name)
+        sync(root)
 
 
 def remove_leftovers(output: Path) -> None:
     """Remove what a killed run left unfinished."""
-    for leftover in checkpoint_root(output).glob(".iter_*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for pattern in (".iter_*", f"{NEW_HUB_FILES}*"):
+        for leftover in checkpoint_root(output).glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 class CheckpointManager:

@@ -27,6 +27,7 @@ from dlm_bridge.parallel.handover import refresh_hf_model, stream_live_weights
 from dlm_bridge.parallel.mcore_patches.fused_step import FusedOptimizerStep
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 from dlm_bridge.parallel.self_attention import scales_queries
+from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.loading import MegatronSource
@@ -70,7 +71,7 @@ class MegatronTrainer(Trainer):
     def announce(self, step: int, layout: str = "") -> None:
         super().announce(step, layout)
         if self.main and (layers := self.source.bridge.dims.mtp):
-            self.console.print(describe_mtp(layers), highlight=False, soft_wrap=True)
+            self.console.print(describe_mtp(layers), highlight=False)
 
     def run(self, step: int) -> Path:
         if self.config.logging.sample_interval and self.main:
@@ -220,8 +221,10 @@ class MegatronTrainer(Trainer):
     # -- checkpoints
 
     def save_checkpoint(self, step: int) -> Path:
-        if self.main and self.config.objective.block_sizes:
-            write_hub_config(self.output, self.source)
+        if self.config.objective.block_sizes:
+            with raised_everywhere():
+                if self.main:
+                    write_hub_config(self.output, self.source)
         # A save in the background forks this process, where no thread should hold a lock.
         with self.producing, self.gathered_weights():
             return self.checkpoints.save(step, {"train_blocks": len(self.train)})

@@ -1,0 +1,70 @@
+"""Checkpoints of reinforcement learning, our trainers' and TRL's: digests, damage, a full disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer as HubTrainer
+
+from dlm_bridge.convert.manifest import check_files, file_names
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train import checkpoints
+from dlm_bridge.train.rl.trainer import RLTrainer
+from tests.rl.conftest import Run
+from tests.rl.test_autoregressive import causal  # noqa: F401  a fixture
+from tests.train.test_damaged_checkpoints import FIRST, LAST, flip
+from tests.train.test_full_disk import limited_files
+
+STATES = {"diffu-grpo": checkpoints.STATE, "grpo": checkpoints.TRL_STATE}
+OPTIONS = {"steps": 4, "save_interval": 2, "global_batch_size": 8}
+
+
+@pytest.fixture(params=STATES)
+def options(request: pytest.FixtureRequest, causal: Path) -> dict[str, Any]:  # noqa: F811
+    """Of a run on our trainer, and on TRL's."""
+    own = {"model": str(causal)} if request.param == "grpo" else {}
+    return {"method": request.param, **OPTIONS, **own}
+
+
+def names(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
+
+
+def test_damage_is_found_and_a_run_goes_on_from_before(run: Run, options: dict[str, Any], tmp_path: Path) -> None:
+    output, state = tmp_path / "run", STATES[options["method"]]
+    run(output, **options)
+    files = file_names(output / "checkpoints" / LAST)
+    assert {"model.safetensors", state} <= set(files)
+    for name in files:
+        copy = shutil.copytree(output, tmp_path / "copies" / name)
+        flip(copy / "checkpoints" / LAST / name)
+        point = checkpoints.find_resume_point(checkpoints.named_checkpoints(copy / "checkpoints"), state)
+        assert point.step == 2, name
+        assert name in point.damaged[0][1]
+    (output / "checkpoints" / LAST / state).unlink()
+    rows = run(output, resume=True, keep_last=1, **options)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert names(output) == [LAST, f"{LAST}.damaged"]
+    assert not check_files(output / "checkpoints" / LAST)
+
+
+def test_a_full_disk(run: Run, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "run"
+    run(output, **{**options, "steps": 2})
+    owner, method = (RLTrainer, "save") if options["method"] == "diffu-grpo" else (HubTrainer, "_save_checkpoint")
+    save = getattr(owner, method)
+
+    def limited(*arguments: Any, **named: Any) -> Any:
+        with limited_files(4000):
+            return save(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, limited)
+        with pytest.raises(DlmBridgeError, match=f"{LAST} .*{FIRST} stays the newest checkpoint"):
+            run(output, resume=True, **options)
+    assert names(output) == [FIRST]
+    assert len(run(output, resume=True, **options)) == 4
+    assert names(output) == [FIRST, LAST]
