@@ -6,11 +6,14 @@ import json
 import logging
 import os
 import re
+import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 
@@ -80,14 +83,41 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
         raise DlmBridgeError(f"{text}: no such folder, and not a Hub id (owner/name)")
     from huggingface_hub import snapshot_download
 
-    try:
-        folder = Path(snapshot_download(text, revision=revision, ignore_patterns=_NOT_NEEDED))
-        if not any(folder.glob("*.safetensors")) and (folder / "config.json").exists():
-            snapshot_download(text, revision=revision, allow_patterns=_PICKLED)
+    def fetch(local: bool) -> Path:
+        options: dict[str, Any] = {"revision": revision, "local_files_only": local}
+        folder = Path(snapshot_download(text, ignore_patterns=_NOT_NEEDED, **options))
+        if not any(folder.glob("*.safetensors")) and (folder / CONFIG_FILE).exists():
+            snapshot_download(text, allow_patterns=_PICKLED, **options)
         return folder
+
+    return from_hub(fetch, text, "it")
+
+
+def from_hub(fetch: Callable[[bool], Path], name: str, what: str) -> Path:
+    """What `fetch` gets of the Hub id `name`; it is told to look in the cache alone (True) where the Hub's host cannot
+    be found, which would be tried for half a minute. Raises DlmBridgeError with one line."""
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname
+    local = not getproxies() and not _is_known(host)
+    retries = logging.getLogger("huggingface_hub.utils._http")  # it tells of each
+    level = retries.level
+    retries.setLevel(logging.ERROR)
+    try:
+        return fetch(local)
     except Exception as error:  # whatever the network or the Hub says: it is the user's input that cannot be had
-        cause = one_line(error)[:300]
-        raise DlmBridgeError(f"{text}: no such folder, and the Hub did not give it: {cause}") from None
+        cause = f"{host} cannot be found, and the Hub's cache does not have it" if local else one_line(error)[:300]
+        raise DlmBridgeError(f"{name}: no such folder, and the Hub did not give {what}: {cause}") from None
+    finally:
+        retries.setLevel(level)
+
+
+def _is_known(host: str | None) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
@@ -117,7 +147,8 @@ def check_plain_files(folder: Path) -> None:
 
 
 def check_plain_file(path: Path) -> None:
-    """Raise DlmBridgeError for a pipe, a socket, a device or a broken link: none must be waited for."""
+    """Raise DlmBridgeError for a pipe, a socket, a device or a broken link, none of which must be waited for, and for
+    a file that may not be read."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -128,6 +159,14 @@ def check_plain_file(path: Path) -> None:
         raise DlmBridgeError(f"{path}: {error.strerror}") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise DlmBridgeError(f"{path} is not a plain file: {_AGAIN}")
+    if path.suffix in _OPENED:
+        check_readable(path)
+
+
+def check_readable(path: Path) -> None:
+    """Raise DlmBridgeError for a file that may not be read, which libraries would call damaged."""
+    if path.exists() and not os.access(path, os.R_OK):
+        raise DlmBridgeError(f"{path}: permission denied: make it readable for you")
 
 
 def _damaged_file(folder: Path) -> str | None:
@@ -210,4 +249,5 @@ def inside(folder: Path, name: str) -> Path:
         raise DlmBridgeError(f"{path} is a link to {real}, outside the folder: copy the file in its place")
     if not stat.S_ISREG(real.stat().st_mode):
         raise DlmBridgeError(f"{path} is not a plain file")
+    check_readable(path)
     return path

@@ -24,7 +24,7 @@ from dlm_bridge.convert.formats.safetensors_file import ShardRecord
 from dlm_bridge.convert.streaming import Sink, bytes_digest, file_digest, tensor_bands
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, read_config, read_json
+from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, from_hub, read_config, read_json
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, cast, dtype_name
 
 MANIFEST = "dlm_bridge.json"
@@ -139,13 +139,10 @@ def read_model_config(path: str | Path, revision: str | None = None) -> tuple[di
         raise DlmBridgeError(f"{path}: no such folder, and not a Hub id (owner/name)")
     from huggingface_hub import hf_hub_download
 
-    try:
-        config = hf_hub_download(str(path), CONFIG_FILE, revision=revision)
-    except Exception as error:  # whatever the network or the Hub says: it is the user's input that cannot be had
-        raise DlmBridgeError(
-            f"{path}: no such folder, and the Hub did not give its {CONFIG_FILE}: {one_line(error)[:300]}"
-        ) from None
-    return read_config(Path(config)), None
+    def fetch(local: bool) -> Path:
+        return Path(hf_hub_download(str(path), CONFIG_FILE, revision=revision, local_files_only=local))
+
+    return read_config(from_hub(fetch, str(path), f"its {CONFIG_FILE}")), None
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
+import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +163,47 @@ def test_pickled_weights_from_the_cache(llada: Path, cache: Path, tmp_path: Path
     cached(pickled(llada, tmp_path / "bin", 2), cache, "c" * 40, "main")
     assert run_cli(capsys, "import", "owner/name", tmp_path / "m")[0] == 0
     assert verify_pair(llada, tmp_path / "m").equal
+
+
+def test_a_hub_id_without_a_network_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(*_: Any) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    for command in (
+        ("plan", "owner/name", "--gpus", 4, "--seq-length", 128),
+        ("import", "owner/name", tmp_path / "m"),
+    ):
+        code, _, err = run_cli(capfd, *command)
+        assert (code, len(err.splitlines())) == (2, 1), err
+        assert "owner/name" in err
+        assert "huggingface.co cannot be found" in err
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "config.json", "model.safetensors.index.json"])
+def test_a_file_that_may_not_be_read_is_called_that(llada: Path, name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # pytest's own folders are closed to others
+        source = Path(folder) / "hub"
+        shutil.copytree(llada, source)
+        for file in source.iterdir():
+            file.chmod(0 if file.name == name else 0o644)
+        told = multiprocessing.get_context("fork").SimpleQueue()
+        process = multiprocessing.get_context("fork").Process(target=_open_as_another_user, args=(source, told))
+        process.start()
+        process.join(60)
+        assert not told.empty()
+        assert f"{source / name}: permission denied" in told.get()
+
+
+def _open_as_another_user(source: Path, told: Any) -> None:
+    if os.getuid() == 0:  # who may read everything
+        os.setuid(65534)
+    try:
+        Bridge.from_hf(source)
+        told.put("opened")
+    except DlmBridgeError as error:
+        told.put(str(error))

@@ -18,6 +18,7 @@ import torch
 from datasets.exceptions import DatasetGenerationError
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import check_readable
 from dlm_bridge.train.data.blocks import Rows
 
 TEXT_FIELD = "text"
@@ -128,6 +129,7 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
 
 def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
     """An open parquet file. Raises DlmBridgeError where it is none."""
+    check_readable(path)
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
