@@ -44,6 +44,7 @@ from dlm_bridge.train.data.indexed import TokenLimits
 from dlm_bridge.train.data.sources import DataSources, ReaderSettings, find_data
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
+from dlm_bridge.train.ranks import watched
 
 Config = TypeVar("Config", bound=TrainConfig)
 Rest = ParamSpec("Rest")
@@ -98,8 +99,8 @@ def trains_on_cpu(config: TrainConfig) -> bool:
 def training_errors(
     train: Callable[Concatenate[Config, Rest], Path],
 ) -> Callable[Concatenate[Config, Rest], Path]:
-    """Decorator of functions that train. A lost process is a DlmBridgeError; the output folder, and the parents made
-    for it, are removed where a run ends before anything was written there."""
+    """Decorator of functions that train. Ranks watch each other (`ranks.watched`), and a lost one is a DlmBridgeError;
+    the output folder, and the parents made for it, are removed where a run ends before anything was written there."""
 
     @functools.wraps(train)
     def run(config: Config, *arguments: Rest.args, **options: Rest.kwargs) -> Path:
@@ -107,7 +108,8 @@ def training_errors(
         main = os.environ.get("RANK", "0") == "0"
         made = [folder for folder in (output, *output.parents) if not folder.exists()] if main else []
         try:
-            return train(config, *arguments, **options)
+            with watched(config.parallel.rank_timeout):
+                return train(config, *arguments, **options)
         except RuntimeError as error:
             if not lost_process(error):
                 raise

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dlm_bridge.cli.app import main
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
-from dlm_bridge.train.megatron.stragglers import StragglerDetector, straggler_report
+from dlm_bridge.train.ranks import StragglerDetector, Watchdog, straggler_report
 from tests.processes import assert_ok, launch, work
 from tests.train.conftest import Run
 
@@ -75,6 +78,27 @@ def test_the_slowest_rank_is_named_among_those_of_its_stage() -> None:
         "step 20: forward passes of stage 1 take 5.000 s on rank 3 (d), the slowest, and 4.000 s on rank 2 (c), the "
         "fastest: 25.0% more"
     )
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_silent_rank_ends_the_run_by_its_name(
+    stopped: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, ended = dist.HashStore(), threading.Semaphore(0)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(Watchdog, "_store", lambda self: store)
+    monkeypatch.setattr(os, "_exit", lambda code: ended.release(code // 2))
+    watchdogs = {}
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        watchdogs[rank] = Watchdog(2.0)
+    assert not ended.acquire(timeout=3)
+    watchdogs[stopped].close()  # its thread is as one of a process that is stopped
+    for _ in range(2):
+        assert ended.acquire(timeout=20)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(f"rank {stopped} ({socket.gethostname()}, process {os.getpid()}) has given" in line for line in lines)
 
 
 def test_ranks_compare_their_times(tmp_path: Path) -> None:

@@ -234,6 +234,9 @@ class ParallelOptions:
         False, "With --sharding fsdp: keep weights and optimizer state in CPU memory.", tasks=TRAINING,
         needs=("--sharding", "fsdp"),
     )  # fmt: skip
+    rank_timeout: float = option(
+        10.0, "Minutes without a sign of life of a process after which the run ends and names it, 0: never.", minimum=0
+    )
     tp: int = megatron_option(1, "Tensor parallel size.", minimum=1)
     pp: int = megatron_option(1, "Pipeline parallel size.", minimum=1)
     vp: int = megatron_option(1, "Virtual pipeline chunks per pipeline rank.", minimum=1)

@@ -33,9 +33,9 @@ from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron.checkpoints import CheckpointManager, describe_mtp, write_hub_config
 from dlm_bridge.train.megatron.mcore_config import DTYPES
-from dlm_bridge.train.megatron.stragglers import StragglerDetector
 from dlm_bridge.train.metrics import StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
+from dlm_bridge.train.ranks import StragglerDetector
 from dlm_bridge.train.trainer import Processes, StepBatches, Trainer
 
 
