@@ -216,7 +216,13 @@ class Bench:
         for folder in ("runs", "logs", "config", "model", "data"):
             shutil.rmtree(self.root / folder, ignore_errors=True)
             (self.root / folder).mkdir(parents=True)
-        self.model, self.data = self._write_model(), self._write_data()
+        writer = multiprocessing.get_context("fork").Process(
+            target=self._write
+        )  # whatever it does to CUDA ends with it
+        writer.start()
+        writer.join()
+        if writer.exitcode:
+            raise SystemExit("no model, or no data")
         print(f"{self.arguments.model}, {self.devices} GPUs, {time.monotonic() - self.began:.0f} s of preparation\n")
         print(_line(HEAD) + "\n" + "|" + "---|" * len(HEAD), flush=True)
         waiting = list(self._chosen())
@@ -269,8 +275,8 @@ class Bench:
         if run.continues:
             shutil.copytree(self._output(run.continues, precision), self._output(run.name, precision))
         options = {
-            "model": str(self.model),
-            "data": [str(self.data)],
+            "model": str(self.root / "model"),
+            "data": [str(self.root / "data/pair")],
             "output": str(self._output(run.name, precision)),
             "steps": run.steps,
             "seq_length": SEQUENCES[self.arguments.model],
@@ -353,9 +359,10 @@ class Bench:
         process.join()
         return process.exitcode == 0
 
-    def _write_model(self) -> Path:
-        """A folder with random weights."""
+    def _write(self) -> None:
+        """The model, of random weights, and the data: documents in which few tokens occur."""
         from dlm_bridge.train.config import TrainConfig
+        from dlm_bridge.train.data.indexed import IndexedWriter
         from dlm_bridge.train.loading import load_model
 
         name = self.arguments.model
@@ -365,18 +372,11 @@ class Bench:
         (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": shape["num_attention_heads"]}))
         model = load_model(TrainConfig.from_flags(model=str(folder), data=["mock"], output="o", from_scratch=True))
         model.save_pretrained(self.root / "model")
-        return self.root / "model"
-
-    def _write_data(self) -> Path:
-        """A Megatron pair of documents in which few tokens occur."""
-        from dlm_bridge.train.data.indexed import IndexedWriter
-
         numbers = np.random.default_rng(0)
-        length = SEQUENCES[self.arguments.model]
+        length = SEQUENCES[name]
         with IndexedWriter(self.root / "data/pair", np.dtype(np.uint16)) as writer:
             for _ in range(STEPS * 8 + 16):
                 writer.add(numbers.integers(5, 5 + TOKENS, length).astype(np.uint16), [length])
-        return self.root / "data/pair"
 
 
 def _train(options: dict[str, Any], environment: dict[str, str], transport: str, log: Path) -> None:

@@ -2,7 +2,7 @@
 
     export PYTORCH_ALLOC_CONF=expandable_segments:True
     python benchmarks/train_accelerate.py --model 1.7b
-    python benchmarks/train_accelerate.py --model 1.7b --precision fp8 --only ours
+    python benchmarks/train_accelerate.py --model 1.7b --precision bf16 fp8 --only ours
     torchrun --nproc-per-node 4 benchmarks/train_accelerate.py --model 8b --batch 2 --sides ours
 
 A masked diffusion step (forward, backward, clipping, AdamW) on made-up tokens, sequence 4096, bidirectional attention,
@@ -10,7 +10,8 @@ weights in bf16. The peers are transformers' own class under a plain loop, as fr
 SDPA, logits of every position, cross-entropy of all of them, weights and optimizer state in bf16 (ours keeps both in
 fp32); once as it is ("eager") and once with compiled layers ("compiled"). On several processes all are sharded by
 FSDP2, a layer a unit, fp32 weights, computing in bf16. Medians over the steps after warm-up, one side after the other;
-a side that fails says so, and the others go on. Prints a result line, and with --json FILE appends it there.
+a side that fails says so, and the others go on. Prints a result line for each precision, and with --json FILE appends
+it there; that of a second precision has its speed and last loss beside the first one's.
 """
 
 from __future__ import annotations
@@ -46,7 +47,19 @@ TINY = {
     "vocab_size": 512,
     "mask_token_id": 511,
 }
-ALL = SHAPES | {"tiny": TINY}
+# Of about 135M parameters, of which 29M are embeddings.
+SMALL = {
+    **SHAPES["1.7b"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49_152,
+    "mask_token_id": 49_151,
+}
+ALL = SHAPES | {"135m": SMALL, "tiny": TINY}
 SIDES = ("ours", "eager", "compiled")
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 MAIN = os.environ.get("RANK", "0") == "0"
@@ -57,9 +70,25 @@ def main() -> None:
     arguments = parse()
     if CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    first: dict[str, Any] = {}
+    for precision in arguments.precision:
+        row = measure(arguments, precision, first)
+        first = first or row
+        if MAIN:
+            print("RESULT " + json.dumps(row), flush=True)
+            if arguments.json:
+                with open(arguments.json, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def measure(arguments: argparse.Namespace, precision: str, first: dict[str, Any]) -> dict[str, Any]:
+    """The result line of ours in a precision, beside the peers and the one of the `first` precision, if any."""
     row: dict[str, Any] = {
         "model": arguments.model,
-        "precision": arguments.precision,
+        "layers": arguments.layers,
+        "precision": precision,
         "gpus": WORLD,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if CUDA else "cpu",
@@ -72,7 +101,8 @@ def main() -> None:
         try:
             if CUDA:
                 torch.cuda.reset_peak_memory_stats()
-            row[side] = {"batch": batch} | (ours if side == "ours" else peer)(arguments, side, batch)
+            figures = ours(arguments, precision, batch) if side == "ours" else peer(arguments, side, batch)
+            row[side] = {"batch": batch} | figures
             if CUDA:
                 row[side]["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
         except Exception as error:
@@ -85,20 +115,17 @@ def main() -> None:
     for side in SIDES[1:]:
         if all("tokens_per_s" in row.get(name, {}) for name in ("ours", side)):
             row[f"ratio_to_{side}"] = round(row["ours"]["tokens_per_s"] / row[side]["tokens_per_s"], 3)
-    if MAIN:
-        print("RESULT " + json.dumps(row), flush=True)
-        if arguments.json:
-            with open(arguments.json, "a") as file:
-                file.write(json.dumps(row) + "\n")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if all("tokens_per_s" in found.get("ours", {}) for found in (row, first)):
+        row[f"ratio_to_{first['precision']}"] = round(row["ours"]["tokens_per_s"] / first["ours"]["tokens_per_s"], 3)
+        row["last_loss_apart"] = abs(row["ours"]["losses"][-1] / first["ours"]["losses"][-1] - 1)
+    return row
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("1.7b", "8b", "tiny"), default="1.7b")
+    parser.add_argument("--model", choices=("135m", "1.7b", "8b", "tiny"), default="1.7b")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
-    parser.add_argument("--precision", choices=("bf16", "fp8", "fp32"), default="bf16", help="of ours")
+    parser.add_argument("--precision", choices=("bf16", "fp8", "fp32"), nargs="+", default=["bf16"], help="of ours")
     parser.add_argument("--batch", type=int, default=8, help="rows of ours at once on a GPU")
     parser.add_argument("--micro-batches", type=int, default=1, help="of ours, in a step")
     parser.add_argument("--eager-batch", type=int, default=4)
@@ -133,7 +160,7 @@ def shape(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]:
+def ours(arguments: argparse.Namespace, precision: str, batch: int) -> dict[str, Any]:
     """Steps of the engine, as `pretrain` takes them."""
     import yaml
 
@@ -159,7 +186,7 @@ def ours(arguments: argparse.Namespace, side: str, batch: int) -> dict[str, Any]
             seq_length=arguments.seq_length,
             micro_batch_size=batch,
             global_batch_size=batch * arguments.micro_batches * WORLD,
-            precision=arguments.precision,
+            precision=precision,
             length_variation=0.0,
             lr=1e-5,
             eval_interval=0,
