@@ -15,7 +15,7 @@ GPU_TEST_WORKERS ?= 8
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: setup demo docs check-docs test test-slow test-gpu test-gpu-part lint clean
+.PHONY: setup demo docs check-docs test test-slow fuzz test-gpu test-gpu-part lint clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,13 @@ test: setup
 
 test-slow: setup
 	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m slow
+
+# Damaged inputs under every command; a run that was stopped goes on from FUZZ_STATE.
+FUZZ_CASES ?= 5000
+FUZZ_STATE ?= build/fuzz.json
+fuzz: setup
+	mkdir -p build
+	nice $(BIN)/python -m tests.fuzz --cases $(FUZZ_CASES) --state $(FUZZ_STATE)
 
 # In parts that take less than 9 minutes each; each writes its row of docs/gpu_tests.md.
 test-gpu: setup

@@ -10,6 +10,7 @@ import typer
 
 from dlm_bridge.cli import convert
 from dlm_bridge.cli.help import App
+from dlm_bridge.errors import printable
 
 Base = Annotated[
     str, typer.Option(metavar="MODEL", help="The adapter's base: Hub folder, Hub id or Megatron checkpoint.")
@@ -128,7 +129,8 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
         return
+    where = printable(f"{report['source']} -> {report['output']}: {report['style']} LoRA of {report['base']}")
     typer.echo(
-        f"{report['source']} -> {report['output']}: {report['style']} LoRA of {report['base']}, "
-        f"rank {report['rank']}, alpha {report['alpha']:g}, {report['parameters']:,} parameters ({report['dtype']})"
+        f"{where}, rank {report['rank']}, alpha {report['alpha']:g}, {report['parameters']:,} parameters "
+        f"({report['dtype']})"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated, Any, NoReturn
@@ -77,6 +78,9 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 the check says no, 2 bad usage or bad input, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be valid Unicode
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="dlm-bridge", standalone_mode=False)
     except DlmBridgeError as error:

@@ -22,6 +22,7 @@ from dlm_bridge.cli.help import (
     format_names,
     key_styles,
 )
+from dlm_bridge.errors import printable
 
 if TYPE_CHECKING:
     from dlm_bridge.mapping.layout import Layout
@@ -428,23 +429,23 @@ def show_verdict(verdict: dict[str, Any], as_json: bool) -> None:
             f"{found['positions']} positions"
         )
         for note in found["notes"]:
-            typer.echo(f"note: {note}")
+            typer.echo(printable(f"note: {note}"))
     counted = f"{verdict['tensors']:,} tensors, {_size(verdict['bytes'])}{logits}"
     if verdict["equal"]:
-        typer.echo(f"equal: {verdict['a']} and {verdict['b']} ({counted})")
+        typer.echo(printable(f"equal: {verdict['a']} and {verdict['b']} ({counted})"))
         return None
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"not equal: {verdict['a']} and {verdict['b']} ({counted} compared)")
+    table = Table(title=printable(f"not equal: {verdict['a']} and {verdict['b']} ({counted} compared)"))
     for column in ("name", "what", "detail"):
         table.add_column(column, overflow="fold")
     for item in verdict["differences"][:SHOWN]:
-        table.add_row(item["name"], item["kind"], item["detail"])
+        table.add_row(*(printable(item[column]) for column in ("name", "kind", "detail")))
     more = len(verdict["differences"]) - SHOWN
     if more > 0:
         table.add_row(f"and {more} more", "", "--json lists all")
-    Console().print(table)
+    Console(markup=False).print(table)
     return None
 
 
@@ -462,11 +463,11 @@ def _table(title: str, rows: list[tuple[str, str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), show_header=False, title_justify="left")
+    table = Table(title=Text(printable(title)), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(printable(value)))
     Console().print(table)
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from dlm_bridge.errors import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -37,7 +39,7 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
     if run.step:
         console.print(Text(f"resumes after step {run.step:,} of {run.config.schedule.steps:,}"), soft_wrap=True)
     for piece in run.data[:SHOWN_PIECES]:
-        console.print(Text(f"data: {_described(piece, run)}"), soft_wrap=True)
+        console.print(Text(printable(f"data: {_described(piece, run)}")), soft_wrap=True)
     if len(run.data) > SHOWN_PIECES:
         console.print(Text(f"data: and {len(run.data) - SHOWN_PIECES:,} more"), soft_wrap=True)
     if run.memory is not None:
@@ -51,7 +53,7 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
             soft_wrap=True,
         )
     for note in run.notes:
-        console.print(Text(f"note: {note}"), soft_wrap=True)
+        console.print(Text(printable(f"note: {note}")), soft_wrap=True)
 
 
 def _layout(run: DryRun) -> Table:

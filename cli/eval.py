@@ -12,7 +12,7 @@ import typer
 
 from dlm_bridge.cli.generate_request import parse_settings
 from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, printable
 
 MEASURING = "Measuring"
 NOT_OF_TASKS = ("num_return_sequences", "infill", "span_lengths")  # settings of generate
@@ -208,8 +208,8 @@ def _show(facts: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if "COLUMNS" in os.environ else max(Console().width, 100))
-    table = Table(title=f"{facts['model']} ({facts['family']}, {facts['dtype']})")
+    console = Console(width=None if "COLUMNS" in os.environ else max(Console().width, 100), markup=False)
+    table = Table(title=printable(f"{facts['model']} ({facts['family']}, {facts['dtype']})"))
     for column in ("task", "metric", "value", "± standard error", "documents"):
         table.add_column(column, justify="left" if column in ("task", "metric") else "right")
     for task, entry in facts.get("tasks", {}).items():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.plan.memory import COMPONENTS, MemoryPlan
 from dlm_bridge.plan.run import GIB
 
@@ -41,7 +41,7 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
     sizes = f"{model.parameters:,} parameters"
     if model.dims.experts:
         sizes += f", {model.active_parameters:,} active"
-    console.print(Text(f"{model.name} ({model.family.name}): {sizes}"))
+    console.print(Text(printable(f"{model.name} ({model.family.name}): {sizes}")))
     console.print(Text(f"{run.gpus} GPUs: {_layout(plan)}"))
     console.print(memory_table(plan))
     console.print(Text("parameters by role: " + _roles(plan)))

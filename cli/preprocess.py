@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from dlm_bridge.cli.convert import Json, Overwrite, progress_bar
+from dlm_bridge.errors import printable
 
 
 def register(app: typer.Typer) -> None:
@@ -55,6 +56,6 @@ def preprocess(
         typer.echo(json.dumps(dataclasses.asdict(report)))
         return
     typer.echo(
-        f"{output}.bin, {Path(output).name}.idx: {report.documents:,} documents, {report.tokens:,} tokens "
-        f"({report.dtype}), {report.tokens_per_s:,.0f} tokens/s"
+        f"{printable(output)}.bin, {printable(Path(output).name)}.idx: {report.documents:,} documents, "
+        f"{report.tokens:,} tokens ({report.dtype}), {report.tokens_per_s:,.0f} tokens/s"
     )

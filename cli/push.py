@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dlm_bridge.cli import convert
+from dlm_bridge.errors import printable
 
 
 def register(app: typer.Typer) -> None:
@@ -60,10 +61,10 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     typer.echo(f"{what} {len(report['files'])} files, {report['bytes']:,} bytes, to {report['repo_id']}")
     for name, size in report["files"].items():
         note = " (generated)" if name == "README.md" and report["card"] == "generated" else ""
-        typer.echo(f"  {name}  {size:,}{note}")
+        typer.echo(printable(f"  {name}  {size:,}{note}"))
     if report["left_out"]:
-        typer.echo(f"left out: {', '.join(report['left_out'])}")
+        typer.echo(printable(f"left out: {', '.join(report['left_out'])}"))
     if report["card_text"]:
-        typer.echo(report["card_text"])
+        typer.echo(printable(report["card_text"]))
     if report["commit"]:
         typer.echo(report["commit"])

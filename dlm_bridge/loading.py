@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections import Counter
@@ -18,12 +19,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from dlm_bridge.convert.checkpoints import is_megatron
-from dlm_bridge.errors import DlmBridgeError, first_of, one_line
+from dlm_bridge.errors import DlmBridgeError, first_of, one_line, printable
 from dlm_bridge.hub import ADAPTER_CONFIG, checkpoint_folder, opening, read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
 
+logger = logging.getLogger(__name__)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -213,7 +215,7 @@ def _load_weights(
 
     import dlm_bridge  # noqa: F401  registers the families
 
-    arguments: dict[str, Any] = {**where, "dtype": dtype or _stored_dtype(folder), "output_loading_info": True}
+    arguments: dict[str, Any] = {**where, "dtype": dtype or _stored_dtype(folder)}
     model_class: Any = AutoModelForCausalLM
     with opening(folder, f"{name}: does not load"):
         if spec is not None:
@@ -223,15 +225,23 @@ def _load_weights(
             check_tensor_parallel_split(
                 arguments.get("config") or AutoConfig.from_pretrained(folder), distributed.tp_size, name
             )
-        # transformers renders mismatches as a long report; loading past them lets one line name the tensor.
-        model, info = model_class.from_pretrained(folder, ignore_mismatched_sizes=True, **arguments)
-    check_loaded(info, name)
-    return model
+    return load_pretrained(model_class, folder, name, **arguments)
 
 
-def check_loaded(info: dict[str, Any], name: str) -> None:
-    """Raise DlmBridgeError, which calls the model `name`, where transformers' own classes would leave a parameter at
-    random values; `info` is what `from_pretrained` says of the loading."""
+def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, **arguments: Any) -> Any:
+    """`model_class.from_pretrained(place, ...)`, with every parameter from the checkpoint: transformers' own classes
+    leave others at random values and print a long report. Raises DlmBridgeError, which calls the model `name`."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with opening(place, f"{name}: does not load"):
+            model, info = model_class.from_pretrained(
+                place, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
+            )
+    finally:
+        logging.set_verbosity(verbosity)
     if missing := sorted(info["missing_keys"]):
         raise DlmBridgeError(f"{name}: the checkpoint lacks {first_of(missing)}")
     if mismatched := sorted(info["mismatched_keys"]):
@@ -239,6 +249,9 @@ def check_loaded(info: dict[str, Any], name: str) -> None:
         raise DlmBridgeError(
             f"{name}: {tensor} has shape {tuple(found)} in the checkpoint, {tuple(wanted)} by the config"
         )
+    if unexpected := sorted(info["unexpected_keys"]):
+        logger.warning(printable(f"{name}: the checkpoint has {first_of(unexpected)}, which the model does not use"))
+    return model
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | str:

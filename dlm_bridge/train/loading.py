@@ -121,17 +121,9 @@ def load_hub_model(
     # AutoModelForCausalLM does not know every family's model class.
     spec = getattr(type(config), "family", None)
     model_class: Any = AutoModelForCausalLM if spec is None else spec.load("model_class")
-    with opening(model, f"--model {model}: does not load"):
-        loaded, info = model_class.from_pretrained(
-            model,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # which check_loaded names in one line
-            **(quantization or {}),
-        )
-    loading.check_loaded(info, f"--model {model}")
-    return loaded
+    return loading.load_pretrained(
+        model_class, model, f"--model {model}", config=config, dtype=dtype, **(quantization or {})
+    )
 
 
 def model_family(model: Any) -> FamilySpec | None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import find_family
 from dlm_bridge.objectives.base import Objective
@@ -72,7 +72,9 @@ def start_run(config: TrainConfig, resume: bool, accelerator: Any, console: Any)
         check_same_model(config, checkpoint)
     finished = checkpoint is not None and step >= config.schedule.steps
     if finished and accelerator.is_main_process:
-        console.print(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}", soft_wrap=True)
+        console.print(
+            printable(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}"), soft_wrap=True
+        )
     return RunStart(output, step, checkpoint, finished)
 
 

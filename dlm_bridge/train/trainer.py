@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.tensor import DTensor
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.objectives.base import Objective, divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
@@ -141,7 +141,7 @@ class TrainingLoop(abc.ABC):
         if metrics_file is not None:
             metrics_file.close()
             done = "done" if step == steps else f"stopped early (continue with --resume), step {step}"
-            self.console.print(f"{done}: the model is at {folder}", highlight=False, soft_wrap=True)
+            self.console.print(printable(f"{done}: the model is at {folder}"), highlight=False, soft_wrap=True)
         return folder
 
     def _due(self, step: int, last: bool) -> tuple[bool, bool, bool]:

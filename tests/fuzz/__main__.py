@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=100, help="cases in all, those before a stop included")
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--state", type=Path, help="where to go on, and the counts")
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of inputs")
     parser.add_argument("--show", action="store_true", help="every case")
     parser.add_argument("--keep", type=Path, help="folder of the sound inputs, kept for the next run")
     options = parser.parse_args()

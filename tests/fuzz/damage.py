@@ -26,7 +26,7 @@ def damage(folder: Path, random: Random, weights: str) -> list[str]:
 
 
 def _damage(folder: Path, random: Random, weights: str) -> str:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".png"))
+    files = sorted(path for path in folder.rglob("*") if _is_plain(path) and path.suffix not in (".py", ".png"))
     if not files:
         return "nothing is left"
     chosen = [path for path in files if path.match(weights)]
@@ -44,6 +44,11 @@ def _damage(folder: Path, random: Random, weights: str) -> str:
         kinds += [mutate_template] * 6
     done = random.choice(kinds)
     return f"{done.__name__} {path.relative_to(folder)}: {done(path, random)}"
+
+
+def _is_plain(path: Path) -> bool:
+    """A file of the copy's own: what a link leads to is not to be damaged."""
+    return path.is_file() and not path.is_symlink()
 
 
 def flip(path: Path, random: Random) -> str:

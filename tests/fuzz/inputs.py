@@ -94,17 +94,18 @@ OF_A_HUB_FOLDER = (
 VRPO = ("rl", "--method", "vrpo", "--data", "{pairs}", *SHORT)
 
 
+Run = Callable[[tuple[str, ...]], None]
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of input. `build(root, target, run)` makes a sound one; `run` is a command in a process of its own.
-    `weights` match its weight files, without which no command of `reading` may end with 0."""
+    `weights` match its weight files, `needs` are the kinds that it is made of or read with."""
 
-    build: Callable[[Path, Path, Callable[[tuple[str, ...]], None]], None]
+    build: Callable[[Path, Path, Run], None]
     commands: tuple[tuple[str, ...], ...]
     weights: str = "*.safetensors"
-
-
-Run = Callable[[tuple[str, ...]], None]
+    needs: tuple[str, ...] = ()
 
 
 def _diffusion(_: Path, target: Path, __: Run) -> None:
@@ -249,8 +250,8 @@ def _resume(engine: str) -> tuple[str, ...]:
 KINDS: dict[str, Kind] = {
     "diffusion": Kind(_diffusion, (*OF_A_HUB_FOLDER, (*VRPO, "--model", "{it}"))),
     "llama": Kind(_llama, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}"))),
-    "pickled": Kind(_pickled, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}")), "*.bin"),
-    "llama_dlm": Kind(_to_dlm, (GENERATE, SFT)),
+    "pickled": Kind(_pickled, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}")), "*.bin", ("llama",)),
+    "llama_dlm": Kind(_to_dlm, (GENERATE, SFT), needs=("llama",)),
     "adapter": Kind(
         _adapter,
         (
@@ -263,6 +264,7 @@ KINDS: dict[str, Kind] = {
             ("sft", "--model", "{llama_dlm}", "--adapter", "{it}", "--data", "{chats}", *SHORT),
             ("inspect", "{it}"),
         ),
+        needs=("llama_dlm",),
     ),
     "torch_dist": Kind(
         _megatron,
@@ -274,6 +276,7 @@ KINDS: dict[str, Kind] = {
             ("pretrain", "--engine", "megatron", "--model", "{it}", "--data", "{text}", *SHORT),
         ),
         "*.distcp",
+        ("diffusion",),
     ),
     "legacy": Kind(
         _legacy,
@@ -286,9 +289,13 @@ KINDS: dict[str, Kind] = {
             ("plan", "{it}", "--gpus", "2", "--seq-length", "32"),
         ),
         "model_optim_rng.pt",
+        ("llama",),
     ),
     "megatron_adapter": Kind(
-        _megatron_adapter, (("adapter", "export", "{it}", "{out}", "--base", "{llama_dlm}"),), "*.distcp"
+        _megatron_adapter,
+        (("adapter", "export", "{it}", "{out}", "--base", "{llama_dlm}"),),
+        "*.distcp",
+        ("adapter", "llama_dlm"),
     ),
     "run_accelerate": Kind(
         _run("accelerate"),
@@ -300,6 +307,7 @@ KINDS: dict[str, Kind] = {
             ("inspect", "{it}"),
             ("import", "{it}", "{out}"),
         ),
+        needs=("diffusion",),
     ),
     "run_megatron": Kind(
         _run("megatron"),
@@ -311,6 +319,7 @@ KINDS: dict[str, Kind] = {
             ("export", "{it}", "{out}"),
         ),
         "*.distcp",
+        ("diffusion",),
     ),
     "data": Kind(
         _data,
@@ -338,6 +347,7 @@ KINDS: dict[str, Kind] = {
             ),
         ),
         "pair.*",
+        ("diffusion",),
     ),
 }
 

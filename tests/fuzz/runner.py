@@ -56,8 +56,11 @@ class Fuzzer:
         self.kinds = kinds
         root.mkdir(parents=True, exist_ok=True)
         write_data(root)
+        needed = set(kinds)
+        for name in reversed(KINDS):  # each comes after those that it needs
+            needed |= set(KINDS[name].needs) if name in needed else set()
         for name, kind in KINDS.items():
-            if not (root / name).exists():
+            if name in needed and not (root / name).exists():
                 kind.build(root, root / name, self._must_run)
 
     def run(self, seed: int) -> Case:
@@ -155,7 +158,7 @@ def _lacks_weights(case: Case, words: tuple[str, ...]) -> bool:
 
 
 def _folder_name(random: Random) -> str:
-    odd = ("it\x1b[31m", "i\nt", os.fsdecode(b"it\xff"), "it it", "it{0}%s", "it" * 60, "'it'", "it\u202e")
+    odd = ("it\x1b[31m", "i[/b]t", "i\nt", os.fsdecode(b"it\xff"), "it it", "it{0}%s", "it" * 60, "'it'", "it\u202e")
     return random.choice(odd) if random.random() < 0.1 else "it"
 
 

@@ -24,7 +24,7 @@ from dlm_bridge.convert.run_settings import RUN_CONFIG, derive_config, read_sett
 from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, list_side_files
 from dlm_bridge.convert.streaming import FileRegion, read_tensor
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
-from dlm_bridge.hub import CONFIG_FILE, TRACKER
+from dlm_bridge.hub import CONFIG_FILE, TRACKER, read_config
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, narrow_exactly, promote
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.models.families import family_by_name
@@ -124,6 +124,7 @@ class MegatronCheckpoint(Checkpoint):
             raise DlmBridgeError(
                 f"{self.root}: {HUB_FOLDER}/{CONFIG_FILE} is missing: name the Hub model with --like HF"
             )
+        read_config(folder / CONFIG_FILE)  # which is written again byte for byte: a damaged one would be, too
         files = list_side_files(folder, {CARRIED_FILE})
         return HubMetadata(
             family=family_by_name(manifest.family),

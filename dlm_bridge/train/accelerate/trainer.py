@@ -56,7 +56,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     With `resume` the run continues from its newest checkpoint (from the start where it has none); without it, an
     output folder that holds a run is refused. Raises DlmBridgeError for bad input and where the loss is not finite.
     """
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, markup=False)
     config = fsdp.with_launcher_settings(config)
     accelerator = _accelerator(config)
     config.data.accumulation(accelerator.num_processes)  # sizes that do not divide are refused first

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
@@ -49,7 +49,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     With `resume` the run continues from its newest checkpoint (from the start where it has none), at the layout that
     `config` asks for now. Every process of the launcher calls it. Raises DlmBridgeError.
     """
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, markup=False)
     untested = check_settings(config)
     initialize_parallel(config)
     main = dist.get_rank() == 0
@@ -65,7 +65,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     steps = config.schedule.steps
     if checkpoint is not None and step >= steps:
         if main:
-            console.print(f"the run is finished: step {step} of {steps}, {checkpoint}", soft_wrap=True)
+            console.print(printable(f"the run is finished: step {step} of {steps}, {checkpoint}"), soft_wrap=True)
         return checkpoint
     trainer = assemble(config, console, checkpoint, step)
     with raised_everywhere():

@@ -49,8 +49,8 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
     if config.rl.method in AUTOREGRESSIVE:
         from dlm_bridge.train.rl.trl_engine import train_with_trl
 
-        return train_with_trl(config, resume, console or Console(stderr=True))
-    console = console or Console(stderr=True)
+        return train_with_trl(config, resume, console or Console(stderr=True, markup=False))
+    console = console or Console(stderr=True, markup=False)
     accelerator = _accelerator(config)
     beginning = start_run(config, resume, accelerator, console)
     output, step, checkpoint = beginning.output, beginning.step, beginning.checkpoint

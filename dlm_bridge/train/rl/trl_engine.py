@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback
 
 from dlm_bridge.convert.atomic import publish_folder
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.hub import TRACKER
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.accelerate.trainer import adamw
@@ -64,7 +64,9 @@ def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
     step, checkpoint = point.step, point.folder
     if checkpoint is not None and step >= config.schedule.steps:
         if main:
-            console.print(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}", soft_wrap=True)
+            console.print(
+                printable(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}"), soft_wrap=True
+            )
         return checkpoint
     if (Path(config.model.path) / TRACKER).is_file():
         raise DlmBridgeError(
@@ -320,7 +322,7 @@ class _Reporter(TrainerCallback):
         if self.metrics is not None:
             self.metrics.close()
             folder = run_checkpoints(self.output)[-1][1]
-            self.console.print(f"done: the model is at {folder}", highlight=False, soft_wrap=True)
+            self.console.print(printable(f"done: the model is at {folder}"), highlight=False, soft_wrap=True)
 
     def _sampled(self, common: dict[str, Any], logs: dict[str, Any], held_out: dict[str, Any]) -> RolloutRow:
         functions = [workers.functions[0].name for workers in self.reward_workers]

@@ -1,0 +1,55 @@
+"""A few cases of the fuzzer in every run, more in the slow ones; `make fuzz` runs thousands."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import launcher
+from tests.fuzz.runner import Case, Outcome, faults
+
+QUICK = "diffusion,llama,pickled,torch_dist,legacy,data"  # sound ones are made in no time
+
+
+def fuzz(folder: Path, cases: int, *arguments: str) -> dict[str, int]:
+    """Run `cases` in all, forked from the launcher; the state that is left."""
+    log, state = folder / "log", folder / "state.json"
+    words = ["--cases", str(cases), "--state", str(state), "--keep", str(folder / "inputs"), *arguments]
+    whole = launcher.run("tests.fuzz", words, [dict(os.environ)], [log], 900)
+    assert whole, log.read_text()
+    return json.loads(state.read_text())
+
+
+def test_damaged_inputs_end_in_one_line(tmp_path: Path) -> None:
+    assert fuzz(tmp_path, 8, "--kinds", QUICK)["next"] == 8
+    state = fuzz(tmp_path, 12, "--kinds", QUICK)  # goes on where it was
+    assert (state["next"], state["cases"]) == (12, 12)
+
+
+@pytest.mark.slow
+def test_many_damaged_inputs_end_in_one_line(tmp_path: Path) -> None:
+    assert fuzz(tmp_path, 200, "--seed", "100")["cases"] == 200
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome"),
+    [
+        ("hangs", Outcome(None, "", "", 120)),
+        ("ends with -6", Outcome(-6, "", "aborted", 1)),
+        ("traceback", Outcome(2, "", "Traceback (most recent call last):", 1)),
+        ("control character '\\x1b' on stderr", Outcome(2, "", "dlm-bridge: \x1b[2J", 1)),
+        ("control character '\\x1b' on stdout", Outcome(0, "\x1b[2J", "", 1)),
+        ("7 lines, 13 characters on stderr", Outcome(2, "", "\n".join("abcdefg"), 1)),
+        ("exit code 2 without a word", Outcome(2, "", "", 1)),
+        ("exit code 0 though weights are missing or truncated", Outcome(0, "", "", 1)),
+    ],
+)
+def test_what_counts_as_a_fault(fault: str, outcome: Outcome) -> None:
+    words = ("verify", "{it}")
+    damage = ["truncate model.safetensors: 10 of 20 bytes"]
+    assert faults(Case(0, "llama", words, damage, outcome), words)[0] == fault
+    sound = Outcome(2, "", "dlm-bridge: model.safetensors: not whole", 1)
+    assert faults(Case(0, "llama", words, damage, sound), words) == []
