@@ -28,9 +28,12 @@ REORDERED = [case for case in DIFFUSION if case.spec.attention_pattern == "causa
 
 
 def load_case(case: FamilyCase, folder: Path) -> tuple[Any, int]:
-    """A peaked model in float64, in which tokens are not decided by rounding, and its mask token."""
+    """A peaked model in float64, in which tokens are not decided by rounding, and its mask token; its blocks have 8
+    tokens or fewer."""
     model = case.load(case.write(folder / "hub"), dtype=torch.float64)
     model.set_experts_implementation("eager")  # torch._grouped_mm has no float64
+    if case.block is not None:
+        model.config.block_size = min(case.block, 8)
     mask = model.config.vocab_size - 1
     with torch.no_grad():
         head = model.get_output_embeddings().weight.mul_(10)
@@ -71,7 +74,7 @@ def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pyt
     if case.spec.attention_pattern != "block_causal":
         settings["block_length"] = block
     if case.spec.name == "fast_dllm_v2":
-        settings["small_block_size"] = min(block, 8)
+        settings["small_block_size"] = block // 4
     free = model.generate(**settings, cache="none", eos_token_id=None)
     ending = [int(free[0, width + 1])]  # so that the first row ends in its first block
     for stop in (None, ending):
@@ -126,7 +129,7 @@ def test_a_block_is_cached_as_by_a_forward_pass_of_its_own(
     if case.spec.attention_pattern != "block_causal":
         settings["block_length"] = block
     if case.spec.name == "fast_dllm_v2":
-        settings["small_block_size"] = min(block, 8)
+        settings["small_block_size"] = block // 4
     together, logits = logits_of(model, monkeypatch, **settings)
     forwards = len(widths_of(model, **settings)[1])
     view = BlockCachePredictor.view
