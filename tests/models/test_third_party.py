@@ -163,7 +163,7 @@ import transformers
 import dlm_bridge
 from dlm_bridge import Bridge, Layout
 
-hub, megatron, back = sys.argv[1:]
+hub, megatron, back, *commands = sys.argv[1:]
 model = transformers.AutoModelForCausalLM.from_pretrained(hub)
 assert type(model).__module__ == "acme_dlm.modeling_acme", type(model)
 ids = torch.arange(12)[None]
@@ -180,6 +180,15 @@ Bridge.from_hf(hub).to_megatron(megatron, Layout(tp=2))
 Bridge.from_megatron(megatron).to_hf(back)
 again = transformers.AutoModelForCausalLM.from_pretrained(back)
 assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+from dlm_bridge.cli.app import main
+
+for command in commands:
+    sys.argv = ["dlm-bridge", *command.split()]
+    try:
+        main()
+    except SystemExit as ended:
+        print("exit code", ended.code or 0)
 """
 
 
@@ -196,15 +205,31 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def test_checkpoints_of_the_family_load_sample_and_convert(installed: dict[str, str], tmp_path: Path) -> None:
-    hub = write_hub_folder(tmp_path / "hub", CONFIG, standard_tensors(CONFIG, 0, qkv_bias=True))
-    ran = subprocess.run(
-        [sys.executable, "-c", LOAD, str(hub), str(tmp_path / "megatron"), str(tmp_path / "back")],
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `ran` writes."""
+    return tmp_path_factory.mktemp("acme")
+
+
+@pytest.fixture(scope="module")
+def ran(installed: dict[str, str], root: Path) -> subprocess.CompletedProcess[str]:
+    """A process that uses all of the package, and then trains with its objective and with one that does not exist."""
+    hub = write_hub_folder(root / "hub", CONFIG, standard_tensors(CONFIG, 0, qkv_bias=True))
+    train = f"pretrain --model {hub} --data mock --steps 1 --seq-length 8 --global-batch-size 2 --eval-interval 0"
+    commands = [
+        f"{train} --objective acme_masked --output {root / 'run'}",
+        f"{train} --objective acme --output {root / 'other'}",
+    ]
+    return subprocess.run(
+        [sys.executable, "-c", LOAD, str(hub), str(root / "megatron"), str(root / "back"), *commands],
         env=installed,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_checkpoints_of_the_family_load_sample_and_convert(ran: subprocess.CompletedProcess[str]) -> None:
     assert ran.returncode == 0, ran.stderr
     assert any("acme-dlm" in line and "dlm_bridge.samplers" in line for line in ran.stderr.splitlines())
     assert any("entry point taken" in line and "'llada'" in line for line in ran.stderr.splitlines())
@@ -220,21 +245,10 @@ def test_what_cannot_be_registered_is_named_and_left_out(installed: dict[str, st
         assert any(all(word in line for word in words) for line in warnings), warnings
 
 
-def test_the_objective_of_the_package_trains_its_family(installed: dict[str, str], tmp_path: Path) -> None:
-    hub = write_hub_folder(tmp_path / "hub", CONFIG, standard_tensors(CONFIG, 0, qkv_bias=True))
-    command = [sys.executable, "-m", "dlm_bridge.cli", "pretrain", "--model", str(hub), "--data", "mock"]
-    command += ["--steps", "1", "--seq-length", "8", "--global-batch-size", "2", "--eval-interval", "0"]
-    ran = subprocess.run(
-        [*command, "--objective", "acme_masked", "--output", str(tmp_path / "run")],
-        env=installed, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+def test_the_objective_of_the_package_trains_its_family(ran: subprocess.CompletedProcess[str], root: Path) -> None:
     assert "'masked' of dlm_bridge.objectives is taken" in ran.stderr
-    assert (tmp_path / "run/checkpoints/step-0000001").is_dir()
-    assert "name: acme_masked" in (tmp_path / "run/config.yaml").read_text()
-    unknown = subprocess.run(
-        [*command, "--objective", "acme", "--output", str(tmp_path / "other")],
-        env=installed, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert unknown.returncode == 2
-    assert "acme_masked" in unknown.stderr
+    assert (root / "run/checkpoints/step-0000001").is_dir()
+    assert "name: acme_masked" in (root / "run/config.yaml").read_text()
+    assert [line for line in ran.stdout.splitlines() if line.startswith("exit code")] == ["exit code 0", "exit code 2"]
+    refused = [line for line in ran.stderr.splitlines() if line.startswith("dlm-bridge: ") and "--objective" in line]
+    assert "acme_masked" in refused[-1]

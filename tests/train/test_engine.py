@@ -27,6 +27,8 @@ from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.setup import with_objective
 from dlm_bridge.train.trainer import learning_rate
+from tests import launcher
+from tests.processes import environments
 from tests.train.conftest import Run, read_metrics, without_speed
 
 
@@ -112,14 +114,19 @@ def test_accumulation_equals_one_big_batch(tmp_path: Path, run: Run) -> None:
         assert torch.allclose(_weights(tmp_path / "cut", 4)[name], tensor, atol=2e-5), name
 
 
-def test_two_processes_equal_one(tmp_path: Path, run: Run, values: dict[str, Any]) -> None:
-    """Through the command line under torchrun, with gloo, and with accumulation on top."""
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_equal_one(torchrun: bool, tmp_path: Path, run: Run, values: dict[str, Any]) -> None:
+    """Through the command line, under torchrun and forked with its variables, with gloo, and with accumulation."""
     one = run(tmp_path / "one", steps=4)
     options = {**values, "steps": 4, "micro_batch_size": 2, "output": str(tmp_path / "two")}
     (tmp_path / "run.yaml").write_text(TrainConfig.from_flags(**options).to_yaml())
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "dlm_bridge.cli", "pretrain", "--config", str(tmp_path / "run.yaml")]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    command = ["pretrain", "--config", str(tmp_path / "run.yaml")]
+    if torchrun:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        subprocess.run([*launch, "-m", "dlm_bridge.cli", *command], check=True, capture_output=True, timeout=300)
+    else:
+        logs = [tmp_path / f"log_{rank}.txt" for rank in range(2)]
+        assert launcher.run("dlm_bridge.cli", command, environments(2), logs, 300), logs[0].read_text()
     two = read_metrics(tmp_path / "two")
     _close(two, one, rel=1e-5)
     assert two[-1]["eval_loss"] == pytest.approx(one[-1]["eval_loss"], rel=1e-4)
