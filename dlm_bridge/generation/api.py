@@ -21,11 +21,12 @@ from transformers.utils import ModelOutput
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import CallbackHandler, DenoisingStep
-from dlm_bridge.generation.canvas import Canvas, PromptBatch, StopCondition, check_ids, warn_of_padding
+from dlm_bridge.generation.canvas import Canvas, StopCondition
 from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule
 from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.loop import denoise
+from dlm_bridge.generation.prompts import PromptBatch, check_ids, warn_of_padding
 from dlm_bridge.generation.runtime.runner import ModelRunner
 from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens
 from dlm_bridge.generation.settings import GenerationSettings, resolve_settings

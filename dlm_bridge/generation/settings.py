@@ -14,9 +14,10 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import PromptLimits, check_stop_strings
+from dlm_bridge.generation.canvas import check_stop_strings
 from dlm_bridge.generation.constraints import CONSTRAINT_SETTINGS
 from dlm_bridge.generation.kv_cache import CacheMode
+from dlm_bridge.generation.prompts import PromptLimits
 from dlm_bridge.generation.runtime.runner import Execution
 from dlm_bridge.generation.samplers import GENERAL_SETTINGS, SAMPLERS, Check, Sampler, check_value, is_token_ids
 from dlm_bridge.models.family_spec import FamilySpec

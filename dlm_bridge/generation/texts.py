@@ -18,7 +18,8 @@ from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.api import input_device
-from dlm_bridge.generation.canvas import StopCondition, check_row, check_stop_strings
+from dlm_bridge.generation.canvas import StopCondition, check_stop_strings
+from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.settings import check_values, diffusion_fields, eos_token_ids, merge_names, resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds, seeded_generators, shared_seed
 
