@@ -8,12 +8,12 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,10 +23,11 @@ from dlm_bridge.train.data.documents import Chunk, NamedDataset, Source, read_ch
 from dlm_bridge.train.data.indexed import IndexedWriter, token_dtype
 from dlm_bridge.train.data.sources import find_sources
 
+if TYPE_CHECKING:
+    from dlm_bridge.convert.workers import Progress
+
 CHUNK = 1 << 20  # bytes of text that a process tokenises at once
 AHEAD = 3  # chunks under way for each process
-
-Progress = Callable[[int, int], None]  # (bytes done since the last call, bytes in all)
 
 
 @dataclass(frozen=True)
