@@ -124,6 +124,7 @@ def test_values_get_their_fields_types() -> None:
         ("transformer.tensor_model_parallel_size=2", "--tp"),
         ("ddp.use_distributed_optimizer=true", "--distributed-optimizer"),
         ("optimizer.lr=1", "--lr"),
+        ("transformer.fp4=e2m1", "--precision"),
         ("transformer.num_layers=2", "config.json"),
         ("transformer.moe_ruter_dtype=fp32", "moe_router_dtype"),
         ("ddp.bucket_size=big", "int"),
