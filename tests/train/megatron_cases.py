@@ -103,17 +103,19 @@ class Cell:
         return f"{self.row}[{self.layout}]"
 
 
-def cells(processes: int, half: int | None = None) -> list[Cell]:
-    """Every cell on so many processes, a layout after the other: groups are made once for each. A `half` (0 or 1) has
-    every subject in every layout, with its rows packed in one of the halves and not in the other, by turns."""
+def cells(processes: int, quick: bool | None = None) -> list[Cell]:
+    """Every cell on so many processes, a layout after the other: groups are made once for each. Those that are `quick`
+    have a subject in every other layout and a layout for every other subject, with the rows packed or not by turns;
+    the others are the rest."""
     found = []
     for number, layout in enumerate(LAYOUTS if processes == 2 else LARGE):
         for turn, (name, subject) in enumerate(SUBJECTS.items(), number):
-            if layout in EXPERTS_ONLY and not subject.experts:
+            if (layout in EXPERTS_ONLY and not subject.experts) or (layout not in WHOLE and name not in SAMPLED):
                 continue
-            if layout in WHOLE or name in SAMPLED:
-                rows = (False, True) if half is None else ((turn + half) % 2 == 1,)
-                found += [Cell(name, packed, layout) for packed in rows]
+            chosen = layout not in WHOLE or turn % 2 == 0
+            for packed in (False, True):
+                if quick is None or quick == (chosen and packed == (turn // 2 % 2 == 1)):
+                    found.append(Cell(name, packed, layout))
     return found
 
 

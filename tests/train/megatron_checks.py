@@ -141,12 +141,12 @@ def evaluates_with_the_same_noise(files: Files) -> None:
 
 def resumes_as_if_nothing_had_been(files: Files, name: str, like: str = "whole", **changes: Any) -> None:
     """At another layout than it was stopped at, to the figures of the uninterrupted run."""
-    before = (files.run(name) / "metrics.jsonl").read_text()
+    before, wanted = read_rows(files.run(name) / "metrics.jsonl"), read_metrics(files.run(like))
+    assert 0 < before[-1]["step"] < wanted[-1]["step"]
     dist.barrier()
     _train(files.run_options(name, **changes), resume=True)
-    _assert_same_rows(read_metrics(files.run(name)), read_metrics(files.run(like)))
+    _assert_same_rows(read_metrics(files.run(name)), wanted)
     assert not list((files.run(name) / "checkpoints").glob(".iter_*"))
-    assert before
 
 
 def resumes_a_copy(files: Files, name: str, of: str, like: str, **changes: Any) -> None:
@@ -173,10 +173,10 @@ def crashes_while_a_save_is_written(files: Files, name: str, step: int, **change
 
     publish = CheckpointManager._publish
 
-    def crashing(self: CheckpointManager, hidden: Path, folder: Path, number: int) -> None:
+    def crashing(self: CheckpointManager, folder: Path, number: int) -> None:
         if number == step:
             raise CrashError
-        publish(self, hidden, folder, number)
+        publish(self, folder, number)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointManager, "_publish", crashing)
@@ -188,6 +188,22 @@ def crashes_while_a_save_is_written(files: Files, name: str, step: int, **change
     assert not (checkpoints / f"iter_{step:07d}").exists()
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(step - 4)
     dist.barrier()
+
+
+def is_killed(files: Files, name: str, step: int, **changes: Any) -> None:
+    """The processes and what they have started, before a step: nothing is put in order."""
+    take = trainer_module.MegatronTrainer.start_step
+
+    def killed(self: Any, number: int, want_stop: bool) -> Any:
+        if number == step:
+            for process in psutil.Process().children(recursive=True):
+                process.kill()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take(self, number, want_stop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module.MegatronTrainer, "start_step", killed)
+        _train(files.run_options(name, **changes))
 
 
 def saves_when_terminated(files: Files, name: str, step: int, kept: Sequence[int], **changes: Any) -> None:

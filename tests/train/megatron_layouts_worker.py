@@ -1,4 +1,4 @@
-"""The other half of the layouts that `megatron_worker` goes through.
+"""The cells that `megatron_worker` leaves out.
 
 python -m tests.train.megatron_layouts_worker FOLDER
 """
@@ -12,7 +12,7 @@ from tests.train.megatron_worker import Plan, layouts, main
 
 
 def plan(processes: int, root: Path = Path()) -> Plan:
-    return layouts(processes, 1)
+    return layouts(processes, quick=False)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def plan(processes: int, root: Path = Path()) -> Plan:
     """Every check on so many processes, in order: its name, the function of `megatron_checks` and its arguments."""
     if processes == 1:
         return _alone() | bad_input(Files(root), 1)
-    found = layouts(processes, 0)
+    found = layouts(processes, quick=True)
     if processes == 2:
         return found | _two(Files(root)) | bad_input(Files(root), 2)
     stopped = {"name": "terminated", "layout": "tp2-sp-pp2", "keep_last": 2}
@@ -45,10 +45,10 @@ def plan(processes: int, root: Path = Path()) -> Plan:
     }
 
 
-def layouts(processes: int, half: int) -> Plan:
-    """Half of the cells on so many processes; on one, what they are compared with."""
+def layouts(processes: int, quick: bool) -> Plan:
+    """The quick cells on so many processes, or the others; on one, what they are compared with."""
     if processes > 1:
-        return {str(cell): ("equals_one_process", (cell,), {}) for cell in cells(processes, half)}
+        return {str(cell): ("equals_one_process", (cell,), {}) for cell in cells(processes, quick)}
     rows = {(cell.subject, cell.packed) for number in (2, 4) for cell in cells(number)}
     return {
         f"one process: {subject}{' packed' * packed}": ("writes_reference", (Cell(subject, packed, "one"),), {})
@@ -57,7 +57,7 @@ def layouts(processes: int, half: int) -> Plan:
 
 
 def _alone() -> Plan:
-    found = layouts(1, 0)
+    found = layouts(1, quick=True)
     blocks = {"block_schedule": "0:4,3:8", "mask_token_id": 98, "steps": 4, "save_interval": 2}
     return found | {
         "imported": ("starts_from_an_imported_checkpoint", (Cell("masked", False, "one"),), {}),
@@ -193,6 +193,15 @@ def bad_input(files: Files, processes: int) -> Plan:
     }
 
 
+def kill_a_run(root: Path) -> None:
+    """Every process of a run, while it trains: `_two` resumes it."""
+    from tests.train import megatron_checks as checks
+
+    os.environ["DLM_BRIDGE_PLATFORM"] = "cpu"
+    options = {"layout": "tp2-sp", "async_save": True}
+    fork(root / "killed", 2, lambda: [("killed", partial(checks.is_killed, Files(root), "killed", 7, **options))])
+
+
 def main(root: Path, make_plan: Callable[[int, Path], Plan] = plan, name: str = "world") -> None:
     """Each number of processes goes through its plan, and reports to ROOT/NAME and the number."""
     from tests.train import megatron_checks as checks  # imports megatron-core
@@ -212,4 +221,5 @@ def main(root: Path, make_plan: Callable[[int, Path], Plan] = plan, name: str = 
 
 
 if __name__ == "__main__":
+    kill_a_run(Path(sys.argv[1]))
     main(Path(sys.argv[1]))

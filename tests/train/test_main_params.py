@@ -68,13 +68,21 @@ def test_main_params_begin_with_the_sources_fp32(
     assert rounded > 1000
 
 
-@pytest.mark.parametrize("settings", [[AWARE], [AWARE, WHOLE]], ids=["remainders", "whole"])
-def test_checkpoints_hold_main_params_whole(settings: list[str], tmp_path: Path, bf16_run: Run) -> None:
+@pytest.mark.parametrize(
+    ("settings", "resumes"),
+    [([AWARE], ("to", "on", "from")), ([AWARE, WHOLE], ("on",))],
+    ids=["remainders", "whole"],
+)
+def test_checkpoints_hold_main_params_whole(
+    settings: list[str], resumes: tuple[str, ...], tmp_path: Path, bf16_run: Run
+) -> None:
+    """A run is stopped and resumed with the settings, or changes to them, or from them."""
     plain = bf16_run(tmp_path / "plain", steps=4)
     aware = bf16_run(tmp_path / "aware", steps=4, megatron=settings)
     wanted = _figures(plain)
     assert _figures(aware) == pytest.approx(wanted, rel=1e-3)
-    for first, then, name in (([], settings, "to"), (settings, settings, "on"), (settings, [], "from")):
+    for name in resumes:
+        first, then = {"to": ([], settings), "on": (settings, settings), "from": (settings, [])}[name]
         bf16_run(tmp_path / name, steps=2, megatron=first)
         resumed = bf16_run(tmp_path / name, resume=True, steps=4, megatron=then)
         assert _figures(resumed) == pytest.approx(wanted, rel=1e-3), name

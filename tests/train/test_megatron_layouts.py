@@ -1,4 +1,4 @@
-"""The layouts of the Megatron engine against one process: the half of the cells that test_megatron.py leaves out."""
+"""The layouts of the Megatron engine against one process: the cells that test_megatron.py leaves out."""
 
 from __future__ import annotations
 

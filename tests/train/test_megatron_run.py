@@ -60,8 +60,14 @@ def on_megatron(values: dict[str, Any]) -> Any:
     return _run
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "packing"),
+    [  # rows packed and not, by turns; make test-slow has the others
+        pytest.param(name, packing, marks=[pytest.mark.slow] * (packing != number % 2))
+        for number, name in enumerate(CASES)
+        for packing in (False, True)
+    ],
+)
 def test_sft_has_the_losses_of_the_accelerate_engine(
     name: str, packing: bool, tmp_path: Path, run: Run, on_megatron: Run, seed_folder: Path, tokenizer: Any
 ) -> None:

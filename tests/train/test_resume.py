@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +19,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.accelerate import trainer
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
+from tests import launcher
 from tests.train.conftest import Run, read_metrics, without_speed
 
 STEPS = 14
@@ -50,13 +49,12 @@ def uninterrupted(tmp_path: Path, run: Run) -> Path:
     return tmp_path / "uninterrupted"
 
 
-def _wait_for_step(output: Path, step: int, process: subprocess.Popen[bytes] | None = None) -> None:
-    """Until metrics.jsonl holds `step`; fails where the process ends first."""
+def _wait_for_step(output: Path, step: int) -> None:
+    """Until metrics.jsonl holds `step`."""
     for _ in range(6000):
         metrics = output / "metrics.jsonl"
         if metrics.exists() and f'{{"step": {step},' in metrics.read_text():
             return
-        assert process is None or process.poll() is None, process.stderr and process.stderr.read().decode()
         time.sleep(0.01)
     raise AssertionError(f"step {step} never came")
 
@@ -65,15 +63,11 @@ def test_sigkill_and_a_torn_line(tmp_path: Path, run: Run, uninterrupted: Path, 
     output = tmp_path / "killed"
     config = TrainConfig.from_flags(**{**values, "steps": STEPS, "output": str(output)})
     (tmp_path / "run.yaml").write_text(config.to_yaml())
-    command = [sys.executable, "-m", "dlm_bridge.cli", "pretrain", "--config", str(tmp_path / "run.yaml")]
     # One thread, as here: the number of threads decides in which order a sum is added up.
-    process = subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    _wait_for_step(output, 9, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert len((output / "metrics.jsonl").read_text().splitlines()) < STEPS
+    environment, log = {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "log.txt"
+    arguments = ["10", "--config", str(tmp_path / "run.yaml")]
+    assert not launcher.run("tests.train.killed_worker", arguments, [environment], [log], 300)
+    assert [row["step"] for row in read_metrics(output)] == list(range(1, 9)), log.read_text()  # one step late
     with (output / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "loss": 0.1')
     # What a kill while saving leaves behind.
