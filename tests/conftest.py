@@ -20,7 +20,10 @@ if not Path("/dev/nvidiactl").exists():
 
 import torch
 
+from tests import launcher
+
 torch.set_num_threads(1)
+launcher.skip_fsync()
 
 import typer.main  # noqa: E402
 import typer.testing  # noqa: E402
