@@ -83,6 +83,9 @@ FIGURES = ("compared with", "apart", "norm", "last loss", "peak GiB")
 HEAD = ("run", "precision", "processes", "result", *FIGURES, "seconds")
 
 
+Rows = list[dict[str, Any]]  # of metrics.jsonl
+
+
 @dataclass(frozen=True)
 class Tolerance:
     loss: float
@@ -306,20 +309,15 @@ class Bench:
     def _judge(self, ended: Running) -> None:
         run, precision = ended.run, ended.precision
         seconds = f"{time.monotonic() - ended.began:.0f}"
-        if failed := ended.said():
+        failed = ended.said()
+        if not failed and len(_rows(self._output(run.name, precision))) != run.steps:
+            failed = "steps are missing"
+        if failed:
             self._add(run, precision, f"failed: {failed}", seconds=seconds)
             return
         rows, wanted, untrained = (_rows(self._output(name, precision)) for name in (run.name, run.like, UNTRAINED))
-        pairs = [(row["loss"], other["loss"]) for row, other in zip(wanted, untrained, strict=True)]
-        learned = max(abs(loss - other) for loss, other in pairs)
-        wanted = wanted[: run.steps]
-        apart = max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, wanted, strict=True))
-        apart /= learned or math.inf
-        norm = abs(rows[0]["grad_norm"] / wanted[0]["grad_norm"] - 1)
         limit = run.tolerance or TOLERANCES[precision]
-        result = "equal" if apart <= limit.loss and norm <= limit.norm else "off"
-        if run.name != UNTRAINED and learned < LEARNED * untrained[0]["loss"]:
-            result = f"off: training moved the loss by {learned:.1e} only"
+        result, apart, norm = compared(rows, wanted, untrained, limit, learns=run.name != UNTRAINED)
         peak = rows[-1]["peak_memory"]
         itself = run.like == run.name
         figures = (
@@ -423,6 +421,21 @@ def conditions() -> str:
     return of_layouts(("torch", "transformers", "accelerate", "torchao", "bitsandbytes"))
 
 
+def compared(
+    rows: Rows, wanted: Rows, untrained: Rows, limit: Tolerance, learns: bool = True
+) -> tuple[str, float, float]:
+    """Whether a run's metrics are those of another one, how far their losses are apart as a share of how far training
+    has moved them from those of untrained weights, and their first gradient norms."""
+    pairs = [(row["loss"], other["loss"]) for row, other in zip(wanted, untrained, strict=True)]
+    learned = max(abs(loss - other) for loss, other in pairs)
+    apart = max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, wanted[: len(rows)], strict=True))
+    apart /= learned or math.inf
+    norm = abs(rows[0]["grad_norm"] / wanted[0]["grad_norm"] - 1)
+    if learns and learned < LEARNED * untrained[0]["loss"]:
+        return f"off: training moved the loss by {learned:.1e} only", apart, norm
+    return "equal" if apart <= limit.loss and norm <= limit.norm else "off", apart, norm
+
+
 def _earlier(run: Run) -> set[str]:
     """The runs that must have ended before it."""
     return {UNTRAINED, run.like, run.continues} - {run.name, ""}
@@ -432,7 +445,7 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _rows(output: Path) -> list[dict[str, Any]]:
+def _rows(output: Path) -> Rows:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""GPU results in a document: the newest of each row stays, with the launch that it is of."""
+"""GPU results in a document: the newest of each row stays, with the launch that it is of; when a result is one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fine_tuning import Tolerance, compared
 from benchmarks.layouts.cells import Cell
-from benchmarks.layouts.document import merge
+from benchmarks.layouts.document import merge, update_table
 from dlm_bridge.errors import DlmBridgeError
 
 EMPTY = "".join(f"<!-- {name} -->\n<!-- end of {name} -->\nkept {name}\n" for name in ("launches", "gpu", "runs"))
@@ -56,3 +57,34 @@ def test_a_document_without_places_for_the_tables(tmp_path: Path) -> None:
     document.write_text("# Nothing\n")
     with pytest.raises(DlmBridgeError, match="launches"):
         merge(document, [], [])
+
+
+def test_a_row_replaces_the_one_of_the_same_name(tmp_path: Path) -> None:
+    document = tmp_path / "tests.md"
+    document.write_text("before\n<!-- tests -->\n<!-- end of tests -->\nafter\n")
+    for row in (("a", "H100", "1"), ("b", "H100", "2"), ("a", "H200", "3"), ("a", "H100", "4")):
+        update_table(document, "tests", ("what", "on", "passed"), row, keys=2)
+    lines = ["| what | on | passed |", "|---|---|---|", "| a | H100 | 4 |", "| b | H100 | 2 |", "| a | H200 | 3 |"]
+    table = "\n".join(lines)
+    assert document.read_text() == f"before\n<!-- tests -->\n\n{table}\n\n<!-- end of tests -->\nafter\n"
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "result", "apart"),
+    [
+        ([6.0, 4.0], 1.0, "equal", 0.0),
+        ([6.0, 4.02], 1.0, "equal", 0.01),
+        ([6.0, 4.2], 1.0, "off", 0.1),
+        ([6.0, 6.0], 1.0, "off", 1.0),  # it has learned nothing
+        ([6.0, 4.0], 1.01, "off", 0.0),
+        ([6.0], 1.0, "equal", 0.0),  # half of the steps
+    ],
+)
+def test_a_run_is_equal_within_its_tolerance(losses: list[float], norm: float, result: str, apart: float) -> None:
+    rows, wanted, untrained = (
+        [{"loss": loss, "grad_norm": first} for loss in series]
+        for series, first in ((losses, norm), ([6.0, 4.0], 1.0), ([6.0, 6.0], 1.0))
+    )
+    found = compared(rows, wanted, untrained, Tolerance(0.05, 1e-3))
+    assert found == (result, pytest.approx(apart), pytest.approx(norm - 1))
+    assert compared(rows, untrained, untrained, Tolerance(9.0, 9.0))[0].startswith("off: training moved")
