@@ -25,8 +25,7 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from dlm_bridge.cli.plan_views import memory_table
-    from dlm_bridge.plan.run import GIB
+    from dlm_bridge.cli.plan_views import memory_table, memory_text
 
     console = Console()
     typer.echo(run.config.to_yaml())  # as it can stand in a --config file
@@ -49,7 +48,7 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
         if model.dims.experts:
             sizes += f", {model.active_parameters:,} active"
         console.print(
-            Text(f"{model.family.name}: {sizes}; stage {peak.pp_rank} needs {peak.total / GIB:.1f} GiB"),
+            Text(f"{model.family.name}: {sizes}; stage {peak.pp_rank} needs {memory_text(peak.total)}"),
             soft_wrap=True,
         )
     for note in run.notes:

@@ -81,8 +81,8 @@ def environment() -> dict[str, Any]:
     from dlm_bridge.parallel.overrides import SUPPORTED
 
     chosen = platform.current()
-    overrides = mcore_patches.overrides_of(chosen)
     megatron = _version("megatron-core")
+    overrides = mcore_patches.overrides_of(chosen)
     made_for = overrides.made_for if overrides else SUPPORTED
     return {
         "platform": {
@@ -106,9 +106,11 @@ def environment() -> dict[str, Any]:
             **{name: _version(name) for name in PACKAGES},
             "os": machine.platform(),
         },
-        "overrides": {
+        "overrides": None
+        if megatron is None
+        else {
             "made_for": made_for,
-            "fits": megatron in (None, made_for),
+            "fits": megatron == made_for,
             "names": sorted(overrides.table) if overrides else [],
         },
         "patches": [
@@ -121,6 +123,7 @@ def environment() -> dict[str, Any]:
                 "active": patch.when.met(chosen),
             }
             for patch in mcore_patches.PATCHES
+            if megatron
         ],
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
@@ -150,12 +153,17 @@ def _show(found: dict[str, Any]) -> None:
         "attention": "FlashAttention 4" if platform["flash_attention"] else "Transformer Engine's or torch's",
         "devices": f"{devices['count']} x {devices['name']}, {devices['memory_bytes'] / GIB:,.0f} GiB",
     }
+    if overrides is None:
+        del rows["layers of"]
     for title, cells in (("This machine", rows), ("Versions", found["versions"]), ("Variables", found["variables"])):
         if cells:
             table = Table(title=title, show_header=False, title_justify="left")
             for name, value in cells.items():
                 table.add_row(name, "-" if value is None else value)
             console.print(table)
+    if overrides is None:
+        console.print("megatron-core is not installed (extra megatron): no patches", soft_wrap=True)
+        return
     fits = "" if overrides["fits"] else ", which is not the one installed: training refuses that one"
     title = f"Patches of megatron-core {overrides['made_for']}{fits}"
     table = Table(title=title, title_justify="left")

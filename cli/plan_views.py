@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from dlm_bridge.plan.recommend import Recommendation
 
 
+MEMORY_UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10))
 SHORT = ("weights", "grads", "optim", "activ", "passing", "other")  # of memory.COMPONENTS
 
 
 def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, as_json: bool) -> None:
     """The plan of a layout, with the reasons where it was recommended. `gpu_memory` in bytes."""
     from dlm_bridge.plan.memory import notes
-    from dlm_bridge.plan.run import GIB
 
     if as_json:
         value = plan.as_dict() | {"gpu_memory_bytes": gpu_memory, "fits": plan.peak.total <= gpu_memory}
@@ -49,8 +49,8 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
     verdict = "fits" if peak.total <= gpu_memory else "does not fit"
     console.print(
         Text(
-            f"{verdict} {gpu_memory / GIB:.1f} GiB: stage {peak.pp_rank} needs {peak.total / GIB:.1f} GiB "
-            f"({peak.allocated / GIB:.1f} allocated)"
+            f"{verdict} {gpu_memory / GIB:.1f} GiB: stage {peak.pp_rank} needs {memory_text(peak.total)} "
+            f"({memory_text(peak.allocated)} allocated)"
         )
     )
     for note in notes(model, run):
@@ -64,20 +64,31 @@ def memory_table(plan: MemoryPlan) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from dlm_bridge.plan.memory import COMPONENTS
-    from dlm_bridge.plan.run import GIB
-
+    unit, size = memory_unit(max(plan.peak.allocated, 1 << 20))  # of the model: what is fixed is most of a small one's
     table = Table(
-        title=f"each of {plan.ranks} ranks a stage, GiB", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=f"each of {plan.ranks} ranks a stage, {unit}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     for column in ("stage", "layers", "params", *SHORT, "total"):
         table.add_column(column, justify="right" if column != "stage" else "left", no_wrap=True)
     for alike in _folded(plan.stages):
         stage = alike[0]
         name = f"{stage.pp_rank}" if len(alike) == 1 else f"{stage.pp_rank}-{alike[-1].pp_rank}"
-        figures = [f"{getattr(stage, part) / GIB:.2f}" for part in (*COMPONENTS, "total")]
+        figures = [f"{getattr(stage, part) / size:.2f}" for part in (*COMPONENTS, "total")]
         table.add_row(name, str(stage.layers), _count(stage.held), *figures)
     return table
+
+
+def memory_unit(nbytes: float) -> tuple[str, int]:
+    """The binary unit in which so many bytes have digits, and its size."""
+    return next(((unit, size) for unit, size in MEMORY_UNITS if nbytes >= size / 2), MEMORY_UNITS[-1])
+
+
+def memory_text(nbytes: float) -> str:
+    unit, size = memory_unit(nbytes)
+    return f"{nbytes / size:.1f} {unit}"
 
 
 def _show_reasons(console: object, found: Recommendation) -> None:
@@ -160,9 +171,13 @@ def _figures(stage: StageMemory) -> tuple[object, ...]:
 
 def _count(parameters: float) -> str:
     """In the unit that leaves digits of a small model."""
-    return f"{parameters / 1e9:.3f} B" if parameters >= 1e8 else f"{parameters / 1e6:.3f} M"
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if parameters >= size / 10:
+            return f"{parameters / size:.3f} {unit}"
+    return f"{parameters:,.0f}"
 
 
+_SMALL = 0.1  # of a GPU's memory
 _FIELDS_WITH_NUMBERS = 40  # stages; more have no room for them
 
 
@@ -174,25 +189,38 @@ def draw_heat_map(plan: MemoryPlan, path: Path, gpu_memory: int) -> None:
     import matplotlib.pyplot as plt
 
     columns = [*COMPONENTS, "total"]
-    rows = [[getattr(stage, name) / GIB for name in columns] for stage in plan.stages]
+    rows = [[getattr(stage, name) for name in columns] for stage in plan.stages]
+    unit, size = memory_unit(plan.peak.total)
+    # The colours of a model that leaves a GPU all but empty would not differ.
+    is_small = plan.peak.total < _SMALL * gpu_memory
+    full = plan.peak.total if is_small else gpu_memory
     height = 1.8 + max(1.2, 0.3 * min(len(rows), 64))
     figure, axes = plt.subplots(figsize=(9, height), layout="constrained")
     try:
-        image = axes.imshow(rows, aspect="auto", cmap="YlOrRd", vmin=0, vmax=gpu_memory / GIB)
+        image = axes.imshow(
+            [[value / size for value in row] for row in rows], aspect="auto", cmap="YlOrRd", vmin=0, vmax=full / size
+        )
         axes.set_xticks(range(len(columns)), columns)
         step = -(-len(rows) // 32)
-        labels = [f"{stage.pp_rank}  ({stage.layers} layers)" for stage in plan.stages]
+        labels = [f"{stage.pp_rank}  ({stage.layers} layer{'s' * (stage.layers != 1)})" for stage in plan.stages]
         axes.set_yticks(range(0, len(rows), step), labels[::step])
         axes.set_ylabel(f"pipeline stage, {plan.ranks} ranks each")
         axes.set_title(_heat_map_title(plan))
         if len(rows) <= _FIELDS_WITH_NUMBERS:
             for y, row in enumerate(rows):
                 for x, value in enumerate(row):
-                    dark = value > 0.6 * gpu_memory / GIB
+                    dark = value > 0.6 * full
                     axes.text(
-                        x, y, f"{value:.1f}", ha="center", va="center", fontsize=8, color="white" if dark else "black"
+                        x,
+                        y,
+                        _field(value, size),
+                        ha="center",
+                        va="center",
+                        fontsize=8,
+                        color="white" if dark else "black",
                     )
-        figure.colorbar(image, label=f"GiB a rank (full: {gpu_memory / GIB:.0f} GiB)")
+        label = "a GPU has" if is_small else "full:"
+        figure.colorbar(image, label=f"{unit} a rank ({label} {memory_text(gpu_memory)})")
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
         raise DlmBridgeError(f"{path}: cannot be written: {error.strerror or error}") from None
@@ -200,9 +228,15 @@ def draw_heat_map(plan: MemoryPlan, path: Path, gpu_memory: int) -> None:
         plt.close(figure)
 
 
+def _field(nbytes: float, size: int) -> str:
+    """A field's number, with its unit where that is not the figure's."""
+    own = memory_unit(nbytes)[1]
+    return f"{nbytes / size:.1f}" if own == size or nbytes < 512 else memory_text(nbytes)
+
+
 def _heat_map_title(plan: MemoryPlan) -> str:
     run = plan.run
     layout = f"TP{run.layout.tp} PP{run.layout.pp} VP{run.layout.vp} CP{run.cp} DP{run.dp}"
     if plan.model.dims.experts:
         layout += f" EP{run.layout.ep} ETP{run.layout.expert_tp}"
-    return f"{Path(plan.model.name).name}, {plan.model.parameters / 1e9:.1f} B: {layout}, {run.gpus} GPUs"
+    return f"{Path(plan.model.name).name}, {_count(plan.model.parameters)} parameters: {layout}, {run.gpus} GPUs"

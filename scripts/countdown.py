@@ -194,10 +194,8 @@ def report(
 ) -> None:
     """The table, ROOT/countdown.json and ROOT/countdown.png."""
     import torch
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    error = max(1.96 * (share * (1 - share) / HELD_OUT) ** 0.5 for share in before + after)
+    error = max(interval(share) for share in before + after)
     evaluated = [row for row in rows if "eval_rewards" in row]
     result = {
         "command": shlex.join(["python", *sys.argv]),
@@ -215,17 +213,9 @@ def report(
     }
     (root / "countdown.json").write_text(json.dumps(result, indent=1) + "\n")
 
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="step of reinforcement learning", ylabel="problems solved", ylim=(0, 1))
-    axes.plot(result["rl_steps"], result["rl_reward"], linewidth=0.8, label="sampled completions")
     settings = yaml.safe_load((root / "rl" / "config.yaml").read_text())
     forwards = int(dict(setting.split("=") for setting in settings["rl"]["generation"])["steps"])
-    held_out = [(0, before[FORWARDS.index(forwards)]), *result["rl_held_out"]]
-    axes.plot(*zip(*held_out, strict=True), "o-", label=f"held-out problems, greedy, {forwards} forwards an answer")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(root / "countdown.png")
+    draw(result, before[FORWARDS.index(forwards)], forwards, root / "countdown.png")
 
     table = Table(title=f"Countdown, three numbers: {HELD_OUT} held-out problems solved, seed {given.seed}")
     for column in ("", *(f"{number} forwards" for number in FORWARDS), "seconds"):
@@ -233,7 +223,45 @@ def report(
     table.add_row("after fine-tuning", *(f"{share:.1%}" for share in before), f"{times.get('sft', 0):.0f}")
     table.add_row("after reinforcement learning", *(f"{share:.1%}" for share in after), f"{times['rl']:.0f}")
     console.print(table)
-    console.print(f"95% interval: +-{error:.1%}; {root}/countdown.json, countdown.png", highlight=False)
+    console.print(
+        f"95% interval: +-{error:.1%}; {root}/countdown.json, countdown.png", highlight=False, soft_wrap=True
+    )
+
+
+def interval(share: float) -> float:
+    """Half the 95% interval of a share of the held-out problems."""
+    return 1.96 * (share * (1 - share) / HELD_OUT) ** 0.5
+
+
+def draw(result: dict[str, Any], began: float, forwards: int, path: Path) -> None:
+    """The figure: rewards of sampled completions, and held-out accuracy with its interval, `began` before the first
+    step. The axis is that of what is drawn."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    from dlm_bridge.train.metrics import moving_average
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step of reinforcement learning", ylabel="problems solved")
+    axes.set_title(f"Countdown, three numbers, seed {result['seed']}")
+    span = max(len(result["rl_reward"]) // 20, 1) | 1
+    axes.plot(result["rl_steps"], result["rl_reward"], linewidth=0.6, alpha=0.35)
+    label = "sampled completions" + (f", averaged over {span} steps" if span > 1 else "")
+    axes.plot(result["rl_steps"], moving_average(result["rl_reward"], span), linewidth=1.5, color="C0", label=label)
+    steps, shares = zip((0, began), *result["rl_held_out"], strict=True)
+    errors = [interval(share) for share in shares]
+    label = f"held-out problems, greedy, {forwards} forward{'s' * (forwards > 1)} an answer, 95% interval"
+    axes.errorbar(steps, shares, yerr=errors, fmt="o-", color="C1", markersize=4, capsize=3, label=label)
+    low = min(*result["rl_reward"], *(share - error for share, error in zip(shares, errors, strict=True)))
+    high = max(*result["rl_reward"], *(share + error for share, error in zip(shares, errors, strict=True)))
+    margin = 0.05 * (high - low)
+    axes.set_ylim(max(low - margin, 0), min(high + margin, 1))
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", fontsize="small")
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

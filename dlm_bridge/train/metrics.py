@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -137,20 +138,37 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+SMOOTHED_FROM = 20  # steps; fewer are drawn as they are
+LOG_RATIO = 5.0  # of the largest smoothed loss to the smallest, from which the axis is logarithmic
+
+
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the loss curve as a PNG. Raises DlmBridgeError where the disk refuses."""
+    """Write the loss curve as a PNG: every step's loss, their moving average, and the validation losses. Raises
+    DlmBridgeError where the disk refuses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="step", ylabel="loss")
-    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], linewidth=0.8, label="training")
-    evaluated = [row for row in rows if "eval_loss" in row]
+    axes = figure.add_subplot(xlabel="step", ylabel="loss", title=_loss_title(rows, path))
+    steps, losses = _curve(rows, "loss")
+    span = max(len(losses) // 20, 5) | 1
+    if len(losses) < SMOOTHED_FROM:
+        smooth = losses
+        axes.plot(steps, losses, linewidth=0.8, label="training")
+    else:
+        smooth = moving_average(losses, span)
+        axes.plot(steps, losses, linewidth=0.6, alpha=0.35)
+        axes.plot(steps, smooth, linewidth=1.5, color="C0", label=f"training, averaged over {span} steps")
+    evaluated, validation = _curve(rows, "eval_loss")
     if evaluated:
-        axes.plot(
-            [row["step"] for row in evaluated], [row["eval_loss"] for row in evaluated], "o-", label="validation"
-        )
+        axes.plot(evaluated, validation, "o-", color="C1", markersize=4, label="validation")
+    if losses and min(losses + validation) > 0 and max(smooth) >= LOG_RATIO * min(smooth):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
     axes.legend()
     temporary = path.with_name(f".{path.name}")
@@ -160,6 +178,29 @@ def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def moving_average(values: list[float], span: int) -> list[float]:
+    """The mean of each value and of `span // 2` on each side; fewer at the ends."""
+    sums = [0.0, *itertools.accumulate(values)]
+    windows = [(max(place - span // 2, 0), min(place + span // 2 + 1, len(values))) for place in range(len(values))]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in windows]
+
+
+def _curve(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """The steps that have a finite value, and the values."""
+    found = [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _loss_title(rows: list[dict[str, Any]], path: Path) -> str:
+    """The run's folder, and how far it is."""
+    from matplotlib.ticker import EngFormatter
+
+    title = path.resolve().parent.name
+    if rows:
+        title += f": step {rows[-1]['step']:,}, {EngFormatter(places=1)(rows[-1]['tokens'])} tokens"
+    return title
 
 
 def flops_per_token(model: nn.Module, seq_length: int) -> float:
@@ -240,7 +281,7 @@ class TrainingProgress:
             metrics.step in (1, self.steps) or metrics.was_evaluated or now - self.last_line >= LINE_EVERY
         ):
             self.last_line = now
-            self.console.print(f"step {metrics.step}/{self.steps}  {summary}", highlight=False)
+            self.console.print(f"step {metrics.step}/{self.steps}  {summary}", highlight=False, soft_wrap=True)
 
 
 class CudaTimer:

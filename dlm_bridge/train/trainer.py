@@ -220,6 +220,7 @@ class Trainer(TrainingLoop):
                 f"{begun} {len(self.train):,} blocks of {self.config.data.seq_length} tokens, {len(self.valid):,} for "
                 f"validation{layout}",
                 highlight=False,
+                soft_wrap=True,
             )
 
     def run(self, step: int) -> Path:

@@ -9,6 +9,7 @@ import mmap
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -360,3 +361,24 @@ def test_env_shows_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert "cpu (gloo)" in said
     assert "torch.Tensor" in said
     assert "which is not the one installed: training refuses" in " ".join(said.split())
+
+
+def test_env_lists_overrides_only_of_an_installed_megatron_core(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlm_bridge.cli import env
+
+    def version(name: str) -> str:
+        if name == "megatron-core":
+            raise PackageNotFoundError
+        return "1.0"
+
+    monkeypatch.setenv(platform.VARIABLE, "cpu")
+    monkeypatch.setattr(env, "version", version)
+    env.env(as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["overrides"], found["patches"]) == (None, [])
+    env.env(as_json=False)
+    said = capsys.readouterr().out
+    assert "torch.Tensor" not in said
+    assert "megatron-core is not installed" in said

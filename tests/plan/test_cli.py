@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
+from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
 from tests.plan import configs
 
@@ -44,6 +47,24 @@ def test_json_and_exit_code_where_it_does_not_fit(v3: Path, capsys: pytest.Captu
     assert len(found["stages"]) == 8
     assert sum(len(chunk) for stage in found["stages"] for chunk in stage["chunks"]) == 61
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_small_model_has_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In MiB and KiB, on colours that differ."""
+    write_llada(tmp_path)
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    code, out, _ = run_cli(capsys, "plan", tmp_path, "--gpus", 2, "--pp", 2, "--seq-length", 64, "--png", "plan.png")
+    assert code == 0
+    assert "each of 1 ranks a stage, MiB" in out
+    assert re.search(r"stage \d needs [\d.]+ GiB \([\d.]+ MiB allocated\)", out)
+    axes = drawn[0].axes[0]
+    fields = [text.get_text() for text in axes.texts]
+    assert {field.split()[-1] for field in fields} >= {"KiB", "MiB"}
+    assert axes.images[0].get_clim()[1] < 2
+    assert "0.156 M parameters" in axes.get_title()
 
 
 def test_recommends_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

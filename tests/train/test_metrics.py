@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
 
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import load_model
-from dlm_bridge.train.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops, read_rows
+from dlm_bridge.train.metrics import (
+    MetricsFile,
+    StepMetrics,
+    TrainingProgress,
+    flops_per_token,
+    moving_average,
+    peak_flops,
+    plot_loss,
+    read_rows,
+)
 
 
 def _row(step: int, **changes: float) -> StepMetrics:
@@ -60,3 +74,69 @@ def test_peak_flops_are_known_by_name_and_only_for_16_bits() -> None:
     assert peak_flops("NVIDIA H200", "fp32") is None
     assert peak_flops("Some New Chip", "bf16") is None
     assert peak_flops(None, "bf16") is None
+
+
+def test_a_line_of_a_log_file_is_whole() -> None:
+    file = io.StringIO()
+    with TrainingProgress(Console(file=file, width=80), 10_000, 0, enabled=True) as progress:
+        progress.show(_row(10_000, tokens_per_s=1234567.8, peak_memory=2**36, eval_loss=1.2345))
+    assert file.getvalue().splitlines() == [
+        "step 10000/10000  loss 2.0000  1,234,568 tokens/s (5 a device)  64.0 GiB  validation 1.2345"
+    ]
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The axes of every figure that is saved."""
+    saved: list[Any] = []
+    save = Figure.savefig
+
+    def saves(figure: Figure, *arguments: Any, **options: Any) -> None:
+        saved.extend(figure.axes)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saves)
+    return saved
+
+
+def _losses(losses: list[float], **last: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {"step": step, "loss": loss, "tokens": 1000 * step} for step, loss in enumerate(losses, 1)
+    ]
+    rows[-1] |= last
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("losses", "scale"),
+    [
+        ([10 * 0.95**step + 1 for step in range(100)], "log"),  # most of its fall is in the first steps
+        ([3 - 0.001 * step for step in range(100)], "linear"),
+        ([math.sin(step) for step in range(100)], "linear"),  # negative, as in reinforcement learning
+        ([math.nan, *(10 * 0.95**step + 1 for step in range(100))], "log"),
+    ],
+    ids=["falls", "flat", "signs", "nan"],
+)
+def test_the_loss_curve_is_smoothed_on_the_axis_that_shows_it(
+    losses: list[float], scale: str, figures: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    plot_loss(_losses(losses, eval_loss=1.5), tmp_path / "run" / "loss.png")
+    (axes,) = figures
+    assert axes.get_yscale() == scale
+    assert axes.get_title() == f"run: step {len(losses)}, {len(losses)}.0 k tokens"
+    every, smooth, validation = axes.lines
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    assert list(every.get_ydata()) == finite
+    assert list(smooth.get_ydata()) == moving_average(finite, 5)
+    assert list(validation.get_xdata()) == [len(losses)]
+
+
+def test_a_short_run_has_one_curve(figures: list[Any], tmp_path: Path) -> None:
+    plot_loss(_losses([3.0, 2.0]), tmp_path / "loss.png")
+    assert [list(line.get_ydata()) for line in figures[0].lines] == [[3.0, 2.0]]
+    assert [text.get_text() for text in figures[0].get_legend().get_texts()] == ["training"]
+
+
+def test_moving_average() -> None:
+    assert moving_average([1.0, 2.0, 6.0, 3.0], 3) == [1.5, 3.0, 11 / 3, 4.5]

@@ -130,7 +130,7 @@ class AccelerateTrainer(Trainer):
     def announce(self, step: int, layout: str = "") -> None:
         super().announce(step, layout)
         if self.main and self.adapter is not None:
-            self.console.print(self.adapter.described(), highlight=False)
+            self.console.print(self.adapter.described(), highlight=False, soft_wrap=True)
 
     def prepare(self, noisy: Sequence[NoisyBatch]) -> list[MicroBatch]:
         batches = [(batch, transforms.loss_positions(batch)) for batch in noisy]

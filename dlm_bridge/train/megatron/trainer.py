@@ -71,7 +71,7 @@ class MegatronTrainer(Trainer):
     def announce(self, step: int, layout: str = "") -> None:
         super().announce(step, layout)
         if self.main and (layers := self.source.bridge.dims.mtp):
-            self.console.print(describe_mtp(layers), highlight=False)
+            self.console.print(describe_mtp(layers), highlight=False, soft_wrap=True)
 
     def run(self, step: int) -> Path:
         if self.config.logging.sample_interval and self.main:

@@ -79,6 +79,7 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
             f"{'training' if step == 0 else f'resuming at step {step}:'} {len(rows):,} rows, "
             f"{len(held_out):,} held out",
             highlight=False,
+            soft_wrap=True,
         )
     try:
         if state is not None:
