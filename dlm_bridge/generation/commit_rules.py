@@ -301,32 +301,13 @@ def best(scores_AN: torch.Tensor) -> torch.Tensor:
 
 
 def top_scores(scores_AN: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """True at each row's so many highest scores, never at minus infinity."""
-    picked_AN = torch.zeros_like(scores_AN, dtype=torch.bool)
-    for count in set(counts):
-        if len(set(counts)) == 1:
-            picked_AN.scatter_(1, scores_AN.topk(count, dim=1).indices, True)
-        else:
-            rows = [row for row, own in enumerate(counts) if own == count]
-            indices = scores_AN[rows].topk(count, dim=1).indices
-            picked_AN[rows] = torch.zeros_like(picked_AN[rows]).scatter(1, indices, True)
+    """True at each row's so many highest scores, never at minus infinity. Of equal scores the leftmost is higher, so
+    that neither padding nor the width of the batch decides."""
+    order_AN = scores_AN.sort(dim=1, descending=True, stable=True).indices
+    ranks_N = torch.arange(scores_AN.shape[1], device=scores_AN.device)
+    counts_A1 = to_device(counts, scores_AN.device)[:, None]
+    picked_AN = torch.zeros_like(scores_AN, dtype=torch.bool).scatter(1, order_AN, ranks_N < counts_A1)
     return picked_AN & (scores_AN > MINUS_INFINITY)
-
-
-def top_scores_on_canvas(step: Step, scores_AN: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """True at each row's so many highest scores, with the ties of LLaDA's and Dream's own code.
-
-    torch.topk breaks ties by a value's place in its row, and that code ranks the whole canvas without padding, with
-    minus infinity outside the block.
-    """
-    scores_AS = scores_AN.new_full((len(scores_AN), step.width), MINUS_INFINITY)
-    scores_AS[:, step.columns] = scores_AN
-    if len(set(counts)) == 1 and not any(step.origins):
-        return top_scores(scores_AS, counts)[:, step.columns]
-    picked_AS = torch.zeros_like(scores_AS, dtype=torch.bool)
-    for picked_S, scores_S, count, origin in zip(picked_AS, scores_AS, counts, step.origins, strict=True):
-        picked_S[origin:].index_fill_(0, scores_S[origin:].topk(count).indices, True)
-    return picked_AS[:, step.columns]
 
 
 # ---- Schedules: tokens per step. Steps that would commit nothing are left out.
@@ -375,13 +356,10 @@ class TopScoresRule(CommitRule):
         score: Score,
         schedule: Callable[[int], list[int]],
         rank_temperature: float | None = None,
-        *,
-        on_canvas: bool = True,  # ties as in `top_scores_on_canvas`
     ) -> None:
         self._score = score
         self._schedule = schedule
         self._rank_temperature = rank_temperature
-        self._on_canvas = on_canvas
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
         schedules = {count: self._schedule(count) for count in set(masks)}
@@ -395,8 +373,6 @@ class TopScoresRule(CommitRule):
             uniform_AN = uniform_AS[:, step.columns].clamp(min=1e-30)
             scores_AN = scores_AN / self._rank_temperature - uniform_AN.log().neg().log()
         scores_AN = scores_AN.masked_fill(~step.masked, MINUS_INFINITY)
-        if self._on_canvas:
-            return top_scores_on_canvas(step, scores_AN, step.num_transfer_tokens)
         return top_scores(scores_AN, step.num_transfer_tokens)
 
 

@@ -40,7 +40,7 @@ def sample(
                 for position in range(width):
                     if position >= end or canvas[row, position] != mask:
                         confidence[position] = float("-inf")
-                for position in confidence.topk(share).indices.tolist():
+                for position in confidence.sort(descending=True, stable=True).indices[:share].tolist():
                     canvas[row, position] = choice[position]
     return canvas
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
@@ -45,6 +46,41 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(model: Any, side: str, mor
     if not more:
         expected = published.sample(model, rows[0], mask=MASK, gen_length=16, block_length=8, steps=8)
         assert torch.equal(output[0, 3:], expected[0])
+
+
+class OperatorCount(TorchDispatchMode):
+    """Counts the operators that torch dispatches."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"remasking": "low_confidence"},
+        {"threshold": 0.9, "cache": "dual"},
+        {"algorithm": "mdlm"},
+        {"algorithm": "dream", "alg": "entropy", "block_length": None},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_a_steps_operators_do_not_grow_with_the_rows(model: Any, settings: dict[str, Any]) -> None:
+    def operators(batch: int, gen_length: int) -> int:
+        lengths = [3 + 2 * (row % 3) for row in range(batch)]
+        ids, mask = torch.full((batch, 7), EOS), torch.zeros((batch, 7), dtype=torch.long)
+        for row, length in enumerate(lengths):
+            ids[row, -length:], mask[row, -length:] = prompts(1, length, seed=row), 1
+        arguments = {"gen_length": gen_length, "block_length": 16, "steps": gen_length, "eos_token_id": None}
+        with OperatorCount() as counted:
+            model.generate(ids, attention_mask=mask, **{**arguments, **settings})
+        return counted.count
+
+    few, many = ([operators(batch, length) for length in (16, 32)] for batch in (3, 9))
+    assert many[1] - many[0] == few[1] - few[0]  # what a block costs; before the first, rows are laid out one by one
 
 
 def test_the_model_gets_a_mask_and_positions_per_row() -> None:

@@ -25,7 +25,6 @@ class BD3LMSampler(MDLMSampler):
     name: ClassVar[str] = "bd3lm"
     families: ClassVar[tuple[str, ...]] = ("a2d_qwen3", "a2d_qwen2", "a2d_llama")
     infills: ClassVar[bool] = False  # a block does not attend to what follows, and begins where the prompt ends
-    _ranks_canvas: ClassVar[bool] = False
 
     block_size: int = parameter(32, minimum=1)
 

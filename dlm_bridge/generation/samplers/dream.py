@@ -32,7 +32,7 @@ from dlm_bridge.generation.commit_rules import (
     Step,
     TopScoresRule,
     probability,
-    top_scores_on_canvas,
+    top_scores,
 )
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling
@@ -183,6 +183,6 @@ class StepBudgetRule(CommitRule):
         # What the schedule leaves for later steps stays masked, however confident the model is.
         later = [max(0, self._masks[row] - self._masks[row] // self._steps * (step.index + 1)) for row in step.rows]
         left = step.masked.sum(dim=1).tolist()
-        allowed_AN = top_scores_on_canvas(step, scores_AN, [a - b for a, b in zip(left, later, strict=True)])
-        best_AN = top_scores_on_canvas(step, scores_AN, [1] * len(step.rows))
+        allowed_AN = top_scores(scores_AN, [a - b for a, b in zip(left, later, strict=True)])
+        best_AN = top_scores(scores_AN, [1] * len(step.rows))
         return (allowed_AN & (scores_AN >= self._threshold)) | best_AN

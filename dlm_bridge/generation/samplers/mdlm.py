@@ -39,7 +39,6 @@ class MDLMSampler(Sampler):
 
     name: ClassVar[str] = "mdlm"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-    _ranks_canvas: ClassVar[bool] = True
 
     block_size: int = parameter(128, minimum=1)
     steps: int = parameter(128, minimum=1)
@@ -52,7 +51,7 @@ class MDLMSampler(Sampler):
         predictor, options = self._predictor()
         return SamplerSpec(
             layout=BlockLayout(self.block_size),
-            rule=TopScoresRule(score, partial(rounded_schedule, steps=steps), on_canvas=self._ranks_canvas),
+            rule=TopScoresRule(score, partial(rounded_schedule, steps=steps)),
             sampling=self.sampling(),
             predictor=predictor,
             predictor_options={"cfg_scale": self.cfg_scale, **options},

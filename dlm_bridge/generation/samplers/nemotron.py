@@ -46,7 +46,7 @@ class NemotronSampler(Sampler):
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         check_blocks(self.gen_length, self.block_length)
         schedule = partial(even_schedule, steps=self.block_length)
-        rule: CommitRule = TopScoresRule(low_confidence, schedule, on_canvas=False)
+        rule: CommitRule = TopScoresRule(low_confidence, schedule)
         if self.threshold is not None:
             rule = ThresholdRule(self.threshold, low_confidence)
         return SamplerSpec(
