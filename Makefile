@@ -15,7 +15,7 @@ GPU_TEST_WORKERS ?= 8
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: setup demo docs check-docs test test-slow fuzz test-gpu test-gpu-part lint clean
+.PHONY: setup demo docs check-docs test test-slow fuzz test-gpu test-gpu-part test-matrix lint clean
 
 setup: $(STAMP)
 
@@ -48,6 +48,10 @@ test-gpu: setup
 
 test-gpu-part:
 	$(PYTEST) --numprocesses $(GPU_TEST_WORKERS) --dist load -m "gpu or gpu2" --gpu-report docs/gpu_tests.md $(FILES_$(PART))
+
+# One cell a call, in an environment of its own: make test-matrix CELL=py3.12-torch2.13-transformers5.23
+test-matrix:
+	$(PYTHON) scripts/test_matrix.py $(CELL)
 
 lint: setup
 	$(BIN)/ruff check .

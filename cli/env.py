@@ -79,6 +79,7 @@ def environment() -> dict[str, Any]:
     from dlm_bridge.parallel import mcore_patches, platform
     from dlm_bridge.parallel.fused import flash_attention
     from dlm_bridge.parallel.overrides import SUPPORTED
+    from dlm_bridge.plugins import TESTED, untested
 
     chosen = platform.current()
     megatron = _version("megatron-core")
@@ -106,6 +107,7 @@ def environment() -> dict[str, Any]:
             **{name: _version(name) for name in PACKAGES},
             "os": machine.platform(),
         },
+        "untested": [sentence for name in TESTED if (sentence := untested(name)) is not None],
         "overrides": None
         if megatron is None
         else {
@@ -161,6 +163,8 @@ def _show(found: dict[str, Any]) -> None:
             for name, value in cells.items():
                 table.add_row(name, "-" if value is None else value)
             console.print(table)
+    for sentence in found["untested"]:
+        console.print(f"note: {sentence}", soft_wrap=True, highlight=False)
     if overrides is None:
         console.print("megatron-core is not installed (extra megatron): no patches", soft_wrap=True)
         return

@@ -22,6 +22,7 @@ from typing import Any
 
 from dlm_bridge.models.families import families
 from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.plugins import warn_if_untested
 
 CONFIGURATION_AUTO = "transformers.models.auto.configuration_auto"
 TOKENIZATION_AUTO = "transformers.models.auto.tokenization_auto"
@@ -37,6 +38,8 @@ def install() -> None:
 
 
 def _register_configs() -> None:
+    warn_if_untested("torch")
+    warn_if_untested("transformers")
     auto = sys.modules[CONFIGURATION_AUTO]
     # Where families share a model type the first one's config dispatches on `architectures`.
     for family in reversed(families()):

@@ -1,4 +1,4 @@
-"""What importing the package does and does not do. Each case needs a fresh interpreter."""
+"""What importing the package does and does not do, what it consists of, and the versions it was tested with."""
 
 from __future__ import annotations
 
@@ -9,15 +9,26 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from dlm_bridge import plugins
+from dlm_bridge.cli import env
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import test_matrix as matrix
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     page for pattern in ("*.md", "docs/*.md", "model_cards/*.md", "*/**/README.md") for page in ROOT.glob(pattern)
 )
-PAGES = [page for page in PAGES if page.name != "CHANGELOG.md" and not {"data", ".venv"} & set(page.parts)]
+PAGES = [page for page in PAGES if page.name != "CHANGELOG.md" and not {"data", ".venv", "build"} & set(page.parts)]
 # A checkpoint's manifest, and groups of entry points.
 NO_MODULES = {f"dlm_bridge.{name}" for name in ("json", "families", "platforms", "samplers")}
 
@@ -168,3 +179,80 @@ def defined(file: Path) -> set[str]:
             case ast.alias(name=name, asname=asname):
                 names.add(asname or name)
     return names
+
+
+def test_untested_versions_are_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    installed = {"torch": "2.99.1+cpu", "transformers": "5.23.4", "transformer-engine": "2.3"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError
+        return installed[name]
+
+    monkeypatch.setattr(plugins, "version", version)
+    plugins.warn_if_untested.cache_clear()
+    for _ in range(2):
+        for name in plugins.TESTED:
+            plugins.warn_if_untested(name)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "torch 2.99.1+cpu is untested",
+        "transformer-engine 2.3 is untested",
+    ]
+    assert env.environment()["untested"] == [record.getMessage() for record in caplog.records]
+    del installed["transformer-engine"]
+    assert plugins.untested("transformer-engine") is None
+    plugins.warn_if_untested.cache_clear()
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    plugins.warn_if_untested("torch")
+    assert not caplog.records
+
+
+def test_untested_versions_are_named_when_the_families_are_registered() -> None:
+    code = """
+from dlm_bridge import plugins
+import logging, sys
+logging.basicConfig(stream=sys.stdout)
+plugins.version = {"torch": "1.0", "transformers": "9.9"}.__getitem__
+assert "transformers" not in sys.modules
+from transformers import AutoConfig
+"""
+    said = run(code)
+    assert "torch 1.0 is untested" in said
+    assert "transformers 9.9 is untested" in said
+
+
+# ------------------------------------------------------------------------------------------------- the matrix
+
+
+def test_the_cells_of_the_matrix_replace_two_versions() -> None:
+    cell = matrix.CELLS["py3.12-torch2.11-transformersnewest"]
+    requirements = cell.requirements()
+    assert {"torch==2.11.*", "transformers"} <= set(requirements)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    kept = [name for name in project["dependencies"] if not name.startswith(("torch>", "transformers>"))]
+    assert set(kept) < set(requirements)
+    assert len(kept) == len(project["dependencies"]) - 2
+    assert all((ROOT / name).exists() for name in matrix.SUITE)
+
+
+def test_the_weekly_job_runs_every_cell() -> None:
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "matrix.yml").read_text())["jobs"]["cell"]
+    axes = job["strategy"]["matrix"]
+    names = {
+        f"py{python}-torch{torch}-transformers{transformers}"
+        for python in axes["python"]
+        for torch in axes["torch"]
+        for transformers in axes["transformers"]
+    }
+    assert names == set(matrix.CELLS)
+
+
+def test_what_was_tested_is_in_the_matrix_and_in_the_requirements() -> None:
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for name, cells in (("torch", matrix.TORCHES), ("transformers", matrix.TRANSFORMERS)):
+        oldest, newest = plugins.TESTED[name]
+        assert newest in cells
+        (bounds,) = [text for text in requirements if re.match(rf"{name}\b", text)]
+        assert SpecifierSet(bounds.removeprefix(name)).contains(newest)
+        assert Version(oldest) <= Version(re.search(r">=([\d.]+)", bounds)[1])

@@ -34,6 +34,7 @@ from dlm_bridge.parallel.self_attention import (
     fuses_heads,
     scales_queries,
 )
+from dlm_bridge.plugins import warn_if_untested
 
 PRE_MLP_NORM = "pre_mlp_layernorm."
 # Names of latent attention's norms where Transformer Engine fuses them with the linear layers that follow.
@@ -52,6 +53,8 @@ def block_spec(config: TransformerConfig, attention_pattern: str, vp_stage: int 
     """
     _check(config, attention_pattern)
     engine = uses_transformer_engine()
+    if engine:
+        warn_if_untested("transformer-engine")
     dense = _layer(config, attention_pattern, engine, experts=None)
     sparse = (
         _layer(config, attention_pattern, engine, experts=config.num_moe_experts) if config.num_moe_experts else dense
