@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import shutil
 import sys
 import tempfile
@@ -24,22 +25,13 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import typer.main
 
+import dlm_bridge
+from dlm_bridge.errors import DlmBridgeError
 from tests import launcher
 from tests.fuzz.inputs import KINDS
 from tests.fuzz.runner import Case, Fuzzer
 
-IMPORTED = (
-    "bitsandbytes",
-    "datasets.io.generator",
-    "dlm_bridge.cli.generate_run",
-    "dlm_bridge.convert.push",
-    "dlm_bridge.evaluation.perplexity",
-    "dlm_bridge.evaluation.report",
-    "dlm_bridge.plan.dry_run",
-    "dlm_bridge.train.rl.engine",
-    "peft",
-    "torch.utils.serialization",
-)
+IMPORTED = ("bitsandbytes", "datasets.io.generator", "peft", "torch.utils.serialization")  # beside our own modules
 
 
 def main() -> None:
@@ -82,8 +74,9 @@ def main() -> None:
 def _import() -> None:
     """What the commands import when they run, so that a forked process has it."""
     launcher.import_all()
-    for module in IMPORTED:
-        with contextlib.suppress(ImportError):  # an extra that is not installed
+    own = [module.name for module in pkgutil.walk_packages(dlm_bridge.__path__, "dlm_bridge.", onerror=lambda _: None)]
+    for module in (*IMPORTED, *(name for name in own if not name.endswith("__main__"))):
+        with contextlib.suppress(ImportError, DlmBridgeError):  # an extra that is not installed
             importlib.import_module(module)
     from dlm_bridge.cli.app import app
 
