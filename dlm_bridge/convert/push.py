@@ -245,7 +245,7 @@ def front_matter(path: Path) -> dict[str, Any]:
     try:
         match = _FRONT_MATTER.match(path.read_text("utf-8"))
         value = yaml.safe_load(match[1]) if match else None
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -331,7 +331,7 @@ def _usage(repo_id: str, family: FamilySpec | None, base: str | None, adapter: d
 def _yaml(path: Path) -> dict[str, Any]:
     try:
         value = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -350,6 +350,6 @@ def _last_row(path: Path, step: int | None) -> dict[str, Any]:
                 row = json.loads(line)
                 if isinstance(row, dict) and "loss" in row and (step is None or row.get("step", 0) <= step):
                     found = row
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return found
     return found

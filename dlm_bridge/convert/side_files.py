@@ -191,6 +191,6 @@ def _parsed_index(index: bytes | None) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(index)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

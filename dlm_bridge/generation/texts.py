@@ -374,7 +374,7 @@ def _prompts(name: str, lines: Iterable[str], key: str, chat: bool, system: str 
 def _prompt(line: str, where: str, key: str, chat: bool, system: str | None) -> WrittenPrompt:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise DlmBridgeError(f"{where}: not JSON") from None
     if not isinstance(row, dict):
         raise DlmBridgeError(f"{where}: not a JSON object")

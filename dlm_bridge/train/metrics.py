@@ -19,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from dlm_bridge.convert.atomic import atomic_file, disk_errors
+from dlm_bridge.errors import printable
+from dlm_bridge.hub import check_plain_file
 
 # Dense bf16 peak in FLOP/s by a part of the device's name, from the vendor's data sheets; the first match counts.
 PEAK_FLOPS = (
@@ -126,15 +128,20 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a metrics file; a last line that a killed run left torn is excluded."""
+    """The complete rows of a metrics file, up to the first that is damaged; a last line that a killed run left torn is
+    excluded."""
     if not path.exists():
         return []
+    check_plain_file(path)
     rows = []
-    for line in path.read_text().split("\n")[:-1]:  # what follows the last newline is torn or empty
+    for line in path.read_text("utf-8", "replace").split("\n")[:-1]:  # what follows the last newline is torn or empty
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            break
+        rows.append(row)
     return rows
 
 
@@ -189,7 +196,8 @@ def moving_average(values: list[float], span: int) -> list[float]:
 
 def _curve(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """The steps that have a finite value, and the values."""
-    found = [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
+    values = [(row["step"], row.get(key)) for row in rows]
+    found = [(step, value) for step, value in values if isinstance(value, int | float) and math.isfinite(value)]
     return [step for step, _ in found], [value for _, value in found]
 
 
@@ -197,8 +205,8 @@ def _loss_title(rows: list[dict[str, Any]], path: Path) -> str:
     """The run's folder, and how far it is."""
     from matplotlib.ticker import EngFormatter
 
-    title = path.resolve().parent.name
-    if rows:
+    title = printable(path.resolve().parent.name).replace("$", r"\$")  # which would begin a formula
+    if rows and isinstance(rows[-1].get("tokens"), int):
         title += f": step {rows[-1]['step']:,}, {EngFormatter(places=1)(rows[-1]['tokens'])} tokens"
     return title
 

@@ -15,10 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge, DlmBridgeError
 from dlm_bridge.errors import reading
+from dlm_bridge.generation.texts import read_prompts
 from dlm_bridge.loading import load_model, load_tokenizer
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.files import read_run_config
+from dlm_bridge.train.data.documents import parse_object
 from dlm_bridge.train.loading import empty_model, load_hub_model
 from dlm_bridge.train.lora import add_adapter
+from dlm_bridge.train.metrics import plot_loss, read_rows
 from tests.cli.conftest import Cli
 
 Damage = Callable[[Path], Any]
@@ -133,6 +137,34 @@ def test_no_pipe_in_a_megatron_checkpoint_is_waited_for(qwen3: Path, tmp_path: P
     pipe(tmp_path / "m" / "iter_0000000" / ".metadata")
     with pytest.raises(DlmBridgeError, match=r"\.metadata is not a plain file"):
         Bridge.from_megatron(tmp_path / "m")
+
+
+BOMB = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+LONG_NUMBER = b'{"prompt": ' + b"1" * 10_000 + b"}"  # beyond Python's limit of digits
+
+
+@pytest.mark.parametrize("line", [BOMB, LONG_NUMBER])
+def test_bombs_in_data_are_named_by_their_line(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
+    with pytest.raises(DlmBridgeError, match=r"rows\.jsonl, line 2"):
+        read_prompts(str(tmp_path / "rows.jsonl"), "prompt", False, None)
+    with pytest.raises(DlmBridgeError, match="the row"):
+        parse_object(line, "the row")
+
+
+def test_a_bomb_in_a_run_s_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(DlmBridgeError, match=r"config\.yaml"):
+        read_run_config(tmp_path / "config.yaml")
+
+
+def test_damaged_metrics_end_before_the_damage(tmp_path: Path) -> None:
+    sound = '{"step": 1, "loss": 2.5}\n'
+    for damage in (BOMB, LONG_NUMBER, b"[]", b'{"loss": 1}', b'{"step": "2", "loss": 1}', b"\xff\xfe"):
+        (tmp_path / "metrics.jsonl").write_bytes(sound.encode() + damage + b"\n" + sound.encode())
+        assert read_rows(tmp_path / "metrics.jsonl") == [json.loads(sound)]
+    (tmp_path / "$^$\udcff").mkdir()
+    plot_loss([{"step": 1, "loss": 2.5}, {"step": 2}, {"step": 3, "loss": "4"}], tmp_path / "$^$\udcff" / "loss.png")
 
 
 def test_names_cannot_drive_a_terminal(cli: Cli, tmp_path: Path) -> None:

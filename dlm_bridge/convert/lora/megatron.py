@@ -321,7 +321,7 @@ def _bridge_alpha(folder: Path, path: Path) -> float:
             continue
         try:
             settings = yaml.safe_load(file.read_text("utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise DlmBridgeError(f"{file}: cannot be read: {one_line(error)[:200]}") from None
         peft = settings.get("peft") if isinstance(settings, dict) else None
         alpha = peft.get("alpha") if isinstance(peft, dict) else None

@@ -111,7 +111,7 @@ def _mapping(path: Path) -> dict[str, Any]:
         raise OptionError(f"--config {path}", ": no such file")
     try:
         values = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise OptionError(f"--config {path}", f": not YAML: {' '.join(str(error).split())}") from None
     if values is not None and not isinstance(values, dict):
         raise OptionError(f"--config {path}", ": a mapping of sections to options is needed")

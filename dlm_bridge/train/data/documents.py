@@ -120,7 +120,7 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
     """The object in a line of JSONL. Raises DlmBridgeError for anything else."""
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise DlmBridgeError(f"{where}: not JSON, one object a line is needed ({error})") from None
     if not isinstance(row, dict):
         raise DlmBridgeError(f"{where}: not JSON, one object a line is needed (it is {type(row).__name__})")
