@@ -132,12 +132,8 @@ def test_weights_only(trained: tuple[Path, Path, dict[str, torch.Tensor]], tmp_p
     assert code == 0
     assert "weights only" in out
     assert not [key for key in dcp_tensors(tmp_path / "m" / ITERATION) if "optimizer" in key]
-    assert (
-        run_cli(
-            capsys, "reshard", run, tmp_path / "l", "--tp", 1, "--format", "torch", "--weights-only", "--like", hub
-        )[0]
-        == 0
-    )
+    options = ("--tp", 1, "--format", "torch", "--weights-only", "--like", hub)
+    assert run_cli(capsys, "reshard", run, tmp_path / "l", *options)[0] == 0
     assert verify_pair(tmp_path / "l", hub).equal
     code, _, err = run_cli(capsys, "reshard", run, tmp_path / "x", "--tp", 1, "--format", "torch", "--like", hub)
     assert code == 2
