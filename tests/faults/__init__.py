@@ -1,0 +1,1 @@
+"""Runs of several processes under random faults, and their resume: `python -m tests.faults`."""
