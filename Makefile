@@ -15,7 +15,7 @@ GPU_TEST_WORKERS ?= 8
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: setup demo docs check-docs test test-slow fuzz test-gpu test-gpu-part test-matrix lint clean
+.PHONY: setup demo docs check-docs test test-slow fuzz faults test-gpu test-gpu-part test-matrix lint clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,13 @@ FUZZ_STATE ?= build/fuzz.json
 fuzz: setup
 	mkdir -p build
 	nice $(BIN)/python -m tests.fuzz --cases $(FUZZ_CASES) --state $(FUZZ_STATE)
+
+# Runs of eight processes under random faults; a run that was stopped goes on from FAULTS_STATE.
+FAULTS_ROUNDS ?= 100
+FAULTS_STATE ?= build/faults.json
+faults: setup
+	mkdir -p build
+	nice $(BIN)/python -m tests.faults --rounds $(FAULTS_ROUNDS) --state $(FAULTS_STATE)
 
 # In parts that take less than 9 minutes each; each writes its row of docs/gpu_tests.md.
 test-gpu: setup
