@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,8 @@ class Chain:
         elif kind == "full disk":
             ballast = self.output / "ballast"
             free = shutil.disk_usage(self.output).free
-            ballast.write_bytes(bytes(max(0, free - draw.randrange(1, 400_000))))
+            with suppress(OSError):  # the run has written meanwhile
+                ballast.write_bytes(bytes(max(0, free - draw.randrange(1, 400_000))))
             self._wait(job, lambda: bool(job.codes))
             ballast.unlink()
 
