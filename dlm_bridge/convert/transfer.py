@@ -96,6 +96,7 @@ def write_megatron(
         transfer = MegatronTransfer(source, plan, journal, options, writer)
         transfer.run()
         if plan.state is not None:
+            transfer.check_files()
             plan.state.transfer(lambda param, bands: writer.note(param, writer.write(param, bands)), options.workers)
         hub_folder = folder / HUB_FOLDER
         hub_folder.mkdir(exist_ok=True)
@@ -201,6 +202,14 @@ class Transfer(ABC):
             recorded = {name: found for name, found in source.record.tensors.items() if name not in source.derived}
             changed = self.records.changed(recorded)
             self._note_changed(changed, changed)
+
+    def check_files(self) -> None:
+        """Compare the source's files with its manifest, for an optimizer's state, whose tensors have no digests; all
+        that the files hold is read once more. Raises ChangedTensorsError as `run` does."""
+        record = self.source.record
+        if record is not None and record.files:
+            files = self.source.changed_files(record)
+            self._note_changed({file: {"recorded": record.files[file], "found": None} for file in files}, files)
 
     def _note_changed(self, changed: dict[str, dict[str, Any]], names: Iterable[str]) -> None:
         """Note what is not as recorded. Raises ChangedTensorsError, with `names`, unless the options accept it."""

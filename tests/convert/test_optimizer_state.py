@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, Layout
+from dlm_bridge.convert.checkpoints import find_checkpoint
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint
 from dlm_bridge.convert.formats.dcp_metadata import Contents, StorageLocation, read_metadata
 from dlm_bridge.convert.formats.torch_dist_writer import write_metadata
+from dlm_bridge.convert.manifest import ChangedTensorsError
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from tests.checkpoints import write_llada
 from tests.convert.helpers import dcp_tensors, run_cli, save_dcp
@@ -163,3 +166,25 @@ def test_states_that_cannot_be_cut(
         assert code == 2
         assert message in err
         assert err.count("\n") == 1
+
+
+def test_a_flipped_bit_of_a_state_is_refused(
+    trained: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """It has no digest of its own, its file has one."""
+    hub, run, _ = trained
+    Bridge.from_megatron(run, like=hub).to_megatron(tmp_path / "m", Layout(tp=2))
+    Bridge.from_megatron(tmp_path / "m").to_megatron(tmp_path / "again", Layout())
+    reader = find_checkpoint(tmp_path / "m")
+    assert isinstance(reader, TorchDistCheckpoint)
+    place = reader.contents.tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"].chunks[0].place
+    file = tmp_path / "m" / ITERATION / place.file
+    data = bytearray(file.read_bytes())
+    data[place.offset + place.length // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ChangedTensorsError, match=place.file):
+        Bridge.from_megatron(tmp_path / "m").to_megatron(tmp_path / "out", Layout())
+    assert not (tmp_path / "out").exists()
+    Bridge.from_megatron(tmp_path / "m").to_megatron(tmp_path / "weights", Layout(), weights_only=True)
+    report = Bridge.from_megatron(tmp_path / "m").to_megatron(tmp_path / "out", accept_changed_tensors=True)
+    assert any(place.file in note for note in report.notes)
