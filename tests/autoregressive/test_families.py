@@ -14,6 +14,7 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.verify import verify_pair
 from dlm_bridge.models.families import families, find_family
 from tests.autoregressive.cases import CASES, Case
+from tests.families.case import layouts
 
 DTYPES = [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")]
 
@@ -35,13 +36,6 @@ def assert_same_files(found: Path, expected: Path) -> None:
     for file in expected.rglob("*"):
         if file.is_file() and file.suffix != ".safetensors":
             assert filecmp.cmp(file, found / file.relative_to(expected), shallow=False), file.name
-
-
-def layouts(case: Case) -> list[Layout]:
-    found = [Layout(), Layout(tp=2, pp=2), Layout(pp=2, first_stage=1), Layout(tp=2, pp=2, vp=2)]
-    if case.spec.mapping.dims(case.config).experts:
-        found += [Layout(ep=2), Layout(tp=2, pp=2, ep=2, etp=1), Layout(tp=2, ep=4, etp=2)]
-    return found
 
 
 def in_model(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -94,7 +88,7 @@ def test_round_trip(case: Case, tmp_path: Path, dtype: torch.dtype) -> None:
         Bridge.from_hf(source).to_hf(tmp_path / "back")
         assert_same_bits(tensors_of(tmp_path / "back"), expected)
         return
-    found = layouts(case)
+    found = layouts(case.spec, case.config, every=dtype == torch.float32)
     for number, layout in enumerate(found):
         megatron, other, back = (tmp_path / f"{name}{number}" for name in ("megatron", "resharded", "back"))
         Bridge.from_hf(source).to_megatron(megatron, layout)

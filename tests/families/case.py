@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dlm_bridge import Layout
 from dlm_bridge.models.families import family_by_name
 from dlm_bridge.models.family_spec import FamilySpec
 from tests.checkpoints import write_hub_folder, write_tokenizer
@@ -100,6 +101,18 @@ def all_cases() -> list[FamilyCase]:
             loaded = importlib.import_module(f"tests.families.{module.name}")
             cases += getattr(loaded, "CASES", None) or [loaded.CASE]
     return cases
+
+
+def layouts(family: FamilySpec, config: dict[str, Any], every: bool) -> list[Layout]:
+    """Of a conversion: interleaved and uneven stages, cut by rows as well; experts over ranks where there are any.
+    `every`: also those of which another has all cuts."""
+    found = [Layout(tp=2, pp=2, vp=2), Layout(pp=2, first_stage=1)]
+    experts = family.mapping.dims(config).experts > 0
+    if experts:
+        found += [Layout(tp=2, pp=2, ep=2, etp=1), Layout(tp=2, ep=4, etp=2)]
+    if every:
+        found += [Layout(), Layout(tp=2, pp=2), *([Layout(ep=2)] if experts else [])]
+    return found
 
 
 def config_of(folder: Path) -> dict[str, Any]:

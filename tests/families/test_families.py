@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge import Bridge, DlmBridgeError
 from dlm_bridge.models.families import UNSUPPORTED, families, find_family
-from tests.families.case import FamilyCase, all_cases, config_of
+from tests.families.case import FamilyCase, all_cases, config_of, layouts
 from tests.families.tp_worker import sampled
 from tests.processes import assert_ok
 
@@ -228,21 +228,9 @@ def test_no_parameter_is_left_random(case: FamilyCase, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- conversion
 
 
-def layouts(case: FamilyCase) -> list[Layout]:
-    """Whole, cut by rows, by layers, unevenly, interleaved; experts over ranks where there are any."""
-    found = [Layout(), Layout(tp=2, pp=2), Layout(pp=2, first_stage=1), Layout(tp=2, pp=2, vp=2)]
-    if _dims(case).experts:
-        found += [Layout(ep=2), Layout(tp=2, pp=2, ep=2, etp=1), Layout(tp=2, ep=4, etp=2)]
-    return found
-
-
-def _dims(case: FamilyCase) -> Any:
-    return case.spec.mapping.dims(case.config)
-
-
 def test_mapping_covers_the_hubs_tensors(case: FamilyCase) -> None:
     """Each tensor exactly once, with its shape, whether mapped or carried; from scratch the same set is made."""
-    mapping, dims = case.spec.mapping, _dims(case)
+    mapping, dims = case.spec.mapping, case.spec.mapping.dims(case.config)
     tensors = case.tensors(case.config, 0, torch.float32)
     covered = [name for param in mapping.params(dims) for name in param.hub_names]
     assert len(set(covered)) == len(covered)
@@ -261,7 +249,7 @@ def test_mapping_covers_the_hubs_tensors(case: FamilyCase) -> None:
 def test_conversion_gives_back_names_keys_files_and_bits(case: FamilyCase, tmp_path: Path, dtype: torch.dtype) -> None:
     source = case.write(tmp_path / "hub", dtype)
     expected = tensors_of(source)
-    for number, layout in enumerate(layouts(case)):
+    for number, layout in enumerate(layouts(case.spec, case.config, every=dtype == torch.float32)):
         megatron, back = tmp_path / f"megatron{number}", tmp_path / f"back{number}"
         Bridge.from_hf(source, family=case.family_argument).to_megatron(megatron, layout)
         Bridge.from_megatron(megatron).to_hf(back)

@@ -58,3 +58,9 @@ def _write_reference(files: Files, name: str, model: Model) -> None:
 def report(files: Files) -> dict[str, list[str]]:
     """What each check said, on both ranks: "ok" or a traceback."""
     return launch("tests.interop.worker", files.root)
+
+
+@pytest.fixture(scope="session")
+def other_saves(files: Files) -> dict[str, list[str]]:
+    """The same of the saves that are left out."""
+    return launch("tests.interop.saves_worker", files.root)

@@ -37,6 +37,19 @@ def test_what_megatron_core_saved_is_exported_bit_for_bit(
     model: str, layout: str, files: Files, report: dict[str, list[str]], tmp_path: Path
 ) -> None:
     assert report[f"save[{model}-{layout}]"] == [OK, OK]
+    _assert_exported(model, layout, files, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout"), saved(every=True))
+def test_what_megatron_core_saved_of_other_families_is_exported_bit_for_bit(
+    model: str, layout: str, tmp_path: Path, files: Files, other_saves: dict[str, list[str]]
+) -> None:
+    assert other_saves[f"save[{model}-{layout}]"] == [OK, OK]
+    _assert_exported(model, layout, files, tmp_path)
+
+
+def _assert_exported(model: str, layout: str, files: Files, tmp_path: Path) -> None:
     out = tmp_path / "out"
     family = models()[model].family
     Bridge.from_megatron(files.saved(model, layout), like=files.hub(model), family=family).to_hf(out)

@@ -12,19 +12,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.interop.cases import Files, plan
+from tests.interop.cases import Checks, Files, plan
 from tests.processes import work
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, checks_of: Checks) -> None:
     from tests.interop import attention_checks, checks  # import megatron-core
 
     torch.set_num_threads(1)
     files = Files(folder)
     of_module = {**vars(attention_checks), **vars(checks)}
-    work(folder, ((name, partial(of_module[check], files, **case)) for name, (check, case) in plan().items()))
+    work(folder, ((name, partial(of_module[check], files, **case)) for name, (check, case) in checks_of.items()))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), plan())
