@@ -80,6 +80,9 @@ class TrainingLoop(abc.ABC):
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step`; the main process has the metrics."""
 
+    def finish(self) -> None:  # noqa: B027 (most have nothing in the background)
+        """Wait for what still runs in the background after the last step. Raises DlmBridgeError where it fails."""
+
     def evaluated(self, metrics: StepMetrics) -> StepMetrics:
         """A step's metrics with those of an evaluation after it."""
         return dataclasses.replace(metrics, eval_loss=self.evaluate())
@@ -136,6 +139,7 @@ class TrainingLoop(abc.ABC):
                     folder = self.save(step, metrics_file)
                 if last:
                     break
+        self.finish()
         if trackers is not None:
             trackers.close()
         if metrics_file is not None:

@@ -13,6 +13,8 @@ from dlm_bridge.convert.manifest import check_files, file_names
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train import checkpoints
 from dlm_bridge.train.rl.trainer import RLTrainer
+from tests import launcher
+from tests.processes import environments
 from tests.rl.conftest import Run
 from tests.rl.test_autoregressive import causal  # noqa: F401  a fixture
 from tests.train.test_damaged_checkpoints import FIRST, LAST, flip
@@ -68,3 +70,17 @@ def test_a_full_disk(run: Run, options: dict[str, Any], tmp_path: Path, monkeypa
     assert names(output) == [FIRST]
     assert len(run(output, resume=True, **options)) == 4
     assert names(output) == [FIRST, LAST]
+
+
+@pytest.mark.slow
+def test_two_processes_of_trl_agree(run: Run, causal: Path, tmp_path: Path) -> None:  # noqa: F811
+    output = tmp_path / "run"
+    run(output, **{**OPTIONS, "method": "grpo", "model": str(causal), "group_size": 4})
+    flip(output / "checkpoints" / LAST / "optimizer.pt")
+    words = ["rl", "--config", str(output / "config.yaml"), "--output", str(output), "--resume"]
+    logs = [tmp_path / f"log_{rank}.txt" for rank in range(2)]
+    assert launcher.run("dlm_bridge.cli", words, environments(2), logs, 300), logs[0].read_text()
+    assert "optimizer.pt is not as it was written" in logs[0].read_text()
+    assert names(output) == [FIRST, LAST, f"{LAST}.damaged"]
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(file_names(output / "checkpoints" / LAST))
+    assert not check_files(output / "checkpoints" / LAST)

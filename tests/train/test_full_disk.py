@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import resource
 import subprocess
@@ -113,6 +114,25 @@ def test_megatron(
             on_megatron(output, async_save=background, **OPTIONS)
     assert (output / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
     check_goes_on(output, "iter_0000002", rows, on_megatron, async_save=background)
+
+
+def test_a_background_save_that_fails_is_not_called_done(
+    tmp_path: Path, values: dict[str, Any], on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlm_bridge.train.megatron.engine import train
+    from dlm_bridge.train.megatron.trainer import MegatronTrainer
+
+    start, said = MegatronTrainer.finish, io.StringIO()
+
+    def finish(self: MegatronTrainer) -> None:
+        with limited_files(20):  # the background has its own limits; what is published after it has these
+            start(self)
+
+    monkeypatch.setattr(MegatronTrainer, "finish", finish)
+    options = {**values, "engine": "megatron", "output": str(tmp_path / "run"), "steps": 1, "async_save": True}
+    with pytest.raises(DlmBridgeError, match="iter_0000001"):
+        train(TrainConfig.from_flags(**options), False, Console(file=said, width=10_000))
+    assert "done: " not in said.getvalue()
 
 
 def test_metrics_and_samples(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,9 +76,10 @@ class MegatronTrainer(Trainer):
     def run(self, step: int) -> Path:
         if self.config.logging.sample_interval and self.main:
             self.sampling_model  # noqa: B018 (read now: on a resume, --keep-last may remove what it is read from)
-        folder = super().run(step)
+        return super().run(step)
+
+    def finish(self) -> None:
         self.checkpoints.finish()
-        return folder
 
     def close(self) -> None:
         self.gc_schedule.close()
