@@ -180,7 +180,8 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise DlmBridgeError(f"{path}: cannot be written: {error.strerror or error}") from error
+        full = disk_refusal(error, path, "make room there") if error.errno in _NO_SPACE else None
+        raise DlmBridgeError(full or f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 

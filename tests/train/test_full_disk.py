@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors import SafetensorError
 
-from dlm_bridge.convert.atomic import disk_refusal
+from dlm_bridge.convert.atomic import atomic_file, disk_refusal
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train import monitoring
 from dlm_bridge.train.config import TrainConfig
@@ -185,6 +185,22 @@ def test_what_the_disk_refuses(error: Exception, says: str, tmp_path: Path) -> N
     assert reason is not None
     assert says in reason
     assert reason.endswith("free some")
+
+
+def test_a_file_that_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "config.yaml"
+    path.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with (
+        pytest.raises(DlmBridgeError, match=f"no space left while writing {path} .*make room there"),
+        atomic_file(path, overwrite=True) as file,
+    ):
+        file.write("new")
+    assert [each.name for each in tmp_path.iterdir()] == ["config.yaml"]
+    assert path.read_text() == "old"
 
 
 def test_other_errors_are_not_the_disks(tmp_path: Path) -> None:
