@@ -113,7 +113,7 @@ class Run:
 
 FSDP: dict[str, Any] = {"sharding": "fsdp"}
 OFFLOADED = FSDP | {"cpu_offload": True}
-LORA: dict[str, Any] = {"lora_rank": 16, "lr": 1e-2}
+LORA: dict[str, Any] = {"lora_rank": 16}
 FLOAT8: dict[str, Any] = {"precision": "fp8"}
 ADAPTED, HALF = "LoRA, one process", "FSDP2, half of the steps"
 UNTRAINED = "one process, learning rate 0"
@@ -287,7 +287,7 @@ class Bench:
             "micro_batch_size": 1,
             "length_variation": 0.0,
             "lr_schedule": "constant",
-            "lr": RATES[self.arguments.model],
+            "lr": RATES[self.arguments.model] * (3 if "lora_rank" in run.options else 1),
             "save_interval": 0,
             "eval_interval": 0,
             "precision": precision,
@@ -428,12 +428,16 @@ def compared(
     has moved them from those of untrained weights, and their first gradient norms."""
     pairs = [(row["loss"], other["loss"]) for row, other in zip(wanted, untrained, strict=True)]
     learned = max(abs(loss - other) for loss, other in pairs)
-    apart = max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, wanted[: len(rows)], strict=True))
-    apart /= learned or math.inf
+    apart, loss, other, step = max(
+        (abs(row["loss"] - other["loss"]) / (learned or math.inf), row["loss"], other["loss"], step)
+        for step, (row, other) in enumerate(zip(rows, wanted[: len(rows)], strict=True), 1)
+    )
     norm = abs(rows[0]["grad_norm"] / wanted[0]["grad_norm"] - 1)
     if learns and learned < LEARNED * untrained[0]["loss"]:
         return f"off: training moved the loss by {learned:.1e} only", apart, norm
-    return "equal" if apart <= limit.loss and norm <= limit.norm else "off", apart, norm
+    if apart > limit.loss:
+        return f"off: the loss of step {step} is {loss:.4f}, not {other:.4f}", apart, norm
+    return "equal" if norm <= limit.norm else "off: other gradients", apart, norm
 
 
 def _earlier(run: Run) -> set[str]:

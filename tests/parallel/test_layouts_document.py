@@ -74,9 +74,9 @@ def test_a_row_replaces_the_one_of_the_same_name(tmp_path: Path) -> None:
     [
         ([6.0, 4.0], 1.0, "equal", 0.0),
         ([6.0, 4.02], 1.0, "equal", 0.01),
-        ([6.0, 4.2], 1.0, "off", 0.1),
-        ([6.0, 6.0], 1.0, "off", 1.0),  # it has learned nothing
-        ([6.0, 4.0], 1.01, "off", 0.0),
+        ([6.0, 4.2], 1.0, "off: the loss of step 2 is 4.2000, not 4.0000", 0.1),
+        ([6.0, 6.0], 1.0, "off: the loss of step 2 is 6.0000, not 4.0000", 1.0),  # it has learned nothing
+        ([6.0, 4.0], 1.01, "off: other gradients", 0.0),
         ([6.0], 1.0, "equal", 0.0),  # half of the steps
     ],
 )
