@@ -155,7 +155,7 @@ def test_a_killed_rank_ends_the_run(files: Files) -> None:
     try:
         ranks = {member.environ().get("RANK"): member for member in psutil.Process(process.pid).children()}
         ranks["1"].kill()
-        _, left = psutil.wait_procs([psutil.Process(process.pid), *family], timeout=30)
+        _, left = psutil.wait_procs([psutil.Process(process.pid), *family], timeout=120)
         said = (files.root / "killed.txt").read_text()
         assert not left, said[-3000:]
     finally:
