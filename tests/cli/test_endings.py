@@ -147,19 +147,26 @@ def test_bad_input_under_torchrun_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_takes_its_processes_with_it(files: dict[str, str], tmp_path: Path) -> None:
-    arguments = [word.format(**files, out=str(tmp_path / "out")) for word in PRETRAIN]
+@pytest.mark.parametrize("case", [Case(PRETRAIN), Case(MEGATRON)], ids=["launcher", "rank"])
+def test_a_job_ends_with_its_launcher_and_with_a_rank(case: Case, files: dict[str, str], tmp_path: Path) -> None:
+    """One of them killed: no process of the job is left, those of megatron-core's background saves included."""
+    _skip_without_megatron(case)
+    arguments = [word.format(**files, out=str(tmp_path / "out")) for word in case.arguments]
     launcher = _torchrun(*arguments, "--steps", "1000000")
     metrics, log = tmp_path / "out/metrics.jsonl", tmp_path / "log.txt"
     log.touch()
     try:
-        _wait_for(lambda: metrics.exists() and bool(metrics.read_text()), log, 120)
+        _wait_for(lambda: metrics.exists() and '{"step": 3,' in metrics.read_text(), log, 240)
         family = psutil.Process(launcher.pid).children(recursive=True)
+        ranks = [process for process in psutil.Process(launcher.pid).children() if "RANK" in process.environ()]
+        assert len(ranks) == 2
+        (ranks[1] if case.arguments is MEGATRON else launcher).kill()
+        assert not psutil.wait_procs(family, timeout=30)[1]
     finally:
         launcher.kill()
         launcher.communicate()
-    assert len(family) >= 2
-    assert not psutil.wait_procs(family, timeout=30)[1]
+    if case.arguments is MEGATRON:
+        assert len(family) > 4  # the processes of the checkpoints
 
 
 def _torchrun(*arguments: str) -> subprocess.Popen[str]:
