@@ -23,6 +23,7 @@ from dlm_bridge.cli import (
     preprocess,
     push,
     rl,
+    serving,
     train,
 )
 from dlm_bridge.cli.help import App
@@ -68,7 +69,9 @@ def _root(
     pass
 
 
-for group in (convert, convert_to_dlm, preprocess, train, rl, generate, eval, families, plan, env, adapter, push):
+for group in (
+    convert, convert_to_dlm, preprocess, train, rl, generate, serving, eval, families, plan, env, adapter, push,
+):  # fmt: skip
     group.register(app)
 
 

@@ -89,10 +89,7 @@ def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any])
         else:
             stream.write("\n".join(result.texts) + "\n")
     if not request.as_json:
-        per_forward = f"({result.tokens_per_forward:.2f} a forward)"
-        typer.echo(
-            f"{result.tokens} tokens in {result.forwards} forwards {per_forward}, {result.seconds:.2f} s", err=True
-        )
+        typer.echo(result.summary, err=True)
 
 
 def _sample_file(

@@ -177,6 +177,17 @@ def resolve_settings(
     )
 
 
+def fitting_samplers(family: FamilySpec) -> list[str]:
+    """The samplers that can run on a family's models, its own one first."""
+    fits = [
+        name
+        for name, known in SAMPLERS.items()
+        if family.attention_pattern in known.attention_patterns
+        and (not known.families or family.name in known.families)
+    ]
+    return sorted(fits, key=lambda name: name != family.sampler["algorithm"])
+
+
 def diffusion_fields() -> list[str]:
     """Fields of `DiffusionGenerationConfig` that transformers' own class does not have."""
     parameters = [name for name in SAMPLERS.parameters() if name not in Sampler.parameters()]
@@ -256,12 +267,7 @@ def _sampler_class(family: FamilySpec, sources: list[_Source]) -> type[Sampler]:
     """The sampler that is asked for, or the family's own."""
     name, _ = _find(sources, "algorithm", family.sampler["algorithm"])
     kind = SAMPLERS[name]
-    fits = [
-        other
-        for other, known in SAMPLERS.items()
-        if family.attention_pattern in known.attention_patterns
-        and (not known.families or family.name in known.families)
-    ]
+    fits = fitting_samplers(family)
     if name not in fits:
         wanted = " or ".join(kind.families or kind.attention_patterns)
         raise DlmBridgeError(

@@ -51,6 +51,12 @@ class GeneratedTexts:
     def tokens(self) -> int:
         return sum(self.counts)
 
+    @property
+    def summary(self) -> str:
+        """The figures of the call in words."""
+        rate = f"({self.tokens_per_forward:.2f} a forward)"
+        return f"{self.tokens} tokens in {self.forwards} forwards {rate}, {self.seconds:.2f} s"
+
 
 def encode_text(tokenizer: Any, text: str, mask_token_id: int | None = None) -> list[int]:
     """Tokens of a plain prompt; with a mask token, [MASK] becomes one of it and [MASK:n] n. Raises DlmBridgeError for

@@ -53,9 +53,7 @@ def confidence_colour(confidence: float) -> str:
 
 def status(frame: TraceFrame) -> Text:
     """The progress, and the legend of the colours."""
-    tokens = zip(frame.strings, frame.committed_at, strict=True)
-    committed = sum(1 for string, step in tokens if string is not None and step)
-    text = Text(f"forward {frame.forwards}, {committed} tokens committed", style=GIVEN_STYLE)
+    text = Text(f"forward {frame.forwards}, {frame.committed} tokens committed", style=GIVEN_STYLE)
     if any(confidence is not None for confidence in frame.confidence):
         text.append("   probability 0 ")
         for step in range(STEPS):

@@ -78,6 +78,12 @@ class TraceFrame:
     committed_at: tuple[int, ...]
     confidence: tuple[float | None, ...]
 
+    @property
+    def committed(self) -> int:
+        """The number of tokens committed so far."""
+        tokens = zip(self.strings, self.committed_at, strict=True)
+        return sum(1 for string, step in tokens if string is not None and step)
+
 
 class DenoisingTrace:
     """Step callback that records one row. For an autoregressive model `token_streamer()` is the streamer."""

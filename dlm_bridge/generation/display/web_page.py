@@ -1,0 +1,338 @@
+"""A page to sample in: prompt, settings of every sampler that fits the model, and the denoising as it happens.
+
+One model, one thread that generates: calls of several tabs wait for each other. A call ends with its reader: where the
+tab is closed or Stop is pressed, Gradio closes the iterator of `PageModel.sample`, and the next forward pass of that
+call is its last.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, get_args
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.display.terminal import BAR, MASKED, STEPS, confidence_colour
+from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, TraceFrame
+from dlm_bridge.generation.kv_cache import CacheMode
+from dlm_bridge.generation.samplers import SAMPLERS, Check, Sampler, check_of
+from dlm_bridge.generation.settings import fitting_samplers, resolve_settings
+from dlm_bridge.generation.texts import GeneratedTexts, WrittenPrompt, as_message, mask_token, write_texts
+
+CONTINUE, CHAT, FILL = "Continue", "Chat", "Fill in [MASK:n]"
+FRAME_SECONDS = 0.1  # between two pictures of a call
+LABELS = {CONTINUE: "Prompt", CHAT: "Message", FILL: "Text with [MASK], a token to fill, or [MASK:n], n of them"}
+CSS = """
+.denoising { white-space: pre-wrap; overflow-wrap: anywhere; font: 0.95rem/1.7 ui-monospace, monospace;
+  min-height: 8rem; max-height: 34rem; overflow-y: auto; }
+.denoising .given, .denoising-status { opacity: 0.65; }
+.denoising .masked { opacity: 0.3; }
+.denoising .fresh { background: color-mix(in srgb, currentColor 22%, transparent); border-radius: 3px; }
+.refusal { border-left: 4px solid #c62828; padding: 0.5rem 0.8rem; }
+"""
+# The browser itself refuses what would come from elsewhere.
+CONTENT_SECURITY_POLICY = (
+    "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; frame-ancestors 'none'"
+)
+
+
+@dataclass(frozen=True)
+class Control:
+    """One setting on the page.
+
+    Args:
+        default: the value without one; shown, not passed on.
+        hint: what it takes.
+    """
+
+    name: str
+    check: Check
+    default: Any = None
+    hint: str = ""
+
+    def value(self, shown: Any) -> Any:
+        """The setting's value, None where it is left at its default; whether it is valid is the sampler's to say."""
+        if isinstance(shown, bool):
+            return None if shown == bool(self.default) else shown
+        if self.check.choices or not shown:
+            return shown or None
+        try:
+            return json.loads(shown)
+        except ValueError:
+            return shown
+
+
+SEED = Control("seed", Check("int"), hint="the same seed, the same text")
+# Of every diffusion sampler, beside its own parameters.
+GENERAL = (
+    Control("cache", Check("str", choices=get_args(CacheMode))),
+    SEED,
+    Control("span_lengths", Check("tuple[int, ...]"), hint="to fill in: lengths to try, such as [4, 8]"),
+)
+
+
+class LiveTrace(DenoisingTrace):
+    """Denoising trace that another thread reads while it grows, and may end."""
+
+    def __init__(self, strings: TokenStrings, prompt: Sequence[int]) -> None:
+        super().__init__(strings, prompt)
+        self.changed, self.stopped = threading.Event(), threading.Event()
+
+    def add(self, forwards: int, tokens: Sequence[int], confidence: Sequence[float | None]) -> None:
+        """As of any trace. Raises StoppedError after `stopped`."""
+        if self.stopped.is_set():
+            raise StoppedError
+        super().add(forwards, tokens, confidence)
+        self.changed.set()
+
+
+class StoppedError(Exception):
+    """Nobody waits for the text any more."""
+
+
+class PageModel:
+    """A model as the page sees it: its controls, and its texts as HTML.
+
+    Args:
+        name: what the page calls the model.
+        diffusion: sample with our `generate`, else with transformers' own.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, *, diffusion: bool) -> None:
+        self.model, self.tokenizer, self.name, self.diffusion = model, tokenizer, name, diffusion
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="generate")
+        self._traces: set[LiveTrace] = set()
+
+    @property
+    def modes(self) -> list[str]:
+        """What can be done with a prompt; the first one is what the model was made for."""
+        chat = [CHAT] if self.tokenizer.chat_template is not None else []
+        return [*chat, CONTINUE, *([FILL] if self.diffusion else [])]
+
+    def controls(self) -> dict[str, list[Control]]:
+        """The settings of each sampler that can run on the model, the model's own sampler first. An autoregressive
+        model has one, transformers' own, under the name ""."""
+        if not self.diffusion:
+            own = [Control(one.name, check_of(one)) for one in fields(Sampler)]
+            return {"": [*own, SEED]}
+        stored = getattr(getattr(self.model, "generation_config", None), "algorithm", None)
+        names = sorted(fitting_samplers(self.model.family), key=lambda name: name != stored)
+        return {name: [*self._parameters(name), *GENERAL] for name in names}
+
+    def sample(self, mode: str, prompt: str, algorithm: str, shown: Mapping[str, Any]) -> Iterator[str]:
+        """Sample a text; yields HTML of the newest state, at the end with the call's figures.
+
+        `shown` are the values of the sampler's controls by name. What the sampler refuses is the last HTML, too.
+        """
+        trace: LiveTrace | None = None
+        call: Future[GeneratedTexts] | None = None
+        try:
+            settings = self._settings(mode, algorithm, shown)
+            trace, call = self._start(mode, prompt, settings)
+            while not call.done():
+                if trace.changed.wait(FRAME_SECONDS):
+                    trace.changed.clear()
+                    yield frame_html(trace.last)
+                    trace.stopped.wait(FRAME_SECONDS)
+            yield frame_html(trace.last, call.result().summary)
+        except DlmBridgeError as error:
+            yield refusal_html(str(error))
+        except StoppedError:
+            return
+        finally:
+            if trace is not None:
+                trace.stopped.set()
+
+    @property
+    def running(self) -> int:
+        """The number of calls that are generating, or wait for their turn."""
+        return len(self._traces)
+
+    def close(self) -> None:
+        """End every call; there are no further ones."""
+        for trace in list(self._traces):
+            trace.stopped.set()
+        self._executor.shutdown()
+
+    def _start(self, mode: str, prompt: str, settings: Mapping[str, Any]) -> tuple[LiveTrace, Future[GeneratedTexts]]:
+        written = as_message(prompt, None) if mode == CHAT else WrittenPrompt(text=prompt)
+        mask = mask_token(self.model, settings) if self.diffusion else None
+        ids = written.encode(self.tokenizer, self.name, mask if mode == FILL else None)
+        trace = LiveTrace(TokenStrings(self.tokenizer, mask), ids)
+        write = partial(write_texts, self.model, self.tokenizer, [ids], settings, diffusion=self.diffusion)
+        self._traces.add(trace)
+        call = self._executor.submit(write, streamer=trace if self.diffusion else trace.token_streamer())
+        call.add_done_callback(lambda _: self._traces.discard(trace))
+        return trace, call
+
+    def _settings(self, mode: str, algorithm: str, shown: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `write_texts`: what is not at its default."""
+        known = self.controls()
+        if algorithm not in known:
+            raise DlmBridgeError(f"algorithm {algorithm!r}: the page has {', '.join(known)}")
+        found = {one.name: one.value(shown.get(one.name)) for one in known[algorithm]}
+        settings = {name: value for name, value in found.items() if value is not None}
+        if self.diffusion:
+            settings["algorithm"] = algorithm
+        return {**settings, "infill": True} if mode == FILL else settings
+
+    def _parameters(self, algorithm: str) -> list[Control]:
+        """A sampler's own parameters, with the values that this model's checkpoint and family give them."""
+        try:
+            sampler = resolve_settings(self.model, None, {"algorithm": algorithm}, prompt_width=1).sampler
+            defaults = {name: getattr(sampler, name) for name in sampler.parameters()}
+        except DlmBridgeError:  # settings stored with the checkpoint that are another sampler's: said when it is run
+            defaults = SAMPLERS[algorithm].parameters()
+        return [Control(one.name, check_of(one), defaults[one.name]) for one in fields(SAMPLERS[algorithm])]
+
+
+def frame_html(frame: TraceFrame, summary: str | None = None) -> str:
+    """The row's tokens, coloured by the model's probability of them, the newest ones marked; the progress, or
+    `summary` in its place, and the legend."""
+    parts = []
+    for string, step, confidence in zip(frame.strings, frame.committed_at, frame.confidence, strict=True):
+        if string is None:
+            parts.append(f'<span class="masked">{MASKED}</span>')
+        elif not step:
+            parts.append(f'<span class="given">{html.escape(string)}</span>')
+        else:
+            mark = ' class="fresh"' if step == frame.forwards and summary is None else ""
+            colour = "" if confidence is None else f' style="color:{confidence_colour(confidence)}"'
+            title = "" if confidence is None else f' title="{confidence:.3f}"'
+            parts.append(f"<span{mark}{colour}{title}>{html.escape(string)}</span>")
+    said = summary or f"forward {frame.forwards}, {frame.committed} tokens committed"
+    legend = ""
+    if any(confidence is not None for confidence in frame.confidence):
+        bars = "".join(f'<span style="color:{confidence_colour(step / STEPS)}">{BAR}</span>' for step in range(STEPS))
+        legend = f" &nbsp; probability when committed: 0 {bars} 1"
+    status = f'<div class="denoising-status">{html.escape(said)}{legend}</div>'
+    return f'<div class="denoising">{"".join(parts)}</div>{status}'
+
+
+def refusal_html(message: str) -> str:
+    """What is wrong and the remedy."""
+    return f'<div class="refusal" role="alert">{html.escape(message)}</div>'
+
+
+def build_page(page_model: PageModel) -> Any:
+    """The page, a `gradio.Blocks` that sends nothing to Gradio's makers."""
+    import gradio as gr
+
+    controls, modes = page_model.controls(), page_model.modes
+    with gr.Blocks(title=f"dlm-bridge: {page_model.name}", analytics_enabled=False) as page:
+        gr.Markdown(f"### {page_model.name}", sanitize_html=True)
+        with gr.Row():
+            with gr.Column(scale=3):
+                mode = gr.Radio(modes, value=modes[0], show_label=False, visible=len(modes) > 1)
+                prompt = gr.Textbox(label=LABELS[modes[0]], lines=3, elem_id="prompt")
+                with gr.Row():
+                    start = gr.Button("Generate", variant="primary")
+                    stop = gr.Button("Stop")
+                shown = gr.HTML(elem_id="shown")
+            with gr.Column(scale=2):
+                algorithm = gr.Dropdown(
+                    list(controls), value=next(iter(controls)), label="Sampler", visible=page_model.diffusion
+                )
+                columns, widgets = [], {}
+                for name, own in controls.items():
+                    with gr.Column(visible=name == algorithm.value, elem_id=f"sampler-{name}") as column:
+                        widgets[name] = _widgets(own)
+                    columns.append(column)
+        everything = [widget for own in widgets.values() for widget in own.values()]
+
+        def sample(values: dict[Any, Any]) -> Iterator[str]:
+            own = widgets.get(values[algorithm], {})
+            given = {name: values[widget] for name, widget in own.items()}
+            yield from page_model.sample(values[mode], values[prompt], values[algorithm], given)
+
+        runs = [
+            event(sample, {mode, prompt, algorithm, *everything}, shown, show_progress="hidden", api_name=api_name)
+            for event, api_name in ((start.click, "sample"), (prompt.submit, False))
+        ]
+        stop.click(None, cancels=runs, api_name=False)
+        mode.change(lambda mode: gr.update(label=LABELS[mode]), mode, prompt, show_progress="hidden", api_name=False)
+        algorithm.change(
+            lambda chosen: [gr.update(visible=name == chosen) for name in widgets],
+            algorithm,
+            columns,
+            show_progress="hidden",
+            api_name=False,
+        )
+    return page
+
+
+def serve_page(page_model: PageModel, port: int, *, block: bool = True) -> Any:
+    """Serve the page on this machine alone. Without `block` the server runs on, and the page is returned.
+
+    Raises DlmBridgeError for a port that is taken.
+    """
+    page = build_page(page_model)
+    try:
+        page.launch(
+            server_name="127.0.0.1",
+            server_port=port,
+            css=CSS,
+            quiet=True,
+            share=False,
+            inbrowser=False,
+            ssr_mode=False,
+            mcp_server=False,
+            run_history=False,
+            enable_monitoring=False,
+            footer_links=[],
+            prevent_thread_lock=not block,
+            app_kwargs={"middleware": [_security_policy()]},
+        )
+    except OSError as error:
+        raise DlmBridgeError(f"--port {port}: another program listens there: name another one") from error
+    return page
+
+
+def _widgets(controls: Sequence[Control]) -> dict[str, Any]:
+    """By name a choice, a text or, below those, a checkbox. An empty field is left at its default, which Gradio's
+    numbers cannot say: they are texts, too."""
+    import gradio as gr
+
+    widgets: dict[str, Any] = {}
+    with gr.Row():
+        for control in controls:
+            default = "" if control.default is None else f"{control.default}"
+            about: dict[str, Any] = {"label": control.name, "elem_id": f"setting-{control.name}", "min_width": 190}
+            if control.check.choices:
+                choices = [
+                    (f"default: {default}" if default else "default", ""),
+                    *((one, one) for one in control.check.choices),
+                ]
+                widgets[control.name] = gr.Dropdown(choices, value="", **about)
+            elif "bool" not in control.check.type:
+                info = control.hint or control.check.requirement
+                widgets[control.name] = gr.Textbox(placeholder=default or "none", info=info, **about)
+    for control in controls:
+        if control.name not in widgets:
+            widgets[control.name] = gr.Checkbox(value=bool(control.default), label=control.name)
+    return widgets
+
+
+def _security_policy() -> Any:
+    """Middleware that sends CONTENT_SECURITY_POLICY with every answer."""
+    from starlette.middleware import Middleware
+
+    class SecurityPolicy:
+        def __init__(self, app: Any) -> None:
+            self._app = app
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            async def send_with_policy(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    header = (b"content-security-policy", CONTENT_SECURITY_POLICY.encode())
+                    message = {**message, "headers": [*message.get("headers", ()), header]}
+                await send(message)
+
+            await self._app(scope, receive, send_with_policy)
+
+    return Middleware(SecurityPolicy)
