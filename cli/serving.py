@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from dlm_bridge.cli import convert
 from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names
 from dlm_bridge.errors import DlmBridgeError
 
@@ -17,7 +16,6 @@ def register(app: typer.Typer) -> None:
     app.command("app")(web_app)
 
 
-@convert.says_when_interrupted
 def web_app(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="The page is at http://127.0.0.1:PORT.")] = 7860,
