@@ -36,14 +36,14 @@ STORIES = 6000
 PROMPT = "Mia was a clever painter who lived near the river. Her best friend was"
 # Small steps, many of them: a diffusion model needs about a thousand before it looks at its neighbours at all.
 TRAINING = {
-    "steps": 1000,
+    "steps": 800,
     "global-batch-size": 32,
     "seq-length": 64,
     "lr": 3e-3,
     "min-lr": 3e-4,
     "warmup-steps": 50,
     "eval-interval": 200,
-    "save-interval": 1000,
+    "save-interval": 800,
     "keep-last": 1,
     "exit-duration": 3,  # minutes, for a machine that is slower than expected
 }

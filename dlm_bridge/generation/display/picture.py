@@ -44,8 +44,7 @@ def svg(trace: DenoisingTrace, title: str) -> str:
         f' role="img" aria-label={quoteattr(title)}>',
         f"<title>{escape(title)}</title>",
         f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}"/>',
-        f'<g font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,monospace" font-size="{FONT_SIZE}"'
-        f' xml:space="preserve">',
+        f'<g font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,monospace" font-size="{FONT_SIZE}">',
     ]
     for history, runs in zip(shown, places, strict=True):
         for one in history:
@@ -100,19 +99,22 @@ def _layout(texts: list[str]) -> tuple[list[list[tuple[int, int, str]]], int]:
 
 
 def _drawn(one: _Shown, runs: list[tuple[int, int, str]]) -> Iterator[str]:
-    """The opened groups of one position: a box in the place of each run for a mask, else the text itself."""
+    """The opened groups of one position: a box in the place of each run for a mask, else the text itself.
+
+    Spaces before a word are distance: a browser would leave them out.
+    """
     for number, (column, line, final) in enumerate(runs):
-        x, y = MARGIN + column * CHARACTER, MARGIN + line * LINE
+        lead = len(final) - len(final.lstrip(" "))
+        x, y = MARGIN + (column + lead) * CHARACTER, MARGIN + line * LINE
         if one.text is None:
-            lead = len(final) - len(final.lstrip(" "))
             width = max(len(final) - lead, 1) * CHARACTER - 2
-            box = f'x="{x + lead * CHARACTER + 1:g}" y="{y}" width="{width:g}" height="18" rx="4"'
-            yield f'<g><rect {box} fill="{MASKED}"/>'
-        else:
-            known = _visible(one.text)
-            text = final if number or final.strip() in known else known.strip("\n")
-            stretch = f' textLength="{len(text) * CHARACTER:g}"' if text else ""
-            yield f'<g><text x="{x:g}" y="{y + 14}"{stretch} fill="{one.colour}">{escape(text)}</text>'
+            yield f'<g><rect x="{x + 1:g}" y="{y}" width="{width:g}" height="18" rx="4" fill="{MASKED}"/>'
+            continue
+        known = _visible(one.text)
+        text = (final if number or final.strip() in known else known).strip(" \n")
+        if text:
+            place = f'x="{x:g}" y="{y + 14}" textLength="{len(text) * CHARACTER:g}" style="white-space:pre"'
+            yield f'<g><text {place} fill="{one.colour}">{escape(text)}</text>'
 
 
 def _timing(one: _Shown, frames: int, moving: float, seconds: float) -> str:
