@@ -71,7 +71,7 @@ CELLS = {cell.name: cell for cell in itertools.starmap(Cell, itertools.product(P
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cell", nargs="?", metavar="CELL", choices=(*CELLS, None))
+    parser.add_argument("cell", nargs="?", metavar="CELL", choices=CELLS)
     parser.add_argument("--python", metavar="PATH", help="the interpreter, where pythonX.Y is not in PATH")
     parser.add_argument("--fresh", action="store_true", help="make the environment anew")
     options = parser.parse_args()
@@ -82,7 +82,7 @@ def main() -> int:
     cell = CELLS[options.cell]
     interpreter = find_interpreter(cell.python, options.python)
     if interpreter is None:
-        print(f"python{cell.python} is not in PATH: name it with --python PATH", file=sys.stderr)
+        print(f"no python{cell.python} in PATH runs: name one with --python PATH", file=sys.stderr)
         return 2
     python = install(cell, interpreter, ROOT / "build" / "matrix" / cell.name, options.fresh)
     return subprocess.run([python, "-m", "pytest", *SUITE], cwd=ROOT, check=False).returncode
