@@ -249,7 +249,7 @@ def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, 
         raise DlmBridgeError(
             f"{name}: {tensor} has shape {tuple(found)} in the checkpoint, {tuple(wanted)} by the config"
         )
-    if unexpected := sorted(info["unexpected_keys"]):
+    if (unexpected := sorted(info["unexpected_keys"])) and os.environ.get("RANK", "0") == "0":
         logger.warning(printable(f"{name}: the checkpoint has {first_of(unexpected)}, which the model does not use"))
     return model
 
