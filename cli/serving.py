@@ -1,4 +1,4 @@
-"""`dlm-bridge app`: a page to sample in."""
+"""`dlm-bridge app`: a page to sample in. `dlm-bridge transformers`: transformers' own commands with our families."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from dlm_bridge.errors import DlmBridgeError
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     app.command("app")(web_app)
+    app.command("transformers", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+        transformers_command
+    )
 
 
 def web_app(
@@ -88,6 +91,27 @@ def web_app(
         serve_page(page_model, port)
     finally:
         page_model.close()
+
+
+def transformers_command(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="COMMAND...", help="Such as serve or chat, with its own arguments.")
+    ],
+) -> None:
+    """Run transformers' own command line with the diffusion families registered.
+
+    Its commands take models as they do of their own accord; `serve` and `chat` need the extra `serve`.
+
+    Example: dlm-bridge transformers serve GSAI-ML/LLaDA-8B-Instruct --port 8000
+    """
+    if arguments[0] == "serve":
+        _require("serve", ("openai", "pydantic", "fastapi", "uvicorn"))
+    from transformers.cli.transformers import app
+
+    from dlm_bridge.registration import register_model_names
+
+    register_model_names()
+    app(args=arguments, prog_name="dlm-bridge transformers")
 
 
 def _require(extra: str, modules: tuple[str, ...]) -> None:

@@ -37,6 +37,31 @@ def install() -> None:
         sys.meta_path.insert(0, _AfterImport())
 
 
+def register_model_names() -> None:
+    """Put the diffusion families' classes under their Hub names into transformers itself, where its own command line
+    looks for them (`getattr(transformers, config.architectures[0])`), beside no Auto class."""
+    import transformers
+
+    for family in families():
+        for name in family.architectures if family.kind == "diffusion" else ():
+            if not hasattr(transformers, name):
+                setattr(transformers, name, _model_stand_in(name))
+
+
+def _model_stand_in(name: str) -> type:
+    """A model class that loads what AutoModelForCausalLM does."""
+
+    class StandIn:
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            from transformers import AutoModelForCausalLM
+
+            return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+
+    StandIn.__name__ = name
+    return StandIn
+
+
 def _register_configs() -> None:
     warn_if_untested("torch")
     warn_if_untested("transformers")

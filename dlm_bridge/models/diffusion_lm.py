@@ -69,6 +69,14 @@ class DiffusionLM:
 
         return DiffusionGenerationConfig
 
+    @property
+    def init_continuous_batching(self) -> Any:
+        """Not there: transformers' continuous batching predicts next tokens with a cache of pages. Its server asks for
+        this method, and takes requests one after another without it."""
+        raise AttributeError(
+            f"{type(self).__name__} is a diffusion model, which continuous batching cannot sample: call generate"
+        )
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, but no parameter is ever left at its random initialisation: a missing, unexpected or
