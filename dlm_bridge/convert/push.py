@@ -20,6 +20,7 @@ from dlm_bridge.convert.side_files import list_side_files
 from dlm_bridge.convert.verify import check_recorded
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, checkpoint_folder, inside, read_config
+from dlm_bridge.models.families import families
 from dlm_bridge.models.family_spec import FamilySpec
 
 CARD = "README.md"
@@ -115,7 +116,7 @@ def _contents(
         if not accept_changed and (changed := changed_weights(folder)):
             raise ChangedTensorsError(str(folder), map(str, changed))
         side = list_side_files(folder, {ADAPTER_WEIGHTS})
-        files, left_out, family = [ADAPTER_WEIGHTS, *side.kept], list(side.excluded), None
+        files, left_out, family = [ADAPTER_WEIGHTS, *side.kept], list(side.excluded), _base_family(adapter)
     else:
         if not (folder / "config.json").is_file():
             raise DlmBridgeError(
@@ -259,6 +260,18 @@ def _base_model(manifest: Manifest | None, run: dict[str, Any] | None, adapter: 
     ]
     found = (name for name in candidates if isinstance(name, str) and HUB_ID.fullmatch(name))
     return next(found, None)
+
+
+def _base_family(adapter: dict[str, Any]) -> FamilySpec | None:
+    """The family of an adapter's base model, by its Hub id or by the local folder's config."""
+    base = str(adapter.get("base_model_name_or_path"))
+    known = next((family for family in families() if base in family.hub_ids), None)
+    config = Path(base) / "config.json"
+    if known is None and config.is_file():
+        architectures = read_config(config).get("architectures")
+        named = architectures if isinstance(architectures, list) else []
+        known = next((family for family in families() if {*map(str, named)} & {*family.architectures}), None)
+    return known
 
 
 def _license(old: dict[str, Any], base: str | None, family: FamilySpec | None) -> str | None:

@@ -174,20 +174,26 @@ def test_card_of_a_training_run(hub: Hub, folder: Path, tmp_path: Path) -> None:
     assert report.files["README.md"] == len(card.encode())
 
 
-def test_an_adapter_folder(hub: Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("base", "diffusion"), [("Qwen/Qwen3-8B", False), ("GSAI-ML/LLaDA-8B-Base", True), ("a local folder", True)]
+)
+def test_an_adapter_folder(hub: Hub, folder: Path, tmp_path: Path, base: str, diffusion: bool) -> None:
     from safetensors.torch import save_file
 
     adapter = tmp_path / "lora"
     adapter.mkdir()
     save_file({"base_model.model.x.lora_A.weight": torch.ones(2, 2)}, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "Qwen/Qwen3-8B"}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": base}
+    if base == "a local folder":
+        config["base_model_name_or_path"] = str(folder)
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     push(adapter, "me/lora")
     assert hub.files.keys() == {"adapter_model.safetensors", "adapter_config.json", "README.md"}
     card = hub.files["README.md"].decode()
     assert "library_name: peft" in card
-    assert "base_model: Qwen/Qwen3-8B" in card
+    assert (f"base_model: {base}" in card) == (base != "a local folder")
     assert "rank 2, alpha 4" in card
+    assert ("import dlm_bridge" in card) == diffusion  # PEFT finds the base model's class no other way
 
 
 @pytest.mark.parametrize(
