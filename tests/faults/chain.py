@@ -80,7 +80,8 @@ class Chain:
         before = self._last_step()
         job = Job([*arguments, "--output", str(self.output), "--resume"], self.processes, self.root / "logs")
         try:
-            self._meet(job, kind, draw, before)
+            if not self._meet(job, kind, draw, before):
+                kind = "none"  # it had ended before
             self._check(job, kind, damaged)
         except FaultError as error:
             raise FaultError(f"{self.engine}, {kind}: {error}\n{job.said()[-12000:]}") from None
@@ -88,7 +89,8 @@ class Chain:
             job.close()
         return kind + (", damaged checkpoint" if damaged else ""), not job.failed
 
-    def _meet(self, job: Job, kind: str, draw: random.Random, before: int) -> None:
+    def _meet(self, job: Job, kind: str, draw: random.Random, before: int) -> bool:
+        """Let the fault happen at its moment; whether it did. Raises FaultError."""
         rank = draw.randrange(self.processes)
         early = kind == "kill" and draw.random() < 0.3
         delay_s, steps = draw.uniform(0, 4) if early else draw.uniform(0, 0.4), draw.randint(1, 9)
@@ -101,7 +103,7 @@ class Chain:
             return reached() and any(not folder.name.endswith(".old") for folder in hidden)
 
         if not self._wait(job, saving if kind == "kill while saving" else reached):
-            return  # it has ended before
+            return False
         time.sleep(delay_s if kind != "kill while saving" else draw.uniform(0, 0.1))
         if kind.startswith("kill"):
             job.signal(rank, signal.SIGKILL)
@@ -109,7 +111,7 @@ class Chain:
         elif kind == "stop":
             job.poll()
             if job.running != list(range(self.processes)):
-                return  # it is ending
+                return False
             job.signal(rank, signal.SIGSTOP)
             stopped = time.monotonic()
             self._wait(job, lambda: bool(job.codes))
@@ -132,6 +134,7 @@ class Chain:
                 ballast.write_bytes(bytes(max(0, free - draw.randrange(1, 400_000))))
             self._wait(job, lambda: bool(job.codes))
             ballast.unlink()
+        return True
 
     def _wait(self, job: Job, condition: Callable[[], bool]) -> bool:
         """Until it holds (True) or the job ends (False). Raises FaultError where neither happens."""
@@ -159,8 +162,8 @@ class Chain:
         killed = {code for code in job.codes.values() if code < 0} - {-signal.SIGKILL, -signal.SIGTERM}
         if killed or not set(job.codes.values()) <= {0, 2, -signal.SIGKILL, -signal.SIGTERM}:
             raise FaultError(f"exit codes {job.codes}")
-        if kind == "slow" and job.failed:
-            raise FaultError(f"a slow rank ended the run: {lines}")
+        if kind in ("slow", "none") and job.failed:
+            raise FaultError(f"the run ended at no fault, or at a slow rank: {lines}")
         if kind == "full disk" and job.failed and not any("no space left" in line.lower() for line in lines):
             raise FaultError(f"a full disk, and no line says so: {lines}")
         if damaged is not None and damaged.name not in said and job.started + 60 < ended:
