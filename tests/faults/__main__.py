@@ -9,6 +9,7 @@ import argparse
 import gc
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -46,6 +47,7 @@ def main() -> None:
     if options.state is not None and options.state.exists():
         state = json.loads(options.state.read_text())
     import_engines()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ranks and disks are left by none
     failures = run_rounds(state, options.rounds, options.processes, options.engines.split(","), options.state)
     print(f"{state['rounds']} rounds, {state['finished']} runs to their end, {state['faults']}, {failures} failures")
     sys.exit(1 if state["failures"] else 0)

@@ -131,6 +131,7 @@ def _serve_store(port: int) -> NoReturn:
     from torch.distributed import TCPStore
 
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(hours=1))
     while os.getppid() != 1:
         time.sleep(1)
@@ -143,6 +144,7 @@ def _become(environment: dict[str, str], arguments: list[str], log: Path) -> NoR
     status = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with open(os.devnull) as nothing, log.open("w") as said:
             os.dup2(nothing.fileno(), 0)
             os.dup2(said.fileno(), 1)
