@@ -22,7 +22,7 @@ from dlm_bridge.convert.checkpoints import is_megatron
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line, printable
 from dlm_bridge.hub import ADAPTER_CONFIG, checkpoint_folder, opening, read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
-from dlm_bridge.models.families import find_family
+from dlm_bridge.models.families import families, find_family
 from dlm_bridge.models.family_spec import FamilySpec
 
 logger = logging.getLogger(__name__)
@@ -242,6 +242,13 @@ def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, 
             )
     finally:
         logging.set_verbosity(verbosity)
+    architectures = set(getattr(model.config, "architectures", None) or ())
+    diffusion = [spec for spec in families() if spec.kind == "diffusion" and architectures & set(spec.architectures)]
+    if diffusion and getattr(model, "family", None) is None:
+        raise DlmBridgeError(
+            f"{name}: config.json names {diffusion[0].architectures[0]} and model_type {model.config.model_type!r}, "
+            f"by which transformers makes a {type(model).__name__}: set model_type to {diffusion[0].model_type!r}"
+        )
     if missing := sorted(info["missing_keys"]):
         raise DlmBridgeError(f"{name}: the checkpoint lacks {first_of(missing)}")
     if mismatched := sorted(info["mismatched_keys"]):

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dlm_bridge import loading as loading_module
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train import loading
 from tests.checkpoints import write_tokenizer
 
@@ -38,3 +40,13 @@ def test_nobody_is_asked_to_run_a_folder_s_code(
         (tmp_path / f"{name}.py").write_text("raise SystemExit('remote code was executed')\n")
     assert open_tokenizer(str(tmp_path), "--tokenizer").convert_tokens_to_ids("the") == 257
     assert not asked
+
+
+def test_a_diffusion_architecture_under_another_model_type_is_refused(tmp_path: Path) -> None:
+    """transformers goes by model_type: it would make a Llama of it, which trains and samples as no iLLaDA does."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=272, **sizes)).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["ILLaDAForCausalLM"]}))
+    with pytest.raises(DlmBridgeError, match="ILLaDAForCausalLM and model_type 'llama'"):
+        loading.load_hub_model(str(tmp_path))
