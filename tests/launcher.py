@@ -39,6 +39,10 @@ IMPORTED = (
 )
 
 
+# A process that os.fork makes has its parent's list of children, which it must not take for its own and end.
+os.register_at_fork(after_in_child=multiprocessing.process._children.clear)  # type: ignore[attr-defined]
+
+
 def run(
     module: str, arguments: list[str], environments: list[dict[str, str]], logs: list[Path], timeout_s: float
 ) -> bool:
