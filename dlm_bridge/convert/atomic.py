@@ -133,7 +133,7 @@ def disk_errors(output: Path, remedy: str | None = None) -> Iterator[None]:
 def disk_refusal(error: BaseException, output: Path, remedy: str | None = None) -> str | None:
     """One line on an exception of the disk's that ended the writing of `output`; None for any other exception."""
     wraps = isinstance(error, SafetensorError) or any(p.search(str(error)) for p in (_NAMED_ERRNO, _TORCH_WRITER))
-    if not wraps and not isinstance(error, OSError):
+    if isinstance(error, ConnectionError) or not (wraps or isinstance(error, OSError)):  # a broken pipe is no disk's
         return None
     remedy = remedy or f"{output} was not written"
     found, free = _system_error(error), _free(output)

@@ -205,6 +205,7 @@ def test_a_file_that_replaces_another(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_other_errors_are_not_the_disks(tmp_path: Path) -> None:
     assert disk_refusal(RuntimeError("CUDA error: device-side assert triggered"), tmp_path) is None
+    assert disk_refusal(BrokenPipeError(32, "Broken pipe"), tmp_path) is None
 
 
 @pytest.fixture
