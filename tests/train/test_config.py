@@ -104,6 +104,12 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, named: str) -> None:
     assert raised.value.flag == f"--config {tmp_path / 'run.yaml'}"
 
 
+def test_a_file_that_gives_an_error_when_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").symlink_to("/proc/self/mem")
+    with pytest.raises(OptionError, match="cannot be read"):
+        read_yaml(tmp_path / "run.yaml")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"nowhere\.yaml"):
         read_yaml(tmp_path / "nowhere.yaml")

@@ -113,6 +113,8 @@ def _mapping(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise OptionError(f"--config {path}", f": not YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise OptionError(f"--config {path}", f": cannot be read: {error.strerror or error}") from None
     if values is not None and not isinstance(values, dict):
         raise OptionError(f"--config {path}", ": a mapping of sections to options is needed")
     return values or {}

@@ -13,11 +13,12 @@ import contextlib
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ DTYPES = {
 UINT16_VOCABULARY = 65500  # megatron-core's bound: larger vocabularies are stored as int32
 LONGEST = 2**31 - 1  # tokens of a document, whose length is an int32
 CHECKED_AT_ONCE = 1 << 20
+LOCK_SECONDS = 2.0
 
 
 def pair(prefix: str | Path) -> tuple[Path, Path]:
@@ -126,13 +128,10 @@ class IndexedWriter:
             self._file = open(temporary, "ab")
         except OSError as error:
             raise DlmBridgeError(f"{temporary}: cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The name may have passed to the finished file while we opened it.
-            locked = temporary.exists() and os.path.samestat(os.stat(temporary), os.fstat(self._file.fileno()))
-        except BlockingIOError:
-            locked = False
-        if not locked:
+        # The name may have passed to the finished file while we opened it.
+        if not _locks(self._file) or not (
+            temporary.exists() and os.path.samestat(os.stat(temporary), os.fstat(self._file.fileno()))
+        ):
             self._file.close()
             raise DlmBridgeError(f"{self.prefix}: another process is writing it: wait, or choose another prefix")
         self._file.truncate(0)  # what a killed writer left
@@ -203,6 +202,19 @@ class IndexedWriter:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _locks(file: BinaryIO) -> bool:
+    """Whether this process has the file now. The workers of a writer that was killed have it for a moment longer."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
 
 
 def _temporary(path: Path) -> Path:
