@@ -139,7 +139,6 @@ class Watchdog:
         """On the first rank: the one that has become silent; None where the run has ended before."""
         others = list(range(1, self.world_size))
         signs, rounds = dict.fromkeys(others, ""), dict.fromkeys(others, 0)
-        store.set(VERDICT, "")
         while not self.closed.wait(self.interval_s):
             self._give_sign(store)
             there = [rank for rank in others if signs[rank] or store.check([str(rank)])]
@@ -156,14 +155,14 @@ class Watchdog:
         return None
 
     def _other_watches(self, store: Any) -> str | None:
-        """On every other rank: the silent one that the first rank has named, or the first itself. It waits for each
-        answer no longer than the store's timeout."""
+        """On every other rank: the silent one that the first rank has named, or the first itself, which may have been
+        silent from its start. Nothing here waits for a key."""
         last, rounds = "", 0
         while not self.closed.wait(self.interval_s):
             self._give_sign(store)
-            sign, verdict = store.get("0").decode(), store.get(VERDICT).decode()
-            if verdict:
+            if store.check([VERDICT]) and (verdict := store.get(VERDICT).decode()):
                 return str(verdict)
+            sign = store.get("0").decode() if store.check(["0"]) else ""
             rounds = 0 if sign != last else rounds + 1
             last = sign
             if rounds >= self.most_rounds:

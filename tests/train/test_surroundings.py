@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import socket
 import sys
@@ -78,6 +79,21 @@ def test_the_slowest_rank_is_named_among_those_of_its_stage() -> None:
         "step 20: forward passes of stage 1 take 5.000 s on rank 3 (d), the slowest, and 4.000 s on rank 2 (c), the "
         "fastest: 25.0% more"
     )
+
+
+def test_a_first_rank_that_is_silent_from_its_start_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, ended = dist.HashStore(), threading.Semaphore(0)
+    store.set_timeout(datetime.timedelta(seconds=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(Watchdog, "_store", lambda self: store)
+    monkeypatch.setattr(os, "_exit", lambda code: ended.release(code // 2))
+    Watchdog(2.0)
+    assert ended.acquire(timeout=20)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rank 0 (which has not started) has given" in line
 
 
 @pytest.mark.parametrize("stopped", [0, 2])
