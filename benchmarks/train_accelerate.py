@@ -228,7 +228,7 @@ def assemble(config: Any) -> Any:
     from dlm_bridge.train.loading import empty_model
     from dlm_bridge.train.setup import load_data, resolve_objective
 
-    accelerator = engine._accelerator(config)
+    accelerator = engine.build_accelerator(config)
     model = empty_model(config)
     if MAIN or not config.parallel.shards:  # others get their parts of it
         model.to_empty(device=accelerator.device)

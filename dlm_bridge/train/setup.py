@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.convert.checkpoint import checked_dims
@@ -52,41 +53,45 @@ Rest = ParamSpec("Rest")
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run under Accelerate starts or resumes."""
+    """Where a run starts or resumes."""
 
     output: Path
     step: int  # the last one that was finished
     checkpoint: Path | None  # of that step
-    finished: bool  # it was the run's last one
+    finished: Path | None  # the same where it was the run's last one
 
 
-def start_run(config: TrainConfig, resume: bool, accelerator: Any, console: Any) -> RunStart:
-    """Open the output folder on the main process and find the newest checkpoint of a run that resumes."""
-    output = Path(config.checkpoint.output)
-    if accelerator.is_main_process:
-        open_output(output, resume)
-    accelerator.wait_for_everyone()
-    point = resume_point(output, accelerator.is_main_process, console) if resume else ResumePoint()
-    step, checkpoint = point.step, point.folder
-    if checkpoint is not None:
-        check_same_model(config, checkpoint)
-    finished = checkpoint is not None and step >= config.schedule.steps
-    if finished and accelerator.is_main_process:
-        console.print(
-            printable(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}"), soft_wrap=True
-        )
-    return RunStart(output, step, checkpoint, finished)
+def start_run(
+    config: TrainConfig,
+    resume: bool,
+    main: bool,
+    console: Console,
+    find: Callable[[TrainConfig, bool, Console], ResumePoint],
+) -> RunStart:
+    """Open the output folder on the `main` process and `find` the checkpoint that a run resumes from. Every process of
+    the run calls it. Raises DlmBridgeError."""
+    output, steps = Path(config.checkpoint.output), config.schedule.steps
+    with raised_everywhere():
+        if main:
+            open_output(output, resume)
+    point = find(config, main, console) if resume else ResumePoint()
+    finished = point.folder if point.step >= steps else None
+    if finished is not None and main:
+        console.print(printable(f"the run is finished: step {point.step} of {steps}, {finished}"), soft_wrap=True)
+    return RunStart(output, point.step, point.folder, finished)
 
 
-def resume_point(output: Path, main: bool, console: Any, required: str = STATE) -> ResumePoint:
+def resume_point(config: TrainConfig, main: bool, console: Console, required: str = STATE) -> ResumePoint:
     """The checkpoint in the Hub's layout that a run goes on from, with those after it set aside. Every process calls
-    it. Raises DlmBridgeError."""
-    point = find_resume_point(named_checkpoints(output / "checkpoints"), required)
+    it. Raises DlmBridgeError, also where it is of another model than `--model`."""
+    point = find_resume_point(named_checkpoints(Path(config.checkpoint.output) / "checkpoints"), required)
     with raised_everywhere():
         if main:
             for line in point.notes:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             point.set_aside()
+    if point.folder is not None:
+        check_same_model(config, point.folder)
     return point
 
 

@@ -50,10 +50,24 @@ EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always t
 EVALUATION_STEP = 0  # of the noise's key: every evaluation draws the same
 
 
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the run."""
+
+    rank: int
+    world_size: int
+    replica: int  # data parallel rank
+    replicas: int
+    device: torch.device
+    device_name: str | None  # None on CPU
+    cpu_group: Any = None  # group of all processes between CPUs; None: the default group
+
+
 class TrainingLoop(abc.ABC):
     """One process's part of a run. The main process writes the metrics; all processes take every step together."""
 
     config: TrainConfig
+    processes: Processes
     output: Path
     console: Console
     tokenizer: Any
@@ -61,9 +75,13 @@ class TrainingLoop(abc.ABC):
     valid: Sized  # validation blocks
 
     @property
-    @abc.abstractmethod
     def main(self) -> bool:
         """Whether this process writes metrics and checkpoints and shows the progress."""
+        return self.processes.rank == 0
+
+    @abc.abstractmethod
+    def announce(self, step: int) -> None:
+        """Print what starts, or resumes after `step`, on the main process."""
 
     @abc.abstractmethod
     def start_step(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
@@ -77,8 +95,17 @@ class TrainingLoop(abc.ABC):
         """The validation loss, over the same blocks with the same noise every time."""
 
     @abc.abstractmethod
-    def save(self, step: int, metrics: MetricsFile | None) -> Path:
-        """Write the checkpoint of `step`; the main process has the metrics."""
+    def save_checkpoint(self, step: int) -> Path:
+        """Write weights, optimizer state and what else a resume needs; every process calls it."""
+
+    @abc.abstractmethod
+    def load_checkpoint(self, folder: Path) -> None:
+        """Set weights and optimizer state to a checkpoint's. Raises DlmBridgeError where it is damaged or of other
+        data."""
+
+    @abc.abstractmethod
+    def trained_parameters(self) -> Iterable[torch.Tensor]:
+        """The parameters that this process updates."""
 
     def finish(self) -> None:  # noqa: B027 (most have nothing in the background)
         """Wait for what still runs in the background after the last step. Raises DlmBridgeError where it fails."""
@@ -148,6 +175,34 @@ class TrainingLoop(abc.ABC):
             self.console.print(printable(f"{done}: the model is at {folder}"), highlight=False, soft_wrap=True)
         return folder
 
+    def save(self, step: int, metrics: MetricsFile | None) -> Path:
+        """Write the checkpoint of `step`. Every process calls it; the main process has the metrics."""
+        self._check_finite(step)
+        with raised_everywhere():
+            if metrics is not None:
+                metrics.sync()
+        folder = self.save_checkpoint(step)
+        with raised_everywhere():
+            if metrics is not None:
+                plot_loss(metrics.rows, self.output / "loss.png")
+        return folder
+
+    def sum_on_cpu(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, on the CPU, summed over all processes in place: it never waits for the device."""
+        if self.processes.world_size > 1:
+            dist.all_reduce(values, group=self.processes.cpu_group)
+        return values
+
+    def _check_finite(self, step: int) -> None:
+        """Stop every process where one of them has weights that are not finite."""
+        error: DlmBridgeError | None = None
+        try:
+            check_finite(step, self.trained_parameters())
+        except DlmBridgeError as found:
+            error = found
+        if self.sum_on_cpu(torch.tensor(float(error is not None))):
+            raise error or DlmBridgeError(f"step {step}: another process has weights that are not finite")
+
     def _due(self, step: int, last: bool) -> tuple[bool, bool, bool]:
         """Whether the run evaluates, saves and samples after `step`, in the `last` one in any case."""
         logging, checkpoint = self.config.logging, self.config.checkpoint
@@ -166,19 +221,6 @@ class StepBatches:
 
     batches: list[Any]
     normaliser: torch.Tensor  # [K] float64, what the rank adds to the divisors of the global loss
-
-
-@dataclass(frozen=True)
-class Processes:
-    """This process among those of the run."""
-
-    rank: int
-    world_size: int
-    replica: int  # data parallel rank
-    replicas: int
-    device: torch.device
-    device_name: str | None  # None on CPU
-    cpu_group: Any = None  # group of all processes between CPUs; None: the default group
 
 
 class Trainer(TrainingLoop):
@@ -212,12 +254,7 @@ class Trainer(TrainingLoop):
         self.peak_flops = peak_flops(processes.device_name, config.precision.name)
         self.prefetcher: Prefetcher[StepBatches] | None = None
 
-    @property
-    def main(self) -> bool:
-        return self.processes.rank == 0
-
     def announce(self, step: int, layout: str = "") -> None:
-        """Print what starts, or resumes after `step`, on the main process."""
         if self.main:
             begun = "training" if step == 0 else f"resuming at step {step}:"
             self.console.print(
@@ -300,12 +337,6 @@ class Trainer(TrainingLoop):
         """What this process adds to a sum over all processes, of a value that all ranks of a replica have."""
         return normaliser_K
 
-    def sum_on_cpu(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, on the CPU, summed over all processes in place: it never waits for the device."""
-        if self.processes.world_size > 1:
-            dist.all_reduce(values, group=self.processes.cpu_group)
-        return values
-
     def set_learning_rate(self, lr: float) -> None:
         """Give every parameter group its learning rate."""
         for group in self.optimizer.param_groups:
@@ -382,50 +413,9 @@ class Trainer(TrainingLoop):
         uniforms = Uniforms.keyed(data.seed, EVALUATION_STEP, samples, data.seq_length, Purpose.EVAL_NOISE)
         return objective.noise(uniforms=uniforms, **vars(rows))
 
-    # -- checkpoints
-
-    def save(self, step: int, metrics: MetricsFile | None) -> Path:
-        """Write the checkpoint of `step`. Every process calls it; the main process has the metrics."""
-        self._check_finite(step)
-        with raised_everywhere():
-            if metrics is not None:
-                metrics.sync()
-        folder = self.save_checkpoint(step)
-        with raised_everywhere():
-            if metrics is not None:
-                plot_loss(metrics.rows, self.output / "loss.png")
-        return folder
-
-    @abc.abstractmethod
-    def save_checkpoint(self, step: int) -> Path:
-        """Write weights, optimizer state and what else a resume needs; every process calls it."""
-
-    @abc.abstractmethod
-    def load_checkpoint(self, folder: Path) -> None:
-        """Set weights and optimizer state to a checkpoint's. Raises DlmBridgeError where it is damaged or of other
-        data (`check_same_data`)."""
-
-    @abc.abstractmethod
-    def trained_parameters(self) -> Iterable[torch.Tensor]:
-        """The parameters that this process updates."""
-
     def check_same_data(self, train_blocks: int) -> None:
         """Raise DlmBridgeError where a checkpoint's run had another number of training blocks."""
-        if train_blocks != len(self.train):
-            raise DlmBridgeError(
-                f"--data gives {len(self.train)} training blocks, the run began with {train_blocks}: "
-                "resume with the data that it began with"
-            )
-
-    def _check_finite(self, step: int) -> None:
-        """Stop every process where one of them has weights that are not finite."""
-        error: DlmBridgeError | None = None
-        try:
-            check_finite(step, self.trained_parameters())
-        except DlmBridgeError as found:
-            error = found
-        if self.sum_on_cpu(torch.tensor(float(error is not None))):
-            raise error or DlmBridgeError(f"step {step}: another process has weights that are not finite")
+        check_same_count("training blocks", len(self.train), train_blocks)
 
 
 @contextlib.contextmanager
@@ -452,6 +442,14 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     progress = min(1.0, (step - config.schedule.warmup_steps) / (config.schedule.steps - config.schedule.warmup_steps))
     decay = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule.name == "cosine" else 1 - progress
     return config.schedule.min_lr + (config.optimizer.lr - config.schedule.min_lr) * decay
+
+
+def check_same_count(what: str, found: int, recorded: int) -> None:
+    """Raise DlmBridgeError where `--data` does not give as many `what` as the run began with."""
+    if found != recorded:
+        raise DlmBridgeError(
+            f"--data gives {found} {what}, the run began with {recorded}: resume with the data that it began with"
+        )
 
 
 def check_finite(step: int, parameters: Iterable[torch.Tensor]) -> None:

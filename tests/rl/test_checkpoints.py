@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import Trainer as HubTrainer
 
 from dlm_bridge.convert.manifest import check_files, file_names
@@ -70,6 +72,17 @@ def test_a_full_disk(run: Run, options: dict[str, Any], tmp_path: Path, monkeypa
     assert names(output) == [FIRST]
     assert len(run(output, resume=True, **options)) == 4
     assert names(output) == [FIRST, LAST]
+
+
+def test_a_run_does_not_go_on_with_another_model(run: Run, options: dict[str, Any], tmp_path: Path) -> None:
+    output, other = tmp_path / "run", tmp_path / "other"
+    run(output, **{**options, "steps": 1})
+    shutil.copytree(yaml.safe_load((output / "config.yaml").read_text())["model"]["path"], other)
+    config = json.loads((other / "config.json").read_text())
+    layers = "n_layers" if "n_layers" in config else "num_hidden_layers"
+    (other / "config.json").write_text(json.dumps({**config, layers: 2}))
+    with pytest.raises(DlmBridgeError, match=r"--model .*/other is another model"):
+        run(output, resume=True, **{**options, "model": str(other)})
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,23 @@ from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.loading import starting_model
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.setup import (
+    Config,
+    RunStart,
     check_data,
     load_data,
     resolve_objective,
+    resume_point,
     start_run,
     training_errors,
     trains_on_cpu,
     write_config,
 )
-from dlm_bridge.train.trainer import Processes, Trainer
+from dlm_bridge.train.trainer import Processes, Trainer, TrainingLoop
 
 HALF = ("bf16", "fp8")  # precisions with fp32 weights and a model that computes in bf16
 
 MicroBatch = tuple[NoisyBatch, LossPositions]
+Assembled = Callable[[Config, Accelerator, RunStart, Console], AbstractContextManager[TrainingLoop]]
 
 
 @training_errors
@@ -56,14 +61,34 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     With `resume` the run continues from its newest checkpoint (from the start where it has none); without it, an
     output folder that holds a run is refused. Raises DlmBridgeError for bad input and where the loss is not finite.
     """
-    console = console or Console(stderr=True, markup=False)
-    config = fsdp.with_launcher_settings(config)
-    accelerator = _accelerator(config)
-    config.data.accumulation(accelerator.num_processes)  # sizes that do not divide are refused first
-    start = start_run(config, resume, accelerator, console)
-    if start.finished and start.checkpoint is not None:
-        return start.checkpoint
+    return run(fsdp.with_launcher_settings(config), resume, console, assembled)
 
+
+def run(config: Config, resume: bool, console: Console | None, assembled: Assembled[Config]) -> Path:
+    """A run under Accelerate from its output folder to its last checkpoint, which it returns. `assembled` gives the
+    trainer of a configuration, before its state is set to that of the checkpoint where the run starts."""
+    console = console or Console(stderr=True, markup=False)
+    accelerator = build_accelerator(config)
+    config.check_batch(accelerator.num_processes)  # sizes that do not divide are refused first
+    start = start_run(config, resume, accelerator.is_main_process, console, resume_point)
+    if start.finished is not None:
+        return start.finished
+    with assembled(config, accelerator, start, console) as trainer:
+        if start.checkpoint is not None:
+            trainer.load_checkpoint(start.checkpoint)
+        if trainer.main:
+            write_config(trainer.config, start.output)
+        trainer.announce(start.step)
+        folder = trainer.run(start.step)
+        accelerator.wait_for_everyone()
+        return folder
+
+
+@contextlib.contextmanager
+def assembled(
+    config: TrainConfig, accelerator: Accelerator, start: RunStart, console: Console
+) -> Iterator[AccelerateTrainer]:
+    """Model, optimizer, objective and data of a run."""
     check_data(config)
     model = starting_model(config, start.checkpoint, accelerator.is_main_process)
     config, objective = resolve_objective(config, model, start.step)
@@ -72,15 +97,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         data = load_data(config, model, objective.mask_token_id if objective.masks else None)
     with fsdp.process_group(config):
         adapter = add_adapter(config, model, start.checkpoint) if config.model.adapts else None
-        trainer = AccelerateTrainer(config, accelerator, model, adapter, objective, data, console)
-        if start.checkpoint is not None:
-            trainer.load_checkpoint(start.checkpoint)
-        if accelerator.is_main_process:
-            write_config(config, trainer.output)
-        trainer.announce(start.step)
-        folder = trainer.run(start.step)
-        accelerator.wait_for_everyone()
-        return folder
+        yield AccelerateTrainer(config, accelerator, model, adapter, objective, data, console)
 
 
 class AccelerateTrainer(Trainer):
@@ -96,7 +113,7 @@ class AccelerateTrainer(Trainer):
         data: tuple[Samples, Samples, Any],
         console: Console,
     ) -> None:
-        super().__init__(config, model, objective, data, console, _processes(accelerator))
+        super().__init__(config, model, objective, data, console, processes_of(accelerator))
         self.accelerator = accelerator
         self.adapter = adapter
         backend = config.engine.attention_backend
@@ -239,7 +256,7 @@ class AccelerateTrainer(Trainer):
             use_cache=False,
         )
 
-    def _attention(self, batch: NoisyBatch) -> contextlib.AbstractContextManager[None]:
+    def _attention(self, batch: NoisyBatch) -> AbstractContextManager[None]:
         """The kernels of a micro-batch's attention, for its forward and its backward pass."""
         own = batch.attention_mask is not None or batch.mask_descriptor is not None or batch.pairs is not None
         masked = own or "block_causal" in self.objective.attention_patterns
@@ -251,7 +268,8 @@ class AccelerateTrainer(Trainer):
         return reduced
 
 
-def _processes(accelerator: Accelerator) -> Processes:
+def processes_of(accelerator: Accelerator) -> Processes:
+    """This process among those that Accelerate knows."""
     device, world_size = accelerator.device, accelerator.num_processes
     on_gpu = device.type == "cuda"
     return Processes(
@@ -265,19 +283,22 @@ def _processes(accelerator: Accelerator) -> Processes:
     )
 
 
-def _accelerator(config: TrainConfig) -> Accelerator:
+def build_accelerator(config: TrainConfig) -> Accelerator:
+    """Accelerate in the run's precision. Raises DlmBridgeError for what this machine, or the launcher, excludes."""
     cpu = trains_on_cpu(config)
-    precision = config.precision.name
+    precision, is_rl = config.precision.name, config.task == "rl"
     if precision == "fp8":
         transforms.check_float8()
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}[precision]
-    if config.parallel.shards or (precision in HALF and PartialState(cpu=cpu).num_processes == 1):
-        mixed = "no"
-    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed)
-    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+    # Without autocast: FSDP, and one process whose trainer computes with copies of the weights.
+    copies = precision in HALF and not is_rl and PartialState(cpu=cpu).num_processes == 1
+    accelerator = Accelerator(cpu=cpu, mixed_precision="no" if config.parallel.shards or copies else mixed)
+    found = accelerator.distributed_type
+    if found in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (is_rl and found == DistributedType.FSDP):
+        supported = "data parallelism is" if is_rl else "data parallelism and FSDP2 are"
         raise DlmBridgeError(
-            f"accelerate is configured for {accelerator.distributed_type.value}: data parallelism and FSDP2 are "
-            "supported, launch with torchrun or accelerate launch --multi_gpu"
+            f"accelerate is configured for {found.value}: {supported} supported, launch with torchrun or accelerate "
+            "launch --multi_gpu"
         )
     return accelerator
 

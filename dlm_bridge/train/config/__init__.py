@@ -76,6 +76,10 @@ class TrainConfig:
         """The nested configuration, as a `--config` file."""
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
 
+    def check_batch(self, processes: int) -> None:
+        """Raise OptionError where the global batch does not divide over the processes."""
+        self.data.accumulation(processes)
+
     def __post_init__(self) -> None:
         flags = self.as_flags()
         for key in ("model", "data", "output"):
@@ -160,9 +164,12 @@ class RLConfig(TrainConfig):
 
     tasks: ClassVar[tuple[str, ...]] = ("rl",)
 
-    def groups(self, processes: int) -> int:
-        """How many prompts each process samples for in a step. Raises OptionError where a step's completions are not
-        whole groups for each."""
+    def check_batch(self, processes: int) -> None:
+        """Raise OptionError where a step's pairs do not divide over the processes, or its completions are not whole
+        groups for each."""
+        if self.rl.method in PREFERRED:
+            super().check_batch(processes)
+            return
         completions = self.rl.group_size * processes
         if self.data.global_batch_size % completions:
             raise OptionError(
@@ -170,7 +177,6 @@ class RLConfig(TrainConfig):
                 f"{self.data.global_batch_size} must be a multiple of {completions} "
                 f"(--group-size {self.rl.group_size} x {processes} processes)",
             )
-        return self.data.global_batch_size // completions
 
     def _check(self) -> None:
         super()._check()
@@ -193,4 +199,4 @@ class RLConfig(TrainConfig):
                 "--gen-length",
                 f"{options.gen_length} leaves no room for a prompt in --seq-length {self.data.seq_length}",
             )
-        self.groups(processes=1)
+        self.check_batch(processes=1)

@@ -104,11 +104,11 @@ def find_iteration(output: Path) -> ResumePoint:
     return point
 
 
-def resume_point(output: Path, console: Console) -> ResumePoint:
+def resume_point(output: Path, main: bool, console: Console) -> ResumePoint:
     """As `find_iteration`; those after it are set aside, and the tracker names it. Every process calls it."""
     point, root = find_iteration(output), checkpoint_root(output)
     with raised_everywhere():
-        if dist.get_rank() == 0 and point.folder is not None:
+        if main and point.folder is not None:
             notes = point.notes
             point.set_aside()
             if _tracked_step(root) != point.step:

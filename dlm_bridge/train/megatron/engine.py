@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
@@ -33,8 +33,8 @@ from dlm_bridge.train.setup import (
     check_data,
     check_same_model,
     load_data,
-    open_output,
     resolve_objective,
+    start_run,
     training_errors,
     write_config,
 )
@@ -55,27 +55,28 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     main = dist.get_rank() == 0
     for line in untested if main else ():
         console.print(line, highlight=False, soft_wrap=True)
-    output = Path(config.checkpoint.output)
-    _first_on_main(lambda: open_output(output, resume) if main else None)
-    point = checkpoints.resume_point(output, console) if resume else ResumePoint()
-    step, checkpoint = point.step, point.folder
-    if checkpoint is not None:
-        check_same_model(config, checkpoints.checkpoint_root(output))
-        checkpoints.check_resumable(checkpoint, config)
-    steps = config.schedule.steps
-    if checkpoint is not None and step >= steps:
-        if main:
-            console.print(printable(f"the run is finished: step {step} of {steps}, {checkpoint}"), soft_wrap=True)
-        return checkpoint
-    trainer = assemble(config, console, checkpoint, step)
+    start = start_run(config, resume, main, console, _resume_point)
+    if start.finished is not None:
+        return start.finished
+    trainer = assemble(config, console, start.checkpoint, start.step)
     with raised_everywhere():
         if main:
-            if checkpoint is None:
-                checkpoints.write_hub_files(output, trainer.source, trainer.tokenizer)
-            checkpoints.remove_leftovers(output)
-            write_config(trainer.config, output)
-    trainer.announce(step, f"; {describe_layout(config)}")
-    return trainer.run(step)
+            if start.checkpoint is None:
+                checkpoints.write_hub_files(start.output, trainer.source, trainer.tokenizer)
+            checkpoints.remove_leftovers(start.output)
+            write_config(trainer.config, start.output)
+    trainer.announce(start.step, f"; {describe_layout(config)}")
+    return trainer.run(start.step)
+
+
+def _resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
+    """The iteration that the run goes on from. Raises DlmBridgeError where these options cannot resume from it."""
+    output = Path(config.checkpoint.output)
+    point = checkpoints.resume_point(output, main, console)
+    if point.folder is not None:
+        check_same_model(config, checkpoints.checkpoint_root(output))
+        checkpoints.check_resumable(point.folder, config)
+    return point
 
 
 def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = None, step: int = 0) -> MegatronTrainer:

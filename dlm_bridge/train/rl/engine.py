@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import mask_token_id
-from dlm_bridge.train.checkpoints import load_state
+from dlm_bridge.train.accelerate.trainer import run
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.sections import AUTOREGRESSIVE, SAMPLED
 from dlm_bridge.train.data.documents import check_tokenizer
@@ -36,7 +36,7 @@ from dlm_bridge.train.rl.updates import (
     policy_loss,
     preference_loss,
 )
-from dlm_bridge.train.setup import start_run, training_errors, trains_on_cpu, write_config
+from dlm_bridge.train.setup import RunStart, training_errors
 
 
 @training_errors
@@ -50,45 +50,34 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
         from dlm_bridge.train.rl.trl_engine import train_with_trl
 
         return train_with_trl(config, resume, console or Console(stderr=True, markup=False))
-    console = console or Console(stderr=True, markup=False)
-    accelerator = _accelerator(config)
-    beginning = start_run(config, resume, accelerator, console)
-    output, step, checkpoint = beginning.output, beginning.step, beginning.checkpoint
-    if beginning.finished and checkpoint is not None:
-        return checkpoint
+    return run(config, resume, console, assembled)
+
+
+@contextlib.contextmanager
+def assembled(
+    config: RLConfig, accelerator: Accelerator, start: RunStart, console: Console
+) -> Iterator[RLTrainer[Any]]:
+    """Model, reference, optimizer and rows of a run; what it started ends with it."""
     check_trackers(config)
-    model = starting_model(config, checkpoint, accelerator.is_main_process)
+    model = starting_model(config, start.checkpoint, accelerator.is_main_process)
     check_method(config, model_family(model))
     check_length(config, model)
     config = with_lora(config, model)
-    adapter = add_adapter(config, model, checkpoint) if config.model.adapts else None
+    adapter = add_adapter(config, model, start.checkpoint) if config.model.adapts else None
     token = mask_token_id(model)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], token)
     if config.rl.method in SAMPLED:
         check_sampler(config, model)
-    state = None if checkpoint is None else load_state(checkpoint)
     kind: type[RLTrainer[Any]] = PolicyTrainer if config.rl.method in SAMPLED else PreferenceTrainer
     with accelerator.main_process_first():
         rows = kind.load(config, config.data.paths, tokenizer, token)
         held_out = kind.load(config, config.rl.eval_data, tokenizer, token) if config.rl.eval_data else []
-    trainer = kind(config, accelerator, model, adapter, tokenizer, rows, held_out, output, console)
-    if accelerator.is_main_process:
-        write_config(config, output)
-        console.print(
-            f"{'training' if step == 0 else f'resuming at step {step}:'} {len(rows):,} rows, "
-            f"{len(held_out):,} held out",
-            highlight=False,
-            soft_wrap=True,
-        )
+    trainer = kind(config, accelerator, model, adapter, tokenizer, rows, held_out, start.output, console)
     try:
-        if state is not None:
-            trainer.load_state(state)
-        folder = trainer.run(step)
+        yield trainer
     finally:
         trainer.close()
-    accelerator.wait_for_everyone()
-    return folder
 
 
 class PolicyTrainer(RLTrainer[Problem]):
@@ -100,7 +89,6 @@ class PolicyTrainer(RLTrainer[Problem]):
 
     def set_up(self) -> None:
         config = self.config
-        config.groups(self.accelerator.num_processes)
         self.reward_workers = RewardWorkers(config.rl.reward, config.rl.reward_timeout, config.rl.reward_failure)
         self.rollouts = Rollouts(
             model=self.plain_model,
@@ -230,7 +218,6 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
 
     def set_up(self) -> None:
         config = self.config
-        config.data.accumulation(self.accelerator.num_processes)
         if not config.rl.kl_weight:
             raise DlmBridgeError("--beta 0: vrpo compares with the model as it began, give a positive number")
         self.updater = PreferenceUpdater(
@@ -286,15 +273,3 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
     def _reference_bounds(self, noisy: NoisyBatch) -> torch.Tensor:
         with self.reference() as model:
             return bound_sums(model, noisy)
-
-
-def _accelerator(config: RLConfig) -> Accelerator:
-    cpu = trains_on_cpu(config)
-    mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[config.precision.name]
-    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed)
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise DlmBridgeError(
-            f"accelerate is configured for {accelerator.distributed_type.value}: reinforcement learning is data "
-            "parallel only, launch with torchrun or accelerate launch --multi_gpu"
-        )
-    return accelerator

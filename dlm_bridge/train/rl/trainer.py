@@ -21,16 +21,22 @@ from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.train.accelerate.attention import set_attention
-from dlm_bridge.train.accelerate.trainer import adamw
-from dlm_bridge.train.checkpoints import raised_everywhere, remove_old_checkpoints, save_checkpoint, step_folder
+from dlm_bridge.train.accelerate.trainer import adamw, processes_of
+from dlm_bridge.train.checkpoints import (
+    load_state,
+    raised_everywhere,
+    remove_old_checkpoints,
+    save_checkpoint,
+    step_folder,
+)
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.sections import AUTOREGRESSIVE, METHODS
 from dlm_bridge.train.loading import load_model
 from dlm_bridge.train.lora import Adapter, add_adapter
-from dlm_bridge.train.metrics import MetricsFile, StepMetrics, plot_loss
+from dlm_bridge.train.metrics import StepMetrics
 from dlm_bridge.train.rl.rows import Shuffled
 from dlm_bridge.train.rl.updates import UpdateMetrics
-from dlm_bridge.train.trainer import TrainingLoop, check_finite, learning_rate
+from dlm_bridge.train.trainer import TrainingLoop, check_same_count, learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +125,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
 
     def __post_init__(self) -> None:
         config = self.config
+        self.processes = processes_of(self.accelerator)
         if config.engine.attention_backend is not None:
             set_attention(self.model, config.engine.attention_backend)
         self.model.train()
@@ -152,21 +159,21 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         """End what the run started."""
 
     @property
-    def main(self) -> bool:
-        return self.accelerator.is_main_process
-
-    @property
     def per_process(self) -> int:
         """Completions, or pairs, of this process in a step."""
-        return self.config.data.global_batch_size // self.accelerator.num_processes
+        return self.config.data.global_batch_size // self.processes.world_size
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Set the optimizer's state, and the gradient scaler's, to what a checkpoint has."""
-        if state["rows"] != len(self.rows):
-            raise DlmBridgeError(
-                f"--data has {len(self.rows)} rows, the run began with {state['rows']}: resume with the data that it "
-                "began with"
+    def announce(self, step: int) -> None:
+        if self.main:
+            begun = "training:" if step == 0 else f"resuming at step {step}:"
+            self.console.print(
+                f"{begun} {len(self.rows):,} rows, {len(self.valid):,} held out", highlight=False, soft_wrap=True
             )
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Set the optimizer's state, and the gradient scaler's; `starting_model` has loaded the weights."""
+        state = load_state(folder)
+        check_same_count("rows", len(self.rows), state["rows"])
         self.tokens = state["tokens"]
         self.optimizer.load_state_dict(state["optimizer"])
         if self.accelerator.scaler is not None and state["scaler"] is not None:
@@ -191,19 +198,17 @@ class RLTrainer(TrainingLoop, Generic[Item]):
             "lr": rate,
             "tokens": self.tokens,
             "tokens_per_s": rate_of_tokens,
-            "tokens_per_s_per_device": rate_of_tokens / self.accelerator.num_processes,
+            "tokens_per_s_per_device": rate_of_tokens / self.processes.world_size,
             "mfu": None,
             "peak_memory": torch.cuda.max_memory_allocated() if self.accelerator.device.type == "cuda" else None,
         }
         row = self.row(common, sums)
         return (lambda: row), sums["stop"] > 0
 
-    def save(self, step: int, metrics: MetricsFile | None) -> Path:
+    def save_checkpoint(self, step: int) -> Path:
         """Write the checkpoint of `step` on the main process, while the others wait."""
-        check_finite(step, self.plain_model.parameters())
         with raised_everywhere():
-            if metrics is not None:
-                metrics.sync()
+            if self.main:
                 scaler = self.accelerator.scaler
                 state = {
                     "optimizer": self.optimizer.state_dict(),
@@ -213,8 +218,10 @@ class RLTrainer(TrainingLoop, Generic[Item]):
                 }
                 save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
                 remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
-                plot_loss(metrics.rows, self.output / "loss.png")
         return step_folder(self.output, step)
+
+    def trained_parameters(self) -> list[torch.Tensor]:
+        return [weight for weight in self.plain_model.parameters() if weight.requires_grad]
 
     def summed(self, values: dict[str, float]) -> dict[str, float]:
         """Each value summed over the processes."""

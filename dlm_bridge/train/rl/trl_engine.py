@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.accelerate.trainer import adamw
 from dlm_bridge.train.checkpoints import (
     TRL_STATE,
-    ResumePoint,
     checkpoint_errors,
     gather_digests,
     raised_everywhere,
@@ -41,7 +41,7 @@ from dlm_bridge.train.metrics import MetricsFile, TrainingProgress, plot_loss
 from dlm_bridge.train.rl.reward_worker import RewardWorkers
 from dlm_bridge.train.rl.rows import Problem, load_pairs, load_problems, read_rows
 from dlm_bridge.train.rl.trainer import PreferenceRow, RolloutRow, check_length, check_method
-from dlm_bridge.train.setup import open_output, resume_point, write_config
+from dlm_bridge.train.setup import resume_point, start_run, write_config
 from dlm_bridge.train.trainer import catch_sigterm, learning_rate
 
 UNFINISHED = re.compile(r"checkpoint-\d+")  # as it names folders
@@ -55,19 +55,12 @@ def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
         )
     processes = PartialState(cpu=not torch.accelerator.is_available())
     main = processes.is_main_process
-    output = Path(config.checkpoint.output)
+    config.check_batch(processes.num_processes)
+    start = start_run(config, resume, main, console, partial(resume_point, required=TRL_STATE))
+    if start.finished is not None:
+        return start.finished
     if main:
-        open_output(output, resume)
-        _remove_unfinished(output)
-    processes.wait_for_everyone()
-    point = resume_point(output, main, console, TRL_STATE) if resume else ResumePoint()
-    step, checkpoint = point.step, point.folder
-    if checkpoint is not None and step >= config.schedule.steps:
-        if main:
-            console.print(
-                printable(f"the run is finished: step {step} of {config.schedule.steps}, {checkpoint}"), soft_wrap=True
-            )
-        return checkpoint
+        _remove_unfinished(start.output)
     if (Path(config.model.path) / TRACKER).is_file():
         raise DlmBridgeError(
             f"--model {config.model.path}: TRL reads models in the Hub's layout: dlm-bridge export it first"
@@ -85,19 +78,19 @@ def train_with_trl(config: RLConfig, resume: bool, console: Console) -> Path:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if main:
-        write_config(config, output)
+        write_config(config, start.output)
     reward_workers = [
         RewardWorkers([name], config.rl.reward_timeout, config.rl.reward_failure) for name in config.rl.reward
     ]
     try:
         trainer = _trainer(config, model, tokenizer, reward_workers)
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_Reporter(config, trainer, console, step, reward_workers, tokenizer))
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.add_callback(_Reporter(config, trainer, console, start.step, reward_workers, tokenizer))
+        trainer.train(resume_from_checkpoint=None if start.checkpoint is None else str(start.checkpoint))
     finally:
         for workers in reward_workers:
             workers.close()
-    return run_checkpoints(output)[-1][1]
+    return run_checkpoints(start.output)[-1][1]
 
 
 def trainer_arguments(config: RLConfig, processes: int) -> dict[str, Any]:
@@ -157,7 +150,6 @@ def _trainer(config: RLConfig, model: Any, tokenizer: Any, reward_workers: Seque
             train_dataset=Dataset.from_list(_preferences(config.data.paths)),
             **shared,
         )
-    config.groups(processes)
     problems = load_problems(config.data.paths, tokenizer, config.data.seq_length - config.rl.gen_length, None)
     arguments = GRPOConfig(
         **common,
