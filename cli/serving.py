@@ -1,66 +1,155 @@
-"""`dlm-bridge app`: a page to sample in. `dlm-bridge transformers`: transformers' own commands with our families."""
+"""`dlm-bridge serve`, `app` and `transformers`: a server, a page, and transformers' own commands with our families."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names
 from dlm_bridge.errors import DlmBridgeError
 
+if TYPE_CHECKING:
+    from dlm_bridge.loading import LoadedModel
+
+LIMITS = "Limits"
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="keep (as stored), bf16, fp16 or fp32.",
+        autocompletion=completes(cast_dtypes),
+        rich_help_panel=LOADING,
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option(help="Such as cpu, cuda or cuda:1; a GPU by default.", rich_help_panel=LOADING)
+]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MAP",
+        help="Several GPUs, CPU and disk: auto, or a JSON object of devices.",
+        rich_help_panel=LOADING,
+    ),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Folder or id; the model's own by default.", rich_help_panel=LOADING)
+]
+Family = Annotated[
+    str | None,
+    typer.Option(
+        help="The model family, where config.json cannot tell.",
+        autocompletion=completes(family_names),
+        rich_help_panel=LOADING,
+    ),
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.", rich_help_panel=LOADING)]
+Like = Annotated[
+    str | None,
+    typer.Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.", rich_help_panel=LOADING),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
+    app.command("serve")(serve)
     app.command("app")(web_app)
     app.command("transformers", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
         transformers_command
     )
 
 
+def serve(
+    model: Model,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0 is every network of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="DLM_BRIDGE_API_KEY",
+            show_envvar=False,
+            help="Key that requests must send (Authorization: Bearer KEY); by default $DLM_BRIDGE_API_KEY, if set.",
+        ),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="A sampler's setting for requests without it; may be repeated."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Texts that are sampled at a time, at most.", rich_help_panel=LIMITS)
+    ] = 32,
+    queue_size: Annotated[
+        int,
+        typer.Option(min=1, help="Texts that wait, at most; further requests get 429.", rich_help_panel=LIMITS),
+    ] = 256,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a prompt and its new ones together, at most; the model's context by default.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
+    max_body: Annotated[
+        int, typer.Option(min=1, metavar="MB", help="Size of a request, at most.", rich_help_panel=LIMITS)
+    ] = 4,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001, metavar="SECONDS", help="From a request to the end of its answer.", rich_help_panel=LIMITS
+        ),
+    ] = 600.0,
+    dtype: Dtype = "keep",
+    device: Device = None,
+    device_map: DeviceMap = None,
+    tokenizer: Tokenizer = None,
+    family: Family = None,
+    revision: Revision = None,
+    like: Like = None,
+) -> None:
+    """Serve a model over HTTP with OpenAI's API: completions and chats, whole and streamed.
+
+    Requests are sampled together. It listens on this machine alone unless --host says otherwise, and needs the extra
+    `serve`.
+
+    Example: dlm-bridge serve GSAI-ML/LLaDA-8B-Instruct --port 8000
+    """
+    _require("serve", ("fastapi", "uvicorn"))
+    from dlm_bridge.cli.generate_request import parse_settings
+    from dlm_bridge.serving.model import BatchSampler, ServedModel
+    from dlm_bridge.serving.scheduler import Scheduler
+    from dlm_bridge.serving.server import Limits, Server, bind
+
+    defaults = parse_settings(setting or [])
+    sock = bind(host, port)  # before the model is loaded, which may take minutes
+    loaded = _load(model, dtype, device, device_map, tokenizer, family, revision, like)
+    name = Path(model).resolve().name if Path(model).is_dir() else model
+    served = ServedModel(loaded, name, defaults, max_length)
+    served.check()
+    scheduler = Scheduler(BatchSampler(served), batch_size=batch_size, queue_size=queue_size)
+    said = f"{model} ({loaded.family}): http://{host}:{sock.getsockname()[1]}/v1 (Ctrl-C ends)"
+    limits = Limits(max_body * 2**20, timeout, api_key or None)
+    Server(served, scheduler, limits, sock, when_ready=lambda: print(said, flush=True)).serve_forever()
+
+
 def web_app(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")],
+    model: Model,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The page is at http://127.0.0.1:PORT.")] = 7860,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="keep (as stored), bf16, fp16 or fp32.",
-            autocompletion=completes(cast_dtypes),
-            rich_help_panel=LOADING,
-        ),
-    ] = "keep",
-    device: Annotated[
-        str | None, typer.Option(help="Such as cpu, cuda or cuda:1; a GPU by default.", rich_help_panel=LOADING)
-    ] = None,
-    device_map: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MAP",
-            help="Several GPUs, CPU and disk: auto, or a JSON object of devices.",
-            rich_help_panel=LOADING,
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or id; the model's own by default.", rich_help_panel=LOADING)
-    ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option(
-            help="The model family, where config.json cannot tell.",
-            autocompletion=completes(family_names),
-            rich_help_panel=LOADING,
-        ),
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hub id.", rich_help_panel=LOADING)
-    ] = None,
-    like: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HF", help="Hub model of a Megatron checkpoint of another program.", rich_help_panel=LOADING
-        ),
-    ] = None,
+    dtype: Dtype = "keep",
+    device: Device = None,
+    device_map: DeviceMap = None,
+    tokenizer: Tokenizer = None,
+    family: Family = None,
+    revision: Revision = None,
+    like: Like = None,
 ) -> None:
     """Open a page to sample in: watch the denoising, edit the sampler's settings, fill in masks.
 
@@ -69,22 +158,9 @@ def web_app(
     Example: dlm-bridge app GSAI-ML/LLaDA-8B-Instruct
     """
     _require("app", ("gradio",))
-    from transformers.utils import logging
-
     from dlm_bridge.generation.display.web_page import PageModel, serve_page
-    from dlm_bridge.loading import Placement, load_model
 
-    logging.set_verbosity_error()  # warnings of transformers' generate are about settings that were checked here
-    logging.disable_progress_bar()
-    loaded = load_model(
-        model,
-        Placement(device, device_map),
-        dtype=dtype,
-        family=family,
-        revision=revision,
-        like=like,
-        tokenizer=tokenizer,
-    )
+    loaded = _load(model, dtype, device, device_map, tokenizer, family, revision, like)
     page_model = PageModel(loaded.model, loaded.tokenizer, model, diffusion=loaded.diffusion)
     typer.echo(f"{model} ({loaded.family}): http://127.0.0.1:{port} (Ctrl-C ends)")
     try:
@@ -112,6 +188,33 @@ def transformers_command(
 
     register_model_names()
     app(args=arguments, prog_name="dlm-bridge transformers")
+
+
+def _load(
+    model: str,
+    dtype: str,
+    device: str | None,
+    device_map: str | None,
+    tokenizer: str | None,
+    family: str | None,
+    revision: str | None,
+    like: str | None,
+) -> LoadedModel:
+    from transformers.utils import logging
+
+    from dlm_bridge.loading import Placement, load_model
+
+    logging.set_verbosity_error()  # warnings of transformers' generate are about settings that were checked here
+    logging.disable_progress_bar()
+    return load_model(
+        model,
+        Placement(device, device_map),
+        dtype=dtype,
+        family=family,
+        revision=revision,
+        like=like,
+        tokenizer=tokenizer,
+    )
 
 
 def _require(extra: str, modules: tuple[str, ...]) -> None:

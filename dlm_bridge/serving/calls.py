@@ -1,0 +1,148 @@
+"""One request while its rows are sampled: their events, in order, until every choice is finished or it is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import Request
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.serving.choices import Choice
+from dlm_bridge.serving.metrics import Metrics
+from dlm_bridge.serving.model import ServedModel
+from dlm_bridge.serving.protocol import Answer, RequestError, TextRequest
+from dlm_bridge.serving.scheduler import ClosedError, Ended, Failed, QueueFullError, Row, RowEvent, Scheduler
+
+CLIENT_LEFT = 499  # nobody gets this status: it is for the metrics
+
+
+class Call:
+    """One request while its rows are sampled."""
+
+    def __init__(
+        self,
+        request: TextRequest,
+        loop: asyncio.AbstractEventLoop,
+        served: ServedModel,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        began: float,
+    ) -> None:
+        self.request, self.rows = request, list[Row]()
+        self.choices: list[Choice] = []
+        self._loop, self._served, self._scheduler, self._metrics = loop, served, scheduler, metrics
+        self._began = began
+        self._queue: asyncio.Queue[tuple[int, RowEvent]] = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
+        self._saw_token = False
+
+    def listener(self, index: int) -> Callable[[RowEvent], None]:
+        """Of a choice's row, for the scheduler's thread."""
+
+        def tell(event: RowEvent) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
+
+        return tell
+
+    def submit(self, rows: list[Row], timeout_s: float) -> None:
+        """Queue the rows. Raises RequestError where there is no room."""
+        self.rows = rows
+        # Copies of a prompt stand next to each other: it counts once.
+        self.answer = Answer(
+            self.request.chat, self._served.name, sum(len(row.prompt) for row in rows[:: self.request.choices])
+        )
+        strings = self.request.stop_strings
+        self.choices = [Choice(self._served.decode, strings) for _ in rows]
+        if len(rows) > self._scheduler.queue_size:
+            raise RequestError(
+                f"{len(rows)} texts in one request, above the queue's size of {self._scheduler.queue_size}", param="n"
+            )
+        try:
+            self._scheduler.submit(rows)
+        except QueueFullError:
+            raise RequestError(
+                "the queue is full: try again later",
+                429,
+                kind="rate_limit_error",
+                code="queue_full",
+                retry_after_s=self._metrics.retry_after_s,
+            ) from None
+        except ClosedError:
+            raise _closed() from None
+        self._metrics.prompt_tokens += self.answer.prompt_tokens
+        self._timer = self._loop.call_later(timeout_s, self._queue.put_nowait, (0, Failed(TimeoutError(timeout_s))))
+
+    async def events(self) -> AsyncIterator[tuple[int, RowEvent]]:
+        """The rows' events, until every choice is finished. Raises RequestError for what went wrong."""
+        try:
+            while any(choice.finish_reason is None for choice in self.choices):
+                index, event = await self._queue.get()
+                if isinstance(event, Failed):
+                    raise self._failure(event.error)
+                if not self._saw_token:
+                    self._saw_token = True
+                    self._metrics.first_token(time.monotonic() - self._began)
+                yield index, event
+            self._metrics.answered(time.monotonic() - self._began)
+        finally:
+            self.close()
+
+    def take(self, index: int, event: RowEvent) -> tuple[str, str | None]:
+        """The piece of text that an event adds to its choice, and the reason where it finishes it."""
+        choice = self.choices[index]
+        if choice.finish_reason is not None or isinstance(event, Failed):
+            return "", None
+        piece = choice.take(event)
+        if choice.finish_reason is not None and not isinstance(event, Ended):
+            self._scheduler.cancel([self.rows[index]])  # a stop string came before its block was complete
+        return piece, choice.finish_reason
+
+    async def whole(self, request: Request) -> None:
+        """Wait until every choice is finished. Raises RequestError, also where the client leaves."""
+
+        async def finish() -> None:
+            async for index, event in self.events():
+                self.take(index, event)
+
+        finishing = asyncio.ensure_future(finish())
+        leaving = asyncio.ensure_future(_left(request))
+        try:
+            await asyncio.wait((finishing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not finishing.done():
+                raise RequestError("the client has left", CLIENT_LEFT)
+            finishing.result()
+        finally:
+            finishing.cancel()
+            leaving.cancel()
+            self.close()
+
+    def close(self) -> None:
+        """Nobody waits for the rows any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._scheduler.cancel(self.rows)
+
+    def _failure(self, error: Exception) -> RequestError:
+        if isinstance(error, TimeoutError):
+            return RequestError(
+                f"the answer was not complete after {error.args[0]:g} s", 504, kind="timeout_error", code="timeout"
+            )
+        if isinstance(error, ClosedError):
+            return _closed()
+        if isinstance(error, DlmBridgeError):
+            return RequestError(str(error))
+        return RequestError("sampling failed: see the server's log", 500, kind="server_error")
+
+
+async def _left(request: Request) -> None:
+    """Return when the client has left; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _closed() -> RequestError:
+    return RequestError("the server is being shut down", 503, kind="server_error", code="closed")

@@ -1,0 +1,116 @@
+"""One choice of an answer: its row's tokens become text, in pieces that are never taken back."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from dlm_bridge.serving.scheduler import Committed, Ended
+
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a whole character, so far
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class TextStream:
+    """Text of a growing sequence of tokens, in pieces.
+
+    A piece ends neither inside a character nor inside what may become a stop string. The pieces together are the text
+    of all tokens, before the first stop string.
+    """
+
+    def __init__(self, decode: Decode, stop_strings: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stop_strings = tuple(stop_strings)
+        # Only the last tokens are decoded again with new ones, whose text may depend on them. The window begins with a
+        # whole character.
+        self._window: list[int] = []
+        self._read = 0  # tokens of the window whose text was taken over
+        self._known = ""  # that text
+        self._held = ""  # text that may be the beginning of a stop string
+        self.stopped = False
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The next piece of text, possibly empty."""
+        if self.stopped or not tokens:
+            return ""
+        self._window += tokens
+        text = self._decode(self._window)
+        if text.endswith(REPLACEMENT_CHARACTER) or len(text) <= len(self._known):
+            return ""
+        new = text[len(self._known) :]
+        newest = self._decode(self._window[self._read :])
+        if newest:  # else: tokens without a text, such as special ones
+            self._window, text = self._window[self._read :], newest
+        self._read, self._known = len(self._window), text
+        return self._without_stop(new)
+
+    def end(self) -> str:
+        """The last piece: what was held back."""
+        if self.stopped:
+            return ""
+        piece = self._without_stop(self._decode(self._window)[len(self._known) :])
+        rest, self._held = "" if self.stopped else self._held, ""
+        return piece + rest
+
+    def _without_stop(self, new: str) -> str:
+        """The text that can be sent, of what was held back and what is new."""
+        text, self._held = self._held + new, ""
+        places = [place for string in self._stop_strings if (place := text.find(string)) >= 0]
+        if places:
+            self.stopped = True
+            return text[: min(places)]
+        held = max((_overlap(text, string) for string in self._stop_strings), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+class Choice:
+    """One choice of an answer.
+
+    Attributes:
+        finish_reason: "stop" or "length"; None while the row is sampled.
+        tokens: its new tokens that are final; with a reason to finish, those that it has in the end.
+    """
+
+    def __init__(self, decode: Decode, stop_strings: Sequence[str] = ()) -> None:
+        self._decode, self._stop_strings = decode, tuple(stop_strings)
+        self._stream = TextStream(decode, stop_strings)
+        self._pieces: list[str] = []
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All pieces so far."""
+        return "".join(self._pieces)
+
+    def take(self, event: Committed | Ended) -> str:
+        """The piece of text that an event adds. A stop string finishes the choice before its row has ended."""
+        if self.finish_reason is not None:
+            return ""
+        tokens = event.final if isinstance(event, Committed) else event.tokens
+        piece = self._stream.add(tokens[len(self.tokens) :])
+        self.tokens = list(tokens)
+        if isinstance(event, Ended):
+            piece += self._stream.end()
+            self.finish_reason = "stop" if event.stopped else "length"
+        if self._stream.stopped:
+            self.finish_reason = "stop"
+            self.tokens = self.tokens[: self._stop()]
+        self._pieces.append(piece)
+        return piece
+
+    def _stop(self) -> int:
+        """The number of tokens that complete the first stop string."""
+
+        def stopped(count: int) -> bool:
+            text = self._decode(self.tokens[:count])
+            return any(string in text for string in self._stop_strings)
+
+        return bisect_left(range(len(self.tokens)), True, key=stopped)
+
+
+def _overlap(text: str, string: str) -> int:
+    """The length of the longest end of the text that begins the string."""
+    return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)

@@ -1,0 +1,323 @@
+"""The HTTP server: OpenAI's completions and chat completions, a stream of commits, models, health and metrics.
+
+Requests are read and answered in one event loop; the scheduler's thread samples. A request that is given up, because
+its client has left or its time is over, takes its rows out of the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.display.trace import TokenStrings
+from dlm_bridge.serving.calls import Call
+from dlm_bridge.serving.metrics import Metrics
+from dlm_bridge.serving.model import ServedModel
+from dlm_bridge.serving.protocol import RequestError, parse_request
+from dlm_bridge.serving.scheduler import Committed, Scheduler
+
+logger = logging.getLogger(__name__)
+OPEN_PATHS = ("/health", "/metrics")  # need no API key
+GRACE_S = 3.0  # at the end, for what is being sent and for the forward pass that is running
+BODY_S = 60.0  # for a request's body to come
+COMPLETIONS, CHAT, COMMITS = "/v1/completions", "/v1/chat/completions", "/v1/commits"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes.
+
+    Args:
+        body_bytes: of a request.
+        timeout_s: from a request to the last token of its answer.
+        api_key: that requests must carry; None: none.
+    """
+
+    body_bytes: int
+    timeout_s: float
+    api_key: str | None = None
+
+
+class Server(uvicorn.Server):
+    """A server that ends at once with SIGINT or SIGTERM: what is unfinished gets an error.
+
+    Args:
+        sock: bound to the address; see `bind`.
+        when_ready: is called once requests are taken.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        scheduler: Scheduler,
+        limits: Limits,
+        sock: socket.socket,
+        when_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._scheduler, self._sock, self._when_ready = scheduler, sock, when_ready
+        self.interrupted = False
+        app = build_app(served, scheduler, limits)
+        super().__init__(
+            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(GRACE_S))
+        )
+
+    def serve_forever(self) -> None:
+        """Answer until a signal comes. Raises KeyboardInterrupt after SIGINT."""
+        self._scheduler.start()
+        try:
+            self.run(sockets=[self._sock])
+        finally:
+            self._scheduler.close(GRACE_S)
+        if self.interrupted:
+            raise KeyboardInterrupt
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupted |= sig == signal.SIGINT
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._when_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._scheduler.close()
+        await super().shutdown(sockets)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, which refuses connections so far. Raises DlmBridgeError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise DlmBridgeError(f"--host {host} --port {port}: {error.strerror}: name another one") from error
+    return sock
+
+
+def build_app(served: ServedModel, scheduler: Scheduler, limits: Limits) -> FastAPI:
+    """The application; its routes are those of `_Routes`."""
+    # No pages of FastAPI's own: they load scripts from elsewhere.
+    app = FastAPI(title="dlm-bridge", docs_url=None, redoc_url=None, openapi_url=None)
+    routes = _Routes(served, scheduler, limits)
+    for path, chat in ((COMPLETIONS, False), (CHAT, True)):
+        app.add_api_route(path, routes.answering(partial(routes.complete, chat=chat)), methods=["POST"])
+    app.add_api_route(COMMITS, routes.answering(routes.commits), methods=["POST"])
+    app.add_api_route("/v1/models", routes.answering(routes.models), methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", routes.answering(routes.model), methods=["GET"])
+    app.add_api_route("/health", routes.answering(routes.health), methods=["GET"])
+    app.add_api_route("/metrics", routes.answering(routes.figures), methods=["GET"])
+    app.add_exception_handler(HTTPException, routes.refuse)
+    return app
+
+
+class _Routes:
+    def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
+        self._served, self._scheduler, self._limits = served, scheduler, limits
+        self._metrics = Metrics()
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._created = int(time.time())
+
+    def answering(self, route: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """The route with errors in OpenAI's form, behind the API key."""
+
+        async def answer(request: Request) -> Response:
+            path = request.scope["route"].path
+            try:
+                if path not in OPEN_PATHS:
+                    self._check_key(request)
+                response: Response = await route(request)
+            except RequestError as error:
+                response = _error_response(error)
+            except Exception:
+                logger.exception("a request failed")
+                response = _error_response(RequestError("the server failed: see its log", 500, kind="server_error"))
+            self._metrics.request(path, response.status_code)
+            return response
+
+        return answer
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """Of paths and methods that there are not."""
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        self._metrics.request("other", status)
+        what = f"{request.method} {request.url.path}"
+        return _error_response(RequestError(f"{what}: there is no such thing here", status, code="not_found"))
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model(self._served.name)]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._served.name:
+            raise RequestError(f"no model {name!r} here: there is {self._served.name}", 404, code="model_not_found")
+        return JSONResponse(self._model(name))
+
+    async def health(self, request: Request) -> Response:
+        alive = self._scheduler.alive
+        return JSONResponse({"status": "ok" if alive else "ending"}, 200 if alive else 503)
+
+    async def figures(self, request: Request) -> Response:
+        scheduler = self._scheduler
+        text = self._metrics.text(
+            waiting=scheduler.waiting, running=scheduler.running, tokens=scheduler.tokens, forwards=scheduler.forwards
+        )
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def complete(self, request: Request, *, chat: bool) -> Response:
+        """A completion or a chat completion, whole or as a stream."""
+        call = await self._start(request, chat)
+        if call.request.stream:
+            return _EventStream(call, self._text_chunks(call))
+        await call.whole(request)
+        return JSONResponse(call.answer.whole(call.choices))
+
+    async def commits(self, request: Request) -> Response:
+        """A stream of every commit, in the order in which the model makes them."""
+        call = await self._start(request, None, live=True)
+        return _EventStream(call, self._commit_events(call))
+
+    async def _start(self, request: Request, chat: bool | None, live: bool = False) -> Call:
+        began = time.monotonic()
+        raw = await self._body(request)
+        asked = parse_request(raw, chat)
+        loop = asyncio.get_running_loop()
+        call = Call(asked, loop, self._served, self._scheduler, self._metrics, began)
+        rows = await loop.run_in_executor(self._encoder, self._served.rows, asked, call.listener)
+        for row in rows:
+            row.live = live or asked.stream or bool(asked.stop_strings)
+        call.submit(rows, self._limits.timeout_s)
+        return call
+
+    async def _body(self, request: Request) -> bytes:
+        """The request's body. Raises RequestError for one that is too large, or no JSON by its header (a page of
+        another site could send that from a browser)."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise RequestError("the header Content-Type must be application/json", 415)
+        limit = self._limits.body_bytes
+        too_large = RequestError(f"the body is larger than {limit} bytes", 413, code="body_too_large")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_large
+        except TimeoutError:
+            raise RequestError("the body did not come in time", 408, kind="timeout_error") from None
+        return bytes(body)
+
+    def _check_key(self, request: Request) -> None:
+        key = self._limits.api_key
+        if key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+            raise RequestError(
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                401,
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "dlm-bridge"}
+
+    async def _text_chunks(self, call: Call) -> AsyncIterator[Any]:
+        for index in range(len(call.choices)):
+            if (opening := call.answer.opening(index)) is not None:
+                yield opening
+        async for index, event in call.events():
+            piece, reason = call.take(index, event)
+            if piece or reason:
+                yield call.answer.piece(index, piece, reason)
+        if call.request.include_usage:
+            yield call.answer.last(call.choices)
+        yield "[DONE]"
+
+    async def _commit_events(self, call: Call) -> AsyncIterator[Any]:
+        strings = TokenStrings(self._served.loaded.tokenizer, None)
+        lengths = [row.settings["gen_length"] for row in call.rows]
+        yield {
+            "type": "start",
+            "id": call.answer.id,
+            "model": self._served.name,
+            "prompt_tokens": call.answer.prompt_tokens,
+            "lengths": lengths,
+        }
+        async for index, event in call.events():
+            _, reason = call.take(index, event)
+            if isinstance(event, Committed) and event.positions:
+                texts = [strings.of([token])[0] for token in event.tokens]
+                yield {
+                    "type": "commit",
+                    "index": index,
+                    "forwards": event.forwards,
+                    "positions": event.positions,
+                    "tokens": event.tokens,
+                    "texts": texts,
+                }
+            if reason:
+                choice = call.choices[index]
+                yield {
+                    "type": "end",
+                    "index": index,
+                    "finish_reason": reason,
+                    "tokens": choice.tokens,
+                    "text": choice.text,
+                }
+        yield {"type": "usage", **call.answer.usage(call.choices)}
+        yield "[DONE]"
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events. Whatever ends the stream closes its call."""
+
+    def __init__(self, call: Call, events: AsyncIterator[Any]) -> None:
+        super().__init__(_encoded(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._call = call
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._call.close()
+
+
+async def _encoded(events: AsyncIterator[Any]) -> AsyncIterator[str]:
+    """Events as lines; an error is the last event."""
+    try:
+        async for event in events:
+            text = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+            yield f"data: {text}\n\n"
+    except RequestError as error:
+        yield f"data: {json.dumps(error.body)}\n\n"
+
+
+def _error_response(error: RequestError) -> Response:
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error.body, error.status, headers)

@@ -1,0 +1,104 @@
+"""`dlm-bridge serve` as a process: its start, its end, and what it refuses before it listens."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dlm_bridge.cli.app import main
+from tests.checkpoints import write_tokenizer
+from tests.cli.conftest import TOKENIZER
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+
+WAIT_S = 300
+
+
+@contextmanager
+def serving(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of a server that listens, and its address."""
+    command = [sys.executable, "-m", "dlm_bridge.cli", "serve", str(folder), "--port", "0", "--device", "cpu", *words]
+    environment = {**os.environ, "DLM_BRIDGE_API_KEY": "secret"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
+    )
+    try:
+        assert process.stdout is not None
+        said = re.search(r"http://127\.0\.0\.1:\d+/v1", process.stdout.readline())
+        assert said, process.communicate()[1]
+        yield process, said[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_server_and_what_it_samples(llada: Path, number: int, code: int) -> None:
+    with serving(llada, "--set", "block_length=8", "--batch-size", "1") as (process, address):
+        client = openai.OpenAI(base_url=address, api_key="secret", timeout=WAIT_S)
+        assert client.models.list().data[0].id == llada.name
+        stream = client.completions.create(model="any", prompt="the", max_tokens=248, n=128, stream=True)
+        assert next(iter(stream)).choices  # of more than 30,000 tokens
+        process.send_signal(number)
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == code
+    assert "Traceback" not in out + err
+    assert ("interrupted" in err) == (number == signal.SIGINT)
+    with pytest.raises(openai.APIError, match="shut down"):
+        list(stream)
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A model that writes no text."""
+    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "vocab_size": 272}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_tokenizer(tmp_path, TOKENIZER)
+    return tmp_path
+
+
+def refusal(*words: str) -> int:
+    """The exit code of the command in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["dlm-bridge", "serve", *words])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+    return int(exit_.value.code or 0)
+
+
+def test_what_cannot_be_served_is_one_line(llada: Path, bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        cases = {
+            "BertForMaskedLM": [str(bert), "--port", "0"],
+            port: [str(llada), "--port", port],
+            "frobnicate": [str(llada), "--set", "frobnicate=1"],
+            "block_length": [str(llada), "--set", "block_length=0"],
+            "nowhere": ["--host", "nowhere.invalid", str(llada)],
+        }
+        for named, words in cases.items():
+            assert refusal(*words) == 2, named
+            (line,) = capsys.readouterr().err.splitlines()
+            assert named in line
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("dlm_bridge.cli.serving.find_spec", lambda name: None if name == "uvicorn" else found(name))
+    assert refusal("nowhere") == 2
+    assert "pip install 'dlm-bridge[serve]'" in capsys.readouterr().err

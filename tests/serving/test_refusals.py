@@ -1,0 +1,259 @@
+"""Bad requests get OpenAI-style errors; full queues, timeouts, clients that leave and the end of the server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from dlm_bridge.loading import LoadedModel
+from tests.serving.conftest import PATIENCE_S, Running, openai, running
+
+PROMPT = {"prompt": "the cat ", "max_tokens": 16}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def post(server: Running, body: Any, path: str = "completions", kind: str = "application/json") -> httpx.Response:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": kind}
+    return httpx.post(f"{server.address}/v1/{path}", content=raw, headers=headers, timeout=PATIENCE_S)
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer in OpenAI's form."""
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return error
+
+
+@contextmanager
+def held(loaded: LoadedModel) -> Iterator[threading.Event]:
+    """Forward passes wait until the event is set."""
+    go = threading.Event()
+    handle = loaded.model.register_forward_pre_hook(lambda *_: go.wait(PATIENCE_S) and None)
+    try:
+        yield go
+    finally:
+        go.set()
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        (rb'{"prompt": "\ud800"}', "prompt"),
+        ({"prompt": [9999], "max_tokens": 8}, "9999"),
+        ({**PROMPT, "max_tokens": 0}, "max_tokens"),
+        ({**PROMPT, "max_tokens": 2.5}, "max_tokens"),
+        ({**PROMPT, "max_completion_tokens": 8}, "max_completion_tokens"),
+        ({**PROMPT, "n": 0}, "n "),
+        ({**PROMPT, "n": 10**9}, "n "),
+        ({**PROMPT, "seed": "x"}, "seed"),
+        ({**PROMPT, "stop": [""]}, "stop"),
+        ({**PROMPT, "stream": "yes"}, "stream"),
+        ({**PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
+        ({**PROMPT, "temperature": "hot"}, "temperature"),
+        ({**PROMPT, "top_p": 2}, "top_p"),
+        ({**PROMPT, "logprobs": 1}, "logprobs"),
+        ({**PROMPT, "logprobs": 0}, "logprobs"),
+        ({**PROMPT, "echo": True}, "echo"),
+        ({**PROMPT, "suffix": "end"}, "suffix"),
+        ({**PROMPT, "presence_penalty": 0.5}, "repetition_penalty"),
+        ({**PROMPT, "infill": True}, "infill"),
+        ({**PROMPT, "generation_config": "{"}, "generation_config"),
+        ({**PROMPT, "algorithm": "wedlm"}, "wedlm"),
+        ({**PROMPT, "max_tokens": 10, "block_length": 4}, "block_length 4"),
+        ({**PROMPT, "messages": CHAT["messages"]}, "messages"),
+    ],
+)
+def test_what_is_wrong_with_a_completion_is_named(server: Running, body: Any, named: str) -> None:
+    answer = post(server, body)
+    assert answer.status_code == 400
+    assert error_of(answer)["type"] == "invalid_request_error"
+    assert named in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0]"),
+        ({**CHAT, "tools": [{"type": "function"}]}, "tools"),
+        ({**CHAT, "top_logprobs": 3}, "top_logprobs"),
+        ({**CHAT, "logprobs": True}, "logprobs"),
+        ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_what_is_wrong_with_a_chat_is_named(server: Running, body: dict[str, Any], named: str) -> None:
+    answer = post(server, body, "chat/completions")
+    assert answer.status_code == 400
+    assert named in error_of(answer)["message"]
+
+
+def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
+    body = {**PROMPT, "user": "me", "logprobs": None, "echo": False, "presence_penalty": 0.0, "best_of": 1, "stop": []}
+    assert post(server, body).status_code == 200
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 8}
+    texts = [
+        post(server, body, "chat/completions").json()["choices"][0]["message"]["content"]
+        for body in (parts, {**CHAT, "max_tokens": 8, "tools": []})
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_an_unknown_setting_gets_the_samplers_own_list(server: Running) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.client().completions.create(model="any", **PROMPT, extra_body={"frobnicate": 1})
+    for name in ("frobnicate", "llada", "steps", "remasking", "threshold"):
+        assert name in refused.value.body["message"]
+
+
+def test_a_prompt_that_is_too_long_gets_the_numbers(server: Running, diffusion: LoadedModel) -> None:
+    context = diffusion.model.config.max_position_embeddings
+    answer = post(server, {"prompt": [5] * context, "max_tokens": 16})
+    assert answer.status_code == 400
+    assert error_of(answer)["code"] == "context_length_exceeded"
+    for number in (context, context + 16):
+        assert str(number) in error_of(answer)["message"]
+    with running(diffusion, max_length=20) as short:
+        assert "20" in error_of(post(short, {**PROMPT, "prompt": [5] * 5}))["message"]
+        assert post(short, {**PROMPT, "prompt": [5] * 4}).status_code == 200
+
+
+def test_bodies_that_are_no_json_or_too_large(server: Running) -> None:
+    for raw in (b"{", b"[1]", b"\xff", b"[" * 50_000):
+        assert post(server, raw).status_code == 400
+    assert post(server, b"{}", kind="text/plain").status_code == 415
+    large = {"prompt": "x" * 100_000}
+    answer = post(server, large)
+    assert answer.status_code == 413
+    assert "100000" in error_of(answer)["message"]
+
+    def parts() -> Iterator[bytes]:  # of unknown length
+        yield from [b" " * 10_000] * 11
+
+    headers = {"Content-Type": "application/json"}
+    assert httpx.post(f"{server.address}/v1/completions", content=parts(), headers=headers).status_code == 413
+
+
+def test_paths_that_there_are_not(server: Running) -> None:
+    assert httpx.get(f"{server.address}/v1/nowhere").status_code == 404
+    answer = httpx.get(f"{server.address}/v1/completions")
+    assert answer.status_code == 405
+    assert "/v1/completions" in error_of(answer)["message"]
+
+
+def test_a_key_is_asked_for(diffusion: LoadedModel) -> None:
+    with running(diffusion, api_key="secret") as server:
+        with pytest.raises(openai.AuthenticationError):
+            server.client("wrong").models.list()
+        for header in ({}, {"Authorization": "Basic secret"}, {"Authorization": "Bearer s\xe9cret".encode("latin-1")}):
+            assert httpx.get(f"{server.address}/v1/models", headers=header).status_code == 401
+        assert server.client("secret").completions.create(model="any", **PROMPT).choices
+        assert httpx.get(f"{server.address}/health").status_code == 200
+
+
+def test_a_full_queue_sends_clients_away_for_a_while(diffusion: LoadedModel) -> None:
+    with running(diffusion, batch_size=1, queue_size=2) as server, held(diffusion) as go:
+        answers: list[httpx.Response] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(post(server, {**PROMPT, "stream": False})))
+            for _ in range(3)
+        ]
+        threads[0].start()
+        server.wait(lambda: server.scheduler.running == 1, "the first one is sampled")
+        for thread in threads[1:]:
+            thread.start()
+        server.wait(lambda: server.scheduler.waiting == 2, "the others wait")
+        with pytest.raises(openai.RateLimitError) as refused:
+            server.client().completions.create(model="any", **PROMPT)
+        assert int(refused.value.response.headers["Retry-After"]) >= 1
+        go.set()
+        for thread in threads:
+            thread.join()
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert post(server, PROMPT).status_code == 200
+        assert post(server, {**PROMPT, "n": 3}).status_code == 400  # could never wait
+
+
+def test_an_answer_that_takes_too_long(diffusion: LoadedModel) -> None:
+    with running(diffusion, timeout_s=0.5) as server:
+        with held(diffusion):
+            answer = post(server, PROMPT)
+            assert answer.status_code == 504
+            assert error_of(answer)["type"] == "timeout_error"
+            streamed = post(server, {**PROMPT, "stream": True}).text
+            assert "timeout_error" in streamed
+            assert "[DONE]" not in streamed
+        server.wait(lambda: not server.scheduler.running, "its rows leave")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_takes_its_row_along(diffusion: LoadedModel, stream: bool) -> None:
+    passes: list[int] = []
+    handle = diffusion.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    try:
+        with running(diffusion) as server, held(diffusion) as go:
+            body = json.dumps({"prompt": "the cat ", "max_tokens": 128, "stream": stream})
+            host, port = server.address.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port))) as client:
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+                client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+                server.wait(lambda: server.scheduler.running == 1, "it is sampled")
+            server.wait(lambda: all(row.cancelled for row in server.scheduler._running), "its row is cancelled")
+            go.set()
+            server.wait(lambda: not server.scheduler.running, "the batch ends")
+            assert len(passes) < 16
+            assert post(server, PROMPT).status_code == 200
+    finally:
+        handle.remove()
+
+
+def test_the_end_of_the_server_is_told_to_those_who_wait(diffusion: LoadedModel) -> None:
+    answers: list[httpx.Response] = []
+    with held(diffusion) as go:
+        with running(diffusion, batch_size=1) as server:
+            threads = [
+                threading.Thread(target=lambda one=one: answers.append(post(server, {**PROMPT, "stream": one})))
+                for one in (False, True)
+            ]
+            for thread in threads:
+                thread.start()
+            server.wait(lambda: server.scheduler.running + server.scheduler.waiting == 2, "both wait")
+            threads.append(threading.Thread(target=lambda: [thread.join() for thread in threads[:2]] and go.set()))
+            threads[2].start()
+        threads[2].join()
+    assert sorted(answer.status_code for answer in answers) == [200, 503]
+    assert all("shut down" in answer.text for answer in answers)
+
+
+def test_what_fails_while_sampling_is_no_end_of_the_server(
+    diffusion: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a kernel failed")
+
+    with running(diffusion) as server:
+        handle = diffusion.model.register_forward_pre_hook(fail)
+        try:
+            answer = post(server, PROMPT)
+        finally:
+            handle.remove()
+        assert answer.status_code == 500
+        assert error_of(answer)["type"] == "server_error"
+        assert "a kernel failed" not in answer.text
+        assert "a kernel failed" in caplog.text
+        assert post(server, PROMPT).status_code == 200
