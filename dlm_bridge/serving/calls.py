@@ -13,7 +13,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.serving.choices import Choice
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
-from dlm_bridge.serving.protocol import Answer, RequestError, TextRequest
+from dlm_bridge.serving.protocol import AnswerBodies, RequestError, TextRequest
 from dlm_bridge.serving.scheduler import ClosedError, Ended, Failed, QueueFullError, Row, RowEvent, Scheduler
 
 CLIENT_LEFT = 499  # nobody gets this status: it is for the metrics
@@ -52,7 +52,7 @@ class Call:
         """Queue the rows. Raises RequestError where there is no room."""
         self.rows = rows
         # Copies of a prompt stand next to each other: it counts once.
-        self.answer = Answer(
+        self.answer = AnswerBodies(
             self.request.chat, self._served.name, sum(len(row.prompt) for row in rows[:: self.request.choices])
         )
         strings = self.request.stop_strings

@@ -127,11 +127,11 @@ class ServedModel:
         return [None if seed is None else seed + number for number in range(len(prompts))]
 
 
-class StoppedError(Exception):
+class AbandonedError(Exception):
     """Nobody waits for any row of the batch."""
 
 
-class BatchSampler:
+class ClosedBatches:
     """Samples rows in closed batches."""
 
     def __init__(self, served: ServedModel) -> None:
@@ -158,7 +158,7 @@ class BatchSampler:
                 streamer=watch,
                 seeds=seeds,
             )
-        except StoppedError:
+        except AbandonedError:
             return
         scheduler.forwards += found.forwards
         for row, tokens in zip(rows, found.token_ids, strict=True):
@@ -177,7 +177,7 @@ class _Watch:
 
     def on_step(self, step: Any) -> None:
         if all(row.cancelled for row in self._rows):
-            raise StoppedError
+            raise AbandonedError
         tokens, committed = step.tokens[:, self._width :].tolist(), step.committed[:, self._width :].tolist()
         for number, row in enumerate(self._rows):
             places = tuple(place for place, is_new in enumerate(committed[number]) if is_new)
@@ -190,7 +190,7 @@ class _Watch:
             self._prompts_came = True
             return
         if all(row.cancelled for row in self._rows):
-            raise StoppedError
+            raise AbandonedError
         for number, (row, tokens) in enumerate(zip(self._rows, value.view(len(self._rows), -1).tolist(), strict=True)):
             for token in tokens:
                 if not self._ends & set(self._final[number][-1:]):  # behind the end is padding

@@ -163,7 +163,7 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerBodies:
     """The bodies of one answer.
 
     Args:

@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
         )
 
     def serve_forever(self) -> None:
-        """Answer until a signal comes. Raises KeyboardInterrupt after SIGINT."""
+        """AnswerBodies until a signal comes. Raises KeyboardInterrupt after SIGINT."""
         self._scheduler.start()
         try:
             self.run(sockets=[self._sock])
