@@ -6,7 +6,7 @@
 
 Each walk is one job on a tiny LLaDA in a process of its own, observed by `sys.setprofile` in every thread. A file
 counts when one of its functions is called during the walk. What an import executes does not count: module bodies,
-class bodies, decorators, registrations.
+class bodies, decorators, registrations; nor do annotations, which Typer evaluates for all commands when one is called.
 
     import    `dlm-bridge import HF OUT --tp 2 --pp 2`, the whole command; its files of cli/ count as well
     batch     `dlm-bridge pretrain --engine megatron` on one CPU process: from the end of the first optimizer step to
@@ -75,6 +75,7 @@ CONFIG: dict[str, Any] = {
 }
 STEPS = 24  # more than a loader reads ahead
 IMPORTS = "<frozen importlib._bootstrap>"
+ANNOTATION = ("<string>", "<module>")  # file and name of the code that typing.get_type_hints evaluates
 
 
 class Walk:
@@ -99,9 +100,10 @@ class Walk:
 
 
 def _importing(frame: FrameType | None) -> bool:
-    """Whether an import runs this frame: a module's body, or what is called there."""
+    """Whether a frame is of an import (a module's body, or what is called there), or of annotations' evaluation."""
     while frame is not None:
-        if frame.f_code.co_filename == IMPORTS:
+        code = frame.f_code
+        if code.co_filename == IMPORTS or (code.co_filename, code.co_name) == ANNOTATION:
             return True
         frame = frame.f_back
     return False

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models import foreign_loss
+from dlm_bridge.models import diffusion_lm
 from dlm_bridge.train.collator import DiffusionCollator, trl_loss
 from tests.families import dream, llada, sdar
 from tests.families.case import FamilyCase
@@ -197,10 +197,10 @@ def test_a_next_token_evaluation_warns(
 ) -> None:
     model = _model(BODIES["llama"], tmp_path, tokenizer)
     trainer = _plain(SFTTrainer, model, tmp_path, tokenizer, _prompts(8), eval_strategy="no")
-    foreign_loss.logger.warning_once.cache_clear()
+    diffusion_lm.logger.warning_once.cache_clear()
     trainer.evaluate(trainer.train_dataset)
     trainer.evaluate(trainer.train_dataset)
-    assert [record.name for record in caplog.records].count(foreign_loss.__name__) == 1
+    assert [record.name for record in caplog.records].count(diffusion_lm.__name__) == 1
 
 
 def test_trainer_smooths_no_labels_of_a_diffusion_model(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -218,7 +218,7 @@ def test_a_loss_of_ones_own_is_left_alone(
     model = _model(BODIES["llama"], tmp_path, tokenizer)
     arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
     data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
-    foreign_loss.logger.warning_once.cache_clear()
+    diffusion_lm.logger.warning_once.cache_clear()
     Trainer(
         model=model,
         args=arguments,
@@ -228,7 +228,7 @@ def test_a_loss_of_ones_own_is_left_alone(
     for _ in range(2):
         model.train().model(torch.arange(4)[None]).last_hidden_state.sum().backward()
     model.eval().model(torch.arange(4)[None])
-    assert [record.name for record in caplog.records].count(foreign_loss.__name__) == 2
+    assert [record.name for record in caplog.records].count(diffusion_lm.__name__) == 2
 
 
 def test_without_its_loss_function_nothing_trains(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
