@@ -129,7 +129,7 @@ def _contents(
             check_recorded(checkpoint)
         adapter = None
         family = checkpoint.family
-        files = sorted({*checkpoint.reader.weight_files(), *checkpoint.hub.files})
+        files = sorted({*checkpoint.reader.files, *checkpoint.hub.files})
         left_out = list(checkpoint.hub.excluded)
     files = [name for name in files if not Path(name).name.startswith(".")]
     if (folder / MANIFEST).is_file():

@@ -48,6 +48,8 @@ class HubConfig(PreTrainedConfig):
         return result
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if self.__dict__.get("head_dim", 0) is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
         require_values({key: getattr(self, key) for key in self.required_values}, self.required_values)
         super().__post_init__(**kwargs)
         _register_model_class(self.family)

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -26,10 +24,6 @@ class DLMConfig(HubConfig, Qwen3Config):
     head_dim: int | None = None
     attn_mask_type: str = "bidirectional"
     mask_token_id: int | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        super().__post_init__(**kwargs)
 
 
 class DiffLM(DiffusionLM, Qwen3ForCausalLM):

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -25,10 +23,6 @@ class DreamReasonerConfig(HubConfig, Qwen3Config):
     head_dim: int | None = None
     block_size: int = 32
     mask_token_id: int | None = 151669
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        super().__post_init__(**kwargs)
 
 
 class DreamForCausalLM(DiffusionLM, Qwen3ForCausalLM):

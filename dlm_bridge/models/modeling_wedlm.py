@@ -35,7 +35,6 @@ class WeDLMConfig(HubConfig, Qwen3Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.mask_token_id = SPEC.mask_token_id if self.mask_token_id is None else self.mask_token_id
-        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
 
 

@@ -34,6 +34,18 @@ def moe_settings(dims: Dims, chosen: int, score: str = "softmax", renormalised: 
     }
 
 
+# Defaults of config classes of the models that were made of Qwen3-30B-A3B, for keys that a config.json leaves out.
+QWEN3_30B_A3B: dict[str, Any] = {
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "rope_theta": 1000000.0,
+}
+
+
 def qwen3_moe_mapping(
     defaults: dict[str, Any], required: dict[str, Any] = SUPPORTED_VALUES, sliding_window: bool = False
 ) -> Mapping:

@@ -5,11 +5,13 @@ mask that a call may have, or refuses it.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention import sdpa_kernel
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
@@ -23,6 +25,7 @@ from dlm_bridge.parallel.core import (
     is_layer_window_attention,
 )
 from dlm_bridge.parallel.fused import flash_attention
+from dlm_bridge.parallel.fused.flash_attention import SDPA_KERNELS
 
 MASKS = MaskCache()
 WIDE_HEAD = 128  # up to which FlexAttention's own tiles of fp32 fit
@@ -231,23 +234,10 @@ def _torch_attention(
     scale: float,
 ) -> torch.Tensor:
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-    if q.is_cuda:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        # cuDNN's kernel is the fastest; the next ones are for what it does not take.
-        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-        order += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        with sdpa_kernel(order, set_priority=True):
-            return _heads_last(_scaled_dot_product(q, k, v, mask, causal, scale))
-    return _heads_last(_scaled_dot_product(q, k, v, mask, causal, scale))
-
-
-def _scaled_dot_product(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
-) -> torch.Tensor:
     if q.shape[1] != k.shape[1]:
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    with sdpa_kernel(SDPA_KERNELS, set_priority=True) if q.is_cuda else nullcontext():
+        return _heads_last(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale))
 
 
 def _heads_last(output_BHSD: torch.Tensor) -> torch.Tensor:

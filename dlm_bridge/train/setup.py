@@ -197,9 +197,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     check_objective(
         objective, family, f"--objective {objective}" if config.objective.name else f"--model {config.model.path}"
     )
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and config.data.seq_length > limit:
-        raise DlmBridgeError(f"--seq-length {config.data.seq_length} is more than the model's {limit} positions")
+    check_length(config, model)
     config = config.replace(objective=objective)
     if config.task == "sft":
         config = with_family_defaults(config, family)
@@ -207,6 +205,13 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     check_trackers(config)
     read_prompts(config.logging.sample_prompt)
     return config
+
+
+def check_length(config: TrainConfig, model: Any) -> None:
+    """Raise DlmBridgeError for rows that are longer than the model can take."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and config.data.seq_length > limit:
+        raise DlmBridgeError(f"--seq-length {config.data.seq_length} is more than the model's {limit} positions")
 
 
 def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[TrainConfig, Objective]:

@@ -103,9 +103,9 @@ class TrainingLoop(abc.ABC):
         """Set weights and optimizer state to a checkpoint's. Raises DlmBridgeError where it is damaged or of other
         data."""
 
-    @abc.abstractmethod
     def trained_parameters(self) -> Iterable[torch.Tensor]:
         """The parameters that this process updates."""
+        return (weight for weight in self.plain_model.parameters() if weight.requires_grad)
 
     def finish(self) -> None:  # noqa: B027 (most have nothing in the background)
         """Wait for what still runs in the background after the last step. Raises DlmBridgeError where it fails."""

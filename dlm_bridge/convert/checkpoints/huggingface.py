@@ -90,7 +90,7 @@ class HubCheckpoint(ByNameCheckpoint):
         if self._dequantize:
             config = {key: value for key, value in config.items() if key != "quantization_config"}
             texts[CONFIG_FILE] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-        files = list_side_files(self.root, self.reader.weight_files())
+        files = list_side_files(self.root, self.reader.files)
         return HubMetadata(
             family=family,
             config=config,
@@ -208,10 +208,6 @@ class HubReader:
             ShardRecord(file, content.metadata, tuple(entry.name for entry in content.entries))
             for file, content in self.files.items()
         ]
-
-    def weight_files(self) -> set[str]:
-        """The files that hold the weights."""
-        return set(self.files)
 
     def _check_index(self, index: dict[str, str]) -> None:
         path = self.folder / self._index

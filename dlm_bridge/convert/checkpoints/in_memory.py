@@ -51,9 +51,6 @@ class LiveCheckpoint(ByNameCheckpoint):
             if tensor.device.type == "meta":
                 raise DlmBridgeError(f"{where}: tensor {name} is on the meta device: it has no values")
 
-    def has(self, param: ParamMapping) -> bool:
-        return any(name in self._tensors for name in param.hub_names)
-
     def _tensor(self, name: str) -> torch.Tensor:
         return self._tensors[name].detach().cpu()
 

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from dlm_bridge.errors import one_line
 
@@ -25,6 +26,13 @@ HALF = (torch.bfloat16, torch.float16)
 MULTIPLE = 8  # of a head's size
 LARGEST = {9: 256}  # head size by the major compute capability
 LARGEST_ELSEWHERE = 128
+# torch's own kernels where these are not used, in order of preference: it takes the first that supports the call.
+SDPA_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def flash_attention(

@@ -8,19 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.fused import flash_attention
+from dlm_bridge.parallel.fused.flash_attention import SDPA_KERNELS
 
 FLASH = "flash"  # what `--attention-backend` calls FlashAttention 4, next to transformers' names
-# In order of preference; torch takes the first that supports the head size and dtype.
-KERNELS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 def uses_flash_attention(model: Any, backend: str | None, device: torch.device, precision: str) -> bool:
@@ -68,7 +62,7 @@ def attention_kernels(device: torch.device, masked: bool, compiled: bool, flash:
         return
     function = flash_attention_forward if flash else sdpa_repeated_kv_forward if compiled else None
     replaced = contextlib.nullcontext() if function is None else replace_sdpa(function)
-    with sdpa_kernel(KERNELS, set_priority=True), replaced:
+    with sdpa_kernel(SDPA_KERNELS, set_priority=True), replaced:
         yield
 
 

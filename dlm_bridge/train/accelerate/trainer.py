@@ -236,9 +236,6 @@ class AccelerateTrainer(Trainer):
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 
-    def trained_parameters(self) -> list[torch.Tensor]:
-        return [weight for weight in self.plain_model.parameters() if weight.requires_grad]
-
     def _loss(
         self, model: Any, batch: NoisyBatch, positions: LossPositions, divisors_K: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

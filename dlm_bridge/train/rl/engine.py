@@ -28,7 +28,7 @@ from dlm_bridge.train.rl.likelihood import LikelihoodQuery, Sequences, blockwise
 from dlm_bridge.train.rl.reward_worker import RewardWorkers
 from dlm_bridge.train.rl.rollout import Rollout, Rollouts
 from dlm_bridge.train.rl.rows import PreferencePair, Problem, load_pairs, load_problems
-from dlm_bridge.train.rl.trainer import PreferenceRow, RLTrainer, RolloutRow, check_length, check_method, check_sampler
+from dlm_bridge.train.rl.trainer import PreferenceRow, RLTrainer, RolloutRow, check_method, check_sampler
 from dlm_bridge.train.rl.updates import (
     PreferenceUpdater,
     UpdateMetrics,
@@ -36,7 +36,7 @@ from dlm_bridge.train.rl.updates import (
     policy_loss,
     preference_loss,
 )
-from dlm_bridge.train.setup import RunStart, training_errors
+from dlm_bridge.train.setup import RunStart, check_length, training_errors
 
 
 @training_errors

@@ -91,13 +91,6 @@ def check_method(config: RLConfig, family: FamilySpec | None) -> None:
         )
 
 
-def check_length(config: RLConfig, model: Any) -> None:
-    """Raise DlmBridgeError for rows that may be longer than the model."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and config.data.seq_length > limit:
-        raise DlmBridgeError(f"--seq-length {config.data.seq_length} is more than the model's {limit} positions")
-
-
 def check_sampler(config: RLConfig, model: Any) -> None:
     """Raise DlmBridgeError for settings of `--generation` that the model's sampler cannot run."""
     keywords = {"gen_length": config.rl.gen_length, "temperature": config.rl.temperature, **config.rl.sampler}
@@ -219,9 +212,6 @@ class RLTrainer(TrainingLoop, Generic[Item]):
                 save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
                 remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
         return step_folder(self.output, step)
-
-    def trained_parameters(self) -> list[torch.Tensor]:
-        return [weight for weight in self.plain_model.parameters() if weight.requires_grad]
 
     def summed(self, values: dict[str, float]) -> dict[str, float]:
         """Each value summed over the processes."""
