@@ -197,29 +197,38 @@ class Scheduler:
         if isinstance(event, Ended):
             self.tokens += len(event.tokens)
         if not isinstance(event, Committed):
-            self._running.discard(row)
+            self.drop(row)
         if not row.cancelled and (row.live or not isinstance(event, Committed)):
             row.listener(event)
 
     def drop(self, row: Row) -> None:
-        """A cancelled row has left the batch."""
-        self._running.discard(row)
+        """The row has left the batch."""
+        with self._changed:
+            self._running.discard(row)
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._waiting)
-                if self._closed:
-                    return
-                rows = self.take(self._waiting[0].group, self.batch_size)
-            self._sample(rows)
+        while self._await_rows():
+            self._sample()
 
-    def _sample(self, rows: list[Row]) -> None:
+    def _await_rows(self) -> bool:
+        """Wait for rows; False when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting)
+            return not self._closed
+
+    def _sample(self) -> None:
+        """Sample a batch of the oldest row's group."""
+        with self._changed:
+            rows = self.take(self._waiting[0].group, self.batch_size) if self._waiting else []
         try:
-            self._sampler.run(rows, self)
+            if rows:
+                self._sampler.run(rows, self)
         except Exception as error:
             if not isinstance(error, DlmBridgeError):
                 logger.exception("sampling failed")
-            for row in list(self._running):
+            with self._changed:
+                unfinished = list(self._running)
+            for row in unfinished:
                 self.tell(row, Failed(error))
-        self._running.clear()
+        with self._changed:
+            self._running.clear()
