@@ -94,7 +94,7 @@ def serve(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens of a prompt and its new ones together, at most; the model's context by default.",
+            help="Tokens of a prompt and its new ones together, at most; by default the model's context, up to 4096.",
             rich_help_panel=LIMITS,
         ),
     ] = None,
@@ -124,7 +124,8 @@ def serve(
     """
     _require("serve", ("fastapi", "uvicorn"))
     from dlm_bridge.cli.generate_request import parse_settings
-    from dlm_bridge.serving.model import ClosedBatches, ServedModel
+    from dlm_bridge.serving.batches import row_sampler
+    from dlm_bridge.serving.model import ServedModel
     from dlm_bridge.serving.scheduler import Scheduler
     from dlm_bridge.serving.server import Limits, Server, bind
 
@@ -134,7 +135,7 @@ def serve(
     name = Path(model).resolve().name if Path(model).is_dir() else model
     served = ServedModel(loaded, name, defaults, max_length)
     served.check()
-    scheduler = Scheduler(ClosedBatches(served), batch_size=batch_size, queue_size=queue_size)
+    scheduler = Scheduler(row_sampler(served), batch_size=batch_size, queue_size=queue_size)
     said = f"{model} ({loaded.family}): http://{host}:{sock.getsockname()[1]}/v1 (Ctrl-C ends)"
     limits = Limits(max_body * 2**20, timeout, api_key or None)
     Server(served, scheduler, limits, sock, when_ready=lambda: print(said, flush=True)).serve_forever()

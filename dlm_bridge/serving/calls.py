@@ -14,7 +14,7 @@ from dlm_bridge.serving.choices import Choice
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import AnswerBodies, RequestError, TextRequest
-from dlm_bridge.serving.scheduler import ClosedError, Ended, Failed, QueueFullError, Row, RowEvent, Scheduler
+from dlm_bridge.serving.scheduler import ClosedError, Ended, Extended, Failed, QueueFullError, Row, RowEvent, Scheduler
 
 CLIENT_LEFT = 499  # nobody gets this status: it is for the metrics
 
@@ -94,7 +94,7 @@ class Call:
     def take(self, index: int, event: RowEvent) -> tuple[str, str | None]:
         """The piece of text that an event adds to its choice, and the reason where it finishes it."""
         choice = self.choices[index]
-        if choice.finish_reason is not None or isinstance(event, Failed):
+        if choice.finish_reason is not None or not isinstance(event, Extended | Ended):
             return "", None
         piece = choice.take(event)
         if choice.finish_reason is not None and not isinstance(event, Ended):

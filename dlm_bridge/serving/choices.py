@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from dlm_bridge.serving.scheduler import Committed, Ended
+from dlm_bridge.serving.scheduler import Ended, Extended
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a whole character, so far
 
@@ -85,13 +85,13 @@ class Choice:
         """All pieces so far."""
         return "".join(self._pieces)
 
-    def take(self, event: Committed | Ended) -> str:
+    def take(self, event: Extended | Ended) -> str:
         """The piece of text that an event adds. A stop string finishes the choice before its row has ended."""
         if self.finish_reason is not None:
             return ""
-        tokens = event.final if isinstance(event, Committed) else event.tokens
-        piece = self._stream.add(tokens[len(self.tokens) :])
-        self.tokens = list(tokens)
+        new = event.tokens if isinstance(event, Extended) else event.tokens[len(self.tokens) :]
+        piece = self._stream.add(new)
+        self.tokens += new
         if isinstance(event, Ended):
             piece += self._stream.end()
             self.finish_reason = "stop" if event.stopped else "length"

@@ -20,19 +20,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Committed:
-    """Tokens of a row that one forward pass committed.
+    """Tokens of a row that one forward pass committed or changed, anywhere in it.
 
     Args:
         forwards: forward passes that the row took part in so far.
         positions: counted from the row's first new token.
         tokens: [len(positions)] token ids.
-        final: tokens from the first new one on that no later step changes, and that no mask stands between.
     """
 
     forwards: int
     positions: tuple[int, ...]
     tokens: tuple[int, ...]
-    final: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Extended:
+    """The next new tokens of a row that no later step changes; all on their left have been told before."""
+
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Failed:
     error: Exception
 
 
-RowEvent = Committed | Ended | Failed
+RowEvent = Committed | Extended | Ended | Failed
 
 
 @dataclass(eq=False)
@@ -67,7 +72,7 @@ class Row:
         seed: of the row's own noise; None: any.
         group: equal for rows that can be sampled in one batch.
         listener: is called with every event of the row.
-        live: wants `Committed` events.
+        live: wants `Committed` and `Extended` events.
     """
 
     prompt: tuple[int, ...]
@@ -196,9 +201,10 @@ class Scheduler:
         """Hand an event to the row's listener; a row without anyone who waits for it gets none."""
         if isinstance(event, Ended):
             self.tokens += len(event.tokens)
-        if not isinstance(event, Committed):
+        final = isinstance(event, Ended | Failed)
+        if final:
             self.drop(row)
-        if not row.cancelled and (row.live or not isinstance(event, Committed)):
+        if not row.cancelled and (row.live or final):
             row.listener(event)
 
     def drop(self, row: Row) -> None:

@@ -123,6 +123,7 @@ def build_app(served: ServedModel, scheduler: Scheduler, limits: Limits) -> Fast
     app.add_api_route(COMMITS, routes.answering(routes.commits), methods=["POST"])
     app.add_api_route("/v1/models", routes.answering(routes.models), methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", routes.answering(routes.model), methods=["GET"])
+    app.add_api_route("/load_model", routes.answering(routes.load_model), methods=["POST"])
     app.add_api_route("/health", routes.answering(routes.health), methods=["GET"])
     app.add_api_route("/metrics", routes.answering(routes.figures), methods=["GET"])
     app.add_exception_handler(HTTPException, routes.refuse)
@@ -170,6 +171,11 @@ class _Routes:
         if name != self._served.name:
             raise RequestError(f"no model {name!r} here: there is {self._served.name}", 404, code="model_not_found")
         return JSONResponse(self._model(name))
+
+    async def load_model(self, request: Request) -> Response:
+        """What `transformers chat` asks first."""
+        ready = {"status": "ready", "model": self._served.name, "cached": True}
+        return Response(f"data: {json.dumps(ready)}\n\n", media_type="text/event-stream")
 
     async def health(self, request: Request) -> Response:
         alive = self._scheduler.alive
@@ -269,7 +275,7 @@ class _Routes:
         }
         async for index, event in call.events():
             _, reason = call.take(index, event)
-            if isinstance(event, Committed) and event.positions:
+            if isinstance(event, Committed):
                 texts = [strings.of([token])[0] for token in event.tokens]
                 yield {
                     "type": "commit",

@@ -20,7 +20,8 @@ from tests.cli.conftest import TEMPLATE, llada, qwen3  # noqa: F401  fixtures
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
-from dlm_bridge.serving.model import ClosedBatches, ServedModel  # noqa: E402
+from dlm_bridge.serving.batches import row_sampler  # noqa: E402
+from dlm_bridge.serving.model import ServedModel  # noqa: E402
 from dlm_bridge.serving.scheduler import Scheduler  # noqa: E402
 from dlm_bridge.serving.server import Limits, Server, bind  # noqa: E402
 
@@ -74,7 +75,7 @@ def running(
     """A server of the model until the end of the context."""
     served = ServedModel(loaded, "tiny", defaults or {}, max_length)
     served.check()
-    scheduler = Scheduler(ClosedBatches(served), batch_size=batch_size, queue_size=queue_size)
+    scheduler = Scheduler(row_sampler(served), batch_size=batch_size, queue_size=queue_size)
     sock = bind("127.0.0.1", 0)
     server = Server(served, scheduler, Limits(body_bytes, timeout_s, api_key), sock)
     thread = threading.Thread(target=server.serve_forever)

@@ -184,7 +184,9 @@ def test_an_autoregressive_model_answers_alike(autoregressive: Running, given: d
 
 
 def test_as_transformers_chat_asks(server: Running) -> None:
-    """With a generation config, which can hold a sampler's settings."""
+    """First whether the model is loaded, then with a generation config, which can hold a sampler's settings."""
+    ready = httpx.post(f"{server.address}/load_model", json={"model": "any"}).text
+    assert json.loads(ready.removeprefix("data: "))["status"] == "ready"
     config = {"max_new_tokens": 16, "block_length": 4, "do_sample": False, "transformers_version": "5.23.0"}
     body = {"messages": CHAT, "generation_config": json.dumps(config), "stream": True}
     found = events(server, body, "chat/completions")
