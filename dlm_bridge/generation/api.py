@@ -113,7 +113,7 @@ def generate(
     settings = resolve_settings(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
     if attention_mask is None:
         warn_of_padding(tokens_BP, settings.pad_token_id)
-    spec = _sampler_spec(settings, commit_rule)
+    spec = sampler_spec(settings, commit_rule)
     limits = settings.limits
     make_prompt = partial(PromptBatch.build, limits=limits, device=input_device(model))
     prompt, trials, row_trials = make_prompt(tokens_BP, attention_mask), 0, 0
@@ -155,7 +155,7 @@ def generate(
     )
 
 
-def _sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) -> SamplerSpec:
+def sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) -> SamplerSpec:
     """The parts of the call's sampler, with the caller's rule in place of its own."""
     sampler = settings.sampler
     spec = sampler.spec(SpecialTokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))

@@ -42,6 +42,23 @@ class StepCallback(Protocol):
         """Called after every forward pass."""
 
 
+class StepObserver(Protocol):
+    """What a sampler's rule reports its steps to."""
+
+    def step(
+        self,
+        canvas: Canvas,
+        rows: list[int],
+        columns: Columns,
+        logits_ANV: torch.Tensor,
+        forwards: int,
+        *,
+        final: bool,
+    ) -> None:
+        """After a forward pass that predicted these columns, and after the commit; `final`: no committed token can
+        change any more."""
+
+
 class CallbackHandler:
     """Calls the step callbacks and streamers of one call of `generate`.
 

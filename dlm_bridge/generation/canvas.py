@@ -132,7 +132,7 @@ class Canvas:
         else:
             first = self.prompt_width
             self.origins = list(prompt.pads)
-        self.starts = [origin + length for origin, length in zip(self.origins, lengths, strict=True)]
+        self.starts = [origin + length for origin, length in zip(self.origins, lengths, strict=True)]  # of new tokens
         self._gen_length = gen_length = limits.gen_length
         closing = layout.closing if gen_length else None
         new = gen_length - (closing is not None)
@@ -140,6 +140,7 @@ class Canvas:
         if layout.aligned:
             stop = first - (first - stop) // block * block  # whole blocks
         self.width = stop + (closing is not None)
+        self.stops = [self.width] * batch  # the column behind each row's last one
         if prompt.holes:
             first, block = (0, stop) if layout.whole else (first % block, block)
         self.blocks = [slice(begin, min(begin + block, stop)) for begin in range(first, stop, block)]
@@ -160,7 +161,7 @@ class Canvas:
         self._places = self._columns - torch.tensor(self.origins, device=device)[:, None]
         self._output = torch.full((batch, self.prompt_width + gen_length), pad_token_id, device=device)
         self._output[:, : self.prompt_width] = prompt.tokens
-        self.names = list(range(batch))  # which row of the batch each row of the canvas is
+        self.names: list[Any] = list(range(batch))  # which row of the batch each row of the canvas is
         holes = prompt.holes or ((),) * batch
         self.holes = [{origin + hole for hole in gaps} for origin, gaps in zip(self.origins, holes, strict=True)]
         self._is_hole: torch.Tensor | None = None  # [B, S]; None: no prompt has a hole
@@ -186,6 +187,11 @@ class Canvas:
     @property
     def padded(self) -> bool:
         return any(self.origins)
+
+    @property
+    def cache_width(self) -> int:
+        """The columns that a KV cache has."""
+        return self.width
 
     def index(self, rows: list[int]) -> torch.Tensor:
         """[A], the rows as an index on the device, cached for the last request."""
@@ -286,6 +292,7 @@ class Canvas:
         self.tokens, self._starts, self._places = self.tokens[stay], self._starts[stay], self._places[stay]
         self.origins = [self.origins[row] for row in stay]
         self.starts = [self.starts[row] for row in stay]
+        self.stops = [self.stops[row] for row in stay]
         self.names = [self.names[row] for row in stay]
         self.holes = [self.holes[row] for row in stay]
         if self._is_hole is not None:

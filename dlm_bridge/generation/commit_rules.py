@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.callbacks import CallbackHandler
+from dlm_bridge.generation.callbacks import StepObserver
 from dlm_bridge.generation.canvas import Canvas, Columns, read_flags, to_device
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.predictors import Predictor
@@ -37,7 +37,7 @@ class SamplerContext:
     sampling: TokenSampling
     constraints: Constraints
     noise: Noise
-    callbacks: CallbackHandler
+    callbacks: StepObserver
     vocabulary_size: int
     first_token: Literal["greedy", "sampled"] | None = None
     window: int | None = None
@@ -60,14 +60,15 @@ class DenoisingRule(ABC):
     """Denoises the blocks of one call of `generate`."""
 
     edits = False  # True: committed tokens may still change until their block is complete
+    needs_prompt: ClassVar[bool] = False  # True: a row needs a token to begin with
 
     def constrained(self, constraints: Constraints) -> DenoisingRule:
         """The rule under these constraints. Raises DlmBridgeError for constraints that it cannot hold."""
         return self
 
     @abstractmethod
-    def denoise_block(self, context: SamplerContext, block: slice) -> None:
-        """Write the tokens of the block to the canvas."""
+    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
+        """Write the tokens of the block to the canvas, step by step: the iterator yields after each step."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Step:
     columns: slice | torch.Tensor  # the N columns on the canvas
     width: int  # S, columns of the canvas that the model attended to
     origins: list[int]  # [A], each row's first column that is no padding
+    stops: list[int]  # [A], the column behind each row's last one
     noise: Noise
 
     def probabilities(self) -> torch.Tensor:
@@ -133,7 +135,7 @@ class CommitRule(DenoisingRule):
     def constrained(self, constraints: Constraints) -> DenoisingRule:
         return LeftToRightRule() if constraints.ordered else self
 
-    def denoise_block(self, context: SamplerContext, block: slice) -> None:
+    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
         """Predict, propose and commit, step by step. A row takes part until its own steps are over, so that its tokens
         do not depend on the batch."""
         canvas, predictor = context.canvas, context.predictor
@@ -167,6 +169,7 @@ class CommitRule(DenoisingRule):
                 columns=columns,
                 width=predictor.end(block),
                 origins=[canvas.origins[row] for row in active],
+                stops=[canvas.stops[row] for row in active],
                 noise=context.noise,
             )
             canvas.put(rows, columns, torch.where(self.select(step), tokens, before))
@@ -178,6 +181,7 @@ class CommitRule(DenoisingRule):
                 unfinished = read_flags(unfinished_A, predictor.launch_speculatively)
                 more = [a and b for a, b in zip(more, unfinished, strict=True)]
             active = [row for row, on in zip(active, more, strict=True) if on]
+            yield
 
     def _commit_first_token(self, context: SamplerContext, block: slice) -> list[int]:
         """Commit the block's first token where it is new and has a token before it, as an autoregressive model would.
@@ -277,7 +281,7 @@ def precise_confidence(step: Step) -> torch.Tensor:
 
 def random_order(step: Step) -> torch.Tensor:
     """LLaDA's random remasking (algorithm 4)."""
-    return step.noise.per_position(step.rows, step.width, step.origins)[:, step.columns]
+    return step.noise.per_position(step.rows, step.width, step.origins, step.stops)[:, step.columns]
 
 
 def probability(step: Step) -> torch.Tensor:
@@ -369,7 +373,7 @@ class TopScoresRule(CommitRule):
         scores_AN = self._score(step)
         if self._rank_temperature:
             # The highest of score / T + Gumbel noise are draws without replacement.
-            uniform_AS = step.noise.per_position(step.rows, step.width, step.origins)
+            uniform_AS = step.noise.per_position(step.rows, step.width, step.origins, step.stops)
             uniform_AN = uniform_AS[:, step.columns].clamp(min=1e-30)
             scores_AN = scores_AN / self._rank_temperature - uniform_AN.log().neg().log()
         scores_AN = scores_AN.masked_fill(~step.masked, MINUS_INFINITY)

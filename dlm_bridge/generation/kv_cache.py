@@ -68,6 +68,14 @@ class StaticKVCache:
             for buffer in buffers:
                 buffer[: len(rows)] = buffer[indices[buffer.device]]
 
+    def shift(self, by: int) -> None:
+        """Move the columns to the right, or to the left with `by` below 0."""
+        for buffers in self._buffers:
+            for buffer in buffers:
+                width = buffer.shape[2] - abs(by)
+                moved = buffer.narrow(2, max(-by, 0), width).clone()
+                buffer.narrow(2, max(by, 0), width).copy_(moved)
+
     @staticmethod
     def write(buffer: torch.Tensor, columns: torch.Tensor, new: torch.Tensor) -> None:
         """Store `new` [B, KV heads, Q, D] at these columns, [Q] or [B, Q], of a layer's buffer."""
@@ -105,6 +113,9 @@ class KVCache:
 
     def write(self, stop: int) -> None:
         """A forward pass has written the columns before `stop`."""
+
+    def shift(self, by: int) -> None:
+        """The canvas' columns move to the right by so many."""
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only."""
@@ -167,6 +178,11 @@ class BlockKVCache(_StoringKVCache):
 
     def read(self, block: slice, end: int, *, shift: bool) -> slice:
         return slice(self.length, end)
+
+    def shift(self, by: int) -> None:
+        if by and self.buffers is not None:
+            self.buffers.shift(by)
+        self.length += by
 
 
 def attention_layers(model: Any) -> list[nn.Module]:

@@ -60,7 +60,7 @@ def denoise(
     """
     canvas = Canvas(prompt, spec.layout, settings.limits, settings.pad_token_id, stop_condition)
     rule = spec.rule.constrained(constraints)
-    kv_cache = _choose_cache(spec.predictor, model, settings.cache)
+    kv_cache = choose_cache(spec.predictor, model, settings.cache)
     copies = 2 if spec.predictor_options.get("cfg_scale") else 1
     rows = copies * len(canvas.rows)
     with ModelRunner.open(model, settings.execution, kv_cache, rows=rows, width=canvas.width) as runner:
@@ -81,7 +81,8 @@ def denoise(
         callbacks.begin(canvas)
         for block in canvas.blocks:
             predictor.open_block(block)
-            rule.denoise_block(context, block)
+            for _ in rule.denoise_block(context, block):
+                pass
             callbacks.block(canvas, block)
             next_forward = partial(predictor.launch_speculatively, done=True)
             rows_left = canvas.retire(block, partial(read_flags, overlap_with=next_forward))
@@ -95,7 +96,7 @@ def denoise(
     return SamplingResult(sequences, predictor.forwards, callbacks.row_forwards, canvas.new_tokens())
 
 
-def _choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | None) -> KVCache:
+def choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | None) -> KVCache:
     """The cache that is asked for; by default the exact one that stores, where the predictor has one."""
     kinds = {kind.mode: kind for kind in predictor.caches}
     if wanted is None:

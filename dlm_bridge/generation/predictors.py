@@ -54,6 +54,14 @@ class Predictor:
     def select_rows(self, rows: list[int]) -> None:
         """The canvas goes on with these of its rows."""
 
+    def shift_columns(self, by: int) -> None:
+        """The canvas' columns move to the right by so many, between two blocks."""
+        self._block = slice(self._block.start + by, self._block.stop + by)
+        self.cache.shift(by)
+
+    def admit(self, count: int) -> None:
+        """So many rows have entered the canvas between two blocks, in front of the others."""
+
     def columns(self, rows: list[int] | None, block: slice) -> Columns:
         """The columns of the block that the rows' next step predicts."""
         return block
@@ -129,7 +137,7 @@ class Predictor:
     def _positions(self, rows: list[int] | None, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[A, E] positions, counted from each row's first token, and False at padding."""
         places = self.canvas.places(rows)[:, :end]
-        return places.clamp(min=0), places >= 0
+        return places.clamp(min=0), self.canvas.real(rows)[:, :end]
 
     def _shifted_logits(self, origins: list[int], view: CanvasView, columns: slice, shift: bool) -> torch.Tensor:
         first = columns.start
@@ -191,6 +199,40 @@ class BlockCachePredictor(Predictor):
             self.cache.select_rows(rows)
         if self._speculative is not None:
             self._speculative = self._speculative[rows]
+
+    def admit(self, count: int) -> None:
+        """Cache of the entering rows' prompts what is cached of the other rows."""
+        if self._speculative is not None:  # without the entering rows
+            self._write_cache(self._block.stop, self._speculative[:, : self._block.stop - self._block.start])
+            self._speculative = None
+        if not self.cache.stores or self._last_cached is None:
+            return
+        copies = 2 if self.cfg_scale else 1  # the unconditional rows follow the others
+        new, old = copies * count, len(self._last_cached)
+        self.cache.select_rows([0] * new + list(range(old)))
+        self._last_cached = torch.cat([self._prefill(count), self._last_cached])
+        if copies == 2:
+            halves = [range(count), range(new, new + old // 2), range(count, new), range(new + old // 2, new + old)]
+            order = [row for half in halves for row in half]
+            self.cache.select_rows(order)
+            self._last_cached = self._last_cached[order]
+
+    def _prefill(self, count: int) -> torch.Tensor:
+        """[A, 1, H], the hidden state of the last cached column, by a forward pass of the first `count` rows over
+        their cached columns. Rows that begin behind these have nothing there."""
+        assert self._last_cached is not None
+        rows, end = list(range(count)), self._cached
+        begin = min(self.canvas.origins[:count])
+        if begin >= end:
+            return self._last_cached.new_zeros(count * (2 if self.cfg_scale else 1), *self._last_cached.shape[1:])
+        whole = self._uncached_view(rows, slice(end, end))
+        assert whole.attention_mask is not None
+        assert whole.position_ids is not None
+        mask, positions = whole.attention_mask[:, :, begin:], whole.position_ids[:, begin:]
+        view = CanvasView(whole.tokens[:, begin:], mask, positions, begin, end)
+        if self.cfg_scale:
+            view = self._with_unconditional_rows(view, self._condition(rows, self._block))
+        return self._runner.hidden(view, once=True)[:, -1:].clone()
 
     def end(self, block: slice) -> int:
         return block.stop
@@ -291,8 +333,9 @@ class BlockCausalPredictor(BlockCachePredictor):
         return CanvasView(self.canvas.take(rows, slice(0, block.stop)), mask, positions)
 
     def _cached_view(self, begin: int, block: slice) -> CanvasView:
-        # Whole blocks from `begin` on need no mask. The first columns of a prompt may be nothing but padding.
-        if not begin or (begin + self._offset) % self._block_length:
+        # Whole blocks from `begin` on need no mask, unless a row begins in them. The first columns of a prompt may be
+        # nothing but padding.
+        if not begin or max(self.canvas.origins) > begin or (begin + self._offset) % self._block_length:
             return super()._cached_view(begin, block)
         view = self._bidirectional_view(None, slice(begin, block.stop), block.stop)
         return view if block.stop - begin <= self._block_length else replace(view, block=self._block_length)

@@ -72,26 +72,35 @@ class Noise:
         if self._per_row is not None:
             self._per_row = [self._per_row[row] for row in rows]
 
-    def per_token(self, rows: Sequence[int], positions: int, vocabulary: int, pads: Sequence[int]) -> torch.Tensor:
-        """float64 [rows, positions, vocabulary], uniform in [0, 1), for these rows of the current batch; zero at the
-        first `pads` positions of a row if rows have their own generators."""
+    def admit(self, generators: Sequence[torch.Generator]) -> None:
+        """Rows with these generators enter the current batch, in front of the others."""
+        assert self._per_row is not None
+        self._per_row = [*generators, *self._per_row]
+
+    def per_token(
+        self, rows: Sequence[int], positions: int, vocabulary: int, pads: Sequence[int], ends: Sequence[int]
+    ) -> torch.Tensor:
+        """float64 [rows, positions, vocabulary], uniform in [0, 1), for these rows of the current batch. If rows have
+        their own generators, a row's numbers are those of its positions from `pads` to `ends`, and zero elsewhere."""
         if self._per_row is None:
             return self._draw((len(rows), positions, vocabulary), torch.float64, self._shared)
-        if not any(pads):
+        if not any(pads) and min(ends, default=positions) >= positions:
             shape = (positions, vocabulary)
             return torch.stack([self._draw(shape, torch.float64, self._per_row[row]) for row in rows])
         uniform = torch.zeros(len(rows), positions, vocabulary, dtype=torch.float64, device=self._device)
-        for line, row, pad in zip(uniform, rows, pads, strict=True):
-            line[pad:] = self._draw((positions - pad, vocabulary), torch.float64, self._per_row[row])
+        for line, row, pad, end in zip(uniform, rows, pads, ends, strict=True):
+            own = line[pad:end]
+            own.copy_(self._draw(tuple(own.shape), torch.float64, self._per_row[row]))
         return uniform
 
-    def per_position(self, rows: Sequence[int], width: int, pads: Sequence[int]) -> torch.Tensor:
-        """float32 [rows, width], uniform in [0, 1); zero at a row's padding if rows have their own generators."""
+    def per_position(self, rows: Sequence[int], width: int, pads: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+        """float32 [rows, width], uniform in [0, 1), as `per_token`."""
         if self._per_row is None:
             return self._draw((len(rows), width), torch.float32, self._shared)
         uniform = torch.zeros(len(rows), width, device=self._device)
-        for line, row, pad in zip(uniform, rows, pads, strict=True):
-            line[pad:] = self._draw((width - pad,), torch.float32, self._per_row[row])
+        for line, row, pad, end in zip(uniform, rows, pads, ends, strict=True):
+            own = line[pad:end]
+            own.copy_(self._draw(tuple(own.shape), torch.float32, self._per_row[row]))
         return uniform
 
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None) -> torch.Tensor:
@@ -258,7 +267,9 @@ def propose_tokens(
     shaped = sampling.shape(logits)
     uniform = None
     if sampling.draws:
-        first = columns.start if isinstance(columns, slice) else canvas.width
-        pads = [max(0, canvas.origins[row] - first) for row in rows]
-        uniform = noise.per_token(rows, logits.shape[1], logits.shape[2], pads)
+        pads, ends = [0] * len(rows), [logits.shape[1]] * len(rows)
+        if isinstance(columns, slice):
+            pads = [max(0, canvas.origins[row] - columns.start) for row in rows]
+            ends = [canvas.stops[row] - columns.start for row in rows]
+        uniform = noise.per_token(rows, logits.shape[1], logits.shape[2], pads, ends)
     return shaped, sampling.propose(logits, shaped, canvas.mask_token_id, uniform)

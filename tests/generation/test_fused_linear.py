@@ -114,8 +114,8 @@ def test_one_compiled_layer_serves_all(fresh: Any) -> None:
 
     body = GraphedBody(fresh, True, rows=2, width=0)
     body._compiled = [torch.compile(layer._call_impl, backend=backend) for layer in fresh.model.layers]
-    body.begin(fresh)
-    with body.prepared(), torch.no_grad():
+    body.begin()
+    with body.prepared(fresh), torch.no_grad():
         fresh(prompts(2, 9))
     assert len(graphs) == 1
     products_of_weights = [node for node in graphs[0].graph.nodes if "linear" in str(node.target)]

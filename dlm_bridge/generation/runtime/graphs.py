@@ -64,6 +64,7 @@ class GraphedBody:
         self._state = _state(model)
         self._model: Any = None
         self._batch = 0
+        self.held = False  # a continuous batch is in flight: nobody else may use the buffers
         self._compile_layers = compile_layers
         self._compiled: list[Any] = []
         self._seen: set[Any] = set()
@@ -81,14 +82,14 @@ class GraphedBody:
             and _state(model) == self._state
         )
 
-    def begin(self, model: Any) -> None:
+    def begin(self) -> None:
         """A new call of `generate`, whose first batch is its largest."""
-        self._model = model
         self._batch = 0
 
     @contextmanager
-    def prepared(self) -> Iterator[None]:
+    def prepared(self, model: Any) -> Iterator[None]:
         """Install the compiled decoder layers and the fused linear layers; the model is restored afterwards."""
+        self._model = model
         with fused_linear.fused_layers_installed(self._fused), self._compiled_layers():
             yield
 
@@ -115,15 +116,18 @@ class GraphedBody:
             self._model = None  # no reference from the graphs: they live as long as the model
 
     def __call__(self, inputs: BodyInputs, *, record: bool) -> torch.Tensor:
-        """[A, Q, H]; see `run_body`. The next forward pass may overwrite the result."""
+        """[A, Q, H]; see `run_body`. The next forward pass may overwrite the result. Without `record` just these rows
+        run: rows of a graph beyond the batch write to the buffers, where other rows may have theirs."""
         rows, width = inputs.tokens.shape
-        batch = self._batch_for(rows)
         inputs = self._with_length_tensor(inputs)
+        if not record:
+            return run_body(self._model, self.buffers, inputs)
+        batch = self._batch_for(rows)
         shapes = (None if one is None else tuple(one.shape[1:]) for one in (inputs.mask, inputs.columns))
         key = (batch, width, inputs.end, inputs.length is None, inputs.block, inputs.variant, *shapes)
         recorded = self._recorded.get(key)
         if recorded is None:
-            if not (record and self._records):
+            if not self._records:
                 return run_body(self._model, self.buffers, inputs)
             filled = _padded_copy(inputs, batch)
             if key in self._seen:

@@ -53,13 +53,23 @@ class ModelRunner:
     def open(
         cls, model: Any, execution: Execution | None, cache: KVCache, *, rows: int, width: int
     ) -> Iterator[ModelRunner]:
-        """A runner for one call of `generate`, on canvases of up to so many rows and columns.
+        """A runner for one call of `generate`; see `prepare`."""
+        runner = cls.prepare(model, execution, cache, rows=rows, width=width)
+        with runner.active():
+            yield runner
+
+    @classmethod
+    def prepare(
+        cls, model: Any, execution: Execution | None, cache: KVCache, *, rows: int, width: int, hold: bool = False
+    ) -> ModelRunner:
+        """A runner for canvases of up to so many rows and columns, which runs the model while it is `active`.
 
         Args:
             execution: "eager"; "graph": forward passes are recorded as CUDA graphs when their shape comes a second
                 time; "compiled": in addition, or on a CPU instead, `torch.compile` fuses each decoder layer. None:
                 "graph" on a CUDA device, else "eager".
             cache: the KV cache, whose buffers are allocated here.
+            hold: the graphs and their buffers are this runner's until `close`, between its forward passes as well.
 
         Raises:
             DlmBridgeError: an execution or a cache that this model or device does not support.
@@ -67,26 +77,41 @@ class ModelRunner:
         plain = unwrapped(model)
         execution = _resolve_execution(model, plain, execution)
         if execution == "eager" and not cache.stores:
-            yield cls(model, None, cache)
-            return
+            return cls(model, None, cache)
         if not supports_kv_cache(model):
             raise DlmBridgeError(
                 f"{type(model).__name__} runs more than the attention layers of a transformers body (a prompt-"
                 "learning adapter, or a model of its own): use cache 'none'"
             )
-        with _cached_attention(plain):
-            if execution == "eager":
-                cache.allocate(plain, rows, width)
-                try:
-                    yield cls(plain, None, cache)
-                finally:
-                    if cache.buffers is not None:
-                        cache.buffers.detach()
+        if execution == "eager":
+            cache.allocate(plain, rows, width)
+            return cls(plain, None, cache)
+        body = _graphed_body(plain, execution, rows=rows, width=width if cache.stores else 0)
+        body.held = hold
+        cache.buffers = body.buffers
+        return cls(plain, body, cache)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Forward passes run in here; outside, the model is as it was."""
+        if self.plain:
+            yield
+            return
+        with _cached_attention(self._model):
+            if self._body is not None:
+                with self._body.prepared(self._model):
+                    yield
                 return
-            body = _graphed_body(plain, execution, rows=rows, width=width if cache.stores else 0)
-            cache.buffers = body.buffers
-            with body.prepared():
-                yield cls(plain, body, cache)
+            try:
+                yield
+            finally:
+                assert self._cache.buffers is not None
+                self._cache.buffers.detach()
+
+    def close(self) -> None:
+        """Let other calls use the graphs that this runner held."""
+        if self._body is not None:
+            self._body.held = False
 
     @property
     def model(self) -> Any:
@@ -213,10 +238,15 @@ def _cached_attention(model: Any) -> Iterator[None]:
 
 def _graphed_body(model: Any, execution: Execution, *, rows: int, width: int) -> GraphedBody:
     body = _graphed_bodies.get(model)
+    if body is not None and body.held:
+        raise DlmBridgeError(
+            "a continuous batch runs this model's CUDA graphs and their KV cache: finish it first, or use execution "
+            "'eager'"
+        )
     if body is None or not body.serves(model, execution, rows, width):
         _graphed_bodies.pop(model, None)
         body = None  # its buffers are freed before the new ones are allocated
         body = GraphedBody(model, execution == "compiled", rows=batch_size_for(rows), width=-(-width // 64) * 64)
         _graphed_bodies[model] = body
-    body.begin(model)
+    body.begin()
     return body

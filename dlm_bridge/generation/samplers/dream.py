@@ -142,7 +142,9 @@ class AncestralRule(CommitRule):
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
         width = max(masks)
-        uniform_BN = noise.per_position(range(len(masks)), width, [width - count for count in masks])
+        uniform_BN = noise.per_position(
+            range(len(masks)), width, [width - count for count in masks], [width] * len(masks)
+        )
         # A position is still masked after the steps whose level is above its number.
         levels = self._rising_levels.to(uniform_BN.device)
         when_BN = len(levels) - torch.searchsorted(levels, uniform_BN, right=True)

@@ -153,14 +153,15 @@ class SmallBlockPredictor(BlockCausalPredictor):
         width = block.stop - block.start if 1 in whole else self._small
         return self._ragged_view(width), torch.where(self._whole_B1, everywhere_B1, self._first_B1)
 
-    def _ragged_view(self, width: int) -> CanvasView:
+    def _ragged_view(self, count: int) -> CanvasView:
         """So many columns of each row: its block or its small block, repeated where that is shorter."""
         canvas, block = self.canvas, self._block
-        place_Q = torch.arange(width, device=self._first_B1.device)
+        place_Q = torch.arange(count, device=self._first_B1.device)
         own_BQ = torch.where(self._whole_B1, block.start + place_Q, self._first_B1 + place_Q % self._small)
-        positions_BS, real_BS = self._positions(None, canvas.width)
+        width = canvas.cache_width
+        positions_BS, real_BS = self._positions(None, width)
         # All of the canvas and a mask, not its columns up to the block: one shape for every block.
-        attended_BS = real_BS & (canvas.columns(None, slice(0, canvas.width)) < block.stop)
+        attended_BS = real_BS & (canvas.columns(None, slice(0, width)) < block.stop)
         return CanvasView(
-            canvas.take(None, own_BQ), attended_BS, positions_BS.gather(1, own_BQ), end=canvas.width, columns=own_BQ
+            canvas.take(None, own_BQ), attended_BS, positions_BS.gather(1, own_BQ), end=width, columns=own_BQ
         )

@@ -73,10 +73,12 @@ class LinearSpecSampler(Sampler):
 class SpeculativeRule(DenoisingRule):
     """Denoises in steps of a draft and its check; see `LinearSpecSampler` for the arguments."""
 
+    needs_prompt: ClassVar[bool] = True
+
     block_length: int
     threshold: float = 0.0
 
-    def denoise_block(self, context: SamplerContext, block: slice) -> None:
+    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
         """Denoise the block, all of the new tokens. A row leaves when it has ended."""
         canvas, predictor = context.canvas, context.predictor
         assert isinstance(predictor, SpeculativePredictor)
@@ -91,6 +93,7 @@ class SpeculativeRule(DenoisingRule):
             rows = [row for row, count in zip(rows, counts, strict=True) if count]
             if not rows:
                 return
+            yield
             predictor.select_cached_rows(rows)
             drafts_AN = self._draft(context, predictor, rows, firsts)
             logits_ANV = predictor.check(rows, firsts, drafts_AN)

@@ -19,6 +19,7 @@ DiffusionGemma, without its early stop and falling temperature, after entropy-bo
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -90,7 +91,7 @@ class ResamplingRule(DenoisingRule):
         constraints.refuse_text("a canvas of noise has no committed text")
         return self
 
-    def denoise_block(self, context: SamplerContext, block: slice) -> None:
+    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
         """Fill the block with noise and denoise it. Every row takes every step."""
         canvas, noise, rows = context.canvas, context.noise, context.canvas.rows
         vocabulary, mask = context.vocabulary_size, canvas.mask_token_id
@@ -109,7 +110,7 @@ class ResamplingRule(DenoisingRule):
             x_ANV = shaped.softmax(dim=-1)
             if not context.sampling.draws:
                 x_ANV = torch.zeros_like(x_ANV).scatter(-1, shaped.argmax(dim=-1, keepdim=True), 1.0)
-            uniform_ANV = noise.per_token(rows, logits.shape[1], vocabulary, pads)
+            uniform_ANV = noise.per_token(rows, logits.shape[1], vocabulary, pads, [logits.shape[1]] * len(rows))
             before_AN = canvas.take(None, block)
             if any(canvas.holes):
                 # Given tokens are certain, and padding is nothing: neither counts towards a bound on entropy.
@@ -119,6 +120,7 @@ class ResamplingRule(DenoisingRule):
             tokens_AN = torch.where(renoised_AN, _noise(canvas, block, noise, count), tokens_AN)
             canvas.put(None, block, torch.where(new_AN, tokens_AN, before_AN))
             context.callbacks.step(canvas, rows, block, logits, context.predictor.forwards, final=False)
+            yield
 
 
 class PosteriorRule(ResamplingRule):
@@ -168,7 +170,7 @@ class EntropyBoundResampling(ResamplingRule):
 
 def _noise(canvas: Canvas, block: slice, noise: Noise, count: int) -> torch.Tensor:
     """[A, N] of `count` equally likely tokens; the mask token is none of them."""
-    uniform_AS = noise.per_position(canvas.rows, canvas.width, canvas.origins)
+    uniform_AS = noise.per_position(canvas.rows, canvas.width, canvas.origins, canvas.stops)
     tokens_AN = (uniform_AS[:, block].double() * count).long().clamp(max=count - 1)
     return torch.where((tokens_AN >= canvas.mask_token_id) & (canvas.mask_token_id >= 0), tokens_AN + 1, tokens_AN)
 

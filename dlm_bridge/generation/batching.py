@@ -1,0 +1,543 @@
+"""Continuous batching: rows enter a running batch and leave it when they end.
+
+    batch = ContinuousBatch(model, {"threshold": 0.9}, max_rows=64, max_length=2048)
+    batch.submit(RowRequest("a", prompt_ids, gen_length=256, seed=0))
+    while not batch.idle:
+        for event in batch.advance():
+            ...  # RowTokens, RowCommits, RowEnded, RowFailed
+        # submit() and cancel() at any time between two calls of advance(), from the same thread
+
+Each row's tokens are those of `generate` with its prompt alone and `generator=torch.Generator(device)` with its seed.
+
+Rows enter at a block boundary. Samplers with one block of the whole length (dream, diffullama, rnd1, uniform, wedlm,
+linear_spec) run one batch after the other instead: a step of theirs belongs to all rows. Rows whose samplers differ
+in more than the length, such as LLaDA's with `steps` for another `gen_length`, run one after the other, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.api import input_device, sampler_spec
+from dlm_bridge.generation.canvas import Canvas, Columns, StopCondition, read_flags
+from dlm_bridge.generation.commit_rules import SamplerContext
+from dlm_bridge.generation.constraints import Constraints, read_constraints
+from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
+from dlm_bridge.generation.loop import choose_cache
+from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.prompts import check_row
+from dlm_bridge.generation.rolling_canvas import EnteringRow, RollingCanvas
+from dlm_bridge.generation.runtime.runner import ModelRunner, unwrapped
+from dlm_bridge.generation.samplers import SamplerSpec
+from dlm_bridge.generation.settings import GenerationSettings, resolve_settings
+from dlm_bridge.generation.token_sampling import Noise, seeded_generators, shared_seed
+
+# Settings of `generate` for whole calls.
+REFUSED = ("infill", "span_lengths", "num_return_sequences", "output_history", "generator", "streamer", "commit_rule")
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """A row to sample.
+
+    Args:
+        name: identifies the row; unique among those that are waiting or running.
+        prompt: token ids.
+        gen_length: new tokens; None: as the batch's settings say.
+        seed: of the row's noise; None: from torch's global random state.
+    """
+
+    name: Hashable
+    prompt: Sequence[int]
+    gen_length: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """New tokens of a row that are final, as is everything on their left. One after the other they are the text."""
+
+    name: Hashable
+    first: int  # index of the first of them among the row's new tokens
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RowCommits:
+    """New tokens that a step of a row committed or changed, anywhere in it, behind its end as well."""
+
+    name: Hashable
+    step: int  # forward passes that the row has taken part in
+    places: tuple[int, ...]  # indices among the row's new tokens
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RowEnded:
+    """A row has left the batch.
+
+    Args:
+        tokens: its new tokens, up to and including the one that ends it.
+        finish_reason: "stop": an end-of-sequence token or a stop string; "length": `gen_length` tokens.
+        forwards: forward passes that the row took part in.
+    """
+
+    name: Hashable
+    tokens: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    forwards: int
+
+
+@dataclass(frozen=True)
+class RowFailed:
+    """A row has left the batch without a result: a constraint leaves it no token, or the model's logits are NaN."""
+
+    name: Hashable
+    error: DlmBridgeError
+
+
+Event = RowTokens | RowCommits | RowEnded | RowFailed
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How rows of one length are sampled. Rows of equal `key` share a batch."""
+
+    settings: GenerationSettings
+    spec: SamplerSpec
+    constraints: Constraints
+    key: Any
+
+
+@dataclass
+class _Row:
+    """A row of the batch. `tokens` are the new tokens as last reported, `sent` how many of them are final."""
+
+    request: RowRequest
+    plan: _Plan
+    gen_length: int
+    tokens: list[int]
+    sent: int = 0
+    forwards: int = 0
+
+
+class ContinuousBatch:
+    """A batch of a diffusion language model that rows enter and leave while it runs. Not thread-safe.
+
+    Batches of one model take turns, since memory is planned for one of them: while another one waits for its turn, a
+    batch lets no rows enter, and `advance` of the one that waits returns nothing. Call `advance` of each in rotation
+    until it is `idle`, or `close` it.
+
+    Args:
+        model: a diffusion model, as for `generate`.
+        settings: keyword arguments of `generate`, without those for whole calls (`infill`, `span_lengths`,
+            `num_return_sequences`, `output_history`); with the tokenizer under "tokenizer" where there are
+            `stop_strings`. `seed` has no effect: rows have their own.
+        max_rows: rows that run at once. Others wait, in the order of their arrival.
+        max_length: tokens of a row, prompt and new ones together, for which KV cache is planned; None: the model's
+            context.
+        stream: report `RowTokens` and `RowCommits`, and return from `advance` after each step; False: only rows that
+            have left, and return after each block.
+
+    Raises:
+        DlmBridgeError: a setting that the sampler cannot run with, or no `max_length` where the model names no
+            context.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        max_rows: int,
+        max_length: int | None = None,
+        stream: bool = True,
+    ) -> None:
+        self._model = model
+        self._settings = dict(settings or {})
+        for name in REFUSED:
+            if self._settings.get(name) not in (None, False, 1, (), []):
+                raise DlmBridgeError(f"{name} is for whole calls of generate: a continuous batch samples single rows")
+        self._settings = {name: value for name, value in self._settings.items() if name not in REFUSED}
+        limits = resolve_settings(model, None, self._settings, prompt_width=1).limits
+        length = limits.context if max_length is None else max_length
+        if length is None:
+            raise DlmBridgeError("the model's config names no context length: pass max_length")
+        self.max_length = length
+        self.max_rows = max_rows
+        self.forwards = 0  # forward passes of the model in all runs that are over
+        self._stream = stream
+        self._device = input_device(model)
+        self._plans: dict[tuple[int | None, int], _Plan] = {}
+        self._waiting: deque[_Row] = deque()
+        self._running: dict[Hashable, _Row] = {}
+        self._events: list[Event] = []
+        self._canvas: RollingCanvas | None = None
+        self._runner: ModelRunner | None = None
+        self._steps: Iterator[None] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no row is waiting or running, and no event is left to report."""
+        return not (self._waiting or self._running or self._events or self._steps)
+
+    @property
+    def rows_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def rows_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: RowRequest) -> None:
+        """Add a row to those that wait.
+
+        Raises DlmBridgeError for a name in use, a wrong `gen_length`, or a prompt that the sampler, the model's
+        context or `max_length` does not allow.
+        """
+        shown = f"request {request.name!r}"
+        leaving = set() if self._canvas is None else self._canvas.cancelled
+        names = {*self._running, *leaving, *(row.request.name for row in self._waiting)}
+        if request.name in names:
+            raise DlmBridgeError(f"{shown}: the name is that of a row in the batch")
+        plan = self._plan(request.gen_length, len(request.prompt))
+        gen_length = plan.settings.limits.gen_length
+        check_row(request.prompt, shown, plan.settings.limits)
+        if len(request.prompt) + gen_length > self.max_length:
+            raise DlmBridgeError(
+                f"{shown}: a prompt of {len(request.prompt)} tokens and gen_length {gen_length} make "
+                f"{len(request.prompt) + gen_length}, beyond the batch's max_length of {self.max_length}"
+            )
+        if plan.spec.rule.needs_prompt and not len(request.prompt):
+            raise DlmBridgeError(f"{shown} has no tokens, a causal model continues one: begin with bos_token_id")
+        mask = plan.settings.limits.masked_token_id
+        self._waiting.append(_Row(request, plan, gen_length, [mask] * gen_length))
+
+    def cancel(self, name: Hashable) -> bool:
+        """Drop a row, of which there are no more events; False: there is none of this name. A running row leaves at
+        the end of its block."""
+        self._events = [event for event in self._events if event.name != name]
+        for row in self._waiting:
+            if row.request.name == name:
+                self._waiting.remove(row)
+                return True
+        if name not in self._running:
+            return False
+        del self._running[name]
+        assert self._canvas is not None
+        self._canvas.cancelled.add(name)
+        if not self._running:
+            self._end_run()
+        return True
+
+    def close(self) -> None:
+        """Drop all rows, and let other batches and calls use the model."""
+        self._waiting.clear()
+        self._running.clear()
+        self._events.clear()
+        self._end_run()
+
+    def advance(self) -> list[Event]:
+        """Run until the next boundary, and return what has happened since the last call: with `stream` after a step,
+        else after a block. Returns at once where there is nothing to run, or another batch of the model runs.
+
+        An error that is not a single row's ends the rows that are running, each with a `RowFailed`; what is no
+        DlmBridgeError is raised as well.
+        """
+        if self._waiting or self._steps is not None:
+            if not _take_turn(self._model, self):
+                return []
+            self._run_until_boundary()
+        elif self._runner is None:
+            _leave_turn(self._model, self)
+        events, self._events = self._events, []
+        return events
+
+    @torch.no_grad()
+    def _run_until_boundary(self) -> None:
+        try:
+            if self._steps is None:
+                self._begin_run()
+            assert self._runner is not None
+            assert self._steps is not None
+            with self._runner.active():
+                ended = next(self._steps, self) is self
+            if ended:
+                self._end_run()
+        except BaseException as error:
+            known = isinstance(error, DlmBridgeError)
+            failure = error if isinstance(error, DlmBridgeError) else DlmBridgeError(f"the batch failed: {error!r}")
+            self._events += [RowFailed(name, failure) for name in self._running]
+            self._running.clear()
+            self._end_run()
+            if not known:
+                raise
+
+    def _plan(self, gen_length: int | None, prompt_length: int) -> _Plan:
+        asked = self._settings | ({} if gen_length is None else {"gen_length": gen_length, "max_new_tokens": None})
+        by_prompt = gen_length is None or any(asked.get(name) for name in ("min_length", "max_length"))
+        cache_key = gen_length, prompt_length if by_prompt else 0
+        if cache_key not in self._plans:
+            settings = resolve_settings(self._model, None, asked, prompt_width=prompt_length)
+            spec, limits = sampler_spec(settings, None), settings.limits
+            constraints = read_constraints(
+                settings.constraints.get,
+                prompt_width=prompt_length,
+                vocabulary_size=limits.vocabulary_size,
+                mask_token_id=limits.masked_token_id,
+                eos_token_ids=settings.eos_token_ids,
+                pad_token_id=settings.pad_token_id,
+                suppress=spec.suppress,
+            )
+            key = _signature(spec), constraints.min_new_tokens
+            same = next((plan for plan in self._plans.values() if plan.key == key), None)
+            if same is not None:  # parts that compare by identity
+                spec, constraints, key = same.spec, same.constraints, same.key
+            self._plans[cache_key] = _Plan(settings, spec, constraints, key)
+        return self._plans[cache_key]
+
+    def _begin_run(self) -> None:
+        """Prepare the model for rows like the first one that waits."""
+        plan = self._waiting[0].plan
+        layout, settings = plan.spec.layout, plan.settings
+        cache = choose_cache(plan.spec.predictor, self._model, settings.cache)
+        block = layout.block_length
+        length = -(-(self.max_length + layout.spare) // block) * block
+        # Of committed blocks all that a row may have, and where it can begin; of a whole canvas what rows that have
+        # just begun add behind those that are about to end.
+        width = length if layout.whole else (1 + (not isinstance(cache, BlockKVCache))) * length + 4 * block
+        copies = 2 if plan.spec.predictor_options.get("cfg_scale") else 1
+        self._runner = ModelRunner.prepare(
+            self._model, settings.execution, cache, rows=copies * self.max_rows, width=width, hold=True
+        )
+        stop = StopCondition(
+            settings.eos_token_ids, self._device, settings.stop_strings, self._settings.get("tokenizer")
+        )
+        self._stop = StopCondition(
+            settings.eos_token_ids, torch.device("cpu"), settings.stop_strings, self._settings.get("tokenizer")
+        )
+        self._canvas = RollingCanvas(layout, settings.limits.masked_token_id, stop, self._device, width)
+        self._steps = self._denoise(plan, cache, self._canvas, self._runner)
+
+    def _end_run(self) -> None:
+        if self._steps is not None:
+            self._steps = None
+            self._canvas = None
+        if self._runner is not None:
+            self.forwards += self._runner.forwards
+            self._runner.close()
+            self._runner = None
+        _leave_turn(self._model, self)
+
+    def _denoise(self, plan: _Plan, cache: KVCache, canvas: RollingCanvas, runner: ModelRunner) -> Iterator[None]:
+        """Denoise until no row is left, block by block. Yields at boundaries."""
+        spec, settings = plan.spec, plan.settings
+        rule = spec.rule.constrained(plan.constraints)
+        noise = Noise(self._device, per_row=[])
+        entering = self._entering(plan.key)
+        self._admit(entering, canvas, noise)
+        block = canvas.next_block()
+        predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
+        predictor.commits_first_token = spec.first_token is not None
+        observer = _Observer(self)
+        context = SamplerContext(
+            canvas,
+            predictor,
+            spec.sampling,
+            plan.constraints,
+            noise,
+            observer,
+            settings.limits.vocabulary_size,
+            first_token=spec.first_token,
+            window=spec.window,
+            logits_bias=spec.logits_bias,
+        )
+        while True:
+            predictor.open_block(block)
+            for _ in rule.denoise_block(context, block):
+                if self._stream:
+                    yield
+            observer.block(canvas, block)
+            rows_left = canvas.retire(block, partial(read_flags, overlap_with=partial(self._launch, predictor)))
+            self._report_ended(canvas)
+            if rows_left is not None:
+                noise.select_rows(rows_left)
+                predictor.select_rows(rows_left)
+            if not canvas.names:
+                return
+            entering = [] if spec.layout.whole or _others_wait(self._model, self) else self._entering(plan.key)
+            shift = canvas.shift_for([_entering_row(row) for row in entering], _cached_columns(cache))
+            if shift:
+                canvas.shift(shift)
+                predictor.shift_columns(shift)
+            if entering:
+                self._admit(entering, canvas, noise)
+                predictor.admit(len(entering))
+            block = canvas.next_block()
+            yield
+
+    def _launch(self, predictor: Predictor) -> None:
+        """Launch a forward pass for the rows that go on, unless others may enter."""
+        if not self._waiting:
+            predictor.launch_speculatively(done=True)
+
+    def _entering(self, key: Any) -> list[_Row]:
+        """The next waiting rows that fit, as far as they may share the batch."""
+        rows: list[_Row] = []
+        while self._waiting and self._waiting[0].plan.key == key and len(self._running) < self.max_rows:
+            row = self._waiting.popleft()
+            self._running[row.request.name] = row
+            rows.append(row)
+        return rows
+
+    def _admit(self, rows: list[_Row], canvas: RollingCanvas, noise: Noise) -> None:
+        seeds = []
+        for row in rows:
+            seed = row.request.seed
+            if seed is None:
+                seed = shared_seed(self._model)
+            seeds.append(int(torch.randint(2**62, (1,))) if seed is None else seed)
+        noise.admit(seeded_generators(seeds, self._device))
+        canvas.admit([_entering_row(row) for row in rows])
+
+    def _report_ended(self, canvas: RollingCanvas) -> None:
+        for name, tokens in canvas.ended:
+            row = self._running.pop(name)
+            end = self._end_of(tokens)
+            kept = tokens if end is None else tokens[:end]
+            if canvas.mask_token_id in kept:
+                self._events.append(
+                    RowFailed(
+                        name, DlmBridgeError(f"row {name!r}: the model's logits are NaN: look for NaN in its weights")
+                    )
+                )
+                continue
+            if self._stream:
+                self.report(row, tokens, len(tokens))
+            reason: Literal["stop", "length"] = "length" if end is None else "stop"
+            self._events.append(RowEnded(name, tuple(kept), reason, row.forwards))
+        canvas.ended.clear()
+
+    def report(self, row: _Row, tokens: list[int], final: int) -> None:
+        """Report what has changed in a row, of whose new tokens the first `final` cannot change any more."""
+        mask = row.plan.settings.limits.masked_token_id
+        places = [place for place, (a, b) in enumerate(zip(row.tokens, tokens, strict=True)) if a != b and b != mask]
+        if places:
+            changed = tuple(tokens[place] for place in places)
+            self._events.append(RowCommits(row.request.name, row.forwards, tuple(places), changed))
+        row.tokens = tokens
+        ready = next((place for place in range(final) if tokens[place] == mask), final)
+        end = self._end_of(tokens[:ready])
+        ready = ready if end is None else end
+        if ready > row.sent:
+            self._events.append(RowTokens(row.request.name, row.sent, tuple(tokens[row.sent : ready])))
+            row.sent = ready
+
+    def _end_of(self, tokens: list[int]) -> int | None:
+        """The number of tokens up to and including the one that ends the row; None: it does not end."""
+        if not self._stop.active or not tokens:
+            return None
+        row_1N = torch.tensor([tokens])
+        marks_1N = self._stop.marks(row_1N, torch.ones_like(row_1N, dtype=torch.bool), mask_token_id=-1)
+        return int(marks_1N.int().argmax()) + 1 if bool(marks_1N.any()) else None
+
+
+class _Observer:
+    """Reports the steps of the rows."""
+
+    def __init__(self, batch: ContinuousBatch) -> None:
+        self._batch = batch
+
+    def step(
+        self,
+        canvas: Canvas,
+        rows: list[int],
+        columns: Columns,
+        logits_ANV: torch.Tensor,
+        forwards: int,
+        *,
+        final: bool,
+    ) -> None:
+        running = self._batch._running
+        for row in rows:
+            if canvas.names[row] in running:
+                running[canvas.names[row]].forwards += 1
+        if self._batch._stream:
+            self._report(canvas, rows, canvas.width if final else 0)
+
+    def block(self, canvas: Canvas, block: slice) -> None:
+        """After a block."""
+        if self._batch._stream:
+            self._report(canvas, canvas.rows, block.stop)
+
+    def _report(self, canvas: Canvas, rows: list[int], stop: int) -> None:
+        tokens = canvas.tokens.tolist()
+        for row in rows:
+            state = self._batch._running.get(canvas.names[row])
+            if state is not None:
+                start = canvas.starts[row]
+                final = min(max(stop - start, state.sent), state.gen_length)
+                self._batch.report(state, tokens[row][start : start + state.gen_length], final)
+
+
+def _entering_row(row: _Row) -> EnteringRow:
+    return EnteringRow(row.request.name, row.request.prompt, row.gen_length)
+
+
+def _cached_columns(cache: KVCache) -> int | None:
+    return cache.length if isinstance(cache, BlockKVCache) and cache.stores else None
+
+
+def _signature(part: Any) -> Any:
+    """A value that is equal for parts of samplers that do the same. What is not known compares by identity."""
+    if isinstance(part, partial):
+        return part.func, _signature(part.args), _signature(part.keywords)
+    if isinstance(part, torch.Tensor):
+        return tuple(part.flatten().tolist())
+    if isinstance(part, (list, tuple)):
+        return tuple(map(_signature, part))
+    if isinstance(part, Mapping):
+        return tuple((name, _signature(value)) for name, value in sorted(part.items()))
+    if isinstance(part, (type, FunctionType)) or part is None or isinstance(part, (str, int, float)):
+        return part
+    if is_dataclass(part):
+        return type(part), tuple(_signature(getattr(part, one.name)) for one in fields(part))
+    return type(part), _signature(vars(part))
+
+
+# ---- Turns of the batches of one model, the first one runs.
+
+_turns: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[ContinuousBatch]]] = weakref.WeakKeyDictionary()
+
+
+def _queue(model: Any) -> list[weakref.ref[ContinuousBatch]]:
+    queue = _turns.setdefault(unwrapped(model), [])
+    queue[:] = [one for one in queue if one() is not None]
+    return queue
+
+
+def _take_turn(model: Any, batch: ContinuousBatch) -> bool:
+    """Whether it is the batch's turn; it joins the queue."""
+    queue = _queue(model)
+    if all(one() is not batch for one in queue):
+        queue.append(weakref.ref(batch))
+    return queue[0]() is batch
+
+
+def _others_wait(model: Any, batch: ContinuousBatch) -> bool:
+    return any(one() is not batch for one in _queue(model))
+
+
+def _leave_turn(model: Any, batch: ContinuousBatch) -> None:
+    queue = _queue(model)
+    queue[:] = [one for one in queue if one() is not batch]
