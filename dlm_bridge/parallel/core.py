@@ -24,7 +24,13 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine) that it does without
         from megatron.core import dist_checkpointing, parallel_state
-        from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import (
+            LocalNonpersistentObject,
+            ShardedBase,
+            ShardedObject,
+            ShardedTensor,
+        )
         from megatron.core.dist_checkpointing.serialization import (
             get_default_load_sharded_strategy,
             get_default_save_sharded_strategy,
@@ -35,6 +41,7 @@ try:
             FullyParallelLoadStrategyWrapper,
             FullyParallelSaveStrategyWrapper,
         )
+        from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
         from megatron.core.dist_checkpointing.validation import StrictHandling
         from megatron.core.distributed import (
             DistributedDataParallel,

@@ -107,6 +107,14 @@ class TrainingLoop(abc.ABC):
         """The parameters that this process updates."""
         return (weight for weight in self.plain_model.parameters() if weight.requires_grad)
 
+    def saves_locally(self, step: int) -> bool:
+        """Whether a local checkpoint is due after `step`, where no other is."""
+        return False
+
+    def save_locally(self, step: int, metrics: MetricsFile | None) -> None:
+        """Write the local checkpoint of `step`; the main process has the metrics."""
+        raise NotImplementedError
+
     def finish(self) -> None:  # noqa: B027 (most have nothing in the background)
         """Wait for what still runs in the background after the last step. Raises DlmBridgeError where it fails."""
 
@@ -156,7 +164,8 @@ class TrainingLoop(abc.ABC):
                         pending = None
                 last = stop or step == steps
                 evaluates, saves, samples_now = self._due(step, last)
-                if not (evaluates or saves or samples_now):
+                saves_locally = not saves and self.saves_locally(step)
+                if not (evaluates or saves or samples_now or saves_locally):
                     pending = metrics
                     continue
                 write(self.evaluated(metrics()) if evaluates else metrics())
@@ -164,6 +173,8 @@ class TrainingLoop(abc.ABC):
                     self.sample(samples, step)
                 if saves:
                     folder = self.save(step, metrics_file)
+                if saves_locally:
+                    self.save_locally(step, metrics_file)
                 if last:
                     break
         self.finish()
@@ -177,15 +188,19 @@ class TrainingLoop(abc.ABC):
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step`. Every process calls it; the main process has the metrics."""
-        self._check_finite(step)
-        with raised_everywhere():
-            if metrics is not None:
-                metrics.sync()
+        self.before_save(step, metrics)
         folder = self.save_checkpoint(step)
         with raised_everywhere():
             if metrics is not None:
                 plot_loss(metrics.rows, self.output / "loss.png")
         return folder
+
+    def before_save(self, step: int, metrics: MetricsFile | None) -> None:
+        """What is checked and flushed before any checkpoint of `step`."""
+        self._check_finite(step)
+        with raised_everywhere():
+            if metrics is not None:
+                metrics.sync()
 
     def sum_on_cpu(self, values: torch.Tensor) -> torch.Tensor:
         """`values`, on the CPU, summed over all processes in place: it never waits for the device."""

@@ -395,6 +395,22 @@ PROCESS_PATCHES = (
         when=_anywhere("every training checkpoint"),
         replaces={f"{_WRITER}.write_preloaded_data": process.end_writers_with_parent},
     ),
+    Patch(
+        target="orig_device of MCoreTensorAwareStateDict's tensors",
+        what="the device that a local checkpoint's tensors return to",
+        why="it has no public name",
+        source="dist_checkpointing/tensor_aware_state_dict.py:208",
+        when=_anywhere("--local-folder"),
+        code="process_wide:original_device",
+    ),
+    Patch(
+        target="torch, in nvidia_resiliency_ext's group_utils",
+        what='the device "cuda" is the CPU while local checkpoints of other ranks are received',
+        why="it receives every tensor on a GPU",
+        source="dist_checkpointing/tensor_aware_state_dict.py:36",
+        when=ON_CPU,
+        code="process_wide:replicas_on_cpu",
+    ),
 )
 
 PATCHES = (

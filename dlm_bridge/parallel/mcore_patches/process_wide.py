@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.managers import SyncManager
 from typing import Any
@@ -297,6 +297,24 @@ def end_writers_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
         original(*arguments, **options)
 
     return write_preloaded_data
+
+
+def original_device(tensor: Any) -> str:
+    """The kind of device of megatron-core's sharded `tensor`, also while it is on the CPU to be saved."""
+    return str(getattr(tensor, "orig_device", tensor.data.device.type))
+
+
+@contextlib.contextmanager
+def replicas_on_cpu() -> Iterator[None]:
+    """Receive local checkpoints of other ranks inside where there is no GPU."""
+    from nvidia_resiliency_ext.checkpointing.local.replication import group_utils
+
+    original = group_utils.torch
+    group_utils.torch = TorchOnCPU("torch")
+    try:
+        yield
+    finally:
+        group_utils.torch = original
 
 
 def destroy_process_groups() -> None:

@@ -142,6 +142,14 @@ class TrainConfig:
             ):
                 if excluded:
                     raise OptionError("--fsdp", f"{parallel.fsdp} with {excluded}: {reason}: leave one of them out")
+        if self.checkpoint.local_folder is not None:
+            for flag, given in (
+                ("--fsdp", parallel.fsdp is not None),
+                ("--fp8-params", self.precision.fp8_params),
+                ("--optimizer-cpu-offload", optimizer.cpu_offload),
+            ):
+                if given:
+                    raise OptionError("--local-folder", f"with {flag}: local checkpoints do not hold its state")
         if parallel.sequence_parallel is False and parallel.tp > 1 and parallel.ep > 1:
             raise OptionError(
                 "--no-sequence-parallel",

@@ -321,6 +321,15 @@ class CheckpointOptions:
     save_steps: str | None = option(None, "Further steps to save at, such as 10,50.")
     keep_last: int = option(0, "Checkpoints to keep, 0: all.", minimum=0)
     async_save: bool = megatron_option(False, "Write checkpoints in the background.")
+    local_folder: str | None = megatron_option(
+        None, "Folder on each node's own disk, or in its memory, for local checkpoints."
+    )
+    local_interval: int = megatron_option(
+        100, "Steps between local checkpoints.", minimum=1, needs=("--local-folder", None)
+    )
+    local_copies: int = megatron_option(
+        1, "Nodes that hold each rank's local checkpoint.", minimum=1, needs=("--local-folder", None)
+    )
 
     @cached_property
     def saves(self) -> frozenset[int]:

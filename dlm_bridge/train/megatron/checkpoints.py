@@ -77,6 +77,7 @@ from dlm_bridge.train.metrics import MAKE_ROOM
 NAME = re.compile(r"iter_(\d{7,})")
 NEW_HUB_FILES = ".hub-"  # a folder of them, until they are complete
 WRITER_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+ANY_LAYOUT = "fully_reshardable"  # megatron-core's word for an optimizer state that is loaded on any layout
 STATE = "dlm_bridge_run"  # the key of our own values in `common.pt`
 
 
@@ -141,7 +142,7 @@ def check_resumable(folder: Path, config: TrainConfig) -> None:
         how = "without" if fsdp else "with"
         raise DlmBridgeError(f"{folder}: was saved {how} --fsdp: resume it so, or export it and start from that")
     if fsdp:
-        with _named_load_errors(folder):
+        with named_load_errors(folder):
             fsdp_checkpoints.check_size(folder, config.parallel.tp)
 
 
@@ -251,7 +252,8 @@ class CheckpointManager:
         if self.fsdp:
             fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer, self.mtp)
             return None
-        state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **self._state(is_loading=False)}
+        weights_and_optimizer = sharded_state(self.chunks, self.optimizer, is_loading=False)
+        state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **weights_and_optimizer}
         state["mtp"] = sharded_mtp(self.mtp)
         start_results_queue()
         request: AsyncRequest | None = dist_checkpointing.save(
@@ -303,44 +305,16 @@ class CheckpointManager:
     def load(self, folder: Path) -> dict[str, Any]:
         """Set weights and optimizer to those of an iteration of any layout, and return our own values. Raises
         DlmBridgeError for a damaged checkpoint and for one of another model."""
-        chunks = list(zip(_chunk_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True))
-        with _named_load_errors(folder):
+        with named_load_errors(folder):
             if self.fsdp:
                 return fsdp_checkpoints.load(folder, self.chunks[0], self.optimizer)
-            request = self._state(is_loading=True)
+            request = sharded_state(self.chunks, self.optimizer, is_loading=True)
             parts = optimizer_state.optimizer_request(self.optimizer, request.pop(optimizer_state.OPTIMIZER_KEY))
             wanted = optimizer_state.copy_tree(parts)
             state = dist_checkpointing.load({**request, optimizer_state.REQUEST_KEY: parts}, str(folder))
-        try:
-            weights = {key: fp8_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in chunks}
-            for key, chunk in chunks:
-                chunk.load_state_dict(weights[key], strict=True)
-            with patched_checkpoints(self.optimizer):
-                optimizer_state.restore_optimizer(self.optimizer, wanted, state)
-        except DlmBridgeError as error:
-            raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
-        for key, chunk in chunks:
-            # Again: an offloading optimizer initialises its state by a step with random gradients.
-            chunk.load_state_dict(weights[key], strict=True)
+        restore = partial(optimizer_state.restore_optimizer, self.optimizer, wanted, state)
+        restore_state(folder, self.chunks, self.optimizer, state, restore)
         return dict(state[STATE])
-
-    def _state(self, is_loading: bool) -> dict[str, Any]:
-        metadata = {
-            **_content_metadata(),
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
-        model = {
-            key: chunk.sharded_state_dict(metadata=metadata)
-            for key, chunk in zip(_chunk_keys(self.chunks), unwrap_model(list(self.chunks)), strict=True)
-        }
-        with (
-            unpadded_param_index_map(self.optimizer),
-            patched_checkpoints(self.optimizer),
-        ):
-            optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        if not is_loading:
-            drop_offload_settings(self.optimizer, optimizer)
-        return {**model, optimizer_state.OPTIMIZER_KEY: optimizer}
 
     def _publish(self, folder: Path, step: int) -> None:
         """Give a complete iteration its name, and let the tracker name it; then remove the oldest ones."""
@@ -357,8 +331,47 @@ class CheckpointManager:
         self.pending = None
 
 
+def sharded_state(
+    chunks: Sequence[Any], optimizer: Any, is_loading: bool, sharding: str = ANY_LAYOUT
+) -> dict[str, Any]:
+    """Weights and optimizer state of a rank, sharded as megatron-core saves them. `sharding` is its word for that of
+    the distributed optimizer."""
+    metadata = {
+        **_content_metadata(sharding),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model = {
+        key: chunk.sharded_state_dict(metadata=metadata)
+        for key, chunk in zip(_chunk_keys(chunks), unwrap_model(list(chunks)), strict=True)
+    }
+    with unpadded_param_index_map(optimizer), patched_checkpoints(optimizer):
+        state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    if not is_loading:
+        drop_offload_settings(optimizer, state)
+    return {**model, optimizer_state.OPTIMIZER_KEY: state}
+
+
+def restore_state(
+    folder: Path, chunks: Sequence[Any], optimizer: Any, state: dict[str, Any], restore_optimizer: Callable[[], None]
+) -> None:
+    """Set weights to those of a loaded `state`, and let `restore_optimizer` do so with the optimizer. Raises
+    DlmBridgeError that names the `folder`."""
+    named = list(zip(_chunk_keys(chunks), unwrap_model(list(chunks)), strict=True))
+    try:
+        weights = {key: fp8_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in named}
+        for key, chunk in named:
+            chunk.load_state_dict(weights[key], strict=True)
+        with patched_checkpoints(optimizer):
+            restore_optimizer()
+    except DlmBridgeError as error:
+        raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
+    for key, chunk in named:
+        # Again: an offloading optimizer initialises its state by a step with random gradients.
+        chunk.load_state_dict(weights[key], strict=True)
+
+
 @contextlib.contextmanager
-def _named_load_errors(folder: Path) -> Iterator[None]:
+def named_load_errors(folder: Path) -> Iterator[None]:
     """Turn whatever megatron-core and torch raise as they read an iteration into one line."""
     try:
         yield
@@ -390,10 +403,10 @@ def _hidden(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}")
 
 
-def _content_metadata() -> dict[str, Any]:
-    """megatron-core's words for a state that is loaded on any layout."""
+def _content_metadata(sharding: str = ANY_LAYOUT) -> dict[str, Any]:
+    """megatron-core's words for how a state is saved."""
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_sharding_type": sharding,
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,

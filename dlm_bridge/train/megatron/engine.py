@@ -27,6 +27,7 @@ from dlm_bridge.train.checkpoints import ResumePoint, raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import open_megatron_source
 from dlm_bridge.train.megatron import checkpoints, mcore_config
+from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints, go_on_without, open_local
 from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.trainer import MegatronTrainer, connect_schedule
 from dlm_bridge.train.setup import (
@@ -58,15 +59,22 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     start = start_run(config, resume, main, console, _resume_point)
     if start.finished is not None:
         return start.finished
-    trainer = assemble(config, console, start.checkpoint, start.step)
+    step, local = start.step, open_local(config)
+    if local is not None and resume:
+        step = local.find(start.step, start.checkpoint, console)
+    trainer = assemble(config, console, start.checkpoint, step, local)
     with raised_everywhere():
+        if local is not None:
+            local.begin()
         if main:
+            if local is None and (note := go_on_without(start.output)):
+                console.print(note, markup=False, highlight=False, soft_wrap=True)
             if start.checkpoint is None:
                 checkpoints.write_hub_files(start.output, trainer.source, trainer.tokenizer)
             checkpoints.remove_leftovers(start.output)
             write_config(trainer.config, start.output)
-    trainer.announce(start.step, f"; {describe_layout(config)}")
-    return trainer.run(start.step)
+    trainer.announce(step, f"; {describe_layout(config)}")
+    return trainer.run(step)
 
 
 def _resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
@@ -79,9 +87,16 @@ def _resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePo
     return point
 
 
-def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = None, step: int = 0) -> MegatronTrainer:
+def assemble(
+    config: TrainConfig,
+    console: Console,
+    checkpoint: Path | None = None,
+    step: int = 0,
+    local: LocalCheckpoints | None = None,
+) -> MegatronTrainer:
     """Model, optimizer, objective and data of a run, as they are after `step`, which `checkpoint` holds (None: as
-    `--model` has them). Nothing is written. Every process calls it. Raises DlmBridgeError."""
+    `--model` has them), or the local checkpoint that `local` has found. Nothing is written. Every process calls it.
+    Raises DlmBridgeError."""
     check_data(config)
     mcore_config.check_mcore_config(config)
 
@@ -115,8 +130,10 @@ def assemble(config: TrainConfig, console: Console, checkpoint: Path | None = No
     if checkpoint is None and dtype != torch.float32:
         load_main_params(wrapped, optimizer, source.bridge.checkpoint)
 
-    trainer = MegatronTrainer(config, source, wrapped, optimizer, objective, data, console)
-    if checkpoint is not None:
+    trainer = MegatronTrainer(config, source, wrapped, optimizer, objective, data, console, local)
+    if local is not None and local.step is not None:
+        trainer.load_local_checkpoint()
+    elif checkpoint is not None:
         trainer.load_checkpoint(checkpoint)
     return trainer
 

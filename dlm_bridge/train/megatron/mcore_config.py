@@ -163,6 +163,8 @@ def check_mcore_config(config: TrainConfig) -> None:
             f"--attention-backend {backend!r} is unknown: with --engine megatron known are "
             f"{', '.join(ATTENTION_BACKENDS)}"
         )
+    if config.checkpoint.local_folder is not None and importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        raise NotInstalledError("--local-folder needs nvidia-resiliency-ext: pip install 'dlm-bridge[resiliency]'")
     data_parallel_config(config)
     optimizer_config(config)
 

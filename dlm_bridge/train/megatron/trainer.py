@@ -32,8 +32,9 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron.checkpoints import CheckpointManager, describe_mtp, write_hub_config
+from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints
 from dlm_bridge.train.megatron.mcore_config import DTYPES
-from dlm_bridge.train.metrics import StepMetrics
+from dlm_bridge.train.metrics import MetricsFile, StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
 from dlm_bridge.train.ranks import StragglerDetector
 from dlm_bridge.train.trainer import Processes, StepBatches, Trainer
@@ -51,8 +52,10 @@ class MegatronTrainer(Trainer):
         objective: Objective,
         data: tuple[Samples, Samples, Any],
         console: Console,
+        local: LocalCheckpoints | None = None,
     ) -> None:
         super().__init__(config, source.model, objective, data, console, _processes())
+        self.local = local
         self.source = source
         self.chunks = chunks
         self.optimizer = optimizer
@@ -232,6 +235,19 @@ class MegatronTrainer(Trainer):
 
     def load_checkpoint(self, folder: Path) -> None:
         self.check_same_data(self.checkpoints.load(folder)["train_blocks"])
+
+    def saves_locally(self, step: int) -> bool:
+        return self.local is not None and step % self.config.checkpoint.local_interval == 0
+
+    def save_locally(self, step: int, metrics: MetricsFile | None) -> None:
+        assert self.local is not None
+        self.before_save(step, metrics)
+        with self.producing, self.gathered_weights():
+            self.local.save(step, {"train_blocks": len(self.train)}, self.chunks, self.optimizer)
+
+    def load_local_checkpoint(self) -> None:
+        assert self.local is not None
+        self.check_same_data(self.local.load(self.chunks, self.optimizer)["train_blocks"])
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
         return [weight for group in self.optimizer.param_groups for weight in group["params"]]
