@@ -105,6 +105,24 @@ class MaskDescriptor:
         return cls._of(documents_BS, order=blocks, clean=blocks + 1)
 
     @classmethod
+    def of_pattern(
+        cls,
+        attention_pattern: str,
+        documents_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None = None,
+        block: int | None = None,
+    ) -> MaskDescriptor:
+        """A family's attention pattern within each document; block-causal attention needs the blocks' size, and counts
+        from 0 in each row without positions."""
+        if attention_pattern == "causal":
+            return cls.causal(documents_BS)
+        if attention_pattern == "bidirectional":
+            return cls.bidirectional(documents_BS)
+        if block is None or block < 1:
+            raise DlmBridgeError(f"block-causal attention needs a block size of at least 1, not {block}")
+        return cls.block_causal(documents_BS, _order(documents_BS) if positions_BS is None else positions_BS, block)
+
+    @classmethod
     def two_streams(
         cls,
         documents_BL: torch.Tensor,

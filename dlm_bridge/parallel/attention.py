@@ -36,15 +36,10 @@ def attention_mask(
     a model's); `real_BS` is False at padding, which attends to itself only. Raises DlmBridgeError.
     """
     check_attention_pattern(attention_pattern)
-    everywhere = torch.ones_like(position_ids_BS, dtype=torch.bool)
-    documents = document_ids(everywhere if real_BS is None else real_BS)
-    if attention_pattern == "block_causal":
-        if block_size is None or block_size < 1:
-            raise DlmBridgeError(f"block-causal attention needs a block size of at least 1, not {block_size}")
-        return MaskDescriptor.block_causal(documents, position_ids_BS, block_size).codes
-    if real_BS is None:
+    if attention_pattern != "block_causal" and real_BS is None:
         return None
-    return (MaskDescriptor.causal if attention_pattern == "causal" else MaskDescriptor.bidirectional)(documents).codes
+    documents = document_ids(torch.ones_like(position_ids_BS, dtype=torch.bool) if real_BS is None else real_BS)
+    return MaskDescriptor.of_pattern(attention_pattern, documents, position_ids_BS, block_size).codes
 
 
 def check_attention_pattern(attention_pattern: str) -> None:

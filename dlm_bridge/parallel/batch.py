@@ -135,20 +135,7 @@ def _descriptor(noisy: NoisyBatch, attention_pattern: str, block_size: int | Non
     if attention_pattern != "block_causal" and not padded:
         return None
     documents = document_ids(real if real is not None and padded else torch.ones_like(noisy.input_ids[:1]))
-    return _of_pattern(attention_pattern, documents, noisy.position_ids, block_size).codes
-
-
-def _of_pattern(
-    attention_pattern: str, documents: torch.Tensor, positions: torch.Tensor | None, block_size: int | None
-) -> MaskDescriptor:
-    if attention_pattern == "causal":
-        return MaskDescriptor.causal(documents)
-    if attention_pattern == "bidirectional":
-        return MaskDescriptor.bidirectional(documents)
-    if block_size is None:
-        raise DlmBridgeError("block-causal attention needs a block size, and the batch has no rule of its own")
-    positions = torch.arange(documents.shape[1])[None] if positions is None else positions
-    return MaskDescriptor.block_causal(documents, positions, block_size)
+    return MaskDescriptor.of_pattern(attention_pattern, documents, noisy.position_ids, block_size).codes
 
 
 def _shared_positions(position_ids: torch.Tensor, descriptor: torch.Tensor | None) -> torch.Tensor:
@@ -174,7 +161,7 @@ def _packed(descriptor: torch.Tensor | None, attention_pattern: str, rows: int, 
     if descriptor is not None and (
         attention_pattern == "block_causal"
         or not torch.equal(
-            _of_pattern(attention_pattern, documents, None, None).codes, descriptor.expand(rows, -1, -1)
+            MaskDescriptor.of_pattern(attention_pattern, documents).codes, descriptor.expand(rows, -1, -1)
         )
     ):
         raise DlmBridgeError(

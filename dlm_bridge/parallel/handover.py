@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import ParamMapping, Passthrough
 from dlm_bridge.parallel import platform
@@ -209,14 +210,14 @@ class InPlaceWriter:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._groups: dict[str, dict[str, torch.Tensor]] = {}  # by layer: what the model names its tensors
-        for name, tensor in [*model.named_parameters(), *_stored_buffers(model)]:  # a tied weight comes once
+        for name, tensor in stored_tensors(model):
             match = _LAYER.search(name)
             self._groups.setdefault(name[: match.end()] if match else "", {})[name] = tensor.data
         self._group_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # of every Hub tensor
         for group, tensors in self._groups.items():
             for name, tensor in tensors.items():
-                for hub_name, part in self._to_hub(name, torch.empty_like(tensor, device="meta")).items():
+                for hub_name, part in hub_tensors(model, {name: torch.empty_like(tensor, device="meta")}).items():
                     self._group_of[hub_name], self.shapes[hub_name] = group, tuple(part.shape)
         self._open: str | None = None
         self._views: dict[str, torch.Tensor] = {}
@@ -232,26 +233,15 @@ class InPlaceWriter:
             merged, elements = self._places[name]
             merged.view(-1)[elements] = tensor.to(merged).view(-1)
 
-    def _to_hub(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        return dict(revert_weight_conversion(self._model, {name: tensor}))
-
     def _load(self, group: str) -> None:
         self._open, self._views, self._places = group, {}, {}
         for name, tensor in self._groups[group].items():
-            parts = self._to_hub(name, tensor)
+            parts = hub_tensors(self._model, {name: tensor})
             if all(
                 part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts.values()
             ):
                 self._views |= parts
                 continue
             numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
-            for hub_name, elements in self._to_hub(name, numbers).items():
+            for hub_name, elements in hub_tensors(self._model, {name: numbers}).items():
                 self._places[hub_name] = (tensor, elements.reshape(-1))
-
-
-def _stored_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """Buffers that checkpoints hold, such as a router's bias."""
-    stored = model.state_dict().keys()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]

@@ -246,6 +246,7 @@ def _one_layer(model: PlannedModel, run: PlannedRun, kinds: dict[bool, int]) -> 
 
 
 def _sequence(run: PlannedRun) -> int:
+    """How many ranks share a sequence where layers do not split it by columns."""
     return run.layout.tp if run.sharded_sequence else 1
 
 
@@ -273,7 +274,7 @@ def layer_activations(model: PlannedModel, run: PlannedRun, moe: bool, full: boo
 
 def _per_token(model: PlannedModel, run: PlannedRun, moe: bool, full: bool, recomputed: set[str]) -> float:
     divisor = {
-        "sequence": run.layout.tp if run.sharded_sequence else 1,
+        "sequence": _sequence(run),
         "heads": run.layout.tp,
         "experts": run.layout.expert_tp,
     }
@@ -292,8 +293,7 @@ def copies(model: PlannedModel, run: PlannedRun) -> float:
 
     Each of an expert's `etp` ranks receives all copies from the `ep` x `etp` ranks of its group.
     """
-    brought = 1 / (run.layout.tp if run.sharded_sequence else 1)
-    return brought * run.layout.expert_tp * model.top_k * OVERHEADS.expert_imbalance
+    return 1 / _sequence(run) * run.layout.expert_tp * model.top_k * OVERHEADS.expert_imbalance
 
 
 def layer_terms(model: PlannedModel, moe: bool, precision: str) -> Iterator[ActivationTerm]:

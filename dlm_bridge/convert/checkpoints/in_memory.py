@@ -29,9 +29,7 @@ class LiveCheckpoint(ByNameCheckpoint):
     format = "live"
 
     def __init__(self, model: PreTrainedModel, family: str | None = None) -> None:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        self._tensors: dict[str, torch.Tensor] = dict(revert_weight_conversion(model, _state(model)))
+        self._tensors = hub_tensors(model, {name: tensor.detach() for name, tensor in stored_tensors(model)})
         config, text = _config_of(model)
         where = f"the live {type(model).__name__}"
         # A model of this package knows its family, also where its config cannot tell (DiffuLLaMA's is Llama's).
@@ -52,17 +50,24 @@ class LiveCheckpoint(ByNameCheckpoint):
                 raise DlmBridgeError(f"{where}: tensor {name} is on the meta device: it has no values")
 
     def _tensor(self, name: str) -> torch.Tensor:
-        return self._tensors[name].detach().cpu()
+        return self._tensors[name].cpu()
 
     def folders(self) -> list[Path]:
         return []
 
 
-def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The state dict without a tied weight's second name, which transformers would not turn back into a Hub name."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    again = names - {name for name, _ in model.named_parameters()}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
+def stored_tensors(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers that checkpoints hold, such as a router's bias; a tied weight once, since transformers
+    would not turn its second name back into a Hub name."""
+    stored = model.state_dict().keys()
+    return [*model.named_parameters(), *(each for each in model.named_buffers() if each[0] in stored)]
+
+
+def hub_tensors(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A live model's tensors as Hub tensors, of which transformers merges some into one (experts)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, tensors))
 
 
 def _config_of(model: PreTrainedModel) -> tuple[dict[str, Any], bytes]:

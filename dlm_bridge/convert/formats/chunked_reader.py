@@ -77,9 +77,8 @@ class ChunkedReader:
         Raises DlmBridgeError for an item that is not the tensor's.
         """
         tensor = self.tensor(key)
-        view = out.view((1,) * len(stack) + tuple(out.shape))
-        for chunk in self._chunks(key, tensor, len(stack)).get(stack, []):
-            self._copy(key, tensor, chunk, (*stack, *(0,) * out.dim()), view)
+        for box in self._boxes(key, stack, out.shape):
+            _copy(self._item(key, tensor, box.chunk), box, out)
 
     def in_regions(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> bool:
         """Whether `regions` can tell where this slice lies."""
@@ -128,32 +127,6 @@ class ChunkedReader:
                 self._by_place[key] = found
             return self._by_place[key]
 
-    def _copy(
-        self, key: str, tensor: StoredTensor, chunk: Chunk, offsets: tuple[int, ...], target: torch.Tensor
-    ) -> None:
-        """Copy what `chunk` and the box of `target` at `offsets` have in common."""
-        low, sizes = _common(chunk, offsets, target.shape)
-        if any(size <= 0 for size in sizes):
-            return
-        item = self._item(key, tensor, chunk)
-        in_chunk = [a - b for a, b in zip(low, chunk.offsets, strict=True)]
-        in_target = [a - b for a, b in zip(low, offsets, strict=True)]
-        window = target
-        for axis, (start, size) in enumerate(zip(in_target, sizes, strict=True)):
-            window = window.narrow(axis, start, size)
-        if not _is_one_run(sizes, chunk.sizes):
-            whole = new_tensor(chunk.sizes, item.dtype)
-            read_item_rows(item, (0,) * len(sizes), whole.numel(), raw_bytes(whole))
-            for axis, (start, size) in enumerate(zip(in_chunk, sizes, strict=True)):
-                whole = whole.narrow(axis, start, size)
-            window.copy_(whole)
-        elif window.is_contiguous():
-            read_item_rows(item, in_chunk, window.numel(), raw_bytes(window))
-        else:
-            part = new_tensor(sizes, item.dtype)
-            read_item_rows(item, in_chunk, part.numel(), raw_bytes(part))
-            window.copy_(part)
-
     def _item(self, key: str, tensor: StoredTensor, chunk: Chunk) -> FileTensor:
         """Where the chunk's values lie, as one row-major array."""
         place = chunk.place
@@ -164,6 +137,27 @@ class ChunkedReader:
                 f"{DCP_METADATA} says {tensor.dtype} {list(chunk.sizes)}"
             )
         return item
+
+
+def _copy(item: FileTensor, box: _Box, out: torch.Tensor) -> None:
+    """Copy what a chunk, whose values are the `item`, and the slice `out` have in common."""
+    stack = (1,) * (len(box.in_chunk) - out.dim())
+    window, sizes = _part(out, box.in_slice, box.sizes), (*stack, *box.sizes)
+    if not _is_one_run(sizes, item.shape):
+        whole = new_tensor(item.shape, item.dtype)
+        read_item_rows(item, (0,) * len(item.shape), whole.numel(), raw_bytes(whole))
+        window.view(stack + window.shape).copy_(_part(whole, box.in_chunk, sizes))
+    elif window.is_contiguous():
+        read_item_rows(item, box.in_chunk, window.numel(), raw_bytes(window))
+    else:
+        part = new_tensor(box.sizes, item.dtype)
+        read_item_rows(item, box.in_chunk, part.numel(), raw_bytes(part))
+        window.copy_(part)
+
+
+def _part(tensor: torch.Tensor, first: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A view of `sizes` from the element `first` on."""
+    return tensor[tuple(slice(start, start + size) for start, size in zip(first, sizes, strict=True))]
 
 
 def _common(chunk: Chunk, offsets: Sequence[int], shape: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -293,17 +293,12 @@ def combined_file_digests(digests: Mapping[StorageLocation, bytes]) -> dict[str,
 def read_file_digests(folder: Path, contents: Contents) -> dict[str, str]:
     """`combined_file_digests` of what lies on the disk now, every byte of every item read."""
     places = [chunk.place for tensor in contents.tensors.values() for chunk in tensor.chunks]
-    digests = {}
-    for place in (*places, *contents.objects.values()):
-        state, left = xxhash.xxh3_128(), place.length
-        with (folder / place.file).open("rb") as stream:
-            stream.seek(place.offset)
-            while left:
-                data = stream.read(min(left, 1 << 20))
-                state.update(data)
-                left -= len(data)
-        digests[place] = state.digest()
-    return combined_file_digests(digests)
+    return combined_file_digests(
+        {
+            place: bytes.fromhex(range_digest(folder / place.file, place.offset, place.length))
+            for place in (*places, *contents.objects.values())
+        }
+    )
 
 
 def write_metadata(folder: Path, contents: Contents) -> None:

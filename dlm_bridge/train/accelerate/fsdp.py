@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
 from dlm_bridge.convert.formats.safetensors_file import (
     SAFETENSORS_INDEX,
     HubWriter,
@@ -254,7 +255,7 @@ def _save_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) 
 def save_weights(folder: Path, model: Any, device: torch.device, shard_size: int = SHARD_SIZE) -> None:
     """Write the Hub's files of a model as its `save_pretrained` does: config.json, generation_config.json, weights
     under the Hub's names. Every process calls this together, rank 0 writes."""
-    weights = ((name, full_tensor(tensor, device)) for name, tensor in _stored_tensors(model))
+    weights = ((name, full_tensor(tensor, device)) for name, tensor in stored_tensors(model))
     try:
         if dist.get_rank() == 0:
             _write_hub_files(folder, model, weights, shard_size)
@@ -268,7 +269,7 @@ def _write_hub_files(folder: Path, model: Any, weights: Iterator[tuple[str, torc
     plans = _shard_plans(model, shard_size)
     writer = HubWriter(folder, plans)
     for name, whole in weights:
-        for hub_name, part in _hub_tensors(model, name, whole).items():
+        for hub_name, part in hub_tensors(model, {name: whole}).items():
             writer.write(hub_name, part.contiguous().cpu())
     writer.finish()
     if len(plans) > 1:
@@ -300,27 +301,11 @@ def _by_name(state: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer
     return {"state": {order[number]: value for number, value in state["state"].items()}, "param_groups": groups}
 
 
-def _stored_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """The weights and buffers of a checkpoint, a tied weight once."""
-    stored = model.state_dict().keys()
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
-    return [*model.named_parameters(), *buffers]
-
-
-def _hub_tensors(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A parameter as Hub tensors, of which transformers merges some into one."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(model, {name: tensor}))
-
-
 def _shard_plans(model: Any, shard_size: int) -> list[ShardPlan]:
     specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name, tensor in _stored_tensors(model):
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        specs |= {
-            hub_name: (part.dtype, tuple(part.shape)) for hub_name, part in _hub_tensors(model, name, empty).items()
-        }
+    for name, tensor in stored_tensors(model):
+        parts = hub_tensors(model, {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")})
+        specs |= {hub_name: (part.dtype, tuple(part.shape)) for hub_name, part in parts.items()}
     return plan_by_size(specs, shard_size)
 
 
