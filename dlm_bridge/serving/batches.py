@@ -1,26 +1,79 @@
-"""What samples the rows: closed batches of `generate`."""
+"""What samples the rows: continuous batching for diffusion models, closed batches for autoregressive ones."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 
-from dlm_bridge.generation.callbacks import DenoisingStep
-from dlm_bridge.generation.settings import eos_token_ids, resolve_settings
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.batching import ContinuousBatch, RowCommits, RowEnded, RowRequest, RowTokens
+from dlm_bridge.generation.settings import eos_token_ids
 from dlm_bridge.generation.texts import write_texts
 from dlm_bridge.serving.model import ServedModel
-from dlm_bridge.serving.scheduler import Committed, Ended, Extended, Row, RowSampler, Scheduler
+from dlm_bridge.serving.scheduler import Committed, Ended, Extended, Failed, Row, RowSampler, Scheduler
 
 
 def row_sampler(served: ServedModel) -> RowSampler:
     """What samples the model's rows."""
-    return ClosedBatches(served)
+    return DiffusionRows(served) if served.loaded.diffusion else AutoregressiveRows(served)
 
 
-class ClosedBatches:
-    """Samples rows in closed batches."""
+class DiffusionRows:
+    """Samples rows in a continuous batch: they enter it while it runs, and leave it when they end."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+
+    def run(self, rows: Sequence[Row], scheduler: Scheduler) -> None:
+        loaded, group = self._served.loaded, rows[0].group
+        settings = {name: value for name, value in rows[0].settings.items() if name != "gen_length"}
+        batch = ContinuousBatch(
+            loaded.model,
+            {**settings, "tokenizer": loaded.tokenizer},
+            max_rows=scheduler.batch_size,
+            max_length=self._served.limit,
+        )
+        names, running = count(), dict[int, Row]()
+        entering = list(rows)
+        try:
+            while entering or running:
+                for row in entering:
+                    self._submit(batch, row, next(names), running, scheduler)
+                for event in batch.advance():
+                    row = running[event.name]
+                    if isinstance(event, RowCommits):
+                        scheduler.tell(row, Committed(event.step, event.places, event.tokens))
+                    elif isinstance(event, RowTokens):
+                        scheduler.tell(row, Extended(event.tokens))
+                    else:
+                        del running[event.name]
+                        if isinstance(event, RowEnded):
+                            scheduler.tell(row, Ended(event.tokens, stopped=event.finish_reason == "stop"))
+                        else:
+                            scheduler.tell(row, Failed(event.error))
+                for name in [name for name, row in running.items() if row.cancelled]:
+                    batch.cancel(name)
+                    scheduler.drop(running.pop(name))
+                entering = scheduler.take(group, scheduler.batch_size - len(running))
+        finally:
+            batch.close()
+            scheduler.forwards += batch.forwards
+
+    def _submit(
+        self, batch: ContinuousBatch, row: Row, name: int, running: dict[int, Row], scheduler: Scheduler
+    ) -> None:
+        try:
+            batch.submit(RowRequest(name, row.prompt, row.settings["gen_length"], row.seed))
+            running[name] = row
+        except DlmBridgeError as error:
+            scheduler.tell(row, Failed(error))
+
+
+class AutoregressiveRows:
+    """Samples rows in closed batches, by transformers' `generate`."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -28,25 +81,12 @@ class ClosedBatches:
     def run(self, rows: Sequence[Row], scheduler: Scheduler) -> None:
         loaded = self._served.loaded
         settings = dict(rows[0].settings)
-        seeds: list[int] | None = None
-        if loaded.diffusion:
-            seeds = [row.seed or 0 for row in rows]
-            ends = frozenset(resolve_settings(loaded.model, None, settings, prompt_width=1).eos_token_ids)
-        else:
-            settings["seed"] = secrets.randbits(62) if rows[0].seed is None else rows[0].seed
-            ends = frozenset(eos_token_ids(settings.get("eos_token_id", loaded.model.generation_config.eos_token_id)))
+        settings["seed"] = secrets.randbits(62) if rows[0].seed is None else rows[0].seed
+        ends = frozenset(eos_token_ids(settings.get("eos_token_id", loaded.model.generation_config.eos_token_id)))
         watch = _Watch(rows, ends, scheduler)
         prompts = [row.prompt for row in rows]
         try:
-            found = write_texts(
-                loaded.model,
-                loaded.tokenizer,
-                prompts,
-                settings,
-                diffusion=loaded.diffusion,
-                streamer=watch,
-                seeds=seeds,
-            )
+            found = write_texts(loaded.model, loaded.tokenizer, prompts, settings, diffusion=False, streamer=watch)
         except AbandonedError:
             return
         scheduler.forwards += found.forwards
@@ -60,22 +100,12 @@ class AbandonedError(Exception):
 
 
 class _Watch:
-    """A step callback and a streamer that tells the rows of a batch their tokens."""
+    """A streamer of transformers that tells the rows of a batch their tokens."""
 
     def __init__(self, rows: Sequence[Row], ends: frozenset[int], scheduler: Scheduler) -> None:
         self._rows, self._ends, self._scheduler = rows, ends, scheduler
         self._open = dict(enumerate(rows))
-        self._width = max(len(row.prompt) for row in rows)
         self._prompts_came = False
-
-    def on_step(self, step: DenoisingStep) -> None:
-        if all(row.cancelled for row in self._rows):
-            raise AbandonedError
-        tokens, committed = step.tokens[:, self._width :].tolist(), step.committed[:, self._width :].tolist()
-        for row, own, fresh in zip(self._rows, tokens, committed, strict=True):
-            places = tuple(place for place, is_fresh in enumerate(fresh) if is_fresh)
-            if places:
-                self._scheduler.tell(row, Committed(step.forwards, places, tuple(own[place] for place in places)))
 
     def put(self, value: torch.Tensor) -> None:
         if not self._prompts_came:
@@ -83,12 +113,10 @@ class _Watch:
             return
         if all(row.cancelled for row in self._rows):
             raise AbandonedError
-        runs = value.view(len(self._rows), -1).tolist()
+        tokens: list[int] = value.flatten().tolist()  # one of each row
         for number, row in list(self._open.items()):
-            run = runs[number]
-            end = next((place for place, token in enumerate(run) if token in self._ends), None)
-            self._scheduler.tell(row, Extended(tuple(run if end is None else run[: end + 1])))
-            if end is not None:
+            self._scheduler.tell(row, Extended((tokens[number],)))
+            if tokens[number] in self._ends:
                 del self._open[number]  # behind it is padding
 
     def end(self) -> None:

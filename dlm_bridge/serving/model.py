@@ -78,7 +78,9 @@ class ServedModel:
         rows = []
         for index, ((prompt, own), row_seed) in enumerate(zip(copies, seeds, strict=True)):
             shared = dict(own)
-            if row_seed is not None and not self.loaded.diffusion:
+            if self.loaded.diffusion:
+                del shared["gen_length"]  # rows have their own
+            elif row_seed is not None:
                 shared["seed"] = [row_seed, secrets.token_hex(8)]  # transformers draws for a batch from one stream
             group = json.dumps(shared, sort_keys=True)
             rows.append(Row(tuple(prompt), own, row_seed, group, listen(index)))

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,10 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from dlm_bridge.cli.app import main
 from tests.checkpoints import write_tokenizer
-from tests.cli.conftest import TOKENIZER
+from tests.cli.conftest import TEMPLATE, TOKENIZER
 
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
@@ -27,10 +29,10 @@ WAIT_S = 300
 
 
 @contextmanager
-def serving(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(folder: Path, *words: str, key: str | None = "secret") -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process of a server that listens, and its address."""
     command = [sys.executable, "-m", "dlm_bridge.cli", "serve", str(folder), "--port", "0", "--device", "cpu", *words]
-    environment = {**os.environ, "DLM_BRIDGE_API_KEY": "secret"}
+    environment = {**os.environ, **({} if key is None else {"DLM_BRIDGE_API_KEY": key})}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
     )
@@ -59,6 +61,35 @@ def test_a_signal_ends_the_server_and_what_it_samples(llada: Path, number: int, 
     assert ("interrupted" in err) == (number == signal.SIGINT)
     with pytest.raises(openai.APIError, match="shut down"):
         list(stream)
+
+
+@pytest.mark.slow
+def test_transformers_own_chat_talks_to_it(llada: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "chatty"
+    shutil.copytree(llada, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    with serving(folder, key=None) as (_, address):
+        chat = [sys.executable, "-m", "dlm_bridge.cli", "transformers", "chat", "chatty", address]
+        done = subprocess.run(
+            [*chat, "max_new_tokens=16", "do_sample=False"],
+            input="hi\nn\n!exit\n",
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+            env={**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "0"},  # else it would not even ask this machine
+        )
+        client = openai.OpenAI(base_url=address, api_key="none", timeout=WAIT_S)
+        answer = client.chat.completions.create(
+            model="", messages=[{"role": "user", "content": "hi"}], max_tokens=16, temperature=0
+        )
+    assert done.returncode == 0, done.stderr
+    assert "<chatty>:" in done.stdout
+    printable = [word for word in re.findall(r"\w+", answer.choices[0].message.content or "") if len(word) > 1]
+    assert all(word in done.stdout for word in printable)
+    assert "token limit" in done.stdout
 
 
 @pytest.fixture
