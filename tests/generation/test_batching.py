@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dlm_bridge.generation import generate
+from dlm_bridge.generation import batching, commit_rules, generate
 from dlm_bridge.generation.batching import (
     ContinuousBatch,
     Event,
@@ -18,6 +20,9 @@ from dlm_bridge.generation.batching import (
     RowTokens,
 )
 from dlm_bridge.generation.rolling_canvas import RollingCanvas
+from tests.families.case import FamilyCase
+from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
+from tests.generation.test_families import DIFFUSION
 from tests.generation.test_samplers import CASES, build
 
 WHOLE = ("dream", "diffullama", "rnd1", "uniform", "linear_spec", "wedlm")
@@ -134,3 +139,55 @@ def test_each_row_is_what_it_is_alone(name: str, temperature: float, monkeypatch
     if not name.startswith("rnd1"):  # its end-of-sequence token is part of the canvas
         stopped = check_rows(model, settings | {"eos_token_id": stopping, "pad_token_id": 0}, rows, stream=False)
         assert {end.finish_reason for end in stopped} >= {"stop"}
+
+
+def read_with_overlap(flags_A: torch.Tensor, overlap_with: Callable[[], None]) -> list[bool]:
+    """`read_flags` as on a GPU: the speculative forward pass is launched first."""
+    overlap_with()
+    return list(flags_A.tolist())
+
+
+# One family of each sampler.
+CACHED = {case.spec.sampler["algorithm"]: case for case in WITH_BLOCK_CACHE + REORDERED}
+
+
+@pytest.mark.parametrize("case", CACHED.values(), ids=lambda case: case.id)
+def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mask = load_case(case, tmp_path)
+    settings: dict[str, Any] = {
+        "mask_token_id": mask,
+        "pad_token_id": 0,
+        "eos_token_id": [5, 9, 21, 33],
+        "cache": "block",
+    }
+    block = 4
+    if case.spec.attention_pattern == "block_causal":
+        block = model.config.block_size
+    elif case.spec.attention_pattern == "bidirectional":
+        settings["block_length"] = block
+    if case.spec.name == "fast_dllm_v2":
+        settings |= {"small_block_size": block // 4, "threshold": 0.3}
+    rows = requests(8, [block, 2 * block, 3 * block], longest=2 * block + 3)
+    caches = ("block", "dual") if case.spec.name == "fast_dllm_v2" else ("block",)
+    for cache in caches:
+        for speculative in (False, True):
+            with monkeypatch.context() as patch:
+                if speculative:
+                    patch.setattr(batching, "read_flags", read_with_overlap)
+                    patch.setattr(commit_rules, "read_flags", read_with_overlap)
+                    rows = [RowRequest(row.name, row.prompt, row.gen_length, row.seed) for row in reversed(rows)]
+                check_rows(model, settings | {"temperature": 0.7 * speculative, "cache": cache}, rows)
+
+
+def test_rows_enter_beside_the_unconditional_ones_of_guidance(tmp_path: Path) -> None:
+    case = next(case for case in DIFFUSION if case.spec.name == "a2d_qwen3")
+    model, mask = load_case(case, tmp_path)
+    settings = {"mask_token_id": mask, "eos_token_id": None, "block_size": 4, "cfg_scale": 0.7, "cache": "block"}
+    check_rows(model, settings | {"algorithm": "bd3lm"}, requests(8, [6, 8, 12]))
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_rows_enter_a_canvas_that_is_attended_to_as_a_whole(model: Any, cache: str) -> None:
+    settings = {"cache": cache, "block_length": 4, "threshold": 0.01, "eos_token_id": list(range(0, 128, 16))}
+    ends = check_rows(model, settings | {"pad_token_id": 0}, requests(9, [4, 8, 12]))
+    assert {end.finish_reason for end in ends} == {"stop", "length"}
