@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.generate_request import parse_settings
+from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings
 from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names
 from dlm_bridge.errors import DlmBridgeError, printable
 
@@ -48,7 +48,10 @@ def evaluate(
     mc_samples: Annotated[
         int, typer.Option(min=1, help="Samples of a diffusion model's likelihood bound.", rich_help_panel=MEASURING)
     ] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a pass.", rich_help_panel=MEASURING)] = 8,
+    batch_size: Annotated[
+        str,
+        typer.Option(metavar="N|auto", help="Rows of a pass; auto: as memory allows.", rich_help_panel=MEASURING),
+    ] = "8",
     max_length: Annotated[
         int, typer.Option(min=2, help="Tokens of a prompt with its answer.", rich_help_panel=MEASURING)
     ] = 2048,
@@ -122,6 +125,7 @@ def evaluate(
     if names:
         _check_harness()
     sampler = parse_settings(set_ or [])
+    rows = parse_batch_size(batch_size)
     for name in NOT_OF_TASKS:
         if name in sampler:
             raise DlmBridgeError(f"--set {name}: a task has one text behind each prompt: leave it out")
@@ -130,6 +134,7 @@ def evaluate(
 
     from dlm_bridge.evaluation.perplexity import text_perplexity
     from dlm_bridge.evaluation.report import report, write
+    from dlm_bridge.generation.batch_size import plan_batch
     from dlm_bridge.loading import Placement, load_model
 
     logging.set_verbosity_error()
@@ -145,6 +150,10 @@ def evaluate(
     )
     context = getattr(opened.model.config, "max_position_embeddings", None) or max_length
     max_length, window = min(max_length, context), min(window, context)
+    if rows is None:
+        plan = plan_batch(opened.model, [max_length], sampler, diffusion=opened.diffusion, scored=True)
+        rows = plan.rows
+        typer.echo(plan.summary, err=True)
     text = found = None
     if perplexity is not None:
         text = text_perplexity(
@@ -156,7 +165,7 @@ def evaluate(
             window=window,
             limit=limit,
             seed=seed,
-            batch_size=batch_size,
+            batch_size=rows,
         )
     if names:
         from dlm_bridge.evaluation.harness import HarnessSettings, run_tasks
@@ -166,7 +175,7 @@ def evaluate(
             names,
             HarnessSettings(
                 samples=mc_samples,
-                batch_size=batch_size,
+                batch_size=rows,
                 max_length=max_length,
                 seed=seed,
                 limit=limit,
@@ -182,7 +191,7 @@ def evaluate(
         "shots": shots,
         "chat": chat,
         "mc_samples": mc_samples if opened.diffusion else None,
-        "batch_size": batch_size,
+        "batch_size": rows,
         "max_length": max_length,
         "seed": seed,
         "sampler": sampler,

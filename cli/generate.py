@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.generate_request import ALIASES, SETTINGS, Request, parse_settings
+from dlm_bridge.cli.generate_request import ALIASES, SETTINGS, Request, parse_batch_size, parse_settings
 from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names, general_choices, sampler_names
 from dlm_bridge.errors import DlmBridgeError
 
@@ -55,6 +55,7 @@ def _command() -> Callable[..., None]:
             if name in settings:
                 raise DlmBridgeError(f"--set {name}: --{name.replace('_', '-')} says it already")
             settings[name] = value
+        options["batch_size"] = parse_batch_size(options["batch_size"])
         request = Request(settings=settings, **options)
         request.check()
         # Imported only now: a mistyped option should answer at once.
@@ -72,7 +73,9 @@ def _command() -> Callable[..., None]:
         ],
         "jsonl": Annotated[str | None, Option(metavar="FILE", help="Prompts, one JSON object a line; - is stdin.")],
         "field": Annotated[str, Option(help="Of --jsonl: where a row has its prompt.")],
-        "batch_size": Annotated[int, Option(min=1, help="Of --jsonl: prompts that are sampled together.")],
+        "batch_size": Annotated[
+            str, Option(metavar="N|auto", help="Of --jsonl: rows that are sampled together; auto: as memory allows.")
+        ],
         "output": Annotated[Path | None, Option(metavar="FILE", help="Write there, whole or not at all.")],
         "overwrite": Annotated[bool, Option("--overwrite", help="Replace --output, --html and --svg.")],
         "show": Annotated[bool, Option("--show", help="Watch the denoising, where stdout is a terminal.")],
@@ -124,7 +127,7 @@ def _command() -> Callable[..., None]:
     defaults: dict[str, Any] = {
         "model": inspect.Parameter.empty,
         "field": "prompt",
-        "batch_size": 8,
+        "batch_size": "8",
         "dtype": "keep",
         **dict.fromkeys(("chat", "infill", "overwrite", "show", "as_json"), False),
     }

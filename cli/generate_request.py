@@ -45,7 +45,7 @@ class Request:
     system: str | None
     jsonl: str | None
     field: str
-    batch_size: int
+    batch_size: int | None  # None: as many as memory allows
     output: Path | None
     overwrite: bool
     show: bool
@@ -77,6 +77,15 @@ class Request:
             raise DlmBridgeError("--system is a message of a chat: give --chat as well")
         if self.jsonl == "-" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise DlmBridgeError("--jsonl -: stdin is read by one process only: name a file")
+
+
+def parse_batch_size(text: str) -> int | None:
+    """The value of `--batch-size`: a number, or None for "auto". Raises DlmBridgeError."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise DlmBridgeError(f"--batch-size {text}: a number of rows, 1 or more, or auto")
+    return int(text)
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from transformers.utils import logging
 from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.convert.atomic import atomic_file
+from dlm_bridge.generation.batch_size import plan_batch
+from dlm_bridge.generation.batching import RowEnded
 from dlm_bridge.generation.display.picture import svg
 from dlm_bridge.generation.display.terminal import live
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, page
@@ -26,7 +29,9 @@ from dlm_bridge.generation.texts import (
     GeneratedTexts,
     WrittenPrompt,
     as_message,
+    batch_of_rows,
     check_prompts,
+    ended_rows,
     mask_token,
     read_prompts,
     seeds_of,
@@ -99,32 +104,22 @@ def _sample_file(
     tokens = [prompt.encode(loaded.tokenizer, f"{prompt.where}: {request.model}", span_token) for prompt in prompts]
     named = [(prompt.where, ids) for prompt, ids in zip(prompts, tokens, strict=True)]
     check_prompts(loaded.model, named, settings, diffusion=loaded.diffusion)
-    seeds = seeds_of(loaded.model, tokens, settings) if loaded.diffusion else None
-    copies = len(seeds) // len(tokens) if seeds else 0
-    done: list[GeneratedTexts] = []
     began = time.perf_counter()
     size = request.batch_size
+    if size is None:
+        plan = plan_batch(loaded.model, [len(ids) for ids in tokens], settings, diffusion=loaded.diffusion)
+        size = plan.rows
+        if _is_main():
+            typer.echo(plan.summary, err=True)
+    continuous = loaded.diffusion and not settings.get("infill")
+    sample = _rows_of_a_continuous_batch if continuous else _rows_of_batches
+    total, forwards = 0, _Count()
     with _stdout_or(request) as stream, _progress(len(prompts)) as advance:
-        for start in range(0, len(prompts), size):
-            own = seeds[start * copies : (start + size) * copies] if seeds else None
-            if not loaded.diffusion and settings.get("seed") is not None:  # batches draw different numbers
-                settings = {**settings, "seed": settings["seed"] + (start > 0)}
-            result = _sample(loaded, tokens[start : start + size], settings, None, own)
-            done.append(result)
-            each = len(result.texts) // len(tokens[start : start + size])  # several, with num_return_sequences
-            for place, (text, ids, count) in enumerate(
-                zip(result.texts, result.token_ids, result.counts, strict=True)
-            ):
-                row = {
-                    **prompts[start + place // each].row,
-                    "text": text,
-                    "tokens": count,
-                    "forwards": result.forwards,
-                    "token_ids": ids,
-                }
-                stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for number, row in sample(loaded, tokens, settings, size, forwards):
+            stream.write(json.dumps({**prompts[number].row, **row}, ensure_ascii=False) + "\n")
             stream.flush()
-            advance(len(result.texts) // each)
+            total += row["tokens"]
+            advance(number)
     if not _is_main():
         return
     seconds = time.perf_counter() - began
@@ -132,8 +127,8 @@ def _sample_file(
         "model": request.model,
         "family": loaded.family,
         "prompts": len(prompts),
-        "tokens": sum(result.tokens for result in done),
-        "forwards": sum(result.forwards for result in done),
+        "tokens": total,
+        "forwards": forwards.value,
         "seconds": seconds,
     }
     if request.as_json:
@@ -144,6 +139,49 @@ def _sample_file(
             f"{seconds:.2f} s",
             err=True,
         )
+
+
+@dataclass
+class _Count:
+    value: int = 0
+
+
+def _rows_of_a_continuous_batch(
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings: dict[str, Any], size: int, forwards: _Count
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each prompt's number and texts, in the prompts' order, and in `forwards` the forward passes of the model."""
+    batch = batch_of_rows(loaded.model, loaded.tokenizer, prompts, settings, size)
+    copies = batch.rows_waiting // len(prompts)
+    early: dict[int, RowEnded] = {}
+    following = 0
+    for ended in ended_rows(batch):
+        early[ended.name] = ended
+        while following in early:
+            row = early.pop(following)
+            text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
+            facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
+            yield following // copies, facts
+            following += 1
+    forwards.value = batch.forwards
+
+
+def _rows_of_batches(
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings: dict[str, Any], size: int, forwards: _Count
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The same, one batch after the other: autoregressive models, and prompts to fill."""
+    seeds = seeds_of(loaded.model, prompts, settings) if loaded.diffusion else None
+    copies = len(seeds) // len(prompts) if seeds else 0
+    for start in range(0, len(prompts), size):
+        part = prompts[start : start + size]
+        own = seeds[start * copies : (start + size) * copies] if seeds else None
+        if not loaded.diffusion and settings.get("seed") is not None:  # batches draw different numbers
+            settings = {**settings, "seed": settings["seed"] + (start > 0)}
+        result = _sample(loaded, part, settings, None, own)
+        forwards.value += result.forwards
+        each = len(result.texts) // len(part)  # several, with num_return_sequences
+        for place, (text, ids, count) in enumerate(zip(result.texts, result.token_ids, result.counts, strict=True)):
+            facts = {"text": text, "tokens": count, "forwards": result.forwards, "token_ids": ids}
+            yield start + place // each, facts
 
 
 def _sample(
@@ -196,11 +234,11 @@ def _stdout_or(request: Request) -> Iterator[TextIO]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar over prompts on stderr, where that is a terminal."""
+    """A bar over prompts on stderr, where that is a terminal; called with the number of the last one done."""
     console = Console(stderr=True)
     if not (console.is_terminal and _is_main()):
-        yield lambda count: None
+        yield lambda number: None
         return
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("sampling", total=total)
-        yield lambda count: bar.advance(task, count)
+        yield lambda number: bar.update(task, completed=number + 1)

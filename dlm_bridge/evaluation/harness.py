@@ -20,7 +20,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import first_token, windows
 from dlm_bridge.generation.settings import SAMPLING_ONLY, merge_names, resolve_settings
-from dlm_bridge.generation.texts import seeds_of, write_texts
+from dlm_bridge.generation.texts import batch_of_rows, ended_rows
 from dlm_bridge.loading import LoadedModel
 
 # Tasks whose data come with the package, so that an evaluation runs without a network.
@@ -118,7 +118,7 @@ class DiffusionHarness(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to the first of the task's stop strings, longest prompts first."""
+        """Texts up to the first of the task's stop strings."""
         texts = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -134,21 +134,13 @@ class DiffusionHarness(TemplateLM):
                     "give a longer --max-length"
                 )
             prompts = {number: self.tok_encode(requests[number].args[0])[-room:] for number in members}
-            found = seeds_of(self.model, list(prompts.values()), settings)
-            seeds = None if found is None else dict(zip(members, found, strict=True))
-            members.sort(key=lambda number: -len(prompts[number]))
-            for start in range(0, len(members), self.settings.batch_size):
-                part = members[start : start + self.settings.batch_size]
-                written = write_texts(
-                    self.model,
-                    self.tokenizer,
-                    [prompts[number] for number in part],
-                    settings,
-                    diffusion=True,
-                    seeds=None if seeds is None else [seeds[number] for number in part],
-                )
-                for number, text in zip(part, written.texts, strict=True):
-                    texts[number] = _before(text, until)
+            one_each = {**settings, "num_return_sequences": 1}
+            batch = batch_of_rows(
+                self.model, self.tokenizer, list(prompts.values()), one_each, self.settings.batch_size
+            )
+            for row in ended_rows(batch):
+                text = self.tokenizer.decode(row.tokens, skip_special_tokens=True)
+                texts[members[row.name]] = _before(text, until)
         return texts
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

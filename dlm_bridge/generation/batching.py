@@ -170,6 +170,8 @@ class ContinuousBatch:
                 raise DlmBridgeError(f"{name} is for whole calls of generate: a continuous batch samples single rows")
         self._settings = {name: value for name, value in self._settings.items() if name not in REFUSED}
         limits = resolve_settings(model, None, self._settings, prompt_width=1).limits
+        if limits.infill:
+            raise DlmBridgeError("infill is for whole calls of generate: a continuous batch samples single rows")
         length = limits.context if max_length is None else max_length
         if length is None:
             raise DlmBridgeError("the model's config names no context length: pass max_length")

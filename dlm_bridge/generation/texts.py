@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.api import input_device
+from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.canvas import StopCondition, check_stop_strings
 from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.settings import check_values, diffusion_fields, eos_token_ids, merge_names, resolve_settings
@@ -164,6 +165,41 @@ def write_texts(
     if rate is None:
         rate = sum(counts) / len(counts) / max(output.forwards, 1)
     return GeneratedTexts(texts, token_ids, counts, output.forwards, rate, seconds)
+
+
+def batch_of_rows(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any], max_rows: int
+) -> ContinuousBatch:
+    """A continuous batch of a diffusion model, to which all prompts are submitted, the longest first, so that rows of
+    similar length run together. A row's name is the prompt's number, times `num_return_sequences` plus the copy's.
+
+    With a `seed` the tokens are those of `write_texts` with `seeds_of` all prompts.
+    """
+    found = resolve_settings(model, None, settings, prompt_width=max(map(len, prompts)))
+    copies = found.num_return_sequences
+    rows = [prompt for prompt in prompts for _ in range(copies)]
+    seeds = seeds_of(model, prompts, settings)
+    own = {name: value for name, value in settings.items() if name not in ("num_return_sequences", "seed")}
+    length = max(map(len, prompts)) + found.limits.gen_length
+    batch = ContinuousBatch(
+        model, {**own, "tokenizer": tokenizer}, max_rows=min(max_rows, len(rows)), max_length=length, stream=False
+    )
+    for number in sorted(range(len(rows)), key=lambda number: -len(rows[number])):
+        batch.submit(RowRequest(number, rows[number], seed=None if seeds is None else seeds[number]))
+    return batch
+
+
+def ended_rows(batch: ContinuousBatch) -> Iterator[RowEnded]:
+    """Run the batch until it is idle; its rows as they end. Raises DlmBridgeError for a row that fails."""
+    try:
+        while not batch.idle:
+            for event in batch.advance():
+                if isinstance(event, RowFailed):
+                    raise event.error
+                if isinstance(event, RowEnded):
+                    yield event
+    finally:
+        batch.close()
 
 
 def _with_spans(tokenizer: Any, text: str, mask_token_id: int | None, begins: bool) -> list[int]:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli.generate_request import SETTINGS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig
-from dlm_bridge.generation.texts import write_texts
+from dlm_bridge.generation.batching import ContinuousBatch, RowEnded
+from dlm_bridge.generation.texts import ended_rows
 from tests.checkpoints import write_tokenizer
 from tests.cli.conftest import MASK, TOKENIZER, Cli
 from tests.cli.pages import Page, played
@@ -265,23 +267,41 @@ def test_a_file_with_a_prompt_that_cannot_be_sampled_is_refused_before_any_is(
     assert f"{source}, line 1: {llada}: its tokenizer has no chat template" in cli(llada, *words)[2]
 
 
+def test_the_batch_size_that_memory_allows(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "a longer one", "x")))
+    words = ["--jsonl", source, "--output", target, "--overwrite", "--gen-length", 8]
+    found = []
+    for size in (1, "auto"):
+        code, _, err = cli(llada, *words, "--batch-size", size)
+        assert code == 0
+        found.append(target.read_text())
+    assert found[0] == found[1]
+    assert err.splitlines()[0].startswith("batch size 3: a row of 20 tokens takes ")
+    for size in ("0", "-1", "many", "1.5"):
+        code, _, err = cli(llada, *words, "--batch-size", size)
+        assert code == 2
+        assert f"--batch-size {size}" in err
+
+
 def test_a_sampling_that_fails_leaves_no_output(
     cli: Cli, llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "two")))
-    calls: list[int] = []
+    calls: list[Any] = []
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise DlmBridgeError("the second batch fails")
-        return write_texts(*args, **kwargs)
+    def failing(batch: ContinuousBatch) -> Iterator[RowEnded]:
+        for row in ended_rows(batch):
+            calls.append(row)
+            if len(calls) == 2:
+                raise DlmBridgeError("the second row fails")
+            yield row
 
-    monkeypatch.setattr("dlm_bridge.cli.generate_run.write_texts", failing)
+    monkeypatch.setattr("dlm_bridge.cli.generate_run.ended_rows", failing)
     code, _, err = cli(llada, "--jsonl", source, "--output", target, "--batch-size", 1, "--gen-length", 8)
     assert (code, len(calls)) == (2, 2)
-    assert "the second batch fails" in err
+    assert "the second row fails" in err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

@@ -1,0 +1,125 @@
+"""Batch size from free memory, planned by arithmetic before anything runs (`--batch-size auto`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlm_bridge.generation.api import input_device, sampler_spec
+from dlm_bridge.generation.kv_cache import attention_layers
+from dlm_bridge.generation.loop import choose_cache
+from dlm_bridge.generation.runtime.runner import unwrapped
+from dlm_bridge.generation.settings import resolve_settings
+
+# What is left to the allocator's fragments, CUDA graphs and libraries' workspaces.
+USED_FRACTION = 0.8
+MOST_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The rows that fit, and why. Sizes in bytes, those of a row at its full length.
+
+    Args:
+        length: tokens of the longest row, prompt and new ones together.
+        cache: keys and values.
+        activations: the largest activations of a forward pass of the whole row.
+        logits: logits of the positions of a step, and what sampling makes of them.
+        free: free memory on the model's device.
+    """
+
+    rows: int
+    length: int
+    cache: int
+    activations: int
+    logits: int
+    free: int
+
+    @property
+    def summary(self) -> str:
+        """The plan in one line."""
+        parts = [("KV cache", self.cache), ("activations", self.activations), ("logits", self.logits)]
+        sizes = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in parts if size)
+        return f"batch size {self.rows}: a row of {self.length} tokens takes {sizes}; {self.free / 2**30:.1f} GiB free"
+
+
+def plan_batch(
+    model: Any, lengths: Sequence[int], settings: Mapping[str, Any], *, diffusion: bool, scored: bool = False
+) -> BatchPlan:
+    """The batch size for prompts of these lengths; processes of a tensor-parallel model agree on the smallest.
+
+    Weights are counted as what is not free. An autoregressive model needs `max_new_tokens` or `gen_length` in the
+    settings; 128 are assumed without it. `scored`: rows are scored as well, which takes all their logits.
+    """
+    plain = unwrapped(model)
+    longest = max(lengths)
+    positions, new, copies, width, stores, draws = 1, 128, 1, 0, True, True
+    if diffusion:
+        found = resolve_settings(model, None, settings, prompt_width=longest)
+        spec = sampler_spec(found, None)
+        new, layout = found.limits.gen_length, spec.layout
+        positions = spec.window or min(layout.block_length, new + layout.spare) if not found.limits.infill else longest
+        copies = 2 if spec.predictor_options.get("cfg_scale") else 1
+        cache = choose_cache(spec.predictor, model, found.cache)
+        stores, draws = cache.stores, spec.sampling.draws
+        width = 0 if layout.whole else (longest + new if cache.mode in ("prefix", "dual") else 0) + 4 * positions
+    else:
+        new = int(settings.get("max_new_tokens") or settings.get("gen_length") or new)
+    length = longest + new
+    positions = length if scored else positions
+    config, itemsize = plain.config.get_text_config(), plain.dtype.itemsize
+    kept = sum(_cache_bytes(layer, config) for layer in attention_layers(plain)) * (length + width) if stores else 0
+    # Of a column in a layer: residual, norm and attention's input and output; gate, up and their product; and, where
+    # attention runs without a fused kernel (CPU), a score for each column of each head.
+    inner = max(getattr(config, name, None) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    column = (8 * config.hidden_size + 3 * inner * experts) * itemsize
+    device = input_device(model)
+    if device.type == "cpu":
+        column += 2 * config.num_attention_heads * length * max(itemsize, 4)
+    # The model's logits, a float copy and its softmax; with draws, the noise and the scores in float64.
+    logit = itemsize + 8 + (24 if draws else 8)
+    cache_bytes, activations = copies * kept, copies * length * column
+    logits = copies * positions * config.vocab_size * logit
+    free = free_memory(device)
+    rows = max(1, min(int(free * USED_FRACTION) // max(cache_bytes + activations + logits, 1), MOST_ROWS))
+    if (getattr(plain, "_tp_size", None) or 1) > 1:
+        smallest = torch.tensor([rows], device=device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=plain._device_mesh["tp"].get_group())
+        rows = int(smallest)
+    return BatchPlan(rows if scored else min(rows, len(lengths)), length, cache_bytes, activations, logits, free)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that new tensors can have: on a GPU what the driver and torch's allocator have, else available memory."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = _meminfo("MemAvailable")
+    return available if available is not None else 2**32
+
+
+def _meminfo(name: str) -> int | None:
+    """A line of /proc/meminfo in bytes, no more than the control group's limit leaves; None where there is none."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        amount = next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    except (OSError, StopIteration):
+        return None
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        return min(amount, limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no control group, or "max"
+        return amount
+
+
+def _cache_bytes(layer: Any, config: Any) -> int:
+    """Bytes of a column's keys and values in a layer."""
+    heads = config.num_attention_heads // layer.num_key_value_groups
+    return 2 * heads * int(layer.head_dim) * next(layer.parameters()).dtype.itemsize
