@@ -439,6 +439,8 @@ class ContinuousBatch:
             self._events.append(RowCommits(row.request.name, row.forwards, tuple(places), changed))
         row.tokens = tokens
         ready = next((place for place in range(final) if tokens[place] == mask), final)
+        if ready <= row.sent:
+            return
         end = self._end_of(tokens[:ready])
         ready = ready if end is None else end
         if ready > row.sent:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.generation.callbacks import DenoisingStep
-from dlm_bridge.generation.settings import eos_token_ids
+from dlm_bridge.generation.batching import ContinuousBatch, RowCommits, RowEnded, RowFailed, RowRequest
+from dlm_bridge.generation.texts import mask_token
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences
 from dlm_bridge.train.rl.reward_worker import RewardScores, RewardWorkers
@@ -80,67 +80,54 @@ class Rollouts:
     def _complete(
         self, problems: Sequence[Problem], samples: Sequence[int], step: int, temperature: float
     ) -> tuple[Sequences, list[str]]:
-        device = self.model.get_input_embeddings().weight.device
-        size = self.batch_size or len(problems)
-        texts: list[str] = []
+        settings = {"temperature": temperature, "return_dict_in_generate": False, **self.sampler}
         rows: list[_Completed] = []
-        ends = _ends(self.model)
         training = self.model.training
         self.model.eval()
-        for start in range(0, len(problems), size):
-            prompts = [problem.input_ids for problem in problems[start : start + size]]
-            width = max(map(len, prompts))
-            tokens = torch.zeros(len(prompts), width, dtype=torch.long)
-            real = torch.zeros_like(tokens)
-            for row, ids in enumerate(prompts):
-                tokens[row, width - len(ids) :] = torch.tensor(ids)
-                real[row, width - len(ids) :] = 1
-            generators = [_generator(self.seed, step, sample, device) for sample in samples[start : start + size]]
-            trace = _Trace(width)
-            output = self.model.generate(
-                tokens.to(device),
-                attention_mask=real.to(device),
-                generator=generators if temperature else None,
-                gen_length=self.gen_length,
-                temperature=temperature,
-                return_dict_in_generate=False,
-                streamer=trace,
-                **self.sampler,
+        try:
+            batch = ContinuousBatch(
+                self.model,
+                settings,
+                max_rows=self.batch_size or len(problems),
+                max_length=max(len(problem.input_ids) for problem in problems) + self.gen_length,
             )
-            new = output[:, width:].tolist()
-            lengths = [next((n + 1 for n, token in enumerate(row) if token in ends), len(row)) for row in new]
-            kept = [row[:length] for row, length in zip(new, lengths, strict=True)]
-            texts += self.tokenizer.batch_decode(kept, skip_special_tokens=True)
-            rows += [_Completed(*row) for row in zip(prompts, *trace.found(), lengths, strict=True)]
-        self.model.train(training)
-        return _sequences(rows, self.gen_length), texts
+            mask = mask_token(self.model, settings)
+            for number, (problem, sample) in enumerate(zip(problems, samples, strict=True)):
+                seed = int(keyed_generator(self.seed, Purpose.ROLLOUT, step, sample).integers(2**63))
+                batch.submit(RowRequest(number, problem.input_ids, self.gen_length, seed))
+                tokens = torch.full((self.gen_length,), -1 if mask is None else mask)
+                rows.append(_Completed(problem.input_ids, tokens, torch.full_like(tokens, NEVER_COMMITTED)))
+            _run(batch, rows)
+        finally:
+            self.model.train(training)
+        kept = [row.tokens[: row.length].tolist() for row in rows]
+        return _sequences(rows, self.gen_length), self.tokenizer.batch_decode(kept, skip_special_tokens=True)
 
 
-@dataclass(frozen=True)
+def _run(batch: ContinuousBatch, rows: Sequence[_Completed]) -> None:
+    """Fill the rows, which are named by their number. Raises DlmBridgeError for one that fails."""
+    try:
+        while not batch.idle:
+            for event in batch.advance():
+                row = rows[event.name]  # type: ignore[call-overload]  # the names given above
+                if isinstance(event, RowFailed):
+                    raise event.error
+                if isinstance(event, RowCommits):
+                    places = list(event.places)
+                    row.tokens[places] = torch.tensor(event.tokens)
+                    row.order[places] = event.step
+                if isinstance(event, RowEnded):
+                    row.length = len(event.tokens)
+    finally:
+        batch.close()
+
+
+@dataclass
 class _Completed:
     prompt: list[int]
     tokens: torch.Tensor  # [gen_length], mask tokens where nothing was committed
-    order: torch.Tensor  # [gen_length]
-    length: int  # up to the end of the sequence, that included
-
-
-class _Trace:
-    """Step callback that records the forward pass that committed each token, also after the end of a row."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width  # of the prompts
-        self.tokens = self.order = torch.empty(0)
-
-    def on_step(self, step: DenoisingStep) -> None:
-        committed, tokens = step.committed[:, self.width :], step.tokens[:, self.width :]
-        if step.forwards == 1 or not self.order.numel():
-            self.tokens, self.order = tokens.clone(), torch.full_like(tokens, NEVER_COMMITTED)
-        self.tokens = torch.where(committed, tokens, self.tokens)
-        self.order = torch.where(committed, step.forwards, self.order)
-
-    def found(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Each row's tokens and their order, on the CPU."""
-        return list(self.tokens.cpu()), list(self.order.cpu())
+    order: torch.Tensor  # [gen_length], the row's step that committed each, also behind its end
+    length: int = 0  # up to the end of the sequence, that included
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int, scaled: bool) -> torch.Tensor:
@@ -168,13 +155,3 @@ def _sequences(rows: Sequence[_Completed], gen_length: int) -> Sequences:
         completion[number, begin:end] = True
         scored[number, begin : begin + row.length] = True
     return Sequences(tokens, prompt, completion, scored, order)
-
-
-def _ends(model: Any) -> set[int]:
-    stored = getattr(model.generation_config, "eos_token_id", None)
-    return set(eos_token_ids(getattr(model.config, "eos_token_id", None) if stored is None else stored))
-
-
-def _generator(seed: int, step: int, sample: int, device: torch.device) -> torch.Generator:
-    key = int(keyed_generator(seed, Purpose.ROLLOUT, step, sample).integers(2**63))
-    return torch.Generator(device).manual_seed(key)
