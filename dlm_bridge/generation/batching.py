@@ -67,7 +67,7 @@ class RowRequest:
 class RowTokens:
     """New tokens of a row that are final, as is everything on their left. One after the other they are the text."""
 
-    name: Hashable
+    name: Any
     first: int  # index of the first of them among the row's new tokens
     tokens: tuple[int, ...]
 
@@ -76,7 +76,7 @@ class RowTokens:
 class RowCommits:
     """New tokens that a step of a row committed or changed, anywhere in it, behind its end as well."""
 
-    name: Hashable
+    name: Any
     step: int  # forward passes that the row has taken part in
     places: tuple[int, ...]  # indices among the row's new tokens
     tokens: tuple[int, ...]
@@ -92,7 +92,7 @@ class RowEnded:
         forwards: forward passes that the row took part in.
     """
 
-    name: Hashable
+    name: Any
     tokens: tuple[int, ...]
     finish_reason: Literal["stop", "length"]
     forwards: int
@@ -102,7 +102,7 @@ class RowEnded:
 class RowFailed:
     """A row has left the batch without a result: a constraint leaves it no token, or the model's logits are NaN."""
 
-    name: Hashable
+    name: Any
     error: DlmBridgeError
 
 
@@ -315,9 +315,7 @@ class ContinuousBatch:
         cache = choose_cache(plan.spec.predictor, self._model, settings.cache)
         block = layout.block_length
         length = -(-(self.max_length + layout.spare) // block) * block
-        # Of committed blocks all that a row may have, and where it can begin; of a whole canvas what rows that have
-        # just begun add behind those that are about to end.
-        width = length if layout.whole else (1 + (not isinstance(cache, BlockKVCache))) * length + 4 * block
+        width = length if layout.whole else length + 4 * block  # with room to move the columns by whole blocks
         copies = 2 if plan.spec.predictor_options.get("cfg_scale") else 1
         self._runner = ModelRunner.prepare(
             self._model, settings.execution, cache, rows=copies * self.max_rows, width=width, hold=True

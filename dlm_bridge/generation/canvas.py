@@ -189,6 +189,11 @@ class Canvas:
         return any(self.origins)
 
     @property
+    def rolls(self) -> bool:
+        """Whether rows enter while others run."""
+        return False
+
+    @property
     def cache_width(self) -> int:
         """The columns that a KV cache has."""
         return self.width
@@ -234,6 +239,10 @@ class Canvas:
     def first_new(self, rows: list[int] | None) -> torch.Tensor:
         """[A], the column of a row's first new token."""
         return self._starts if rows is None else self._starts[self.index(rows)]
+
+    def origin(self, rows: list[int] | None) -> torch.Tensor:
+        """[A], the column of a row's first token."""
+        return -self.places(rows)[:, 0]
 
     def places(self, rows: list[int] | None) -> torch.Tensor:
         """[A, S], columns counted from the row's first token; negative at padding."""

@@ -18,6 +18,8 @@ from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 
 # A GPU multiplies so many tokens in the time in which it reads the weights: as many are launched speculatively.
 SPECULATIVE_TOKENS = 256
+# On a GPU rows of different lengths are run in a multiple of so many columns, so that graphs are reused.
+COMPACT_MULTIPLE = 32
 
 
 class Predictor:
@@ -76,7 +78,10 @@ class Predictor:
         assert isinstance(columns, slice)
         # The cache holds all rows, so that every row runs.
         asked, rows = (rows, None) if self.cache.stores else (None, rows)
-        logits = self._guided_logits(rows, columns, self.shift if shift is None else shift)
+        shift = self.shift if shift is None else shift
+        # Rows that have entered one after the other stand far apart: each one's own columns are run.
+        compact = self.canvas.rolls and type(self).view is Predictor.view
+        logits = self._compact_logits(rows, columns, shift) if compact else self._guided_logits(rows, columns, shift)
         return logits if asked is None else logits[self.canvas.index(asked)]
 
     def view(self, rows: list[int] | None, columns: slice) -> CanvasView:
@@ -107,6 +112,45 @@ class Predictor:
             return CanvasView(tokens, None, None, columns.start, end)
         positions, real = self._positions(rows, end)
         return CanvasView(tokens, real, positions[:, columns], columns.start, end)
+
+    def _compact_logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
+        """Logits [A, N, V] by a forward pass in which every row begins in the first column."""
+        canvas, end = self.canvas, self.end(columns)
+        run = self.cache.read(self._block, end, shift=shift)
+        chosen = canvas.rows if rows is None else rows
+        origin_A1 = canvas.origin(rows)[:, None]
+        length = max(min(canvas.stops[row], end) - canvas.origins[row] for row in chosen)
+        if canvas.tokens.is_cuda:  # few shapes
+            length = min(-(-length // COMPACT_MULTIPLE) * COMPACT_MULTIPLE, canvas.cache_width - 1)
+        if run == slice(0, end):
+            own_AQ = origin_A1 + torch.arange(length, device=origin_A1.device)
+        else:
+            stop = min(run.stop, max(canvas.stops[row] for row in chosen))
+            own_AQ = torch.arange(run.start, stop, device=origin_A1.device).expand(len(chosen), -1)
+        source_AQ = own_AQ.clamp(max=canvas.width - 1)
+        place_AQ = own_AQ - origin_A1
+        length_A1 = canvas.real(rows)[:, :end].sum(dim=1, keepdim=True)
+        attended_AK = torch.arange(length, device=own_AQ.device) < length_A1
+        cached_AQ = None
+        if self.cache.stores:  # padding where nothing attends to it
+            padding_AQ = (place_AQ < 0) | (place_AQ >= length_A1)
+            cached_AQ = place_AQ.masked_fill(padding_AQ, canvas.cache_width - 1)
+        tokens_AQ = canvas.take(rows, source_AQ)
+        # With a shift, logits[i - 1] predict token i; a row's first token is predicted by its own.
+        from_AN = torch.maximum(canvas.columns(rows, columns) - int(shift), origin_A1) - own_AQ[:, :1]
+        from_AN = from_AN.clamp(max=own_AQ.shape[1] - 1)
+        if self.cfg_scale:
+            condition_AQ = self._condition(rows, columns).gather(1, source_AQ)
+            tokens_AQ = torch.cat([tokens_AQ, tokens_AQ.masked_fill(condition_AQ, canvas.mask_token_id)])
+            attended_AK, place_AQ, from_AN = attended_AK.repeat(2, 1), place_AQ.repeat(2, 1), from_AN.repeat(2, 1)
+            cached_AQ = None if cached_AQ is None else cached_AQ.repeat(2, 1)
+        view = CanvasView(tokens_AQ, attended_AK, place_AQ.clamp(min=0), end=length, columns=cached_AQ)
+        self.cache.write(columns.stop)
+        logits = self._runner.logits_at(view, from_AN)
+        if not self.cfg_scale:
+            return logits
+        logits, unconditional = logits.chunk(2)
+        return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
 
     def _guided_logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
         """Logits after classifier-free guidance: un + (cfg_scale + 1) * (cond - un)."""

@@ -71,8 +71,12 @@ class RollingCanvas(Canvas):
         return any(self.origins) or any(stop != self.width for stop in self.stops)
 
     @property
+    def rolls(self) -> bool:
+        return not self._layout.whole
+
+    @property
     def cache_width(self) -> int:
-        return min(self.width, self._cache_width)
+        return self._cache_width
 
     def next_block(self) -> slice:
         """Open the next block."""

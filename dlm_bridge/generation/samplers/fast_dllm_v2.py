@@ -158,7 +158,7 @@ class SmallBlockPredictor(BlockCausalPredictor):
         canvas, block = self.canvas, self._block
         place_Q = torch.arange(count, device=self._first_B1.device)
         own_BQ = torch.where(self._whole_B1, block.start + place_Q, self._first_B1 + place_Q % self._small)
-        width = canvas.cache_width
+        width = min(canvas.width, canvas.cache_width)
         positions_BS, real_BS = self._positions(None, width)
         # All of the canvas and a mask, not its columns up to the block: one shape for every block.
         attended_BS = real_BS & (canvas.columns(None, slice(0, width)) < block.stop)

@@ -109,7 +109,7 @@ def _run(batch: ContinuousBatch, rows: Sequence[_Completed]) -> None:
     try:
         while not batch.idle:
             for event in batch.advance():
-                row = rows[event.name]  # type: ignore[call-overload]  # the names given above
+                row = rows[event.name]
                 if isinstance(event, RowFailed):
                     raise event.error
                 if isinstance(event, RowCommits):
