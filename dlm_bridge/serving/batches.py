@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import count
 
 import torch
@@ -36,7 +36,7 @@ class DiffusionRows:
             max_rows=scheduler.batch_size,
             max_length=self._served.limit,
         )
-        names, running = count(), dict[int, Row]()
+        names, running = count(), dict[Hashable, Row]()
         entering = list(rows)
         try:
             while entering or running:
@@ -63,7 +63,7 @@ class DiffusionRows:
             scheduler.forwards += batch.forwards
 
     def _submit(
-        self, batch: ContinuousBatch, row: Row, name: int, running: dict[int, Row], scheduler: Scheduler
+        self, batch: ContinuousBatch, row: Row, name: int, running: dict[Hashable, Row], scheduler: Scheduler
     ) -> None:
         try:
             batch.submit(RowRequest(name, row.prompt, row.settings["gen_length"], row.seed))

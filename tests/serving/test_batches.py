@@ -1,0 +1,113 @@
+"""Rows enter a running batch and leave it, each with the tokens that it would have alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dlm_bridge.loading import LoadedModel, load_model
+from dlm_bridge.serving.batches import row_sampler
+from dlm_bridge.serving.model import ServedModel
+from dlm_bridge.serving.protocol import TextRequest
+from dlm_bridge.serving.scheduler import Committed, Ended, Extended, Row, Scheduler
+from tests.serving.conftest import PATIENCE_S, wait_until
+
+Told = list[tuple[str, Any]]
+
+
+def row_of(
+    served: ServedModel, name: str, told: Told, on_event: Callable[[Row, Any], None] | None = None, **settings: Any
+) -> Row:
+    """The row of a request, whose events are told under its name."""
+    request = TextRequest(chat=False, prompts=(f"the {name} ",), settings={"block_length": 4, **settings}, seed=1)
+
+    def listen(event: Any) -> None:
+        told.append((name, event))
+        if on_event is not None:
+            on_event(row, event)
+
+    (row,) = served.rows(request, lambda _: listen)
+    return row
+
+
+def alone(served: ServedModel, row: Row) -> list[int]:
+    """The new tokens of `generate` for a row."""
+    model = served.loaded.model
+    ids = torch.tensor([row.prompt])
+    settings = {**row.settings, "seed": 1}
+    return model.generate(ids, **settings)[0, ids.shape[1] :].tolist()
+
+
+def ended(told: Told) -> dict[str, Ended]:
+    """The rows that have ended, in this order."""
+    return {name: event for name, event in told if isinstance(event, Ended)}
+
+
+def test_rows_enter_and_leave_a_running_batch(diffusion: LoadedModel) -> None:
+    served, told = ServedModel(diffusion, "tiny", {}), Told()
+    late = row_of(served, "late", told, gen_length=8, temperature=0.5)
+
+    def submit_late(_: Row, event: Any) -> None:
+        if isinstance(event, Extended) and not late.overtaken:
+            late.overtaken = 1  # once
+            scheduler.submit([late])
+
+    early = row_of(served, "early", told, submit_late, gen_length=64, temperature=0.5)
+    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=2)
+    scheduler.submit([early])
+    scheduler.start()
+    wait_until(lambda: len(ended(told)) == 2, "both end")
+    assert list(ended(told)) == ["late", "early"]
+    for row, name in ((early, "early"), (late, "late")):
+        assert list(ended(told)[name].tokens) == alone(served, row)
+        pieces = [event.tokens for who, event in told if who == name and isinstance(event, Extended)]
+        assert sum(pieces, ()) == ended(told)[name].tokens
+        commits = [event for who, event in told if who == name and isinstance(event, Committed)]
+        assert sorted(place for event in commits for place in event.positions) == list(range(len(alone(served, row))))
+    assert scheduler.forwards == 64  # the late row took part in passes of the early one
+    assert scheduler.tokens == 72
+    scheduler.close(PATIENCE_S)
+
+
+def test_a_cancelled_row_leaves_the_others_in_peace(diffusion: LoadedModel) -> None:
+    served, told = ServedModel(diffusion, "tiny", {}), Told()
+
+    def leave(row: Row, event: Any) -> None:
+        if isinstance(event, Extended):
+            scheduler.cancel([row])
+
+    gone = row_of(served, "gone", told, leave, gen_length=128)
+    stays = row_of(served, "stays", told, gen_length=16)
+    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=2)
+    scheduler.submit([gone, stays])
+    scheduler.start()
+    wait_until(lambda: bool(ended(told)) and not scheduler.running, "the row that stays ends, and the batch")
+    assert list(ended(told)["stays"].tokens) == alone(served, stays)
+    assert len([name for name, _ in told if name == "gone"]) < 8
+    assert scheduler.forwards == 16
+    scheduler.close(PATIENCE_S)
+
+
+def test_autoregressive_rows_of_equal_settings_share_a_batch(qwen3: Any) -> None:
+    served, told = ServedModel(load_model(qwen3), "tiny", {}), Told()
+    requests = [
+        TextRequest(chat=False, prompts=("the a", "the longer b"), settings={"gen_length": 12, "temperature": 0}),
+        TextRequest(chat=False, prompts=("c",), settings={"gen_length": 12, "temperature": 0.5}, seed=3),
+    ]
+    rows = [
+        row
+        for request in requests
+        for row in served.rows(request, lambda index: lambda event: told.append((str(index), event)))
+    ]
+    assert rows[0].group == rows[1].group != rows[2].group
+    scheduler = Scheduler(row_sampler(served), batch_size=4, queue_size=4)
+    scheduler.submit(rows[:2])
+    scheduler.start()
+    wait_until(lambda: len(ended(told)) == 2, "both end")
+    assert scheduler.forwards == 12
+    for name in ("0", "1"):
+        pieces = [event.tokens for who, event in told if who == name and isinstance(event, Extended)]
+        assert sum(pieces, ()) == ended(told)[name].tokens
+    scheduler.close(PATIENCE_S)
