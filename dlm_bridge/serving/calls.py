@@ -55,26 +55,15 @@ class Call:
         self.answer = AnswerBodies(
             self.request.chat, self._served.name, sum(len(row.prompt) for row in rows[:: self.request.choices])
         )
-        strings = self.request.stop_strings
-        self.choices = [Choice(self._served.decode, strings) for _ in rows]
-        if len(rows) > self._scheduler.queue_size:
-            raise RequestError(
-                f"{len(rows)} texts in one request, above the queue's size of {self._scheduler.queue_size}", param="n"
-            )
+        self.choices = [Choice(self._served.decode, row.stop_strings) for row in rows]
         try:
             self._scheduler.submit(rows)
         except QueueFullError:
-            raise RequestError(
-                "the queue is full: try again later",
-                429,
-                kind="rate_limit_error",
-                code="queue_full",
-                retry_after_s=self._metrics.retry_after_s,
-            ) from None
+            raise queue_full(self._metrics) from None
         except ClosedError:
             raise _closed() from None
         self._metrics.prompt_tokens += self.answer.prompt_tokens
-        self._timer = self._loop.call_later(timeout_s, self._queue.put_nowait, (0, Failed(TimeoutError(timeout_s))))
+        self._timer = self._loop.call_later(timeout_s, self._expire, timeout_s)
 
     async def events(self) -> AsyncIterator[tuple[int, RowEvent]]:
         """The rows' events, until every choice is finished. Raises RequestError for what went wrong."""
@@ -83,7 +72,7 @@ class Call:
                 index, event = await self._queue.get()
                 if isinstance(event, Failed):
                     raise self._failure(event.error)
-                if not self._saw_token:
+                if not (self._saw_token or isinstance(event, Ended)):
                     self._saw_token = True
                     self._metrics.first_token(time.monotonic() - self._began)
                 yield index, event
@@ -126,6 +115,11 @@ class Call:
             self._timer.cancel()
         self._scheduler.cancel(self.rows)
 
+    def _expire(self, timeout_s: float) -> None:
+        """The time is over, also where the client does not read what it is sent."""
+        self._scheduler.cancel(self.rows)
+        self._queue.put_nowait((0, Failed(TimeoutError(timeout_s))))
+
     def _failure(self, error: Exception) -> RequestError:
         if isinstance(error, TimeoutError):
             return RequestError(
@@ -142,6 +136,16 @@ async def _left(request: Request) -> None:
     """Return when the client has left; its body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def queue_full(metrics: Metrics) -> RequestError:
+    return RequestError(
+        "the queue is full: try again later",
+        429,
+        kind="rate_limit_error",
+        code="queue_full",
+        retry_after_s=metrics.retry_after_s,
+    )
 
 
 def _closed() -> RequestError:

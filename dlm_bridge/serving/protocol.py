@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlm_bridge.generation.canvas import check_stop_strings
 from dlm_bridge.serving.choices import Choice
 
 # Fields of OpenAI's that say nothing about the text.
@@ -107,8 +106,9 @@ class TextRequest:
     include_usage: bool = False
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return check_stop_strings(self.settings.get("stop_strings"))
+    def texts(self) -> int:
+        """The number of texts that it asks for."""
+        return max(len(self.prompts), 1) * self.choices
 
 
 def parse_request(raw: bytes, chat: bool | None) -> TextRequest:

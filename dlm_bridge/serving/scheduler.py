@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.canvas import check_stop_strings
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,10 @@ class Row:
     live: bool = True
     cancelled: bool = field(default=False, init=False)
     overtaken: int = field(default=0, init=False)  # rows of other settings that came later and were taken earlier
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return check_stop_strings(self.settings.get("stop_strings"))
 
 
 class RowSampler(Protocol):

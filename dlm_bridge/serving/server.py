@@ -24,10 +24,11 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.display.trace import TokenStrings
-from dlm_bridge.serving.calls import Call
+from dlm_bridge.serving.calls import CLIENT_LEFT, Call, queue_full
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import RequestError, parse_request
@@ -205,11 +206,19 @@ class _Routes:
         began = time.monotonic()
         raw = await self._body(request)
         asked = parse_request(raw, chat)
+        # Before any prompt is read: tokenizing takes time.
+        if asked.texts > self._scheduler.queue_size:
+            raise RequestError(
+                f"{asked.texts} texts in one request, above the queue's size of {self._scheduler.queue_size}",
+                param="n",
+            )
+        if self._scheduler.waiting >= self._scheduler.queue_size:
+            raise queue_full(self._metrics)
         loop = asyncio.get_running_loop()
         call = Call(asked, loop, self._served, self._scheduler, self._metrics, began)
         rows = await loop.run_in_executor(self._encoder, self._served.rows, asked, call.listener)
         for row in rows:
-            row.live = live or asked.stream or bool(asked.stop_strings)
+            row.live = live or asked.stream or bool(row.stop_strings)
         call.submit(rows, self._limits.timeout_s)
         return call
 
@@ -233,6 +242,8 @@ class _Routes:
                         raise too_large
         except TimeoutError:
             raise RequestError("the body did not come in time", 408, kind="timeout_error") from None
+        except ClientDisconnect:
+            raise RequestError("the client has left", CLIENT_LEFT) from None
         return bytes(body)
 
     def _check_key(self, request: Request) -> None:

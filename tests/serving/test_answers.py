@@ -201,6 +201,11 @@ def test_defaults_of_the_server_are_those_of_requests_that_do_not_say(diffusion:
         assert answer.choices[0].text == server.alone(PROMPT, gen_length=8, block_length=4)
         answer = client.completions.create(model="any", prompt=PROMPT, max_tokens=12, extra_body={"block_length": 6})
         assert answer.choices[0].text == server.alone(PROMPT, gen_length=12, block_length=6)
+    text = answer.choices[0].text
+    with running(diffusion, defaults={"gen_length": 12, "block_length": 6, "stop_strings": [text[-1]]}) as server:
+        answer = server.client().completions.create(model="any", prompt=PROMPT)
+        assert answer.choices[0].text == text[: text.index(text[-1])]
+        assert answer.choices[0].finish_reason == "stop"
 
 
 def test_models_health_and_metrics(diffusion: LoadedModel) -> None:

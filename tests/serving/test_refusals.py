@@ -34,6 +34,16 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 @contextmanager
+def connection(server: Running, body: bytes, length: int | None = None) -> Iterator[socket.socket]:
+    """A connection that has sent a completion's body, or the beginning of one of this length."""
+    host, port = server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {length or len(body)}\r\n\r\n".encode() + body)
+        yield client
+
+
+@contextmanager
 def held(loaded: LoadedModel) -> Iterator[threading.Event]:
     """Forward passes wait until the event is set."""
     go = threading.Event()
@@ -186,7 +196,16 @@ def test_a_full_queue_sends_clients_away_for_a_while(diffusion: LoadedModel) -> 
             thread.join()
         assert [answer.status_code for answer in answers] == [200] * 3
         assert post(server, PROMPT).status_code == 200
-        assert post(server, {**PROMPT, "n": 3}).status_code == 400  # could never wait
+        for body in ({**PROMPT, "n": 3}, {**PROMPT, "prompt": ["a"] * 3}):  # could never wait
+            assert "queue's size of 2" in error_of(post(server, body))["message"]
+
+
+def test_a_client_that_leaves_while_it_asks_is_no_failure(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with connection(server, b'{"prompt":', length=100):
+        pass
+    status = 'dlm_bridge_requests_total{path="/v1/completions",status="499"} 1'
+    server.wait(lambda: status in httpx.get(f"{server.address}/metrics").text, "the request is counted")
+    assert "Traceback" not in caplog.text
 
 
 def test_an_answer_that_takes_too_long(diffusion: LoadedModel) -> None:
@@ -207,11 +226,8 @@ def test_a_client_that_leaves_takes_its_row_along(diffusion: LoadedModel, stream
     handle = diffusion.model.register_forward_pre_hook(lambda *_: passes.append(1))
     try:
         with running(diffusion) as server, held(diffusion) as go:
-            body = json.dumps({"prompt": "the cat ", "max_tokens": 128, "stream": stream})
-            host, port = server.address.removeprefix("http://").split(":")
-            with socket.create_connection((host, int(port))) as client:
-                head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-                client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            body = json.dumps({"prompt": "the cat ", "max_tokens": 128, "stream": stream}).encode()
+            with connection(server, body):
                 server.wait(lambda: server.scheduler.running == 1, "it is sampled")
             server.wait(lambda: all(row.cancelled for row in server.scheduler._running), "its row is cancelled")
             go.set()
