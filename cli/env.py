@@ -19,6 +19,7 @@ PACKAGES = (
     "peft",
     "safetensors",
     "megatron-core",
+    "nvidia-resiliency-ext",
     "transformer-engine",
     "flash-attn",
     "flash-attn-4",

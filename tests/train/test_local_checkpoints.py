@@ -225,6 +225,8 @@ class Harm:
 
 def test_nothing_in_a_file_runs(copy: Path, train: Train, tmp_path: Path) -> None:
     """Not even in one whose digest is right."""
+    from dlm_bridge.train.megatron.local_manager import read_state
+
     (file,) = (copy / "local").rglob("state.pt")
     saved = torch.load(file, weights_only=True)
     torch.save({**saved, "common": Harm(tmp_path / "harmed")}, file)
@@ -235,6 +237,8 @@ def test_nothing_in_a_file_runs(copy: Path, train: Train, tmp_path: Path) -> Non
     write_digests(file.parent, digests_of(file.parent, [file.name]))
     with pytest.raises(DlmBridgeError, match=r"state\.pt: cannot be read"):
         goes_on(train, copy, copy / "run")
+    with pytest.raises(DlmBridgeError, match=r"state\.pt: cannot be read"):  # whatever torch is told from outside
+        read_state(file)
     assert not (tmp_path / "harmed").exists()
 
 
