@@ -18,117 +18,44 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.api import input_device, sampler_spec
-from dlm_bridge.generation.canvas import Canvas, Columns, StopCondition, read_flags
+from dlm_bridge.generation.batch_rows import (
+    Event,
+    RowCommits,
+    RowEnded,
+    RowFailed,
+    RowPlan,
+    RowReporter,
+    RowRequest,
+    RowTokens,
+    RunningRow,
+)
+from dlm_bridge.generation.canvas import StopCondition, read_flags
 from dlm_bridge.generation.commit_rules import SamplerContext
-from dlm_bridge.generation.constraints import Constraints, read_constraints
+from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
 from dlm_bridge.generation.loop import choose_cache
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.rolling_canvas import EnteringRow, RollingCanvas
 from dlm_bridge.generation.runtime.runner import ModelRunner, unwrapped
-from dlm_bridge.generation.samplers import SamplerSpec
-from dlm_bridge.generation.settings import GenerationSettings, resolve_settings
+from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import Noise, seeded_generators, shared_seed
+
+__all__ = ["ContinuousBatch", "Event", "RowCommits", "RowEnded", "RowFailed", "RowRequest", "RowTokens"]
 
 # Settings of `generate` for whole calls.
 REFUSED = ("infill", "span_lengths", "num_return_sequences", "output_history", "generator", "streamer", "commit_rule")
-
-
-@dataclass(frozen=True)
-class RowRequest:
-    """A row to sample.
-
-    Args:
-        name: identifies the row; unique among those that are waiting or running.
-        prompt: token ids.
-        gen_length: new tokens; None: as the batch's settings say.
-        seed: of the row's noise; None: from torch's global random state.
-    """
-
-    name: Hashable
-    prompt: Sequence[int]
-    gen_length: int | None = None
-    seed: int | None = None
-
-
-@dataclass(frozen=True)
-class RowTokens:
-    """New tokens of a row that are final, as is everything on their left. One after the other they are the text."""
-
-    name: Any
-    first: int  # index of the first of them among the row's new tokens
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RowCommits:
-    """New tokens that a step of a row committed or changed, anywhere in it, behind its end as well."""
-
-    name: Any
-    step: int  # forward passes that the row has taken part in
-    places: tuple[int, ...]  # indices among the row's new tokens
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RowEnded:
-    """A row has left the batch.
-
-    Args:
-        tokens: its new tokens, up to and including the one that ends it.
-        finish_reason: "stop": an end-of-sequence token or a stop string; "length": `gen_length` tokens.
-        forwards: forward passes that the row took part in.
-    """
-
-    name: Any
-    tokens: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
-    forwards: int
-
-
-@dataclass(frozen=True)
-class RowFailed:
-    """A row has left the batch without a result: a constraint leaves it no token, or the model's logits are NaN."""
-
-    name: Any
-    error: DlmBridgeError
-
-
-Event = RowTokens | RowCommits | RowEnded | RowFailed
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How rows of one length are sampled. Rows of equal `key` share a batch."""
-
-    settings: GenerationSettings
-    spec: SamplerSpec
-    constraints: Constraints
-    key: Any
-
-
-@dataclass
-class _Row:
-    """A row of the batch. `tokens` are the new tokens as last reported, `sent` how many of them are final."""
-
-    request: RowRequest
-    plan: _Plan
-    gen_length: int
-    tokens: list[int]
-    sent: int = 0
-    forwards: int = 0
 
 
 class ContinuousBatch:
@@ -166,7 +93,8 @@ class ContinuousBatch:
         self._model = model
         self._settings = dict(settings or {})
         for name in REFUSED:
-            if self._settings.get(name) not in (None, False, 1, (), []):
+            value = self._settings.get(name)
+            if value not in (None, False, (), []) and (name, value) != ("num_return_sequences", 1):
                 raise DlmBridgeError(f"{name} is for whole calls of generate: a continuous batch samples single rows")
         self._settings = {name: value for name, value in self._settings.items() if name not in REFUSED}
         limits = resolve_settings(model, None, self._settings, prompt_width=1).limits
@@ -180,9 +108,9 @@ class ContinuousBatch:
         self.forwards = 0  # forward passes of the model in all runs that are over
         self._stream = stream
         self._device = input_device(model)
-        self._plans: dict[tuple[int | None, int], _Plan] = {}
-        self._waiting: deque[_Row] = deque()
-        self._running: dict[Hashable, _Row] = {}
+        self._plans: dict[tuple[int | None, int], RowPlan] = {}
+        self._waiting: deque[RunningRow] = deque()
+        self._running: dict[Hashable, RunningRow] = {}
         self._events: list[Event] = []
         self._canvas: RollingCanvas | None = None
         self._runner: ModelRunner | None = None
@@ -223,12 +151,12 @@ class ContinuousBatch:
         if plan.spec.rule.needs_prompt and not len(request.prompt):
             raise DlmBridgeError(f"{shown} has no tokens, a causal model continues one: begin with bos_token_id")
         mask = plan.settings.limits.masked_token_id
-        self._waiting.append(_Row(request, plan, gen_length, [mask] * gen_length))
+        self._waiting.append(RunningRow(request, plan, gen_length, [mask] * gen_length))
 
     def cancel(self, name: Hashable) -> bool:
         """Drop a row, of which there are no more events; False: there is none of this name. A running row leaves at
         the end of its block."""
-        self._events = [event for event in self._events if event.name != name]
+        self._events[:] = [event for event in self._events if event.name != name]
         for row in self._waiting:
             if row.request.name == name:
                 self._waiting.remove(row)
@@ -262,7 +190,8 @@ class ContinuousBatch:
             self._run_until_boundary()
         elif self._runner is None:
             _leave_turn(self._model, self)
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     @torch.no_grad()
@@ -285,7 +214,7 @@ class ContinuousBatch:
             if not known:
                 raise
 
-    def _plan(self, gen_length: int | None, prompt_length: int) -> _Plan:
+    def _plan(self, gen_length: int | None, prompt_length: int) -> RowPlan:
         asked = self._settings | ({} if gen_length is None else {"gen_length": gen_length, "max_new_tokens": None})
         by_prompt = gen_length is None or any(asked.get(name) for name in ("min_length", "max_length"))
         cache_key = gen_length, prompt_length if by_prompt else 0
@@ -305,7 +234,7 @@ class ContinuousBatch:
             same = next((plan for plan in self._plans.values() if plan.key == key), None)
             if same is not None:  # parts that compare by identity
                 spec, constraints, key = same.spec, same.constraints, same.key
-            self._plans[cache_key] = _Plan(settings, spec, constraints, key)
+            self._plans[cache_key] = RowPlan(settings, spec, constraints, key)
         return self._plans[cache_key]
 
     def _begin_run(self) -> None:
@@ -339,7 +268,7 @@ class ContinuousBatch:
             self._runner = None
         _leave_turn(self._model, self)
 
-    def _denoise(self, plan: _Plan, cache: KVCache, canvas: RollingCanvas, runner: ModelRunner) -> Iterator[None]:
+    def _denoise(self, plan: RowPlan, cache: KVCache, canvas: RollingCanvas, runner: ModelRunner) -> Iterator[None]:
         """Denoise until no row is left, block by block. Yields at boundaries."""
         spec, settings = plan.spec, plan.settings
         rule = spec.rule.constrained(plan.constraints)
@@ -349,14 +278,14 @@ class ContinuousBatch:
         block = canvas.next_block()
         predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
         predictor.commits_first_token = spec.first_token is not None
-        observer = _Observer(self)
+        reporter = RowReporter(self._running, self._events, self._stop, self._stream)
         context = SamplerContext(
             canvas,
             predictor,
             spec.sampling,
             plan.constraints,
             noise,
-            observer,
+            reporter,
             settings.limits.vocabulary_size,
             first_token=spec.first_token,
             window=spec.window,
@@ -367,9 +296,9 @@ class ContinuousBatch:
             for _ in rule.denoise_block(context, block):
                 if self._stream:
                     yield
-            observer.block(canvas, block)
+            reporter.block(canvas, block)
             rows_left = canvas.retire(block, partial(read_flags, overlap_with=partial(self._launch, predictor)))
-            self._report_ended(canvas)
+            reporter.ended(canvas)
             if rows_left is not None:
                 noise.select_rows(rows_left)
                 predictor.select_rows(rows_left)
@@ -391,16 +320,16 @@ class ContinuousBatch:
         if not self._waiting:
             predictor.launch_speculatively(done=True)
 
-    def _entering(self, key: Any) -> list[_Row]:
+    def _entering(self, key: Any) -> list[RunningRow]:
         """The next waiting rows that fit, as far as they may share the batch."""
-        rows: list[_Row] = []
+        rows: list[RunningRow] = []
         while self._waiting and self._waiting[0].plan.key == key and len(self._running) < self.max_rows:
             row = self._waiting.popleft()
             self._running[row.request.name] = row
             rows.append(row)
         return rows
 
-    def _admit(self, rows: list[_Row], canvas: RollingCanvas, noise: Noise) -> None:
+    def _admit(self, rows: list[RunningRow], canvas: RollingCanvas, noise: Noise) -> None:
         seeds = []
         for row in rows:
             seed = row.request.seed
@@ -410,89 +339,8 @@ class ContinuousBatch:
         noise.admit(seeded_generators(seeds, self._device))
         canvas.admit([_entering_row(row) for row in rows])
 
-    def _report_ended(self, canvas: RollingCanvas) -> None:
-        for name, tokens in canvas.ended:
-            row = self._running.pop(name)
-            end = self._end_of(tokens)
-            kept = tokens if end is None else tokens[:end]
-            if canvas.mask_token_id in kept:
-                self._events.append(
-                    RowFailed(
-                        name, DlmBridgeError(f"row {name!r}: the model's logits are NaN: look for NaN in its weights")
-                    )
-                )
-                continue
-            if self._stream:
-                self.report(row, tokens, len(tokens))
-            reason: Literal["stop", "length"] = "length" if end is None else "stop"
-            self._events.append(RowEnded(name, tuple(kept), reason, row.forwards))
-        canvas.ended.clear()
 
-    def report(self, row: _Row, tokens: list[int], final: int) -> None:
-        """Report what has changed in a row, of whose new tokens the first `final` cannot change any more."""
-        mask = row.plan.settings.limits.masked_token_id
-        places = [place for place, (a, b) in enumerate(zip(row.tokens, tokens, strict=True)) if a != b and b != mask]
-        if places:
-            changed = tuple(tokens[place] for place in places)
-            self._events.append(RowCommits(row.request.name, row.forwards, tuple(places), changed))
-        row.tokens = tokens
-        ready = next((place for place in range(final) if tokens[place] == mask), final)
-        if ready <= row.sent:
-            return
-        end = self._end_of(tokens[:ready])
-        ready = ready if end is None else end
-        if ready > row.sent:
-            self._events.append(RowTokens(row.request.name, row.sent, tuple(tokens[row.sent : ready])))
-            row.sent = ready
-
-    def _end_of(self, tokens: list[int]) -> int | None:
-        """The number of tokens up to and including the one that ends the row; None: it does not end."""
-        if not self._stop.active or not tokens:
-            return None
-        row_1N = torch.tensor([tokens])
-        marks_1N = self._stop.marks(row_1N, torch.ones_like(row_1N, dtype=torch.bool), mask_token_id=-1)
-        return int(marks_1N.int().argmax()) + 1 if bool(marks_1N.any()) else None
-
-
-class _Observer:
-    """Reports the steps of the rows."""
-
-    def __init__(self, batch: ContinuousBatch) -> None:
-        self._batch = batch
-
-    def step(
-        self,
-        canvas: Canvas,
-        rows: list[int],
-        columns: Columns,
-        logits_ANV: torch.Tensor,
-        forwards: int,
-        *,
-        final: bool,
-    ) -> None:
-        running = self._batch._running
-        for row in rows:
-            if canvas.names[row] in running:
-                running[canvas.names[row]].forwards += 1
-        if self._batch._stream:
-            self._report(canvas, rows, canvas.width if final else 0)
-
-    def block(self, canvas: Canvas, block: slice) -> None:
-        """After a block."""
-        if self._batch._stream:
-            self._report(canvas, canvas.rows, block.stop)
-
-    def _report(self, canvas: Canvas, rows: list[int], stop: int) -> None:
-        tokens = canvas.tokens.tolist()
-        for row in rows:
-            state = self._batch._running.get(canvas.names[row])
-            if state is not None:
-                start = canvas.starts[row]
-                final = min(max(stop - start, state.sent), state.gen_length)
-                self._batch.report(state, tokens[row][start : start + state.gen_length], final)
-
-
-def _entering_row(row: _Row) -> EnteringRow:
+def _entering_row(row: RunningRow) -> EnteringRow:
     return EnteringRow(row.request.name, row.request.prompt, row.gen_length)
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import batching, commit_rules, generate
 from dlm_bridge.generation.batching import (
     ContinuousBatch,
     Event,
     RowCommits,
     RowEnded,
+    RowFailed,
     RowRequest,
     RowTokens,
 )
@@ -191,3 +193,109 @@ def test_rows_enter_a_canvas_that_is_attended_to_as_a_whole(model: Any, cache: s
     settings = {"cache": cache, "block_length": 4, "threshold": 0.01, "eos_token_id": list(range(0, 128, 16))}
     ends = check_rows(model, settings | {"pad_token_id": 0}, requests(9, [4, 8, 12]))
     assert {end.finish_reason for end in ends} == {"stop", "length"}
+
+
+def test_batches_of_one_model_take_turns() -> None:
+    """The one that waits keeps the other from admitting rows, and then has its turn."""
+    model, settings = build("llada2")
+    settings |= {"temperature": 0.0, "eos_token_id": None}
+    first = ContinuousBatch(model, settings, max_rows=1, max_length=40)
+    second = ContinuousBatch(model, settings | {"threshold": 0.9}, max_rows=1, max_length=40)
+    rows = requests(4, [8])
+    for batch, own in ((first, rows[:3]), (second, rows[3:])):
+        for row in own:
+            batch.submit(row)
+    order = []
+    first.advance()
+    assert second.advance() == []
+    while not (first.idle and second.idle):
+        for batch in (first, second):
+            for event in batch.advance():
+                if isinstance(event, RowEnded):
+                    order.append(event.name)
+                    own = settings if batch is first else settings | {"threshold": 0.9}
+                    row = next(row for row in rows if row.name == event.name)
+                    assert list(event.tokens) == alone(model, row, own)
+    assert order == ["row 0", "row 3", "row 1", "row 2"]
+
+
+def test_a_batch_that_is_closed_or_forgotten_gives_its_turn_away() -> None:
+    model, settings = build("sdar")
+    rows = requests(3, [8])
+    first, second, third = (ContinuousBatch(model, settings, max_rows=1, max_length=40) for _ in rows)
+    for batch, row in zip((first, second, third), rows, strict=True):
+        batch.submit(row)
+        batch.advance()
+    assert (first.rows_running, second.rows_running, third.rows_running) == (1, 0, 0)
+    del second, batch
+    first.close()
+    assert first.idle
+    third.advance()
+    assert third.rows_running == 1
+
+
+def test_a_row_whose_logits_are_nan_fails_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, settings = build("llada")
+    settings |= {"temperature": 0.0, "eos_token_id": None}
+    bad, good = requests(2, [12])
+    forward = type(model).forward
+
+    def broken(self: Any, input_ids: torch.Tensor, **more: Any) -> Any:
+        output = forward(self, input_ids, **more)
+        length = len(bad.prompt)
+        at_fault = (input_ids[:, :length] == torch.tensor(bad.prompt)).all(dim=1)
+        output.logits[at_fault] = torch.nan
+        return output
+
+    expected = alone(model, good, settings)
+    monkeypatch.setattr(type(model), "forward", broken)
+    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
+    batch.submit(bad)
+    batch.submit(good)
+    ends: dict[Any, Event] = {}
+    while not batch.idle:
+        ends |= {event.name: event for event in batch.advance() if isinstance(event, (RowEnded, RowFailed))}
+    failed, ended_row = ends[bad.name], ends[good.name]
+    assert isinstance(failed, RowFailed)
+    assert "NaN" in str(failed.error)
+    assert isinstance(ended_row, RowEnded)
+    assert list(ended_row.tokens) == expected
+
+
+def test_an_error_of_a_step_fails_the_running_rows_alone() -> None:
+    model, settings = build("llada")
+    nothing: list[int] = []
+    settings |= {"prefix_allowed_tokens_fn": lambda name, tokens: nothing if name == "row 1" else [5, 6]}
+    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
+    for row in requests(3, [6]):
+        batch.submit(row)
+    ends = {}
+    while not batch.idle:
+        ends |= {event.name: type(event) for event in batch.advance() if isinstance(event, (RowEnded, RowFailed))}
+    assert ends == {"row 0": RowFailed, "row 1": RowFailed, "row 2": RowEnded}
+
+
+def test_what_a_batch_cannot_run_is_refused() -> None:
+    model, settings = build("llada")
+    with pytest.raises(DlmBridgeError, match="max_length"):
+        ContinuousBatch(model, settings, max_rows=1)
+    for name, value in (("infill", True), ("num_return_sequences", 2), ("nonsense", 1)):
+        with pytest.raises(DlmBridgeError, match=name):
+            ContinuousBatch(model, settings | {name: value}, max_rows=1, max_length=40)
+    batch = ContinuousBatch(model, settings, max_rows=1, max_length=20)
+    batch.submit(RowRequest("a", [5, 6]))
+    for request, words in (
+        (RowRequest("a", [5]), "'a'.*name"),
+        (RowRequest("b", [5] * 9), "'b'.*max_length of 20"),
+        (RowRequest("c", [5, 999]), "'c'.*999"),
+        (RowRequest("d", [5], gen_length=7), "gen_length 7"),
+    ):
+        with pytest.raises(DlmBridgeError, match=words):
+            batch.submit(request)
+    assert batch.rows_waiting == 1
+    assert batch.cancel("a")
+    assert not batch.cancel("a")
+    assert batch.idle
+    speculative, settings = build("linear_spec")
+    with pytest.raises(DlmBridgeError, match="'e' has no tokens"):
+        ContinuousBatch(speculative, settings, max_rows=1, max_length=40).submit(RowRequest("e", []))
