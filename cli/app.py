@@ -25,6 +25,7 @@ from dlm_bridge.cli import (
     rl,
     serving,
     train,
+    verify,
 )
 from dlm_bridge.cli.help import App
 from dlm_bridge.errors import DlmBridgeError
@@ -70,7 +71,8 @@ def _root(
 
 
 for group in (
-    convert, convert_to_dlm, preprocess, train, rl, generate, serving, eval, families, plan, env, adapter, push,
+    convert, verify, convert_to_dlm, preprocess, train, rl, generate, serving, eval, families, plan, env, adapter,
+    push,
 ):  # fmt: skip
     group.register(app)
 

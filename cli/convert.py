@@ -1,4 +1,4 @@
-"""The conversion commands: import, export, reshard, inspect, verify."""
+"""The conversion commands: import, export, reshard, inspect."""
 
 from __future__ import annotations
 
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 SPLIT_HELP = (
     "Uneven pipeline: FIRST,LAST layers on the first and last stage (the rest even), or one number per stage, or "
     "megatron-core's layout string such as 'Et*3|t*3|t*2L'."
-)
-LOGITS_HELP = (
-    "Compare both models' logits as well (fp32): what is Megatron's computed by megatron-core, where it can, and what "
-    "is the Hub's by transformers. With one Megatron checkpoint: the two with each other."
 )
 Tp = Annotated[int, typer.Option(help="Tensor parallel size.", rich_help_panel=LAYOUT)]
 Pp = Annotated[int, typer.Option(help="Pipeline parallel size.", rich_help_panel=LAYOUT)]
@@ -123,7 +119,6 @@ def register(app: typer.Typer) -> None:
     app.command("export")(export)
     app.command("reshard")(reshard)
     app.command("inspect")(inspect)
-    app.command("verify")(verify)
 
 
 def import_(
@@ -305,35 +300,6 @@ def inspect(
     show_facts(inspect_checkpoint(path, revision, family).as_dict(), as_json)
 
 
-def verify(
-    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint of any format.")],
-    b: Annotated[
-        str | None, typer.Argument(metavar="[B]", help="A second one; without it, A's own manifest is compared.")
-    ] = None,
-    logits: Annotated[bool, typer.Option("--logits", help=LOGITS_HELP)] = False,
-    workers: Workers = None,
-    as_json: Json = False,
-) -> None:
-    """Compare two checkpoints tensor by tensor, or one with its manifest. Exit code 1 where they differ.
-
-    Example: dlm-bridge verify GSAI-ML/LLaDA-8B-Instruct ckpt
-    """
-    from dlm_bridge.convert.verify import verify_manifest, verify_pair
-
-    if logits:
-        from dlm_bridge.evaluation.logits import add_logits, check_alone
-
-        if b is None:
-            check_alone(a)
-    with progress_bar("verifying") as progress:
-        verdict = verify_manifest(a, workers, progress) if b is None else verify_pair(a, b, workers, progress)
-    if logits:
-        add_logits(verdict, a, b)
-    show_verdict(verdict.as_dict(), as_json)
-    if not verdict.equal:
-        raise typer.Exit(1)
-
-
 def _layout(tp: int, pp: int, vp: int, ep: int, etp: int | None, pipeline_split: str | None) -> Layout:
     from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
 
@@ -363,12 +329,12 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
 def show_report(report: dict[str, Any], as_json: bool) -> None:
     """What a conversion wrote, or would write."""
     if as_json:
-        return _json(report)
+        return print_json(report)
     rows = [
         ("family", report["family"]),
         ("format", report["format"]),
         ("tensors", f"{report['tensors']:,} ({report['parameters']:,} parameters, {report['dtype']})"),
-        ("size", f"{_size(report['bytes'])}, largest tensor {_size(report['largest_tensor'])}"),
+        ("size", f"{size_text(report['bytes'])}, largest tensor {size_text(report['largest_tensor'])}"),
         ("layout", _layout_text(report["layout"])),
         ("files", _files(report["files"])),
         ("side files", ", ".join(report["side_files"]) or "none"),
@@ -376,12 +342,12 @@ def show_report(report: dict[str, Any], as_json: bool) -> None:
         *(("note", note) for note in report["notes"]),
     ]
     if report["dry_run"]:
-        speed = _size(report["bytes"] / report["estimated_seconds"]) if report["estimated_seconds"] else "-"
-        rows.append(("peak memory", f"{_size(report['peak_memory'])} with {report['workers']} workers"))
+        speed = size_text(report["bytes"] / report["estimated_seconds"]) if report["estimated_seconds"] else "-"
+        rows.append(("peak memory", f"{size_text(report['peak_memory'])} with {report['workers']} workers"))
         rows.append(("time", f"about {report['estimated_seconds']:.0f} s where the disk copies {speed}/s (assumed)"))
     if report["seconds"] is not None:
         rate = report["bytes"] / max(report["seconds"], 1e-9)
-        rows.append(("time", f"{report['seconds']:.1f} s, {_size(rate)}/s"))
+        rows.append(("time", f"{report['seconds']:.1f} s, {size_text(rate)}/s"))
     title = f"{report['action']}: {report['source']} -> {report['output']}"
     _table(f"{title} (dry run, nothing written)" if report["dry_run"] else title, rows)
     _show_derived(report["derived"])
@@ -390,7 +356,7 @@ def show_report(report: dict[str, Any], as_json: bool) -> None:
 def show_facts(facts: dict[str, Any], as_json: bool) -> None:
     """What a checkpoint is."""
     if as_json:
-        return _json(facts)
+        return print_json(facts)
     sizes = facts["sizes"] or {}
     source = facts["source"] or {}
     revision = f" at {source['revision']}" if source.get("revision") else ""
@@ -399,7 +365,7 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
         ("family", facts["family"] or "not known (no dlm_bridge.json)"),
         ("architecture", facts["architecture"] or "not known"),
         ("sizes", ", ".join(f"{name} {value}" for name, value in sizes.items()) or "not known"),
-        ("parameters", f"{facts['parameters']:,} in {facts['tensors']:,} tensors, {_size(facts['bytes'])}"),
+        ("parameters", f"{facts['parameters']:,} in {facts['tensors']:,} tensors, {size_text(facts['bytes'])}"),
         ("dtype", ", ".join(f"{name} ({count})" for name, count in facts["dtypes"].items())),
         ("layout", _layout_text(facts["layout"])),
         ("iteration", "-" if facts["iteration"] is None else str(facts["iteration"])),
@@ -413,40 +379,6 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
     ]
     _table(facts["path"], rows)
     _show_derived(facts["derived"])
-
-
-def show_verdict(verdict: dict[str, Any], as_json: bool) -> None:
-    """Whether two checkpoints are equal, and what differs."""
-    if as_json:
-        return _json(verdict)
-    found = verdict["logits"]
-    logits = ""
-    for note in verdict["notes"]:
-        typer.echo(f"note: {note}")
-    if found is not None:
-        logits = (
-            f", logits by {found['a']} and {found['b']} differ by {found['difference']:.1e} at the most over "
-            f"{found['positions']} positions"
-        )
-        for note in found["notes"]:
-            typer.echo(printable(f"note: {note}"))
-    counted = f"{verdict['tensors']:,} tensors, {_size(verdict['bytes'])}{logits}"
-    if verdict["equal"]:
-        typer.echo(printable(f"equal: {verdict['a']} and {verdict['b']} ({counted})"))
-        return None
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=printable(f"not equal: {verdict['a']} and {verdict['b']} ({counted} compared)"))
-    for column in ("name", "what", "detail"):
-        table.add_column(column, overflow="fold")
-    for item in verdict["differences"][:SHOWN]:
-        table.add_row(*(printable(item[column]) for column in ("name", "kind", "detail")))
-    more = len(verdict["differences"]) - SHOWN
-    if more > 0:
-        table.add_row(f"and {more} more", "", "--json lists all")
-    Console(markup=False).print(table)
-    return None
 
 
 def _show_derived(rows: list[dict[str, Any]]) -> None:
@@ -471,7 +403,7 @@ def _table(title: str, rows: list[tuple[str, str]]) -> None:
     Console().print(table)
 
 
-def _json(value: dict[str, Any]) -> None:
+def print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
@@ -482,12 +414,12 @@ def _layout_text(layout: dict[str, Any] | None) -> str:
 
 
 def _files(files: dict[str, int]) -> str:
-    lines = [f"{name}  {_size(size)}" for name, size in list(files.items())[:SHOWN]]
+    lines = [f"{name}  {size_text(size)}" for name, size in list(files.items())[:SHOWN]]
     more = len(files) - SHOWN
     return "\n".join([*lines, f"and {more} more"] if more > 0 else lines)
 
 
-def _size(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
