@@ -1,0 +1,262 @@
+"""Comparison of a Hub checkpoint with the remote code that it names (`verify --against-original`).
+
+The one place where code of the Hub is run, and only where the caller consents: in a process of its own, under an
+interpreter with the versions that the checkpoint was published for. Compared are the keys of config.json, every tensor
+name and shape, logits, and the tokens of a greedy sample.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlm_bridge.bridge import Bridge
+from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.evaluation.logits import LENGTH, TOLERANCE
+from dlm_bridge.evaluation.original_environment import code_files, make_environment, run_original
+from dlm_bridge.hub import CONFIG_FILE, read_json, resolve
+
+PROMPT, STEPS = 8, 16  # tokens of the greedy sample, one committed a step
+# Of the program that loads a checkpoint, not of its maths.
+NOT_COMPARED = {
+    "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache", "attn_implementation",
+    "_attn_implementation", "_name_or_path", "name_or_path", "rope_parameters",
+}  # fmt: skip
+OWN_MASK = {"fast_dllm_v2"}  # block-causal families whose model makes its mask itself
+VERSION = re.compile(r"transformers\s*==\s*(\d+(?:\.\d+)+)")
+_MISSING = "missing"  # no JSON value that a config holds under a key of the other side
+
+
+@dataclass(frozen=True)
+class OriginalResult:
+    """What the original code says of a checkpoint; fields as original_runner.py writes them."""
+
+    versions: dict[str, str]
+    class_name: str
+    config: dict[str, Any]
+    class_keys: list[str]
+    tensors: dict[str, dict[str, Any]]
+    picks: list[list[int]]
+    logits: torch.Tensor  # [1, S, V]
+
+
+def verify_original(
+    place: str | os.PathLike[str],
+    *,
+    consent: bool = False,
+    python: str | os.PathLike[str] | None = None,
+    requires: Sequence[str] = (),
+    revision: str | None = None,
+) -> Verdict:
+    """Compare a Hub folder or id, as this package loads it, with its own remote code.
+
+    Args:
+        consent: runs that code as the user: a virtual environment is no sandbox.
+        python: an interpreter that has torch and transformers; by default one with the transformers version that the
+            checkpoint's README.md or config.json names is made in the cache folder.
+        requires: further requirements of that environment, or other versions of `torch` and `transformers`.
+
+    Raises:
+        DlmBridgeError: without consent; for a checkpoint that names no code, or is none; where an environment cannot
+            be made or the original code fails.
+    """
+    folder = resolve(place, revision)
+    files = code_files(folder)
+    if not consent:
+        raise DlmBridgeError(
+            f"{folder}: --against-original runs the checkpoint's own code ({', '.join(files) or 'none is there'}) as "
+            "you, and a virtual environment is no sandbox: read it, then give --trust-remote-code"
+        )
+    bridge = Bridge.from_hf(folder)
+    if bridge.family.kind != "diffusion":
+        raise DlmBridgeError(
+            f"{folder}: {bridge.family.name} is transformers' own model, compared by transformers alone"
+        )
+    bridge.checkpoint.check()
+    interpreter = make_environment(requirements(folder, requires)) if python is None else Path(python).expanduser()
+    model = bridge.build_hf_model(torch.float32)
+    request = _request(bridge, model)
+    original = _checked(*run_original(interpreter, folder, request), folder, request)
+    verdict = _compare(bridge, model, original, request)
+    verdict.notes = [
+        *(f"{name} was run, sha256 {digest}" for name, digest in files.items()),
+        *verdict.notes,
+    ]
+    return verdict
+
+
+def requirements(folder: Path, more: Sequence[str] = ()) -> list[str]:
+    """What the original code's environment has: torch, the transformers version that the checkpoint's card names
+    (else its config.json), and `more`, which wins. Raises DlmBridgeError where nothing names that version."""
+    chosen = {re.split(r"[\s<>=!~\[;@]", text.strip(), maxsplit=1)[0].lower(): text for text in more}
+    if "transformers" not in chosen:
+        card = folder / "README.md"
+        found = VERSION.search(card.read_text("utf-8", "replace")) if card.is_file() else None
+        version = found[1] if found else read_json(folder / CONFIG_FILE).get("transformers_version")
+        if not isinstance(version, str) or not re.fullmatch(r"\d+(\.\w+)+", version):
+            raise DlmBridgeError(
+                f"{folder}: neither its README.md nor its config.json names a transformers version: give "
+                "--original-requires transformers==VERSION"
+            )
+        chosen["transformers"] = f"transformers=={version}"
+    return sorted({"torch": "torch", "safetensors": "safetensors", **chosen}.values())
+
+
+def _request(bridge: Bridge, model: Any) -> dict[str, Any]:
+    family = bridge.family
+    mask = getattr(model.config, "mask_token_id", None)
+    mask = family.mask_token_id if mask is None else mask
+    if mask is None:
+        raise DlmBridgeError(f"{bridge.checkpoint.where}: its config has no mask_token_id, which a sample needs")
+    block = int(model.config.block_size) if family.attention_pattern == "block_causal" else None
+    length = max(LENGTH, 0 if block is None else 5 * block // 2)
+    generator = torch.Generator().manual_seed(0)
+    tokens_S = torch.randint(bridge.dims.vocab, (length,), generator=generator)
+    tokens_S[length // 2 :][torch.rand(length - length // 2, generator=generator) < 0.5] = mask
+    return {
+        "tokens": tokens_S.tolist(),
+        "block": None if family.name in OWN_MASK else block,
+        "mask_token_id": mask,
+        "shift": family.shift,
+        "prompt": PROMPT,
+        "steps": STEPS,
+    }
+
+
+def _checked(result: dict[str, Any], logits: torch.Tensor, folder: Path, request: dict[str, Any]) -> OriginalResult:
+    """The result, which another program has written, in the shape that it must have. Raises DlmBridgeError."""
+    try:
+        original = OriginalResult(**result, logits=logits)
+        whole = len(original.picks) == request["steps"] and logits.shape[:2] == (1, len(request["tokens"]))
+    except TypeError:
+        whole = False
+    if not whole:
+        raise DlmBridgeError(f"{folder}: its original code left a result of another shape")
+    return original
+
+
+def _compare(bridge: Bridge, model: Any, original: OriginalResult, request: dict[str, Any]) -> Verdict:
+    checkpoint = bridge.checkpoint
+    versions = ", ".join(f"{name} {version}" for name, version in original.versions.items())
+    specs = checkpoint.stored_specs()
+    notes: list[str] = []
+    differences = [
+        *_config_differences(bridge.config, model.config, original, notes),
+        *_tensor_differences({name: list(shape) for name, (_, shape) in specs.items()}, original, notes),
+    ]
+    logits, found = _compare_logits(model, original, request)
+    differences += [*found, *_sample_differences(model, original, request, logits.allowed, notes)]
+    nbytes = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in specs.values())
+    name = f"{original.class_name} ({versions})"
+    return Verdict(checkpoint.where, name, not differences, len(specs), nbytes, differences, logits, notes)
+
+
+def _config_differences(
+    source: dict[str, Any], config: Any, original: OriginalResult, notes: list[str]
+) -> list[Difference]:
+    """Keys of config.json, and those that the original class adds, whose value is another here."""
+    plain = json.loads(json.dumps(config.to_dict()))
+    rope = getattr(config, "rope_parameters", None) or {}
+    differences, unread = [], []
+    for key in sorted({*source, *original.class_keys} - NOT_COMPARED):
+        theirs = original.config.get(key, _MISSING)
+        ours = plain[key] if key in plain else getattr(config, key, rope.get(key, _MISSING))
+        if ours == _MISSING and key not in source:
+            if theirs is not None:
+                unread.append(f"{key} = {theirs!r}")
+        elif ours != theirs and not (ours is None and theirs == _MISSING):
+            kind = "its class says" if key not in source else f"of config.json's {source[key]!r} its class makes"
+            differences.append(Difference(key, "config", f"{ours!r} here, {kind} {theirs!r}"))
+    if unread:
+        notes.append(f"keys that only the original class has: {', '.join(unread)}")
+    return differences
+
+
+def _tensor_differences(shapes: dict[str, list[int]], original: OriginalResult, notes: list[str]) -> list[Difference]:
+    """Names and shapes of the files' tensors, all of which this package accounts for, and of the original class's."""
+    differences = [
+        Difference(name, "extra", f"in the checkpoint, but not in {original.class_name}")
+        for name in shapes
+        if name not in original.tensors
+    ]
+    recomputed = []
+    for name, tensor in original.tensors.items():
+        if name not in shapes:
+            if not tensor["parameter"]:
+                recomputed.append(name)
+            elif tensor["shares"] not in shapes and not _is_shared(name, original, shapes):
+                differences.append(Difference(name, "missing", f"in {original.class_name}, but not in the checkpoint"))
+        elif shapes[name] != tensor["shape"]:
+            detail = f"{shapes[name]} in the checkpoint, {tensor['shape']} in {original.class_name}"
+            differences.append(Difference(name, "shape", detail))
+    if recomputed:
+        notes.append(f"buffers that the original computes itself: {len(recomputed)}, such as {recomputed[0]}")
+    return differences
+
+
+def _is_shared(name: str, original: OriginalResult, shapes: dict[str, list[int]]) -> bool:
+    """Whether another tensor, which the checkpoint has, lies in the same storage."""
+    return any(tensor["shares"] == name and other in shapes for other, tensor in original.tensors.items())
+
+
+@torch.no_grad()
+def _compare_logits(
+    model: Any, original: OriginalResult, request: dict[str, Any]
+) -> tuple[LogitsVerdict, list[Difference]]:
+    ours_SV = model(torch.tensor([request["tokens"]])).logits[0].float()
+    theirs_SV = original.logits[0].float()
+    largest = float(ours_SV.abs().max())
+    allowed = TOLERANCE * max(1.0, largest)
+    length = len(ours_SV)
+    if ours_SV.shape != theirs_SV.shape:
+        detail = f"{ours_SV.shape[1]} tokens here, {theirs_SV.shape[1]} in the original"
+        verdict = LogitsVerdict("dlm_bridge", "the original code", float("inf"), allowed, largest, length, [])
+        return verdict, [Difference("logits", "shape", detail)]
+    apart_SV = (ours_SV - theirs_SV).abs().nan_to_num(nan=float("inf"))
+    difference = float(apart_SV.max())
+    verdict = LogitsVerdict("dlm_bridge", "the original code", difference, allowed, largest, length, [])
+    if difference <= allowed:
+        return verdict, []
+    wrong_S = (apart_SV > allowed).any(dim=1)
+    position = int(wrong_S.int().argmax())
+    token = int(apart_SV[position].argmax())
+    detail = (
+        f"{float(ours_SV[position, token])!r} and {float(theirs_SV[position, token])!r}; {int(wrong_S.sum())} of "
+        f"{length} positions are more than {allowed:.1e} apart"
+    )
+    return verdict, [Difference(f"logits[{position}, {token}]", "values", detail)]
+
+
+@torch.no_grad()
+def _sample_differences(
+    model: Any, original: OriginalResult, request: dict[str, Any], allowed: float, notes: list[str]
+) -> list[Difference]:
+    """The first step of the original's greedy sample that this package's logits would not have taken, on the same
+    canvas. Two choices that the logits' precision does not tell apart are one."""
+    mask = request["mask_token_id"]
+    prompt = request["tokens"][: request["prompt"]]
+    canvas = torch.tensor([[*prompt, *([mask] * request["steps"])]])
+    for step, (position, token) in enumerate(original.picks):
+        scores_SV = torch.log_softmax(model(canvas).logits[0].float(), dim=-1)
+        scores_SV = torch.cat([scores_SV[:1], scores_SV[:-1]]) if request["shift"] else scores_SV
+        scores_SV[:, mask] = -torch.inf
+        scores_SV[canvas[0] != mask] = -torch.inf
+        best = int(scores_SV.argmax())
+        here = [best // scores_SV.shape[1], best % scores_SV.shape[1]]
+        if here != [position, token]:
+            margin = float(scores_SV.flatten()[best] - scores_SV[position, token])
+            if margin > 4 * allowed:
+                detail = f"step {step}: token {here[1]} at {here[0]} here, token {token} at {position} there"
+                return [Difference("greedy sample", "values", detail)]
+            notes.append(f"greedy sample, step {step}: two choices are equally probable within {margin:.1e}")
+        canvas[0, position] = token
+    notes.append(f"greedy sample: the same {len(original.picks)} tokens, one a step, in the same order")
+    return []

@@ -1,0 +1,216 @@
+"""verify --against-original: the remote code is run with consent alone, and what it computes otherwise is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from dlm_bridge import DlmBridgeError
+from dlm_bridge.evaluation import original_environment as environment
+from dlm_bridge.evaluation.original import requirements, verify_original
+from dlm_bridge.models.families import families
+from tests.checkpoints import write_llada
+from tests.convert.helpers import run_cli
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import verify_published
+
+CODE = Path(__file__).parent / "original_code"
+HERE = sys.executable  # has what that code needs
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny LLaDA with code that does what the card says."""
+    folder = write_llada(tmp_path / "hub", n_kv_heads=2)
+    for file in CODE.glob("*.py"):
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+@pytest.mark.slow
+def test_the_same_model_is_equal(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its code sees neither the Hub's token nor the user's home."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with (checkpoint / "modeling_llada.py").open("a") as file:
+        file.write(f"import os\nassert 'HF_TOKEN' not in os.environ and os.environ['HOME'] != {str(Path.home())!r}\n")
+    command = ("verify", checkpoint, "--against-original", "--trust-remote-code", "--original-python", HERE, "--json")
+    code, shown, _ = run_cli(capsys, *command)
+    assert code == 0
+    verdict = json.loads(shown)
+    assert verdict["equal"]
+    assert verdict["tensors"] == 3 + 4 * 9
+    assert 0 < verdict["logits"]["difference"] <= verdict["logits"]["allowed"]
+    assert verdict["b"].startswith("LLaDAModelLM (python ")
+    noted = " ".join(verdict["notes"])
+    assert "modeling_llada.py" in noted
+    assert "greedy sample" in noted
+
+
+@pytest.mark.slow
+def test_every_kind_of_difference_is_named(checkpoint: Path) -> None:
+    """A default of the config class, a tensor that the checkpoint lacks, one that it has besides, and the maths."""
+    modeling = checkpoint / "modeling_llada.py"
+    replace(checkpoint / "configuration_llada.py", '"rms_norm_eps": 1e-5', '"rms_norm_eps": 1e-3')
+    config = json.loads((checkpoint / "config.json").read_text())
+    del config["rms_norm_eps"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    replace(
+        modeling,
+        "        self.ff_out = nn.Linear(ffn",
+        "        self.gain = Norm(1, 0)\n        self.ff_out = nn.Linear(ffn",
+    )
+    replace(modeling, '                "ln_f": Norm', '                "ln_last": Norm')
+    replace(modeling, 'parts["ln_f"]', 'parts["ln_last"]')
+    verdict = verify_original(checkpoint, consent=True, python=HERE)
+    assert not verdict.equal
+    found = {(difference.name, difference.kind) for difference in verdict.differences}
+    blocks = {(f"model.transformer.blocks.{layer}.gain.weight", "missing") for layer in range(4)}
+    assert found >= blocks | {
+        ("rms_norm_eps", "config"),
+        ("model.transformer.ln_last.weight", "missing"),
+        ("model.transformer.ln_f.weight", "extra"),
+    }
+    (logits,) = (difference for difference in verdict.differences if difference.name.startswith("logits["))
+    assert logits.kind == "values"
+    assert logits.name.startswith("logits[0, ")
+    assert ("greedy sample", "values") in found
+
+
+@pytest.mark.slow
+def test_original_code_that_fails_is_one_line(checkpoint: Path) -> None:
+    (checkpoint / "modeling_llada.py").write_text("raise ImportError('no module called flux_attention')\n")
+    with pytest.raises(DlmBridgeError, match="flux_attention") as raised:
+        verify_original(checkpoint, consent=True, python=HERE)
+    assert "\n" not in str(raised.value)
+    assert str(checkpoint) in str(raised.value)
+
+
+def test_nothing_runs_without_consent(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(environment.subprocess, "Popen", started)
+    code, shown, error = run_cli(capsys, "verify", checkpoint, "--against-original", "--original-python", HERE)
+    assert (code, shown) == (2, "")
+    for words in (str(checkpoint), "modeling_llada.py", "--trust-remote-code"):
+        assert words in error
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "named"),
+    [
+        (None, "auto_map"),
+        ({}, "auto_map"),
+        ({"AutoModel": "someone/else--modeling_llada.LLaDAModelLM"}, "someone/else--modeling_llada"),
+    ],
+)
+def test_checkpoints_without_code_of_their_own(checkpoint: Path, auto_map: object, named: str) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
+    with pytest.raises(DlmBridgeError, match=named) as raised:
+        verify_original(checkpoint, consent=True, python=HERE)
+    assert "config.json" in str(raised.value)
+
+
+def test_a_second_checkpoint_and_an_interpreter_that_is_none(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, error = run_cli(capsys, "verify", checkpoint, "other", "--against-original")
+    assert code == 2
+    assert "other" in error
+    with pytest.raises(DlmBridgeError, match="/no/such/python"):
+        verify_original(checkpoint, consent=True, python="/no/such/python")
+
+
+def test_the_versions_are_those_of_the_card(checkpoint: Path) -> None:
+    assert requirements(checkpoint) == ["safetensors", "torch", "transformers==4.46.3"]  # of config.json
+    (checkpoint / "README.md").write_text("# A model\n\n`pip install transformers == 4.38.2 torch`\n")
+    assert requirements(checkpoint, ["torch==2.5.1", "einops"]) == [
+        "einops",
+        "safetensors",
+        "torch==2.5.1",
+        "transformers==4.38.2",
+    ]
+    assert "transformers==4.52" in requirements(checkpoint, ["transformers==4.52"])
+    (checkpoint / "README.md").unlink()
+    config = json.loads((checkpoint / "config.json").read_text())
+    del config["transformers_version"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DlmBridgeError, match="transformers"):
+        requirements(checkpoint)
+
+
+@pytest.mark.slow
+def test_environments_are_made_once_and_whole(tmp_path: Path) -> None:
+    wheel = tmp_path / "paper_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("paper_model.py", "answer = 42\n")
+        archive.writestr(
+            "paper_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: paper-model\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            "paper_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("paper_model-1.0.dist-info/RECORD", "")
+    cache = tmp_path / "cache"
+    with pytest.raises(DlmBridgeError, match="no-such-model"):
+        environment.make_environment(["no-such-model"], cache, ["--no-index"])
+    python = environment.make_environment([str(wheel)], cache, ["--no-index"])
+    assert os.stat(python).st_mode & 0o100
+    assert list(python.parents[1].glob("lib/*/site-packages/paper_model.py"))
+    assert not list(python.parents[1].glob("lib/*/site-packages/torch"))  # nothing of this environment
+    ready = python.parents[1] / environment.READY
+    wheel.unlink()
+    assert environment.make_environment([str(wheel)], cache, ["--no-index"]) == python
+    ready.unlink()  # as if it had been interrupted
+    with pytest.raises(DlmBridgeError, match="paper_model"):
+        environment.make_environment([str(wheel)], cache, ["--no-index"])
+
+
+def test_the_script_takes_every_family_that_has_code_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The table has a row for what is equal, what differs and what cannot be compared."""
+    # Classes of dLLM's package or of transformers, and one that has no public id.
+    without_code = {"a2d_qwen2", "a2d_qwen3", "a2d_llama", "diffullama", "difflm"}
+    own = {spec.name for spec in families() if spec.kind == "diffusion"} - without_code
+    assert own == set(verify_published.SMALLEST)
+    logits = {"difference": 2e-6, "allowed": 1e-5}
+    sample = {"name": "greedy sample", "kind": "values", "detail": "step 3"}
+    whole = {"b": "M (torch 2)", "tensors": 9, "logits": logits, "equal": True, "differences": []}
+    verdicts = iter([whole, {**whole, "equal": False, "differences": [sample]}, {"error": "no room on a|b"}])
+    monkeypatch.setattr(verify_published, "_verify", lambda *_: next(verdicts))
+    page = tmp_path / "page.md"
+    chosen = ("--family", "llada", "--family", "dream", "--family", "sdar")
+    assert verify_published.main([*chosen, "--trust-remote-code", "--output", str(page)]) == 1
+    equal, differs, failed = page.read_text().splitlines()[-3:]
+    assert equal.startswith(
+        "| llada | `GSAI-ML/LLaDA-8B-Base` | M (torch 2) | 9 | 2.0e-06 (1.0e-05) | equal | equal |"
+    )
+    assert "| differs | 1 differences, first greedy sample |" in differs
+    assert failed.endswith("not compared: no room on a\\|b |")
+
+
+@pytest.mark.slow
+def test_the_script_refuses_without_consent(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--family", "llada", "--checkpoint", f"llada={checkpoint}"]
+    assert verify_published.main(arguments) == 2
+    assert "--trust-remote-code" in capsys.readouterr().err
