@@ -154,8 +154,8 @@ class ContinuousBatch:
         self._waiting.append(RunningRow(request, plan, gen_length, [mask] * gen_length))
 
     def cancel(self, name: Hashable) -> bool:
-        """Drop a row, of which there are no more events; False: there is none of this name. A running row leaves at
-        the end of its block."""
+        """Drop a row, of which there are no more events; False: there is none of this name. A running row takes part
+        in no further step, but with the uniform sampler, and makes room for others at the end of its block."""
         self._events[:] = [event for event in self._events if event.name != name]
         for row in self._waiting:
             if row.request.name == name:

@@ -188,6 +188,10 @@ class Canvas:
     def padded(self) -> bool:
         return any(self.origins)
 
+    def still_wanted(self, rows: list[int]) -> list[int]:
+        """Those of these rows that have not been cancelled."""
+        return rows
+
     @property
     def rolls(self) -> bool:
         """Whether rows enter while others run."""

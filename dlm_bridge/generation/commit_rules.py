@@ -182,6 +182,7 @@ class CommitRule(DenoisingRule):
                 more = [a and b for a, b in zip(more, unfinished, strict=True)]
             active = [row for row, on in zip(active, more, strict=True) if on]
             yield
+            active = canvas.still_wanted(active)
 
     def _commit_first_token(self, context: SamplerContext, block: slice) -> list[int]:
         """Commit the block's first token where it is new and has a token before it, as an autoregressive model would.

@@ -70,6 +70,9 @@ class RollingCanvas(Canvas):
     def padded(self) -> bool:
         return any(self.origins) or any(stop != self.width for stop in self.stops)
 
+    def still_wanted(self, rows: list[int]) -> list[int]:
+        return [row for row in rows if self.names[row] not in self.cancelled]
+
     @property
     def rolls(self) -> bool:
         return not self._layout.whole

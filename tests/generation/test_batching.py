@@ -299,3 +299,31 @@ def test_what_a_batch_cannot_run_is_refused() -> None:
     speculative, settings = build("linear_spec")
     with pytest.raises(DlmBridgeError, match="'e' has no tokens"):
         ContinuousBatch(speculative, settings, max_rows=1, max_length=40).submit(RowRequest("e", []))
+
+
+@pytest.mark.parametrize("name", ["dream-entropy", "wedlm", "linear_spec", "llada", "sdar"])
+def test_a_cancelled_row_takes_part_in_no_further_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, settings = build(name)
+    settings |= {"temperature": 0.0, "eos_token_id": None}
+    batches: list[int] = []
+    forward = type(model).forward
+
+    def counting(self: Any, input_ids: torch.Tensor, **more: Any) -> Any:
+        batches.append(len(input_ids))
+        return forward(self, input_ids, **more)
+
+    rows = requests(2, [12])
+    expected = alone(model, rows[1], settings)
+    monkeypatch.setattr(type(model), "forward", counting)
+    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
+    for row in rows:
+        batch.submit(row)
+    events = [event for event in batch.advance() if event.name == "row 1"]
+    assert batches[-1] == 2
+    assert batch.cancel("row 0")
+    seen = len(batches)
+    while not batch.idle:
+        events += batch.advance()
+    assert set(batches[seen:]) == {1}
+    assert {event.name for event in events} == {"row 1"}
+    assert list(ended(events).tokens) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,7 +65,8 @@ class GraphedBody:
         self._state = _state(model)
         self._model: Any = None
         self._batch = 0
-        self.held = False  # a continuous batch is in flight: nobody else may use the buffers
+        # The runner of a continuous batch in flight: nobody else may use the buffers.
+        self.holder: weakref.ref[Any] | None = None
         self._compile_layers = compile_layers
         self._compiled: list[Any] = []
         self._seen: set[Any] = set()
@@ -81,6 +83,11 @@ class GraphedBody:
             and width <= self._width
             and _state(model) == self._state
         )
+
+    @property
+    def held(self) -> bool:
+        """Whether a continuous batch is in flight, which has not been dropped."""
+        return self.holder is not None and self.holder() is not None
 
     def begin(self) -> None:
         """A new call of `generate`, whose first batch is its largest."""

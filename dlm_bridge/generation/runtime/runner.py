@@ -87,9 +87,10 @@ class ModelRunner:
             cache.allocate(plain, rows, width)
             return cls(plain, None, cache)
         body = _graphed_body(plain, execution, rows=rows, width=width if cache.stores else 0)
-        body.held = hold
         cache.buffers = body.buffers
-        return cls(plain, body, cache)
+        runner = cls(plain, body, cache)
+        body.holder = weakref.ref(runner) if hold else None
+        return runner
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -111,7 +112,7 @@ class ModelRunner:
     def close(self) -> None:
         """Let other calls use the graphs that this runner held."""
         if self._body is not None:
-            self._body.held = False
+            self._body.holder = None
 
     @property
     def model(self) -> Any:

@@ -94,6 +94,11 @@ class SpeculativeRule(DenoisingRule):
             if not rows:
                 return
             yield
+            wanted = canvas.still_wanted(rows)
+            firsts = [first for row, first in zip(rows, firsts, strict=True) if row in wanted]
+            rows = wanted
+            if not rows:
+                return
             predictor.select_cached_rows(rows)
             drafts_AN = self._draft(context, predictor, rows, firsts)
             logits_ANV = predictor.check(rows, firsts, drafts_AN)
