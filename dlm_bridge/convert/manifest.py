@@ -381,4 +381,6 @@ def _holding(folder: Path, name: str) -> str:
 
 
 def _digest_of(files: Mapping[str, str]) -> str:
-    return bytes_digest("".join(f"{name} {digest}\n" for name, digest in sorted(files.items())).encode())
+    return bytes_digest(
+        "".join(f"{name} {digest}\n" for name, digest in sorted(files.items())).encode(errors="surrogatepass")
+    )

@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.llada import REQUIRED, SPEC, check_config
@@ -91,6 +92,10 @@ class LLaDAConfig(HubConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         check_config({key: getattr(self, key) for key in REQUIRED})
+        for key in ("rms_norm_eps", "rope_theta", "attention_dropout", "init_std"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise DlmBridgeError(f"LLaDA config: {key} must be a number, not {value!r}")
 
     @property
     def num_key_value_heads(self) -> int:

@@ -343,6 +343,12 @@ def test_the_public_config_loads_whole(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "saved" / "config.json").read_text()) == LLADA_CONFIG
 
 
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+def test_a_number_that_is_none_is_refused(key: str) -> None:
+    with pytest.raises(DlmBridgeError, match=key):
+        AutoConfig.for_model(**llada_config(**{key: {}}))
+
+
 def test_null_keys_mean_what_the_original_takes_them_for(tmp_path: Path, ids: torch.Tensor) -> None:
     config = llada_config(
         n_kv_heads=None, mlp_hidden_size=None, mlp_ratio=2, embedding_size=None, torch_dtype="float32"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +154,14 @@ def test_a_checkpoint_without_digests_is_resumed_with_a_note(finished: Path, run
     rows = run(finished, resume=True, **(OPTIONS | {"steps": 5}))
     assert len(rows) == 5
     assert f"{LAST} is of a version that wrote no digests" in console.getvalue()
+
+
+def test_digests_that_are_no_text_are_found(finished: Path) -> None:
+    folder = finished / "checkpoints" / LAST
+    content = json.loads((folder / FILE_DIGESTS).read_text())
+    content["files"]["config.json"] = "\ud800"
+    (folder / FILE_DIGESTS).write_text(json.dumps(content))
+    assert [finding.file for finding in check_files(folder)] == [FILE_DIGESTS]
 
 
 def test_a_file_that_was_added_does_no_harm(finished: Path) -> None:
