@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from dlm_bridge.loading import LoadedModel, load_model
 from dlm_bridge.serving.batches import row_sampler
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import TextRequest
-from dlm_bridge.serving.scheduler import Committed, Ended, Extended, Row, Scheduler
+from dlm_bridge.serving.scheduler import Committed, Ended, Extended, Failed, Row, Scheduler
+from tests.families.case import FamilyCase
+from tests.generation.test_caches import load_case
+from tests.generation.test_families import DIFFUSION
 from tests.serving.conftest import PATIENCE_S, wait_until
 
 Told = list[tuple[str, Any]]
@@ -110,4 +115,25 @@ def test_autoregressive_rows_of_equal_settings_share_a_batch(qwen3: Any) -> None
     for name in ("0", "1"):
         pieces = [event.tokens for who, event in told if who == name and isinstance(event, Extended)]
         assert sum(pieces, ()) == ended(told)[name].tokens
+    scheduler.close(PATIENCE_S)
+
+
+UNSERVED = ("llada_moe", "dream", "fast_dllm_v2", "wedlm", "nemotron_labs_diffusion", "a2d_qwen3")
+
+
+@pytest.mark.parametrize("case", [case for case in DIFFUSION if case.id in UNSERVED], ids=lambda case: case.id)
+def test_families_that_no_engine_serves(case: FamilyCase, tmp_path: Path) -> None:
+    model, mask = load_case(case, tmp_path)
+    served, told = ServedModel(LoadedModel(model, None, case.spec.name, True), "tiny", {}, 100), Told()
+    settings = {"gen_length": 32, "temperature": 0.5, "eos_token_id": None, "mask_token_id": mask}
+    request = TextRequest(chat=False, prompts=((5, 6, 7), (8, 9, 10, 11, 12, 13)), settings=settings, seed=2)
+    rows = served.rows(request, lambda index: lambda event: told.append((str(index), event)))
+    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=2)
+    scheduler.submit(rows)
+    scheduler.start()
+    wait_until(lambda: len([event for _, event in told if isinstance(event, Ended | Failed)]) == 2, "both end")
+    for name, row in zip("01", rows, strict=True):
+        ids = torch.tensor([row.prompt])
+        alone = model.generate(ids, **settings, seed=2)[0, ids.shape[1] :].tolist()
+        assert list(ended(told)[name].tokens) == alone
     scheduler.close(PATIENCE_S)
