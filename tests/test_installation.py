@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "0")
+FOLDERS, FILES = ("dlm_bridge", "cli", "model_cards"), ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 CARDS = (
     "from importlib import resources; import dlm_bridge.cli.app as app; "
     "assert (resources.files('dlm_bridge.model_cards') / 'llada.md').is_file(); print(app.__file__)"
@@ -25,9 +27,9 @@ CARDS = (
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the package is built of, with its links, so that no build folder stays in this one."""
     copy = tmp_path_factory.mktemp("checkout")
-    for name in ("dlm_bridge", "cli", "model_cards"):
+    for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in FILES:
         shutil.copyfile(ROOT / name, copy / name)
     return copy
 
@@ -68,6 +70,18 @@ def test_each_folder_has_one_copy_with_its_model_cards(python: Path, checkout: P
     assert Path(run(str(python), "-c", CARDS, cwd=checkout).strip()).resolve() == checkout / "cli" / "app.py"
     elsewhere = Path(run(str(python), "-c", CARDS, cwd=tmp_path).strip()).resolve()
     assert elsewhere.is_relative_to(checkout if editable else python.parents[1])
+
+
+def test_the_image_has_what_the_package_is_built_of() -> None:
+    """And of its extras and constraints there is none that the project does not have."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = {name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}
+    assert copied == {*FOLDERS, *FILES, "constraints.txt"}
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert sent == copied
+    (extras,) = (line.partition("=")[2].split(",") for line in lines if line.startswith("ARG EXTRAS="))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras) <= set(project["optional-dependencies"])
 
 
 def run(*command: str, cwd: Path) -> str:

@@ -55,6 +55,25 @@ def test_import_specs_and_help_load_nothing_heavy() -> None:
     assert not heavy & set(run(code).split())
 
 
+def loaded_by(*words: object) -> set[str]:
+    """The modules that a command leaves in the process."""
+    code = (
+        "import sys, contextlib, io\n"
+        "from dlm_bridge.cli.app import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
+        "print(*sys.modules)"
+    )
+    return set(run(code, *map(str, words)).split())
+
+
+def test_commands_load_no_more_than_they_need(llada: Path, tmp_path: Path) -> None:
+    heavy = {"torch", "transformers", "numpy", "accelerate", "datasets", "megatron", "huggingface_hub", "peft"}
+    assert not heavy & loaded_by("families")
+    for words in (("import", llada, tmp_path / "m", "--tp", 2), ("export", tmp_path / "m", tmp_path / "hub")):
+        assert heavy & loaded_by(*words) <= {"torch", "numpy"}, words
+    assert (tmp_path / "hub" / "config.json").is_file()
+
+
 @pytest.mark.parametrize(
     "imports",
     [
