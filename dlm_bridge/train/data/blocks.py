@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -100,14 +101,9 @@ class Concatenated:
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """The blocks `indices`, B = len(indices) rows."""
-        found, order, first = [], [], 0
-        for part in self.parts:
-            chosen = [row for row, index in enumerate(indices) if first <= index < first + len(part)]
-            if chosen:
-                found.append(part.rows([indices[row] - first for row in chosen]))
-                order += chosen
-            first += len(part)
-        return join_rows(found, order)
+        starts = list(accumulate(map(len, self.parts), initial=0))
+        parts = [bisect_right(starts, index) - 1 for index in indices]
+        return rows_of(self.parts, [(part, index - starts[part]) for part, index in zip(parts, indices, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -142,6 +138,17 @@ class Epochs:
             size = np.int32 if len(self.blocks) < 2**31 else np.int64
             self._orders[epoch] = generator.permutation(np.arange(len(self.blocks), dtype=size))
         return self._orders[epoch]
+
+
+def rows_of(sources: Sequence[Blocks | Samples], places: Sequence[tuple[int, int]]) -> Rows:
+    """The rows at `places`, each a source's number and the row's index in it; every source is asked once."""
+    parts, order = [], []
+    for number, source in enumerate(sources):
+        chosen = [row for row, (own, _) in enumerate(places) if own == number]
+        if chosen:
+            parts.append(source.rows([places[row][1] for row in chosen]))
+            order += chosen
+    return join_rows(parts, order)
 
 
 def join_rows(parts: Sequence[Rows], places: Sequence[int]) -> Rows:
@@ -238,14 +245,7 @@ class Blend:
 
     def rows(self, samples: Sequence[int]) -> Rows:
         """The samples of these numbers, which count from 0 over the whole run."""
-        places = [self.schedule.at(sample) for sample in samples]
-        parts, order = [], []
-        for number, source in enumerate(self.sources):
-            chosen = [row for row, (own, _) in enumerate(places) if own == number]
-            if chosen:
-                parts.append(source.rows([places[row][1] for row in chosen]))
-                order += chosen
-        return join_rows(parts, order)
+        return rows_of(self.sources, [self.schedule.at(sample) for sample in samples])
 
 
 def _rounded(shares: list[int]) -> list[int]:

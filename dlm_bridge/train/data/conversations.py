@@ -23,6 +23,7 @@ from dlm_bridge.train.data.documents import (
     NamedDataset,
     Source,
     cached,
+    check_eos,
     fingerprint,
     open_parquet,
     parse_object,
@@ -98,8 +99,7 @@ def _read(record: DataRow, tokenizer: Any) -> _RenderedConversation | Example:
         raise DlmBridgeError(f"{record.where}: no {FIELDS} (it has {has})")
     prompt, completion = fields["prompt"], fields["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        if tokenizer.eos_token_id is None:
-            raise DlmBridgeError(f"tokenizer {tokenizer.name_or_path} has no EOS token, which ends a completion")
+        check_eos(tokenizer, "ends a completion")
         text = prompt + completion
         return _RenderedConversation(text, [(len(prompt), len(text))], record.where, ends=True)
     if isinstance(prompt, str) or isinstance(completion, str):
@@ -253,11 +253,7 @@ def load_conversation_blocks(
         DlmBridgeError: what `chat.encode` refuses; a row that is too long, or that holds the mask token, with its file
             and line; no rows at all; a tokenizer without EOS.
     """
-    if tokenizer.eos_token_id is None:
-        raise DlmBridgeError(
-            f"tokenizer {tokenizer.name_or_path} has no EOS token, which fills rows: "
-            "set eos_token in its tokenizer_config.json"
-        )
+    check_eos(tokenizer, "fills rows")
     columns = {"input_ids": "int32", "answer": "bool", "lengths": "int32"}
     table = cached(
         _conversation_rows,

@@ -264,11 +264,7 @@ def pack(
         DlmBridgeError: a file of another format than its suffix, a missing `text` field (with file and line), a
             tokenizer without EOS, text that holds the mask token, fewer tokens than one block.
     """
-    if tokenizer.eos_token_id is None:
-        raise DlmBridgeError(
-            f"tokenizer {tokenizer.name_or_path} has no EOS token, which separates documents: "
-            "set eos_token in its tokenizer_config.json"
-        )
+    check_eos(tokenizer, "separates documents")
     arguments = {
         "sources": tuple(sources),  # a list would be packed source by source
         "tokenizer": tokenizer,
@@ -282,6 +278,15 @@ def pack(
         fingerprint(sources, tokenizer, PACKING_VERSION, mask_token_id, seq_length),
     )
     return PackedBlocks(table, tokenizer.eos_token_id if with_documents else None)
+
+
+def check_eos(tokenizer: Any, use: str) -> None:
+    """Raise DlmBridgeError for a tokenizer without an EOS token, which has a `use`."""
+    if tokenizer.eos_token_id is None:
+        raise DlmBridgeError(
+            f"tokenizer {tokenizer.name_or_path} has no EOS token, which {use}: "
+            "set eos_token in its tokenizer_config.json"
+        )
 
 
 def cached(
