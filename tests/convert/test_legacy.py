@@ -173,8 +173,8 @@ def save_as_megatron_lm(source: Path, folder: Path) -> None:
     module = types.ModuleType("megatron.core.transformer.enums")
     kind = enum.Enum("AttnBackend", "flash fused", module=module.__name__)
     module.AttnBackend = kind  # type: ignore[attr-defined]
-    sys.modules[module.__name__] = module
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)  # which megatron-core's own must outlive
         for path in source.rglob("*.pt"):
             content = torch.load(path, weights_only=False)
             content["args"].attention_backend = kind.flash
@@ -187,8 +187,6 @@ def save_as_megatron_lm(source: Path, folder: Path) -> None:
             target = folder / path.relative_to(source)
             target.parent.mkdir(parents=True)
             torch.save(content, target)
-    finally:
-        del sys.modules[module.__name__]
     shutil.copy(source / "latest_checkpointed_iteration.txt", folder)
 
 
