@@ -192,9 +192,14 @@ def _damaged_file(folder: Path) -> str | None:
 def read_config(path: Path) -> dict[str, Any]:
     """config.json's dict. Raises DlmBridgeError."""
     try:
-        return read_json(path)
+        config = read_json(path)
     except FileNotFoundError:
         raise DlmBridgeError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
+    try:
+        json.dumps(config, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DlmBridgeError(f"{path}: holds a lone surrogate, which no other file can hold: it is damaged") from None
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any]:

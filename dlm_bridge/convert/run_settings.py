@@ -311,7 +311,7 @@ def megatron_args(
     dims = source.dims
     padded = next(param.megatron_shape[0] for param in params if param.megatron_key.startswith("embedding."))
     try:
-        described = source.mapping.transformer(source.config)
+        described = source.mapping.settings(source.config)
     except DlmBridgeError:
         described = {}
     renamed = {

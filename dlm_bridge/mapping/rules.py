@@ -444,6 +444,15 @@ class Mapping:
                     experts: Iterable[int | None] = range(dims.experts) if "{expert}" in rule.megatron else (None,)
                     yield from (ParamMapping(rule, dims, layer, expert) for expert in experts)
 
+    def settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        """`transformer` of a config.json that may be damaged. Raises DlmBridgeError where it cannot be read."""
+        try:
+            return self.transformer(config)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, DlmBridgeError):
+                raise
+            raise DlmBridgeError(f"config.json: its settings cannot be read: {error!r}") from None
+
     def passthrough_names(self, dims: Dims) -> dict[str, Passthrough]:
         """Hub names that may be present and are kept beside the Megatron checkpoint."""
         return {name: entry for entry in self.passthrough if holds(entry.when, dims) for name in entry.names(dims)}

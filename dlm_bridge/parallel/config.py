@@ -56,7 +56,7 @@ def model_config(
     parallel.check(dims, layout)
     if mapping.hub_only:
         raise DlmBridgeError(f"megatron-core cannot hold this model: {mapping.hub_only}")
-    described = mapping.transformer(config)
+    described = mapping.settings(config)
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
     known = {field.name for field in fields(kind)}
     # A configuration of latent attention has some of them itself.

@@ -47,7 +47,7 @@ class PlannedModel:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """megatron-core's settings beyond the sizes."""
-        return self.family.mapping.transformer(self.config)
+        return self.family.mapping.settings(self.config)
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:

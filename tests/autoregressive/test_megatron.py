@@ -176,6 +176,14 @@ def test_latent_attention_without_sequence_parallelism_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "damage", [{"rope_scaling": 10**39}, {"rope_theta": [1]}, {"rope_scaling": {"rope_type": "linear"}}]
+)
+def test_settings_that_cannot_be_read_are_refused(damage: dict[str, Any]) -> None:
+    with pytest.raises(DlmBridgeError, match=r"config\.json"):
+        family_by_name("llama").mapping.settings({**LLAMA_31, "rope_scaling": None, **damage})
+
+
+@pytest.mark.parametrize(
     "published",
     [LLAMA_31, LLAMA_32, QWEN_YARN, {**QWEN_25, "rope_scaling": {**YARN, "attention_factor": 1.3}}, GLM_45],
     ids=["llama3.1", "llama3.2", "yarn", "yarn with attention factor", "partial"],

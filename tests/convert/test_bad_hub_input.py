@@ -193,6 +193,7 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
     (lambda f: edit_config(f, mlp_hidden_size="wide"), r"config\.json"),
     (lambda f: edit_config(f, weight_tying=True), r"ff_out\.weight differs from"),
     (lambda f: edit_config(f, block_type="sequential"), r"block_type"),
+    (lambda f: edit_config(f, note="\ud800"), r"config\.json: holds a lone surrogate"),
 ]
 
 

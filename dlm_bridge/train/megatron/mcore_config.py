@@ -79,7 +79,7 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         if precision.fp8_recipe == "delayed":
             fields |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
     passed = passed_on(config, "transformer")
-    described = bridge.mapping.transformer(bridge.config)
+    described = bridge.mapping.settings(bridge.config)
     if passed.get("moe_apply_probs_on_input") and described.get("moe_router_topk") != 1:
         raise DlmBridgeError(
             "--megatron transformer.moe_apply_probs_on_input is for routers that choose one expert: leave it out"
@@ -94,7 +94,7 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
 def _supports_fused_rope(bridge: Bridge, objective: Objective) -> bool:
     """Whether the fused rotary kernel computes the same: it takes one row of positions, and applies neither YaRN's
     scale nor that of queries."""
-    described = bridge.mapping.transformer(bridge.config)
+    described = bridge.mapping.settings(bridge.config)
     own_positions = objective.own_positions or bool(described.get("multi_latent_attention"))
     return not own_positions and not any(name.startswith(ATTRIBUTES) for name in described)
 
