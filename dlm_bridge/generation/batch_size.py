@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dlm_bridge.generation.api import input_device, sampler_spec
 from dlm_bridge.generation.kv_cache import attention_layers
 from dlm_bridge.generation.loop import choose_cache
+from dlm_bridge.generation.rolling_canvas import cache_columns
 from dlm_bridge.generation.runtime.runner import unwrapped
 from dlm_bridge.generation.settings import resolve_settings
 
@@ -58,7 +59,7 @@ def plan_batch(
     """
     plain = unwrapped(model)
     longest = max(lengths)
-    positions, new, copies, width, stores, draws = 1, 128, 1, 0, True, True
+    positions, new, copies, stores, draws, layout = 1, 128, 1, True, True, None
     if diffusion:
         found = resolve_settings(model, None, settings, prompt_width=longest)
         spec = sampler_spec(found, None)
@@ -67,13 +68,13 @@ def plan_batch(
         copies = 2 if spec.predictor_options.get("cfg_scale") else 1
         cache = choose_cache(spec.predictor, model, found.cache)
         stores, draws = cache.stores, spec.sampling.draws
-        width = 0 if layout.whole else (longest + new if cache.mode in ("prefix", "dual") else 0) + 4 * positions
     else:
         new = int(settings.get("max_new_tokens") or settings.get("gen_length") or new)
     length = longest + new
     positions = length if scored else positions
     config, itemsize = plain.config.get_text_config(), plain.dtype.itemsize
-    kept = sum(_cache_bytes(layer, config) for layer in attention_layers(plain)) * (length + width) if stores else 0
+    columns = length if layout is None else cache_columns(layout, length)
+    kept = sum(_cache_bytes(layer, config) for layer in attention_layers(plain)) * columns if stores else 0
     # Of a column in a layer: residual, norm and attention's input and output; gate, up and their product; and, where
     # attention runs without a fused kernel (CPU), a score for each column of each head.
     inner = max(getattr(config, name, None) or 0 for name in ("intermediate_size", "moe_intermediate_size"))

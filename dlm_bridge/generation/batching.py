@@ -47,7 +47,7 @@ from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
 from dlm_bridge.generation.loop import choose_cache
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.prompts import check_row
-from dlm_bridge.generation.rolling_canvas import EnteringRow, RollingCanvas
+from dlm_bridge.generation.rolling_canvas import EnteringRow, RollingCanvas, cache_columns
 from dlm_bridge.generation.runtime.runner import ModelRunner, unwrapped
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import Noise, seeded_generators, shared_seed
@@ -242,9 +242,7 @@ class ContinuousBatch:
         plan = self._waiting[0].plan
         layout, settings = plan.spec.layout, plan.settings
         cache = choose_cache(plan.spec.predictor, self._model, settings.cache)
-        block = layout.block_length
-        length = -(-(self.max_length + layout.spare) // block) * block
-        width = length if layout.whole else length + 4 * block  # with room to move the columns by whole blocks
+        width = cache_columns(layout, self.max_length)
         copies = 2 if plan.spec.predictor_options.get("cfg_scale") else 1
         self._runner = ModelRunner.prepare(
             self._model, settings.execution, cache, rows=copies * self.max_rows, width=width, hold=True

@@ -28,6 +28,14 @@ class EnteringRow:
     gen_length: int
 
 
+def cache_columns(layout: BlockLayout, max_length: int) -> int:
+    """The columns of a KV cache for rows of at most so many tokens: where rows enter, with room to move the columns by
+    whole blocks."""
+    block = layout.block_length
+    columns = -(-(max_length + layout.spare) // block) * block
+    return columns if layout.whole else columns + 4 * block
+
+
 class RollingCanvas(Canvas):
     """Rows of different lengths on both sides. Columns that no row needs any more are dropped on the left.
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import batching, commit_rules, generate
+from dlm_bridge.generation import batch_size, batching, commit_rules, generate
 from dlm_bridge.generation.batching import (
     ContinuousBatch,
     Event,
@@ -21,8 +21,10 @@ from dlm_bridge.generation.batching import (
     RowRequest,
     RowTokens,
 )
+from dlm_bridge.generation.kv_cache import StaticKVCache
 from dlm_bridge.generation.rolling_canvas import RollingCanvas
 from tests.families.case import FamilyCase
+from tests.generation.test_batches import OperatorCount
 from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
 from tests.generation.test_samplers import CASES, build
@@ -150,7 +152,7 @@ def read_with_overlap(flags_A: torch.Tensor, overlap_with: Callable[[], None]) -
 
 
 # One family of each sampler.
-CACHED = {case.spec.sampler["algorithm"]: case for case in WITH_BLOCK_CACHE + REORDERED}
+CACHED = {case.spec.sampler["algorithm"]: case for case in reversed(WITH_BLOCK_CACHE + REORDERED)}
 
 
 @pytest.mark.parametrize("case", CACHED.values(), ids=lambda case: case.id)
@@ -327,3 +329,39 @@ def test_a_cancelled_row_takes_part_in_no_further_step(name: str, monkeypatch: p
     assert set(batches[seen:]) == {1}
     assert {event.name for event in events} == {"row 1"}
     assert list(ended(events).tokens) == expected
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_a_steps_operators_do_not_grow_with_the_rows(model: Any, cache: str) -> None:
+    def operators(rows: int, gen_length: int) -> int:
+        settings = {"gen_length": gen_length, "block_length": 16, "eos_token_id": None, "cache": cache}
+        batch = ContinuousBatch(model, settings, max_rows=rows, max_length=64, stream=False)
+        for row in requests(rows, [gen_length]):
+            batch.submit(row)
+        with OperatorCount() as counted:
+            while not batch.idle:
+                batch.advance()
+        return counted.count
+
+    few, many = ([operators(rows, length) for length in (16, 32)] for rows in (3, 9))
+    assert many[1] - many[0] == few[1] - few[0]
+
+
+def test_the_batch_size_follows_from_free_memory(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"gen_length": 32, "block_length": 8, "cache": "dual"}
+    buffers = StaticKVCache.allocate(model, rows=1, width=56 + 4 * 8)  # 20 + 32 in whole blocks
+    found = []
+    for free in (1, 2**24, 2**26, 2**40):
+        monkeypatch.setattr(batch_size, "free_memory", lambda device, free=free: free)
+        plan = batch_size.plan_batch(model, [7, 20] * 400, settings, diffusion=True)
+        assert plan.length == 52
+        assert plan.cache == sum(one.nbytes for pair in buffers._buffers for one in pair)
+        taken = plan.rows * (plan.cache + plan.activations + plan.logits)
+        assert taken <= free or plan.rows == 1
+        found.append(plan.rows)
+    assert found[0] == 1
+    assert found[1] < found[2] < found[3] == 800
+    guided = batch_size.plan_batch(model, [20], settings | {"cfg_scale": 1.0}, diffusion=True)
+    assert (guided.cache, guided.logits) == (2 * plan.cache, 2 * plan.logits)
+    uncached = batch_size.plan_batch(model, [20], settings | {"cache": "none"}, diffusion=True)
+    assert uncached.cache == 0
