@@ -393,6 +393,8 @@ def read_prompts(name: str, key: str, chat: bool, system: str | None) -> list[Wr
     """
     if name == "-":
         return _prompts("stdin", sys.stdin, key, chat, system)
+    if Path(name).is_char_device() or Path(name).is_block_device():  # which may have no end
+        raise DlmBridgeError(f"--jsonl {name}: is a device: name a file or a pipe, or - for stdin")
     try:
         with Path(name).open(encoding="utf-8") as lines:
             return _prompts(name, lines, key, chat, system)

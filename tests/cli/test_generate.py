@@ -393,6 +393,8 @@ def test_rows_without_a_prompt_are_named(cli: Cli, llada: Path, tmp_path: Path, 
 def test_a_file_that_is_no_text(cli: Cli, llada: Path, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"\xff\xfe\x00")
     assert cli(llada, "--jsonl", tmp_path / "in.jsonl")[2].endswith("not a text in UTF-8\n")
+    code, _, err = cli(llada, "--jsonl", "/dev/zero")
+    assert (code, "/dev/zero: is a device" in err) == (2, True)
 
 
 def test_what_is_no_model(cli: Cli, llada: Path, tmp_path: Path) -> None:
