@@ -269,8 +269,12 @@ def _compare_files(root: Path, manifest: Manifest | None) -> list[Difference]:
         path = root / name
         if not path.is_file():
             differences.append(Difference(name, "file", "is missing"))
-        elif file_digest(path) != recorded:
-            differences.append(Difference(name, "file", f"is not what {MANIFEST} says"))
+            continue
+        try:
+            if file_digest(path) != recorded:
+                differences.append(Difference(name, "file", f"is not what {MANIFEST} says"))
+        except OSError as error:
+            differences.append(Difference(name, "file", f"cannot be read: {error.strerror}"))
     return differences
 
 

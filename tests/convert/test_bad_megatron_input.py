@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import pickle
@@ -20,8 +21,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert.checkpoints.megatron import iteration_folder
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
 from dlm_bridge.convert.verify import verify_manifest
+from dlm_bridge.hub import TRACKER
 from tests.convert.helpers import hub_tensors, no_leftovers, run_cli, save_dcp, tree
 from tests.convert.test_torch_dist import expected
 
@@ -373,6 +376,23 @@ def test_absurd_sizes_allocate_nothing(tmp_path: Path, llada: Path, checkpoint: 
 def test_like_and_config_exclude_each_other(checkpoint: Path, llada: Path) -> None:
     with pytest.raises(DlmBridgeError, match="--like or --hf-config, not both"):
         Bridge.from_megatron(checkpoint, like=llada, hf_config=llada / "config.json")
+
+
+def test_a_tracker_that_is_a_device_is_not_read(checkpoint: Path) -> None:
+    (checkpoint / TRACKER).unlink()
+    (checkpoint / TRACKER).symlink_to("/dev/full")
+    with pytest.raises(DlmBridgeError, match=rf"{TRACKER} is not a plain file"):
+        iteration_folder(checkpoint)
+
+
+def test_a_side_file_that_cannot_be_read_is_seen_by_verify(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("dlm_bridge.convert.verify.file_digest", fails)
+    found = verify_manifest(checkpoint).differences
+    assert {difference.kind for difference in found} == {"file"}
+    assert "hf/config.json" in {difference.name for difference in found}
 
 
 def test_a_damaged_copy_is_seen_by_verify(tmp_path: Path, checkpoint: Path) -> None:

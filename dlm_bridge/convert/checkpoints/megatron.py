@@ -24,7 +24,7 @@ from dlm_bridge.convert.run_settings import RUN_CONFIG, derive_config, read_sett
 from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, list_side_files
 from dlm_bridge.convert.streaming import FileRegion, read_tensor
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
-from dlm_bridge.hub import CONFIG_FILE, TRACKER, read_config
+from dlm_bridge.hub import CONFIG_FILE, TRACKER, check_plain_file, read_config
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, narrow_exactly, promote
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.models.families import family_by_name
@@ -49,9 +49,12 @@ def iteration_folder(root: Path) -> Path:
         return root
     tracker = root / TRACKER
     try:
+        check_plain_file(tracker)
         text = tracker.read_text("utf-8").strip()
     except FileNotFoundError:
         raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no {TRACKER}") from None
+    except DlmBridgeError:
+        raise
     except (OSError, ValueError) as error:
         raise DlmBridgeError(f"{tracker}: cannot be read: {one_line(error)}") from None
     if text != "release" and not (text.isascii() and text.isdigit() and len(text) < 16):
