@@ -23,6 +23,7 @@ OTHERS = {
     *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--shutdown-timeout"),
     *("--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"),
     *("--requeue", "--open-mode", "--kill-on-bad-exit", "--dependency", "--gpus-per-task"),
+    *("--build-arg", "--tag"),  # of docker
 }
 COLUMNS = {
     "masked": ("masked", "masked_fraction"),

@@ -30,6 +30,7 @@ class LiveCheckpoint(ByNameCheckpoint):
 
     def __init__(self, model: PreTrainedModel, family: str | None = None) -> None:
         self._tensors = hub_tensors(model, {name: tensor.detach() for name, tensor in stored_tensors(model)})
+        self._stored = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
         config, text = _config_of(model)
         where = f"the live {type(model).__name__}"
         # A model of this package knows its family, also where its config cannot tell (DiffuLLaMA's is Llama's).
@@ -41,8 +42,8 @@ class LiveCheckpoint(ByNameCheckpoint):
         for name, entry in self.mapping.passthrough_names(self.dims).items():
             if entry.copy_of:  # a tied head: the state dict names one parameter twice
                 self._tensors.pop(name, None)
+                self._stored.pop(name, None)
         self.hub.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
-        self._stored = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
         for name, tensor in self._tensors.items():
             if tensor.dtype not in SAFETENSORS_NAMES:
                 raise DlmBridgeError(f"{where}: tensor {name} has dtype {dtype_name(tensor.dtype)}, no weight's dtype")
