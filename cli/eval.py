@@ -241,6 +241,6 @@ def _show(facts: Mapping[str, Any]) -> None:
     console.print(f"likelihood: {facts['likelihood']}", highlight=False)
     settings = facts["settings"] | ({"window": text["window"]} if text else {})
     console.print(
-        ", ".join(f"{name} {value}" for name, value in settings.items() if value not in (None, {}, [])),
+        printable(", ".join(f"{name} {value}" for name, value in settings.items() if value not in (None, {}, []))),
         highlight=False,
     )

@@ -261,18 +261,25 @@ def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, 
     return model
 
 
+def check_whole(file: Path) -> None:
+    """Raise DlmBridgeError for a safetensors file that is truncated or damaged, by its header and its length."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DlmBridgeError(f"{file}: not a whole safetensors file: {one_line(error)}") from error
+
+
 def _stored_dtype(folder: Path) -> torch.dtype | str:
     """The dtype of most stored weights, whatever the config says; "auto", transformers' own choice, where a model
     cannot compute in it."""
     sizes: Counter[str] = Counter()
     for file in folder.glob("*.safetensors"):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                    part = tensors.get_slice(name)
-                    sizes[part.get_dtype()] += prod(part.get_shape())
-        except (SafetensorError, OSError) as error:
-            raise DlmBridgeError(f"{file}: not a whole safetensors file: {one_line(error)}") from error
+        check_whole(file)
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a dict)
+                part = tensors.get_slice(name)
+                sizes[part.get_dtype()] += prod(part.get_shape())
     return SAFETENSORS_DTYPES.get(sizes.most_common(1)[0][0], "auto") if sizes else "auto"
 
 

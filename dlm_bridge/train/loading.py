@@ -73,11 +73,14 @@ def check_quantization(config: TrainConfig) -> None:
 
 
 def check_weights(model: str) -> None:
-    """Raise DlmBridgeError where `--model` is neither a Hub folder with weights nor a Hub id."""
+    """Raise DlmBridgeError where `--model` is neither a Hub folder with whole weights nor a Hub id."""
     check_exists("--model", model)
     if (Path(model) / "adapter_config.json").is_file():
         raise DlmBridgeError(f"--model {model}: is an adapter: give its base as --model and it as --adapter")
-    if Path(model).is_dir() and not any(Path(model).glob("*.safetensors")):
+    files = sorted(Path(model).glob("*.safetensors"))
+    for file in files:
+        loading.check_whole(file)
+    if Path(model).is_dir() and not files:
         raise DlmBridgeError(f"--model {model}: no weights there (*.safetensors): add --from-scratch to start anew")
 
 

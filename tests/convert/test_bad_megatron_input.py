@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.checkpoints.megatron import iteration_folder
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
+from dlm_bridge.convert.formats.dcp_metadata import read_metadata
 from dlm_bridge.convert.verify import verify_manifest
 from dlm_bridge.hub import TRACKER
 from tests.convert.helpers import hub_tensors, no_leftovers, run_cli, save_dcp, tree
@@ -383,6 +384,13 @@ def test_a_tracker_that_is_a_device_is_not_read(checkpoint: Path) -> None:
     (checkpoint / TRACKER).symlink_to("/dev/full")
     with pytest.raises(DlmBridgeError, match=rf"{TRACKER} is not a plain file"):
         iteration_folder(checkpoint)
+
+
+def test_metadata_that_is_a_pipe_is_not_waited_for(checkpoint: Path) -> None:
+    (checkpoint / ITERATION / ".metadata").unlink()
+    os.mkfifo(checkpoint / ITERATION / ".metadata")
+    with pytest.raises(DlmBridgeError, match=r"\.metadata is not a plain file"):
+        read_metadata(checkpoint / ITERATION)
 
 
 def test_a_side_file_that_cannot_be_read_is_seen_by_verify(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,3 +215,6 @@ def test_weights_that_are_cut_take_less_and_adapters_have_no_plan(
     assert planned.config.model.lora_targets == "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
     with pytest.raises(DlmBridgeError, match="--lora-targets lm_head: the model has no such linear layer"):
         show(**options, lora_targets="lm_head")
+    (model / "model.safetensors").write_bytes(b"")
+    with pytest.raises(DlmBridgeError, match=r"model\.safetensors: not a whole safetensors file"):
+        show(**options)

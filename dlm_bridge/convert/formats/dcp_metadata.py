@@ -14,6 +14,7 @@ import torch
 
 from dlm_bridge.convert.formats.unpickler import RestrictedUnpickler
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import check_plain_file
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 
 DCP_METADATA = ".metadata"
@@ -84,6 +85,7 @@ def read_metadata(folder: Path) -> Contents:
     """
     path = folder / DCP_METADATA
     try:
+        check_plain_file(path)
         contents = _contents(RestrictedUnpickler(path.read_bytes(), path, _METADATA_CLASSES).load())
     except FileNotFoundError:
         raise DlmBridgeError(f"{folder} is not a torch_dist checkpoint: it has no {DCP_METADATA}") from None
