@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import warnings
 
 from dlm_bridge import processes
 
@@ -13,6 +14,8 @@ def run() -> None:
     processes.end_when_interrupted(lambda: None if ended.is_set() else processes.report("interrupted"))
     if processes.launched_by_torchrun():
         processes.end_with_parent(os.getppid())
+    # torch says so where nvidia-resiliency-ext is installed, which brings that package.
+    warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
     try:
         from dlm_bridge.cli.app import main
 
