@@ -16,11 +16,13 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)  # torch's, as it is imported
 
 import quality_stories
 from rich.console import Console
