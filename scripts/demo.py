@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)  # torch's, as it is imported
 
 import quality_stories
 from rich.console import Console
@@ -97,6 +96,7 @@ CONFIG: dict[str, Any] = {
 
 
 def main() -> int:
+    warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)  # torch's
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), help="emptied first (default: %(default)s)"
