@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -28,7 +29,7 @@ from dlm_bridge.cli import (
     verify,
 )
 from dlm_bridge.cli.help import App
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, printable
 
 
 class _InterruptedError(Exception):
@@ -77,6 +78,7 @@ for group in (
     group.register(app)
 
 
+_AS_PYTHON_PRINTS = warnings.formatwarning
 # Typer exports this one of its usage errors (a missing argument, an unknown option or command); all share the base.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -86,6 +88,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be valid Unicode
+    warnings.formatwarning = _warning
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="dlm-bridge", standalone_mode=False)
     except DlmBridgeError as error:
@@ -107,6 +110,11 @@ def main() -> None:
     if code == 130:  # interrupted before the command began
         _fail("interrupted", code)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _warning(*args: Any, **kwargs: Any) -> str:
+    """A library's warning, which may quote what a file holds, as Python prints it but `printable`."""
+    return printable(_AS_PYTHON_PRINTS(*args, **kwargs))
 
 
 def _usage(error: Any) -> str:

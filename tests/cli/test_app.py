@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def test_an_unreadable_file_is_one_line(
     err = capsys.readouterr().err
     assert str(tmp_path) in err
     assert err.count("\n") == 1
+
+
+def test_a_warning_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(sys, "argv", ["dlm-bridge", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    shown = warnings.formatwarning("a name: \x1b[31m", UserWarning, "file.py", 1)
+    assert "a name: \\x1b[31m" in shown
+    assert shown.endswith("\n")
 
 
 def test_no_words_is_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
