@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_file
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.modeling_difflm import DiffLM
@@ -61,7 +63,7 @@ def test_bad_families_are_refused_in_one_line(tmp_path: Path, run: Run) -> None:
     unnamed = tmp_path / "unnamed"
     unnamed.mkdir()
     (unnamed / "config.json").write_text(json.dumps({"hidden_size": 8}))
-    (unnamed / "model.safetensors").touch()
+    save_file({"weight": torch.zeros(1)}, unnamed / "model.safetensors")
     for changes, message in (
         ({"model": model, "family": "nope"}, "unknown family 'nope': known are llada"),
         ({"model": model, "family": "llada"}, "--family llada: the config of .* names another family, DreamModel"),
