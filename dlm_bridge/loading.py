@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from dlm_bridge.convert.checkpoints import is_megatron
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line, printable
-from dlm_bridge.hub import ADAPTER_CONFIG, checkpoint_folder, opening, read_config, resolve
+from dlm_bridge.hub import ADAPTER_CONFIG, check_plain_file, checkpoint_folder, opening, read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import families, find_family
 from dlm_bridge.models.family_spec import FamilySpec
@@ -262,7 +262,9 @@ def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, 
 
 
 def check_whole(file: Path) -> None:
-    """Raise DlmBridgeError for a safetensors file that is truncated or damaged, by its header and its length."""
+    """Raise DlmBridgeError for a safetensors file that is truncated or damaged, by its header and its length, and for
+    a pipe or a device in its place, which must not be opened."""
+    check_plain_file(file)
     try:
         with safe_open(file, framework="pt"):
             pass
