@@ -84,8 +84,9 @@ def dream_budget(logits: Logits, prompt: list[int], gen: int, mask: int, *, step
 
 
 def fast_dllm(
-    logits: Logits, prompt: list[int], gen: int, mask: int, *, block: int, threshold: Any = None, factor: Any = None
-) -> list[int]:
+    logits: Logits, prompt: list[int], gen: int, mask: int, *, block: int, threshold: Any = None, factor: Any = None,
+    factor_exact: bool = False,
+) -> list[int]:  # fmt: skip
     row = prompt + [mask] * gen
     for begin in range(len(prompt), len(row), block):
         while mask in row[begin : begin + block]:
@@ -94,7 +95,8 @@ def fast_dllm(
             open_.sort(key=lambda i: -float(probabilities[i].max()))
             for rank, i in enumerate(open_, start=1):
                 bound = threshold if threshold is not None else 1 - factor / (rank + 1)
-                if rank > 1 and float(probabilities[i].max()) < bound:
+                published = factor_exact and rank == len(open_)  # the last one is never examined
+                if rank > 1 and float(probabilities[i].max()) < bound and not published:
                     break
                 row[i] = int(probabilities[i].argmax())
     return row

@@ -61,8 +61,18 @@ def test_dream_with_fast_dllm_s_threshold(threshold: float, steps: int) -> None:
 
 
 @pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("rule", [{"threshold": 0.3}, {"threshold": 0.7}, {"factor": 0.7}, {"factor": 2.0}])
-def test_fast_dllm(shift: bool, rule: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"threshold": 0.3},
+        {"threshold": 0.7},
+        {"factor": 0.7},
+        {"factor": 2.0},
+        {"factor": 0.7, "factor_exact": True},
+        {"factor": 2.0, "factor_exact": True},
+    ],
+)
+def test_fast_dllm(shift: bool, rule: dict[str, Any]) -> None:
     model = StandIn(family(shift=shift, algorithm="llada"))
     rows, found = sample(model, gen_length=18, block_length=6, **rule)
     for row, line in zip(rows, found, strict=True):

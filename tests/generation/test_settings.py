@@ -125,6 +125,7 @@ def test_transformers_own_words(model: Any) -> None:
         ),
         ({"algorithm": "dream", "block_length": 8}, r"the dream sampler has no block_length \(keyword argument: 8\)"),
         ({"threshold": 0.9, "factor": 1.0}, "threshold and factor are two rules"),
+        ({"factor_exact": True}, "factor_exact is a variant of the rule factor: give factor"),
         ({"threshold": -1}, "threshold must be a number, 0 or above, not -1"),
         ({"top_p": 0}, "top_p must be a number, above 0, at most 1, not 0"),
         ({"eps": 1.0}, "eps must be a number, above 0, below 1, not 1.0"),

@@ -205,6 +205,20 @@ def test_the_loss_by_hand() -> None:
     assert torch.allclose(loss, rows)
     assert measured["clipped"] == 1
     assert torch.allclose(measured["kl"], (kl[0] + kl[1]) / 2 + kl[2])
+    over_tokens, _ = policy_loss(new, old, reference, advantages, scored, 0.2, 0.1, "tokens")
+    assert torch.allclose(over_tokens, -2 * 1.2 - 2 * e[1] + e[2] + 0.1 * kl.sum())
+
+
+def test_d1_s_mean_over_tokens(run: Run, tmp_path: Path, policy_folder: Path) -> None:
+    """`--rl-normalisation tokens` divides by the step's tokens, however it is cut into micro-batches."""
+    # The completions end early: their lengths differ, and with them the two means.
+    changes = {"steps": 1, "generation": ["threshold=0.0"], "gen_length": 6, "beta": 0.0, "updates": 2}
+    rows = run(tmp_path / "rows", **changes)[0]
+    tokens = run(tmp_path / "tokens", **changes, rl_normalisation="tokens")[0]
+    cut = run(tmp_path / "cut", **changes, rl_normalisation="tokens", micro_batch_size=8)[0]
+    assert rows["completion_length"] == tokens["completion_length"] < 6
+    assert abs(rows["grad_norm"] - tokens["grad_norm"]) > 1e-3
+    assert cut["grad_norm"] == pytest.approx(tokens["grad_norm"], abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@
             commit the count masks of the block with the highest scores
             # threshold: commit those with score >= threshold instead, the best one at least
             # factor: commit the r best ones while the r-th has score >= 1 - factor / (r + 1)
+        # factor_exact: where all but the last one of the block's masks pass, commit that one too
 
 Source: ML-GSAI/LLaDA b7e6c35, generate.py; NVlabs/Fast-dLLM 24cc59e, llada/generate.py.
 """
@@ -77,8 +78,11 @@ class LLaDASampler(GuidedSampler):
         steps: denoising steps over all blocks; by default one for each new token.
         threshold: confidence from which on a token is committed (Fast-dLLM v1); `steps` has no effect then.
         factor: Fast-dLLM v1's other parallel rule, in place of a threshold.
+        factor_exact: keep the off-by-one of its code, which commits the least confident mask where it alone fails (so
+            two masks always go together); the paper's rule does not.
         logits_eos_inf: never propose end-of-sequence tokens.
-        confidence_eos_eot_inf: give them and `eot_token_id` no confidence, so that they are committed last.
+        confidence_eos_eot_inf: give them and `eot_token_id` no confidence, so that they are committed last, at every
+            temperature. (Above 0 the published code takes the confidence of `eot_token_id` alone.)
         eot_token_id: the end-of-turn token where it is none of `eos_token_id`.
     """
 
@@ -90,6 +94,7 @@ class LLaDASampler(GuidedSampler):
     steps: int | None = parameter(None, minimum=1)
     threshold: float | None = parameter(None, minimum=0)
     factor: float | None = parameter(None, minimum=0)
+    factor_exact: bool = False
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
     eot_token_id: int | None = parameter(None, minimum=0)
@@ -119,6 +124,8 @@ class LLaDASampler(GuidedSampler):
     def _rule(self, steps: int, tokens: SpecialTokens) -> CommitRule:
         if self.threshold is not None and self.factor is not None:
             raise DlmBridgeError("threshold and factor are two rules for the same choice: give one of them")
+        if self.factor_exact and self.factor is None:
+            raise DlmBridgeError("factor_exact is a variant of the rule factor: give factor as well")
         parallel = self.threshold is not None or self.factor is not None
         score: Score = (
             random_order if self.remasking == "random" else precise_confidence if parallel else self._confidence()
@@ -129,19 +136,20 @@ class LLaDASampler(GuidedSampler):
         if self.threshold is not None:
             return ThresholdRule(self.threshold, score)
         if self.factor is not None:
-            return FactorRule(self.factor, score)
+            return FactorRule(self.factor, score, self.factor_exact)
         return TopScoresRule(score, partial(even_schedule, steps=steps))
 
 
 class FactorRule(OneOrMoreRule):
     """Commits the r most confident positions while the r-th has confidence >= 1 - factor / (r + 1) (Fast-dLLM v1).
 
-    The most confident one is always committed.
+    The most confident one is always committed, and with `exact` the least confident one where it alone fails.
     """
 
-    def __init__(self, factor: float, score: Score) -> None:
+    def __init__(self, factor: float, score: Score, exact: bool = False) -> None:
         self._factor = factor
         self._score = score
+        self._off_by_one = int(exact)
 
     def select(self, step: Step) -> torch.Tensor:
         scores_AN = self._score(step).masked_fill(~step.masked, MINUS_INFINITY)
@@ -150,6 +158,8 @@ class FactorRule(OneOrMoreRule):
         # Confidence falls and the bound rises with the rank: those that pass come first.
         passed_AN = ordered_AN >= 1 - self._factor / (rank_N + 1)
         passed_AN[:, 0] = True
+        left_A = (~passed_AN & (ordered_AN > MINUS_INFINITY)).sum(dim=1)
+        passed_AN |= (left_A <= self._off_by_one)[:, None]
         return torch.zeros_like(step.masked).scatter(1, order_AN, passed_AN) & step.masked
 
 

@@ -451,6 +451,10 @@ class RLOptions:
         "centred", "Rewards minus their group's mean (centred), or divided by its deviation too (scaled).",
         choices=("centred", "scaled"), fixed=True,
     )  # fmt: skip
+    rl_normalisation: str = option(
+        "rows", "The policy loss: mean over completions of their means (rows), or mean over all tokens (tokens).",
+        choices=("rows", "tokens"), fixed=True,
+    )  # fmt: skip
     clip_range: float = option(0.2, "Clipping range of a token's probability ratio.", above=0)
     beta: float | None = option(
         None, "Weight of the KL term (0.04, 0: no reference model), of dpo and vrpo 0.1, 0.2.", minimum=0

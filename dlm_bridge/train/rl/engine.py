@@ -32,6 +32,7 @@ from dlm_bridge.train.rl.trainer import PreferenceRow, RLTrainer, RolloutRow, ch
 from dlm_bridge.train.rl.updates import (
     PreferenceUpdater,
     UpdateMetrics,
+    loss_divisor,
     optimizer_step,
     policy_loss,
     preference_loss,
@@ -128,7 +129,8 @@ class PolicyTrainer(RLTrainer[Problem]):
         """`rl.updates` optimizer steps on this process's completions. Each draws the likelihoods' noise anew, the same
         for the current, the sampling and the reference model. Raises DlmBridgeError where the gradient norm is NaN."""
         config, accelerator, updates = self.config, self.accelerator, self.config.rl.updates
-        size, total = config.data.micro_batch_size or self.per_process, config.data.global_batch_size
+        size, normalisation = config.data.micro_batch_size or self.per_process, config.rl.rl_normalisation
+        total = loss_divisor(accelerator, rollout.sequences.scored, normalisation)
         parts = [slice(start, start + size) for start in range(0, len(rollout), size)]
         queries = [
             [
@@ -159,6 +161,7 @@ class PolicyTrainer(RLTrainer[Problem]):
                         rollout.sequences.scored[part].to(accelerator.device),
                         config.rl.clip_range,
                         config.rl.kl_weight,
+                        normalisation,
                     )
                     # Data parallelism averages over processes; the mean over all completions needs the sum.
                     accelerator.backward(value * (accelerator.num_processes / total))

@@ -38,9 +38,13 @@ def policy_loss(
     scored: torch.Tensor,
     clip_range: float,
     beta: float,
+    normalisation: str = "rows",
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """GRPO's loss (arXiv 2402.03300, equation 3), summed over the rows: each row's mean over its scored tokens of
+    """GRPO's loss (arXiv 2402.03300, equation 3), a sum over the rows of each one's mean over its scored tokens of
     -min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (exp(q) - q - 1), r = exp(new - old), q = reference - new.
+
+    With `normalisation` "tokens" it is the sum over all scored tokens, as in d1's code. The caller divides by the
+    number of rows or of tokens (`loss_divisor`).
 
     Args:
         new, old, reference: [B, L] log-probabilities under the current model, the sampling model, and the reference.
@@ -62,7 +66,20 @@ def policy_loss(
         loss_BL = loss_BL + beta * kl_BL
         kl = ((kl_BL * scored).sum(dim=1) / tokens_B).sum().detach()
     clipped = ((gain < free) & scored).sum()
-    return ((loss_BL * scored).sum(dim=1) / tokens_B).sum(), {"clipped": clipped.detach(), "kl": kl}
+    loss_B = (loss_BL * scored).sum(dim=1)
+    if normalisation == "rows":
+        loss_B = loss_B / tokens_B
+    return loss_B.sum(), {"clipped": clipped.detach(), "kl": kl}
+
+
+def loss_divisor(accelerator: Any, scored: torch.Tensor, normalisation: str) -> float:
+    """What makes a mean of the sums of `policy_loss` over all processes: their rows, or their scored tokens.
+
+    Args:
+        scored: [B, L] bool, of all rows of this process.
+    """
+    own = len(scored) if normalisation == "rows" else int(scored.sum())
+    return max(1.0, float(accelerator.reduce(torch.tensor(float(own), device=accelerator.device), reduction="sum")))
 
 
 def optimizer_step(accelerator: Any, model: Any, optimizer: Any, clip_grad: float, step: int) -> float:
