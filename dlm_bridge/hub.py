@@ -30,6 +30,7 @@ _OBJECTS = (
     "config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
 )  # fmt: skip
+_MAX_NESTING = 100  # of a JSON file's lists and objects: copies of more exhaust Python's stack
 _AGAIN = "copy or download it again"
 logger = logging.getLogger(__name__)
 
@@ -213,7 +214,20 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DlmBridgeError(f"{path}: is not valid JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
         raise DlmBridgeError(f"{path}: is not a JSON object")
+    if _nested_deeper(value, _MAX_NESTING):
+        raise DlmBridgeError(f"{path}: is nested more than {_MAX_NESTING} levels deep: it is damaged")
     return value
+
+
+def _nested_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects of a JSON value are nested more than `levels` deep, found level by level."""
+    level = [value]
+    for _ in range(levels):
+        level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def with_dtype(text: str, dtype: str) -> str:

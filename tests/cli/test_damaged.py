@@ -46,6 +46,11 @@ def nest(path: Path) -> None:
     path.write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
 
 
+def nest_less(path: Path) -> None:
+    """So deep that it parses, and exhausts the stack when it is copied."""
+    change(path, odd=json.loads("[" * 900 + "]" * 900))
+
+
 def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
@@ -67,6 +72,7 @@ OF_A_MODEL: dict[str, tuple[str, Damage]] = {
     "weights in a pipe": ("model.safetensors", pipe),
     "weights from a device": ("model.safetensors", device),
     "a bomb of JSON": ("config.json", nest),
+    "a config that is nested too deep": ("config.json", nest_less),
     "generation settings in a pipe": ("generation_config.json", pipe),
     "generation settings that are a bomb": ("generation_config.json", nest),
 }

@@ -44,7 +44,6 @@ LLAMA = {
     "head_dim": 8,
     "num_hidden_layers": 2,
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
     "bos_token_id": EOS,
     "eos_token_id": EOS,
     "tie_word_embeddings": False,
