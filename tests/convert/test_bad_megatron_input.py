@@ -386,6 +386,14 @@ def test_a_tracker_that_is_a_device_is_not_read(checkpoint: Path) -> None:
         iteration_folder(checkpoint)
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file whose first byte cannot be read")
+def test_a_common_state_that_cannot_be_read(checkpoint: Path) -> None:
+    (checkpoint / ITERATION / "common.pt").unlink()
+    (checkpoint / ITERATION / "common.pt").symlink_to("/proc/self/mem")
+    with pytest.raises(DlmBridgeError, match=r"common\.pt: not a whole torch\.save file"):
+        Bridge.from_megatron(checkpoint)
+
+
 def test_metadata_that_is_a_pipe_is_not_waited_for(checkpoint: Path) -> None:
     (checkpoint / ITERATION / ".metadata").unlink()
     os.mkfifo(checkpoint / ITERATION / ".metadata")

@@ -258,13 +258,21 @@ def _read_archive(stream: Any, path: Path, where: object, offset: int = 0) -> An
     except DlmBridgeError:
         raise
     except Exception as error:  # a damaged archive or pickle raises nearly anything
-        stream.seek(0)
-        if stream.read(4) != _TORCH_MAGIC:
+        if not _is_archive(stream):
             raise DlmBridgeError(
                 f"{where}: not a torch.save file of torch 1.6 or later (no zip archive): load it "
                 "with torch.load(..., weights_only=True) and save it again"
             ) from None
         raise DlmBridgeError(f"{where}: not a whole torch.save file: {one_line(error)[:200]}") from None
+
+
+def _is_archive(stream: Any) -> bool:
+    """Whether a file begins as a zip archive does, or cannot be read."""
+    try:
+        stream.seek(0)
+        return stream.read(4) == _TORCH_MAGIC
+    except OSError:
+        return True
 
 
 class _SavedTensors:

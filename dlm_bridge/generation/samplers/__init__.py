@@ -79,6 +79,8 @@ class Check:
             return True
         if not isinstance(value, (int, float) if "float" in self.type else int):
             return False
+        if isinstance(value, int) and value.bit_length() > 63:  # which no tensor holds
+            return False
         return self.minimum <= value <= self.maximum and self.above < value < self.below
 
     @property
