@@ -46,6 +46,8 @@ _BUILT_IN = {
     "linear_spec": "linear_spec:LinearSpecSampler",
     "wedlm": "wedlm:WeDLMSampler",
     "uniform": "uniform:UniformSampler",
+    "hierarchical": "hierarchical:HierarchicalSampler",
+    "credit": "credit:CreditSampler",
 }
 
 

@@ -1,0 +1,84 @@
+"""dInfer's hierarchical decoding (arXiv 2510.08666): tokens of a step are committed far apart, and so halve the masks.
+
+    canvas = prompt + [MASK] * gen_length
+    for block in blocks of block_length, from left to right:
+        while the block has masks:
+            logits = model(canvas)
+            tokens = argmax(logits / temperature + Gumbel noise)
+            scores = softmax(logits)[tokens]
+            for span in runs of neighbouring masks of the block:
+                commit the span's best token if its score > low_threshold
+            commit every token with score > threshold, and the block's best one
+
+The first step of a block has one span. Its best token divides it into two, whose best ones are far apart and depend
+little on each other.
+
+Source: inclusionAI/dInfer fce4e32, `HierarchyDecoder`, called as by `BlockWiseDiffusionLLM`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step, best, low_confidence
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierarchicalSampler(Sampler):
+    """dInfer's hierarchical decoding.
+
+    For a block-causal model pass the rule alone: `generate(..., commit_rule=HierarchicalRule(0.9, 0.3))`.
+
+    Args:
+        block_length: tokens that are denoised together.
+        threshold: confidence above which a token is committed wherever it stands; None: no such tokens.
+        low_threshold: confidence above which a span's best token is committed; None: always.
+    """
+
+    name: ClassVar[str] = "hierarchical"
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    shortens_block: ClassVar[bool] = True
+
+    block_length: int = parameter(128, minimum=1)
+    threshold: float | None = parameter(0.9, minimum=0)
+    low_threshold: float | None = parameter(0.3, minimum=0)
+
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        return SamplerSpec(
+            layout=BlockLayout(self.block_length),
+            rule=HierarchicalRule(self.threshold, self.low_threshold),
+            sampling=self.sampling(),
+        )
+
+
+class HierarchicalRule(OneOrMoreRule):
+    """Commits the best token of each run of neighbouring masks, if its confidence is above `low_threshold`; all tokens
+    with confidence above `threshold`; and the best one of the block."""
+
+    def __init__(self, threshold: float | None, low_threshold: float | None) -> None:
+        self._threshold = threshold
+        self._low_threshold = low_threshold
+
+    def select(self, step: Step) -> torch.Tensor:
+        scores_AN = low_confidence(step).masked_fill(~step.masked, MINUS_INFINITY)
+        picked_AN = (scores_AN == best_of_spans(scores_AN, step.masked)) & step.masked
+        if self._low_threshold is not None:
+            picked_AN &= scores_AN > self._low_threshold
+        if self._threshold is not None:
+            picked_AN |= scores_AN > self._threshold
+        return picked_AN | (best(scores_AN) & (scores_AN > MINUS_INFINITY))
+
+
+def best_of_spans(scores_AN: torch.Tensor, masked_AN: torch.Tensor) -> torch.Tensor:
+    """[A, N], at each mask the highest score of the run of neighbouring masks that it belongs to."""
+    starts_AN = masked_AN.clone()
+    starts_AN[:, 1:] &= ~masked_AN[:, :-1]
+    span_AN = (starts_AN.cumsum(dim=1) - 1).clamp(min=0)
+    highest_AN = torch.full_like(scores_AN, MINUS_INFINITY).scatter_reduce(1, span_AN, scores_AN, "amax")
+    return highest_AN.gather(1, span_AN)
