@@ -87,7 +87,11 @@ class Predictor:
     def view(self, rows: list[int] | None, columns: slice) -> CanvasView:
         """The model input of a forward pass that predicts these columns."""
         end = self.end(columns)
-        return self._bidirectional_view(rows, self.cache.read(self._block, end, shift=self.shift), end)
+        return self._bidirectional_view(rows, self.columns_to_run(end, shift=self.shift), end)
+
+    def columns_to_run(self, end: int, *, shift: bool) -> slice:
+        """The columns that the next forward pass runs, of the `end` that it attends to; the others are cached."""
+        return self.cache.read(self._block, end, shift=shift)
 
     def launch_speculatively(self, *, done: bool = False) -> None:
         """Launch a forward pass before the result of a step is known, if it is of use whatever the result is.
@@ -116,7 +120,7 @@ class Predictor:
     def _compact_logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
         """Logits [A, N, V] by a forward pass in which every row begins in the first column."""
         canvas, end = self.canvas, self.end(columns)
-        run = self.cache.read(self._block, end, shift=shift)
+        run = self.columns_to_run(end, shift=shift)
         chosen = canvas.rows if rows is None else rows
         origin_A1 = canvas.origin(rows)[:, None]
         length = max(min(canvas.stops[row], end) - canvas.origins[row] for row in chosen)

@@ -1,7 +1,8 @@
 """Samplers against what their public code gave, on the same model: recorded tokens and numbers of forward passes.
 
 Each record of recorded_samplers.json names the repository, commit and file whose functions ran, greedily and row by
-row, on the stand-in model of its seed, in float64. Here the rows run in one ragged batch, and each alone.
+row, in float64, on the stand-in model of its seed or, for caches, on the tiny Dream of the families' tests. Here the
+rows run in one ragged batch, and each alone.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
+from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowRequest
+from tests.families.dream import CASE as DREAM
 from tests.generation.standin import MASK, StandIn, family, ragged
+from tests.generation.test_caches import load_case
 
 RECORDS = json.loads((Path(__file__).parent / "recorded_samplers.json").read_text())
 
@@ -32,7 +37,7 @@ def name_of(record: dict[str, Any]) -> str:
     return "-".join(str(value) for value in record["settings"].values())
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=name_of)
+@pytest.mark.parametrize("record", [record for record in RECORDS if "seed" in record], ids=name_of)
 def test_the_public_code_s_tokens(record: dict[str, Any]) -> None:
     settings = {"eos_token_id": None, **record["settings"]}
     model = NeverMask(family(shift=record["shift"], algorithm=settings["algorithm"]), seed=record["seed"], peak=3.0)
@@ -43,3 +48,77 @@ def test_the_public_code_s_tokens(record: dict[str, Any]) -> None:
         alone = generate(model, torch.tensor([row]), return_dict_in_generate=True, **settings)
         assert alone.sequences[0, len(row) :].tolist() == tokens
         assert alone.forwards == forwards
+
+
+@pytest.mark.parametrize("record", [record for record in RECORDS if record.get("model") == "dream"], ids=name_of)
+def test_dream_s_caches(record: dict[str, Any], tmp_path: Path) -> None:
+    """Alone, in a ragged batch, and in a batch that rows enter while others run."""
+    model, mask = load_case(DREAM, tmp_path)
+    settings = {
+        "eos_token_id": None,
+        "temperature": 0.0,
+        "mask_token_id": mask,
+        "pad_token_id": 0,
+        **record["settings"],
+    }
+    prompts = record["prompts"]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    real = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    together = generate(model, ids, attention_mask=real, **settings)
+    assert together[:, width:].tolist() == record["tokens"]
+    for prompt, tokens, forwards in zip(prompts, record["tokens"], record["forwards"], strict=True):
+        alone = generate(model, torch.tensor([prompt]), return_dict_in_generate=True, **settings)
+        assert alone.sequences[0, len(prompt) :].tolist() == tokens
+        skipped = record["settings"]["alg"] == "entropy"  # steps that commit nothing take no forward pass
+        assert alone.forwards < forwards if skipped else alone.forwards == forwards
+    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
+    for number, prompt in enumerate(prompts):
+        batch.submit(RowRequest(number, prompt, 16, 0))
+    ended = {}
+    while not batch.idle:
+        ended |= {event.name: list(event.tokens) for event in batch.advance() if isinstance(event, RowEnded)}
+    assert [ended[number] for number in range(len(prompts))] == record["tokens"]
+
+
+def test_without_a_cache_dream_s_blocks_are_the_plain_algorithm() -> None:
+    """Each block begins with the best token at its first column, then a threshold decides, all on the whole canvas."""
+    model = NeverMask(family(name="dream", shift=True, algorithm="dream_block"), peak=3.0)
+    rows, ids, mask = ragged((5, 9, 1, 8))
+    output = generate(
+        model, ids, attention_mask=mask, gen_length=12, block_length=4, threshold=0.4, eos_token_id=None
+    )  # fmt: skip
+    for row, line in zip(rows, output[:, 9:].tolist(), strict=True):
+        canvas = row + [MASK] * 12
+        for begin in range(len(row), len(canvas), 4):
+            allowed = [begin]
+            while allowed:
+                found = model(torch.tensor([canvas])).logits[0].softmax(-1)
+                best = max(allowed, key=lambda i: float(found[i - 1].max()))
+                for i in allowed:
+                    if i == best or float(found[i - 1].max()) >= 0.4:
+                        canvas[i] = int(found[i - 1].argmax())
+                allowed = [i for i in range(begin, begin + 4) if canvas[i] == MASK]
+        assert line == canvas[len(row) :]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"alg": "entropy", "steps": 7}, "steps 7 is not two or more for each of the 3 blocks .* use steps 6 or 9"),
+        ({"alg": "entropy", "steps": 3}, "steps 3 .* use steps 6 or 9"),
+        ({"alg_temp": 0.3}, "alg_temp"),
+        ({"alg": "origin"}, "alg must be one of confidence_threshold, entropy"),
+        ({"gen_length": 13}, "gen_length 13 is not a multiple of block_length 4"),
+    ],
+)
+def test_what_dream_s_blocks_refuse(settings: dict[str, Any], message: str) -> None:
+    model = StandIn(family(name="dream", shift=True, algorithm="dream_block"))
+    with pytest.raises(DlmBridgeError, match=message):
+        generate(model, torch.tensor([[1, 2]]), **{"gen_length": 12, "block_length": 4, **settings})
+
+
+def test_dream_s_blocks_need_a_prompt() -> None:
+    model = StandIn(family(name="dream", shift=True, algorithm="dream_block"))
+    with pytest.raises(DlmBridgeError, match="a prompt is empty"):
+        generate(model, torch.zeros(1, 0, dtype=torch.long), gen_length=4, block_length=4)

@@ -43,6 +43,16 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
     "uniform": (family(algorithm="uniform"), {}, {"steps": 5}),
     "uniform-bounded": (family(algorithm="uniform"), {}, {"steps": 5, "resampling": "entropy_bound"}),
+    "dream_block": (
+        family(name="dream", shift=True, algorithm="dream_block"),
+        {},
+        {"block_length": 4, "threshold": 0.5},
+    ),
+    "dream_block-entropy": (
+        family(name="dream", shift=True, algorithm="dream_block"),
+        {},
+        {"block_length": 4, "alg": "entropy", "steps": 30, "alg_temp": 0.3},
+    ),
     "hierarchical": (family(algorithm="hierarchical"), {}, {"block_length": 6, "threshold": 0.5}),
     "credit": (family(shift=True, algorithm="credit"), {}, {"block_length": 6, "threshold": 0.5}),
     "wedlm": (family("causal", algorithm="wedlm"), {}, {"wedlm_window_size": 5, "wedlm_entropy_threshold": 2.0}),

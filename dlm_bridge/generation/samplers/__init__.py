@@ -36,6 +36,7 @@ _BUILT_IN = {
     "mdlm": "mdlm:MDLMSampler",
     "bd3lm": "bd3lm:BD3LMSampler",
     "dream": "dream:DreamSampler",
+    "dream_block": "dream_block:DreamBlockSampler",
     "diffullama": "diffullama:DiffuLLaMASampler",
     "rnd1": "rnd1:RND1Sampler",
     "sdar": "sdar:SDARSampler",

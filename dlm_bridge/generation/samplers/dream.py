@@ -107,16 +107,16 @@ def noise_levels(steps: int, eps: float) -> torch.Tensor:
     return torch.linspace(1, eps, steps + 1)
 
 
-def noise_level_schedule(masks: int, steps: int, eps: float) -> list[int]:
+def noise_level_schedule(masks: int, steps: int, eps: float, first: int = 0) -> list[int]:
     """Tokens per step: from noise level t to s int((1 - s / t) of the masks), in the last step the rest.
 
     In float32, as published: rounding decides between neighbouring counts. Dream's code counts the mean of the batch,
-    which commits wrong numbers where rows differ; here each row counts its own masks.
+    which commits wrong numbers where rows differ; here each row counts its own masks. `first` steps are left out.
     """
     level = noise_levels(steps, eps)
     fractions = 1 - level[1:] / level[:-1]
     schedule = []
-    for step in range(steps):
+    for step in range(first, steps):
         count = int(torch.tensor(float(masks)) * fractions[step]) if step < steps - 1 else masks
         if count:
             schedule.append(count)
