@@ -110,5 +110,6 @@ def _raw_info(checkpoint: Checkpoint, reason: str) -> CheckpointInfo:
 def _sizes(dims: Dims) -> dict[str, Any]:
     """The sizes that the model has: what is zero or empty does not apply to it."""
     values = asdict(dims)
+    values |= dict(values.pop("sizes"))
     plain = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in values.items()}
     return {name: value for name, value in plain.items() if value or name == "tied"}

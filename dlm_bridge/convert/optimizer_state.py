@@ -131,8 +131,11 @@ def find_optimizer_state(
     found = [key for key in (*contents.tensors, *contents.objects) if is_optimizer_key(key)]
     prefixes = sorted({match[1] for key in contents.tensors if (match := _STATE.fullmatch(key))})
     slices, used, dtypes = [], set(), {}
+    both = [
+        two for pair in zip(params, padded, strict=True) for two in zip(*(one.pieces for one in pair), strict=True)
+    ]
     for prefix in prefixes:
-        for param, wide in zip(params, padded, strict=True):
+        for param, wide in both:
             for key, stack in stored_keys(param):
                 if prefix + key not in contents.tensors:
                     continue

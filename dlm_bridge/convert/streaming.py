@@ -64,6 +64,10 @@ class SliceRange:
                 yield low, high, before + low - first
             before += length
 
+    def moved(self, first: int) -> SliceRange:
+        """The same rows of a slice that begins `first` rows earlier."""
+        return SliceRange(tuple((first + start, length) for start, length in self.rows), self.columns)
+
     def bytes_of(self, start: int, band: Rows) -> Iterator[memoryview]:
         """The part's bytes in a band whose first row is `start`, in order."""
         for low, high, _ in self.runs(start, start + len(band)):
@@ -86,15 +90,19 @@ class FileRegion:
 
 
 def slice_range(
-    shape: Sequence[int], itemsize: int, axis: int | None, ranges: Sequence[tuple[int, int]]
+    shape: Sequence[int], itemsize: int, axis: int | None, ranges: Sequence[tuple[int, int]], first: int = 0
 ) -> SliceRange:
-    """The (start, length) ranges of a slice along its first axis, or one range along its second; None: all of it."""
+    """The (start, length) ranges of a slice along its first axis, or one range along its second; None: all of it.
+
+    With `first` it is a part of a larger slice and begins at that row.
+    """
     if axis == 1:
         ((start, length),) = ranges
         width = prod(shape[2:]) * itemsize
-        return SliceRange(((0, shape[0]),), (start * width, length * width))
+        return SliceRange(((first, shape[0]),), (start * width, length * width))
     assert axis in (None, 0), "only rows and columns are cut"
-    return SliceRange(((0, shape[0]),) if axis is None else tuple(ranges))
+    rows = ranges if axis == 0 else [(0, shape[0])]
+    return SliceRange(tuple((first + start, length) for start, length in rows))
 
 
 class Sink:

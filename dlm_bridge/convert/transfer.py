@@ -368,14 +368,16 @@ class HubTransfer(Transfer):
         dtypes = [plan.specs[param.hub_names[0]][0] for param in source.params]
         super().__init__(source, plan, journal, options, dtypes)
         self._writer = writer
-        self._copies = {copy_of: name for name, copy_of in source.derived.items()}
+        self._copies: dict[str, list[str]] = {}
+        for name, copy_of in source.derived.items():
+            self._copies.setdefault(copy_of, []).append(name)
 
     def _names(self, param: ParamMapping) -> tuple[str, ...]:
         return self._with_copies(param.hub_names)
 
     def _with_copies(self, names: Sequence[str]) -> tuple[str, ...]:
         """With those that are derived from one of them and written again."""
-        return (*names, *(self._copies[name] for name in names if name in self._copies))
+        return (*names, *(copy for name in names for copy in self._copies.get(name, ())))
 
     def _is_written(self, number: int, entry: JournalEntry) -> bool:
         names = self._names(self.source.params[number])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,6 +40,7 @@ class Dims:
     moe_ffn: int = 0  # width of one expert
     shared_ffn: int = 0  # width of the shared expert
     dense_layers: frozenset[int] = frozenset()  # layers without experts, where a model has experts in others
+    full_layers: frozenset[int] = frozenset()  # layers of full attention with sizes of their own, where others slide
     facts: frozenset[str] = frozenset()  # what else rules may ask for with `when`, such as "qkv_bias"
     mtp: int = 0  # multi-token prediction layers, after the last layer
     sizes: tuple[tuple[str, int], ...] = ()  # a family's own words for shapes
@@ -53,13 +54,9 @@ class Dims:
         return self.groups * self.head_dim
 
     @property
-    def qkv_rows(self) -> int:
-        return self.q_rows + 2 * self.kv_rows
-
-    @property
     def homogeneous(self) -> bool:
         """Whether all layers hold the same tensors; megatron-core stacks them only then."""
-        return not self.experts or not self.dense_layers
+        return not self.full_layers and (not self.experts or not self.dense_layers)
 
     def is_moe(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense_layers
@@ -82,14 +79,15 @@ class Dims:
 class Rule(ABC):
     """One row of a mapping table: how some Hub tensors and one Megatron tensor become each other.
 
-    `when` lists the conditions under which the row holds: "tied", "moe" and "dense" (of the layer), or one of
-    `Dims.facts`; "!" before a word means that it must not be so. `own_dtype`: the tensor keeps the dtype that it is
-    stored in where the others are cast to a narrower one (a router in fp32).
+    `when` lists the conditions under which the row holds: "tied", "moe" and "dense", "full" and "sliding" (of the
+    layer), or one of `Dims.facts`; "!" before a word means that it must not be so. `own_dtype`: the tensor keeps the
+    dtype that it is stored in where the others are cast to a narrower one (a router in fp32).
     """
 
     megatron: str
     when: str = ""
     own_dtype: bool = False
+    each: ClassVar[Rule | None] = None  # the rule of one expert, where the Hub tensors hold all of them
     tp_axis: ClassVar[int | None] = None  # axis of the Megatron tensor that tensor parallelism splits
 
     @property
@@ -143,7 +141,7 @@ def holds(when: str, dims: Dims, layer: int | None = None) -> bool:
     """Whether every condition of `when` is met by a model, or by one of its layers."""
     facts = set(dims.facts) | ({"tied"} if dims.tied else set())
     if layer is not None:
-        facts.add("moe" if dims.is_moe(layer) else "dense")
+        facts |= {"moe" if dims.is_moe(layer) else "dense", "full" if layer in dims.full_layers else "sliding"}
     return all((word[1:] not in facts) if word.startswith("!") else (word in facts) for word in when.split())
 
 
@@ -192,12 +190,17 @@ class Vocabulary(Direct):
 
 @dataclass(frozen=True)
 class QKV(Rule):
-    """Separate query, key and value projections, interleaved per query group: [q heads of the group, k, v]."""
+    """Separate query, key and value projections, interleaved per query group: [q heads of the group, k, v].
+
+    `groups` and `head_dim` are words of `Dims`, for layers with sizes of their own.
+    """
 
     q: str = ""
     k: str = ""
     v: str = ""
     bias: bool = False
+    groups: str = "groups"
+    head_dim: str = "head_dim"
     tp_axis: ClassVar[int | None] = 0
 
     @property
@@ -207,19 +210,23 @@ class QKV(Rule):
     def _columns(self, dims: Dims) -> tuple[int, ...]:
         return () if self.bias else (dims.hidden,)
 
+    def rows(self, dims: Dims) -> tuple[int, int, int]:
+        """Rows of query, key and value."""
+        groups, head_dim = dims.shape(f"{self.groups} {self.head_dim}")
+        return dims.heads * head_dim, groups * head_dim, groups * head_dim
+
     def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
-        rows = (dims.q_rows, dims.kv_rows, dims.kv_rows)
-        return tuple((row, *self._columns(dims)) for row in rows)
+        return tuple((row, *self._columns(dims)) for row in self.rows(dims))
 
     def megatron_shape(self, dims: Dims) -> tuple[int, ...]:
-        return (dims.qkv_rows, *self._columns(dims))
+        return (sum(self.rows(dims)), *self._columns(dims))
 
     def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
         import torch
 
-        columns = self._columns(dims)
-        grouped = [tensor.view(dims.groups, -1, *columns) for tensor in tensors]
-        return torch.cat(grouped, dim=1).view(dims.qkv_rows, *columns)
+        (groups,) = dims.shape(self.groups)
+        grouped = [tensor.view(groups, -1, *self._columns(dims)) for tensor in tensors]
+        return torch.cat(grouped, dim=1).view(self.megatron_shape(dims))
 
     def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
         return tuple(part.reshape(-1, *self._columns(dims)) for part in self._parts(tensor, dims))
@@ -229,41 +236,17 @@ class QKV(Rule):
 
     def _parts(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
         """Query, key and value rows, each [groups, rows of a group, columns]."""
-        sizes = [dims.q_rows // dims.groups, dims.head_dim, dims.head_dim]
-        return tensor.view(dims.groups, -1, *self._columns(dims)).split(sizes, dim=1)
+        (groups,) = dims.shape(self.groups)
+        sizes = [rows // groups for rows in self.rows(dims)]
+        return tensor.view(groups, -1, *self._columns(dims)).split(sizes, dim=1)
 
     def check_tp(self, tp: int, dims: Dims) -> None:
-        if dims.groups % tp:
+        (groups,) = dims.shape(self.groups)
+        if groups % tp:
             raise DlmBridgeError(
-                f"--tp {tp} does not divide the {dims.groups} query groups (key/value heads): "
-                f"choose a --tp that divides {dims.groups}"
+                f"--tp {tp} does not divide the {groups} query groups (key/value heads): "
+                f"choose a --tp that divides {groups}"
             )
-
-
-@dataclass(frozen=True)
-class FusedQKV(QKV):
-    """One Hub tensor of [all q rows; all k rows; all v rows], interleaved per query group as `QKV` is."""
-
-    name: str = ""
-
-    @property
-    def hub(self) -> tuple[str, ...]:
-        return (self.name,)
-
-    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
-        return (self.megatron_shape(dims),)
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
-        (fused,) = tensors
-        return super().to_megatron(fused.split([dims.q_rows, dims.kv_rows, dims.kv_rows]), dims)
-
-    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
-        import torch
-
-        return (torch.cat(super().to_hub(tensor, dims)),)
-
-    def hub_views(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -324,6 +307,11 @@ class ParamMapping:
     def _mtp(self) -> int | None:
         return self.layer - self.dims.layers if self.layer is not None and self.is_mtp else None
 
+    @property
+    def on_first_stage(self) -> bool:
+        """Whether a parameter of no layer makes the first layer's input."""
+        return self.rule.megatron.startswith(("embedding.", "self_conditioning.", "vision_tower.", "embed_vision."))
+
     def _fill(self, template: str) -> str:
         return template.format(layer=self.layer, expert=self.expert, mtp=self._mtp)
 
@@ -354,7 +342,16 @@ class ParamMapping:
     @cached_property
     def megatron_name(self) -> str:
         """The name with the global layer (and expert) number in it: "decoder.layers.3.mlp.linear_fc2.weight"."""
-        return self._fill(self.rule.megatron)
+        template = self.rule.megatron
+        return self._fill(template if self.rule.each is None else template.replace("{expert}.", ""))
+
+    @cached_property
+    def pieces(self) -> tuple[ParamMapping, ...]:
+        """What Megatron holds apart, in the order of the slice's rows: each expert where the Hub has all in one
+        tensor, else the parameter itself. A piece knows Megatron's side only."""
+        if self.rule.each is None:
+            return (self,)
+        return tuple(ParamMapping(self.rule.each, self.dims, self.layer, n) for n in range(self.dims.experts))
 
     @cached_property
     def megatron_shape(self) -> tuple[int, ...]:
@@ -365,7 +362,10 @@ class ParamMapping:
         return self.rule.to_megatron(tensors, self.dims)
 
     def to_hub(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.rule.to_hub(tensor, self.dims)
+        try:
+            return self.rule.to_hub(tensor, self.dims)
+        except DlmBridgeError as error:
+            raise DlmBridgeError(f"tensor {self.megatron_name}: {error}") from None
 
     def hub_views(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         return self.rule.hub_views(tensor, self.dims)
@@ -400,12 +400,21 @@ class ParamMapping:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
 
+def in_rows(params: Iterable[ParamMapping]) -> Iterator[tuple[ParamMapping, ParamMapping, int]]:
+    """(parameter, one of its pieces, the piece's first row in the parameter's slice), piece by piece."""
+    for param in params:
+        first = 0
+        for piece in param.pieces:
+            yield param, piece, first
+            first += piece.megatron_shape[0] if piece.megatron_shape else 1
+
+
 @dataclass(frozen=True)
 class Passthrough:
     """A Hub tensor that Megatron has no place for, kept beside the checkpoint and given back bit for bit.
 
-    `name` may hold `{layer}`, which then stands for every layer, or with `mtp` for every multi-token prediction layer.
-    `copy_of` names the tensor that it must equal (a redundant tied head); a difference is an error.
+    `name` may hold `{layer}`, which then stands for every layer that meets `when`, or with `mtp` for every multi-token
+    prediction layer. `copy_of` names the tensor that it must equal (a redundant tied head); a difference is an error.
     """
 
     name: str
@@ -414,12 +423,16 @@ class Passthrough:
     in_model: bool = True  # whether the transformers model has it
     mtp: bool = False
 
-    def names(self, dims: Dims) -> list[str]:
-        """The Hub names that the template stands for."""
+    def entries(self, dims: Dims) -> Iterator[Passthrough]:
+        """One for each Hub tensor that the template stands for."""
         if "{layer}" not in self.name:
-            return [self.name]
-        layers = range(dims.layers, dims.layers + dims.mtp) if self.mtp else range(dims.layers)
-        return [self.name.format(layer=layer) for layer in layers]
+            if holds(self.when, dims):
+                yield self
+            return
+        for layer in range(dims.layers, dims.layers + dims.mtp) if self.mtp else range(dims.layers):
+            if holds(self.when, dims, layer):
+                name, copy_of = (template.format(layer=layer) for template in (self.name, self.copy_of))
+                yield replace(self, name=name, copy_of=copy_of)
 
 
 @dataclass(frozen=True)
@@ -431,17 +444,19 @@ class Mapping:
     transformer: Callable[[dict[str, Any]], dict[str, Any]]  # megatron-core keyword arguments, see parallel/
     passthrough: tuple[Passthrough, ...] = ()
     hub_only: str = ""  # why Megatron cannot hold such a model, where it cannot
+    other_towers: Callable[[Dims], Iterable[Rule]] = lambda dims: ()  # a vision tower's tensors, each with its rule
 
     def params(self, dims: Dims) -> Iterator[ParamMapping]:
         """Every parameter of a model, layer by layer after the tensors that belong to none."""
         in_layers = [rule for rule in self.rules if "{layer}" in rule.megatron]
         in_mtp = [rule for rule in self.rules if "{mtp}" in rule.megatron]
         alone = [rule for rule in self.rules if rule not in in_layers and rule not in in_mtp]
-        yield from (ParamMapping(rule, dims) for rule in alone if rule.holds(dims))
+        yield from (ParamMapping(rule, dims) for rule in (*alone, *self.other_towers(dims)) if rule.holds(dims))
         for layer in range(dims.layers + dims.mtp):
             for rule in in_layers if layer < dims.layers else in_mtp:
                 if rule.holds(dims, layer):
-                    experts: Iterable[int | None] = range(dims.experts) if "{expert}" in rule.megatron else (None,)
+                    apart = "{expert}" in rule.megatron and rule.each is None
+                    experts: Iterable[int | None] = range(dims.experts) if apart else (None,)
                     yield from (ParamMapping(rule, dims, layer, expert) for expert in experts)
 
     def settings(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -455,7 +470,7 @@ class Mapping:
 
     def passthrough_names(self, dims: Dims) -> dict[str, Passthrough]:
         """Hub names that may be present and are kept beside the Megatron checkpoint."""
-        return {name: entry for entry in self.passthrough if holds(entry.when, dims) for name in entry.names(dims)}
+        return {found.name: found for entry in self.passthrough for found in entry.entries(dims)}
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.rules import Dims, Direct, FusedQKV, Mapping, Passthrough, Vocabulary
+from dlm_bridge.mapping.fused import FusedQKV
+from dlm_bridge.mapping.rules import Dims, Direct, Mapping, Passthrough, Vocabulary
 from dlm_bridge.models.decoder_mapping import (
     LAYER,
     decoder_dims,

@@ -9,7 +9,8 @@ import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
-from dlm_bridge.mapping.rules import Dims, FusedQKV
+from dlm_bridge.mapping.fused import FusedQKV
+from dlm_bridge.mapping.rules import Dims
 from tests.convert.helpers import dcp_tensors
 from tests.families import llada2_moe, rnd1
 

@@ -349,7 +349,7 @@ class LegacyReader(ChunkedReader):
             places = [] if place is None else [place]
         else:
             stages = [(p, v, 0) for v in range(self._files.vp) for p in range(self._files.pp)]
-            places = stages if param.rule.megatron.startswith("embedding.") else stages[::-1]
+            places = stages if param.on_first_stage else stages[::-1]
         mtp = param.layer - param.dims.layers if param.layer is not None and param.is_mtp else None
         for pp, vp, local in places:
             for name in rank_names(param.rule.megatron, local, expert, mtp):

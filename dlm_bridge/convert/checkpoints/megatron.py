@@ -6,6 +6,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from dlm_bridge.convert.optimizer_state import is_training_state, stored_keys
 from dlm_bridge.convert.run_settings import RUN_CONFIG, derive_config, read_settings
 from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, list_side_files
 from dlm_bridge.convert.streaming import FileRegion, read_tensor
+from dlm_bridge.convert.workers import new_tensor
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
 from dlm_bridge.hub import CONFIG_FILE, TRACKER, check_plain_file, read_config
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, narrow_exactly, promote
@@ -112,7 +114,8 @@ class MegatronCheckpoint(Checkpoint):
     def reader(self) -> ChunkedReader:
         """Its tensors, global and unsharded."""
         dims = self.config_dims
-        return self._reader(self.mapping.params(dims), dims.tied)
+        pieces = (piece for param in self.mapping.params(dims) for piece in param.pieces)
+        return self._reader(pieces, dims.tied)
 
     def adopt(self, other: Checkpoint) -> None:
         super().adopt(other)
@@ -170,7 +173,7 @@ class MegatronCheckpoint(Checkpoint):
         return [self.root, self.folder, *([self.hub.folder] if self.hub.folder else [])]
 
     def has(self, param: ParamMapping) -> bool:
-        return self.stored_key(param) is not None
+        return any(self.stored_key(piece) is not None for piece in param.pieces)
 
     def spec(self, name: str) -> TensorSpec:
         if name in self.passthrough:
@@ -184,20 +187,41 @@ class MegatronCheckpoint(Checkpoint):
         return self._hub_dtypes(param)[number], param.hub_shapes[number]
 
     def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
-        key, index = self._place(param)
-        tensors = param.to_hub(self.reader.read(key, index, param.megatron_shape))
+        tensors = param.to_hub(self._slice(param))
         stored = zip(tensors, self._hub_dtypes(param), param.hub_names, strict=True)
         return tuple(narrow_exactly(tensor, dtype, name) for tensor, dtype, name in stored)
 
     def streams(self, param: ParamMapping) -> bool:
-        key, index = self._place(param)
-        if param.hub_rows is None or len({self.reader.tensor(key).dtype, *self._hub_dtypes(param)}) != 1:
+        places = [(*self._place(piece), piece.megatron_shape) for piece in param.pieces]
+        dtypes = {self.reader.tensor(key).dtype for key, _, _ in places}
+        if param.hub_rows is None or len({*dtypes, *self._hub_dtypes(param)}) != 1:
             return False
-        return self.reader.in_regions(key, index, param.megatron_shape)
+        return all(self.reader.in_regions(*place) for place in places)
 
     def regions(self, param: ParamMapping) -> list[FileRegion]:
-        key, index = self._place(param)
-        return self.reader.regions(key, index, param.megatron_shape)
+        if param.pieces == (param,):
+            return self.reader.regions(*self._place(param), param.megatron_shape)
+        found, first = [], 0
+        for piece in param.pieces:
+            for region in self.reader.regions(*self._place(piece), piece.megatron_shape):
+                found.append(replace(region, part=region.part.moved(first)))
+            first += piece.megatron_shape[0]
+        return found
+
+    def _slice(self, param: ParamMapping) -> torch.Tensor:
+        """A parameter's slice, from its pieces. Raises DlmBridgeError."""
+        places = [self._place(piece) for piece in param.pieces]
+        dtype = self.reader.tensor(places[0][0]).dtype
+        assert dtype is not None
+        slice_, first = new_tensor(param.megatron_shape, dtype), 0
+        for piece, place in zip(param.pieces, places, strict=True):
+            if piece is param:
+                self.reader.read_into(*place, slice_)
+            else:
+                rows = piece.megatron_shape[0]
+                self.reader.read_into(*place, slice_[first : first + rows])
+                first += rows
+        return slice_
 
     def read_passthrough(self, name: str) -> torch.Tensor:
         if copy_of := self.passthrough[name].copy_of:
@@ -211,7 +235,7 @@ class MegatronCheckpoint(Checkpoint):
         raise DlmBridgeError(f"{path}: tensor {name} is missing")
 
     def check(self) -> list[str]:
-        used = {self._check_param(param) for param in self.mapping.params(self.dims)}
+        used = {self._check_param(piece) for param in self.mapping.params(self.dims) for piece in param.pieces}
         extra = self._unmapped(used) + [key for key in self.reader.contents.objects if not _is_state(key)]
         if extra:
             raise DlmBridgeError(
@@ -236,7 +260,8 @@ class MegatronCheckpoint(Checkpoint):
         param = self.param_of.get(names[0])
         if param is None:
             return super().read_group(names)
-        self._check_param(param)
+        for piece in param.pieces:
+            self._check_param(piece)
         return dict(zip(param.hub_names, self.read_param(param), strict=True))
 
     def group_of(self, name: str) -> str:
@@ -244,7 +269,7 @@ class MegatronCheckpoint(Checkpoint):
         return param.megatron_name if param is not None else name
 
     def unmapped(self) -> list[str]:
-        return self._unmapped({self.stored_key(param) for param in self.params})
+        return self._unmapped({self.stored_key(piece) for param in self.params for piece in param.pieces})
 
     def _unmapped(self, used: set[Any]) -> list[str]:
         left = self.reader.contents.tensors.keys() - used
@@ -295,7 +320,7 @@ class MegatronCheckpoint(Checkpoint):
 
     def _hub_dtypes(self, param: ParamMapping) -> tuple[torch.dtype, ...]:
         """The stored dtype, but for tensors that were widened at import so as to share one Megatron tensor."""
-        stored: StoredTensor = self.reader.tensor(self._place(param)[0])
+        stored: StoredTensor = self.reader.tensor(self._place(param.pieces[0])[0])
         if stored.dtype is None:
             raise DlmBridgeError(f"{self.where}: tensor {param.megatron_key} has dtype {stored.dtype_name}")
         if self._key_dtypes.get(param.megatron_key) != stored.dtype:

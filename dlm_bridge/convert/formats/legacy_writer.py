@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -34,7 +33,7 @@ from dlm_bridge.convert.streaming import (
 )
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
-from dlm_bridge.mapping.rules import ParamMapping
+from dlm_bridge.mapping.rules import ParamMapping, in_rows
 
 RANK_FILE = "model_optim_rng.pt"
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -48,8 +47,7 @@ class RankTensor:
     file: str
     start: int
     length: int
-    tp_rank: int
-    tp: int
+    part: SliceRange
 
 
 @dataclass
@@ -65,7 +63,7 @@ class LegacyPlan:
 @dataclass
 class _RankPlan:
     chunks: list[dict[str, torch.Tensor | None]]
-    places: list[tuple[int, str, str, int, int]] = field(default_factory=list)  # chunk, key, param's name, tp rank, tp
+    places: list[tuple[int, str, str, SliceRange]] = field(default_factory=list)  # chunk, key, param's name, its part
 
 
 def plan_legacy(
@@ -82,7 +80,7 @@ def plan_legacy(
     ranks = _ranks(layout)
     plans = {(pp, tp, ep): _RankPlan([{} for _ in range(layout.vp)]) for pp in range(layout.pp) for tp, ep in ranks}
     local: dict[int, tuple[int, int, int]] = {}
-    for param in params:
+    for whole, param, first in in_rows(params):
         if not local:
             local = _local_layers(layout, param.dims.layers)
         for pp, vp, name in _names(param, layout, local, style):
@@ -94,7 +92,7 @@ def plan_legacy(
                 plan = plans[pp, tp, ep]
                 tensor = torch.empty(_local_shape(param, rank, size), dtype=dtypes[param.megatron_key])
                 plan.chunks[vp][name] = tensor
-                plan.places.append((vp, name, param.megatron_name, rank, size))
+                plan.places.append((vp, name, whole.megatron_name, _part(param, rank, size, tensor.itemsize, first)))
                 if state := extra_state_of(name, style):
                     plan.chunks[vp][state] = None
     result = LegacyPlan({}, {}, {}, {})
@@ -122,7 +120,7 @@ class LegacyWriter:
             for target in self._plan.targets[param.megatron_name]:
                 sink = Sink(self._folder / target.file, target.start, checksum=True)
                 sinks.append(stack.enter_context(sink))
-                parts.append(_part(param, target))
+                parts.append(target.part)
             distribute(bands, parts, sinks)
         for target, sink in zip(self._plan.targets[param.megatron_name], sinks, strict=True):
             taken = sink.position - target.start
@@ -227,7 +225,8 @@ def _names(
         return [(pp, vp, rank_name(template, layer, expert, style))]
     mtp = param.layer - param.dims.layers if param.layer is not None else None
     if template != _EMBEDDING:
-        return [(*last, rank_name(template, 0, expert, style, mtp))]
+        place = (0, 0) if param.on_first_stage else last
+        return [(*place, rank_name(template, 0, expert, style, mtp))]
     again = [(*last, "output_layer.weight")] if param.dims.tied and last != (0, 0) else []
     again += [(*last, template)] if param.dims.mtp and last != (0, 0) else []
     return [(0, 0, template), *again]
@@ -242,11 +241,9 @@ def _local_shape(param: ParamMapping, rank: int, size: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _part(param: ParamMapping, target: RankTensor) -> SliceRange:
-    """What a target has of a parameter's slice."""
-    ranges = param.tp_slices(target.tp_rank, target.tp)
-    itemsize = target.length // max(1, prod(_local_shape(param, target.tp_rank, target.tp)))
-    return slice_range(param.megatron_shape, itemsize, param.rule.tp_axis, ranges)
+def _part(param: ParamMapping, rank: int, size: int, itemsize: int, first: int) -> SliceRange:
+    """What a tensor parallel rank has of a slice in which the parameter's rows begin at `first`."""
+    return slice_range(param.megatron_shape, itemsize, param.rule.tp_axis, param.tp_slices(rank, size), first)
 
 
 def _lay_out(file: str, plan: _RankPlan, rest: dict[str, Any], result: LegacyPlan) -> None:
@@ -260,12 +257,12 @@ def _lay_out(file: str, plan: _RankPlan, rest: dict[str, Any], result: LegacyPla
     order = [id(tensor) for chunk in plan.chunks for tensor in chunk.values() if tensor is not None]
     number = {found: place for place, found in enumerate(order)}
     records: dict[str, ArchiveRecord] = {record.name: record for record in read_records(cast(BinaryIO, sparse))}
-    for vp, key, name, rank, size in plan.places:
+    for vp, key, name, part in plan.places:
         tensor = plan.chunks[vp][key]
         record = records[f"data/{number[id(tensor)]}"]
         assert tensor is not None
         assert record.length == tensor.nbytes, f"{file}: {key} is not where torch was expected to put it"
-        result.targets.setdefault(name, []).append(RankTensor(file, record.start, record.length, rank, size))
+        result.targets.setdefault(name, []).append(RankTensor(file, record.start, record.length, part))
     result.directories[file] = _directory(sparse, records)
 
 

@@ -27,17 +27,26 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Chunk, Contents, StorageLocation, StoredTensor
-from dlm_bridge.convert.streaming import Bands, Sink, SparseFile, allocate, distribute, range_digest, slice_range
+from dlm_bridge.convert.streaming import (
+    Bands,
+    Sink,
+    SliceRange,
+    SparseFile,
+    allocate,
+    distribute,
+    range_digest,
+    slice_range,
+)
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 from dlm_bridge.mapping.layout import Layout
-from dlm_bridge.mapping.rules import ParamMapping
+from dlm_bridge.mapping.rules import ParamMapping, in_rows
 
 # Modules whose state has a Transformer Engine `_extra_state`; a missing one fails megatron-core's load.
 _WITH_EXTRA_STATE = {
     "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2",
     "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
-    "input_layernorm", "eh_proj", "enorm", "hnorm", "linear_in", "linear_out",
+    "input_layernorm", "post_layernorm", "eh_proj", "enorm", "hnorm", "linear_in", "linear_out",
 }  # fmt: skip
 _NO_STATE = [None]
 BACKEND_FILE = "metadata.json"  # which torch_dist has and torch's own writer leaves out
@@ -52,12 +61,10 @@ CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix
 
 @dataclass(frozen=True)
 class RankSlice:
-    """What one rank holds of a parameter's slice in one run: `length` along `axis` (None: all of it), as one item."""
+    """What one rank holds of a parameter's slice in one run, as one item."""
 
     chunk: Chunk
-    axis: int | None
-    start: int
-    length: int
+    part: SliceRange
 
 
 @dataclass
@@ -93,7 +100,7 @@ def plan_torch_dist(params: Iterable[ParamMapping], layout: Layout, dtypes: dict
     shapes: dict[str, tuple[int, ...]] = {}
     stage_of: dict[int, int] = {}
     empty = len(object_item(_NO_STATE))
-    for param in params:
+    for whole, param, first in in_rows(params):
         key, dtype = param.megatron_key, dtypes[param.megatron_key]
         if not stage_of:
             stages = layout.stages(param.dims.layers)
@@ -106,13 +113,14 @@ def plan_torch_dist(params: Iterable[ParamMapping], layout: Layout, dtypes: dict
         if of_model and last == "weight" and module.rpartition(".")[2] in _WITH_EXTRA_STATE:
             place = planner.place(layout.rank(pp_rank, 0, ep_rank), empty)
             planner.objects[f"{module}._extra_state/shard_{_shard(param)}"] = place
-        pieces = planner.pieces.setdefault(param.megatron_name, [])
+        pieces = planner.pieces.setdefault(whole.megatron_name, [])
         for tp_rank, axis, start, length in _runs(param, layout.tp if ep_rank is None else layout.expert_tp):
             offsets, sizes = _box(param, axis, start, length)
             place = planner.place(layout.rank(pp_rank, tp_rank, ep_rank), tensor_item_length(dtype, sizes))
             chunk = Chunk(offsets, sizes, place)
             planner.chunks.setdefault(key, []).append(chunk)
-            pieces.append(RankSlice(chunk, axis, start, length))
+            part = slice_range(param.megatron_shape, dtype.itemsize, axis, [(start, length)], first)
+            pieces.append(RankSlice(chunk, part))
     tensors = {
         key: StoredTensor(dtypes[key], dtype_name(dtypes[key]), shapes[key], tuple(chunks))
         for key, chunks in planner.chunks.items()
@@ -138,10 +146,10 @@ class TorchDistWriter:
         parts, sinks = [], []
         with ExitStack() as stack:
             for piece in self._plan.pieces[param.megatron_name]:
-                place, ranges = piece.chunk.place, [(piece.start, piece.length)]
+                place = piece.chunk.place
                 sink = ItemSink(self._folder / place.file, place.offset, place.length, dtype, piece.chunk.sizes)
                 sinks.append(stack.enter_context(sink))
-                parts.append(slice_range(param.megatron_shape, dtype.itemsize, piece.axis, ranges))
+                parts.append(piece.part)
             distribute(bands, parts, sinks)
             return [sink.finish().hex() for sink in sinks]
 
@@ -189,7 +197,7 @@ def _stage(param: ParamMapping, layout: Layout, stage_of: dict[int, int]) -> int
     multi-token prediction are on the last."""
     if param.layer is not None and not param.is_mtp:
         return stage_of[param.layer]
-    return 0 if param.rule.megatron.startswith("embedding.") else layout.pp - 1
+    return 0 if param.on_first_stage else layout.pp - 1
 
 
 def _runs(param: ParamMapping, tp: int) -> list[tuple[int, int | None, int, int]]:

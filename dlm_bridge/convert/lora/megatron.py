@@ -45,8 +45,9 @@ from dlm_bridge.convert.streaming import digest, tensor_bands
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
 from dlm_bridge.hub import ADAPTER_CONFIG, TRACKER, read_json
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
+from dlm_bridge.mapping.fused import FusedQKV
 from dlm_bridge.mapping.layout import Layout
-from dlm_bridge.mapping.rules import QKV, Dims, Direct, FusedQKV, GatedMLP, ParamMapping, Rule
+from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, ParamMapping, Rule
 
 ADAPTER_MANIFEST = "dlm_bridge_adapter.json"
 RUN_CONFIG = "run_config.yaml"  # Megatron Bridge's

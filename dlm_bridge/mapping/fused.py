@@ -1,0 +1,144 @@
+"""Mapping rules where the Hub holds several of Megatron's tensors in one, or one tensor for two of Megatron's.
+
+Fused QKV, fused gate and up, keys that are the values, all experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import QKV, Dims, GatedMLP, Rule
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class FusedQKV(QKV):
+    """One Hub tensor of [all q rows; all k rows; all v rows], interleaved per query group as `QKV` is."""
+
+    name: str = ""
+
+    @property
+    def hub(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        return (self.megatron_shape(dims),)
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        (fused,) = tensors
+        return super().to_megatron(fused.split(self.rows(dims)), dims)
+
+    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        return (torch.cat(super().to_hub(tensor, dims)),)
+
+    def hub_views(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
+        return None
+
+
+@dataclass(frozen=True)
+class SharedKV(QKV):
+    """Query and key projections of attention whose values are its keys; Megatron's tensor has the key rows twice."""
+
+    @property
+    def hub(self) -> tuple[str, ...]:
+        return (self.q, self.k)
+
+    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        return super().hub_shapes(dims)[:2]
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        q, k = tensors
+        return super().to_megatron((q, k, k), dims)
+
+    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        q, k, v = super().to_hub(tensor, dims)
+        if not torch.equal(k.view(torch.uint8), v.view(torch.uint8)):
+            raise DlmBridgeError("its value rows differ from its key rows, which this model shares")
+        return q, k
+
+    def hub_views(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
+        return None
+
+
+@dataclass(frozen=True)
+class FusedGatedMLP(GatedMLP):
+    """One Hub tensor of [all gate rows; all up rows], as Megatron's is."""
+
+    name: str = ""
+
+    @property
+    def hub(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        return (self.megatron_shape(dims),)
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        (fused,) = tensors
+        return fused
+
+    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        return (tensor,)
+
+
+@dataclass(frozen=True)
+class StackedExperts(Rule):
+    """Hub tensors that hold those of all experts on a first axis; `each` maps one expert's.
+
+    The slice has the experts' rows one after the other. Megatron holds each expert apart (`ParamMapping.pieces`).
+    """
+
+    each: Rule | None = None  # type: ignore[misc]
+    tp_axis: ClassVar[int | None] = None  # a piece has one
+
+    @property
+    def _each(self) -> Rule:
+        assert self.each is not None
+        return self.each
+
+    @property
+    def hub(self) -> tuple[str, ...]:
+        return self._each.hub
+
+    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        return tuple((dims.experts, *shape) for shape in self._each.hub_shapes(dims))
+
+    def megatron_shape(self, dims: Dims) -> tuple[int, ...]:
+        rows, *columns = self._each.megatron_shape(dims)
+        return (dims.experts * rows, *columns)
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        import torch
+
+        return torch.cat([self._each.to_megatron(expert, dims) for expert in zip(*tensors, strict=True)])
+
+    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        experts = [self._each.to_hub(expert, dims) for expert in tensor.chunk(dims.experts)]
+        return tuple(torch.stack(parts) for parts in zip(*experts, strict=True))
+
+    def hub_views(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
+        """Where an expert's Hub tensor is Megatron's."""
+        first = tensor[: self._each.megatron_shape(dims)[0]]
+        views = self._each.hub_views(first, dims)
+        if views is None or len(views) != 1 or views[0] is not first:
+            return None
+        return (tensor.view(dims.experts, -1, *tensor.shape[1:]),)
+
+    def check_tp(self, tp: int, dims: Dims) -> None:
+        self._each.check_tp(tp, dims)
+
+
+def stacked(each: Rule) -> StackedExperts:
+    """`StackedExperts` of a rule whose Megatron name has `{expert}` in it."""
+    return StackedExperts(each.megatron, when=each.when, own_dtype=each.own_dtype, each=each)
