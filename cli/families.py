@@ -32,7 +32,7 @@ def _row(spec: FamilySpec) -> dict[str, Any]:
         "why_not_megatron": hub_only,
         "train": list(spec.training),
         "objective": spec.objective,
-        "sample": spec.sampler["algorithm"] if own else "transformers",
+        "sample": spec.sampler.get("algorithm", "transformers"),
         "checked_against": spec.checked_against,
     }
 

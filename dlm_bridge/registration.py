@@ -43,7 +43,8 @@ def register_model_names() -> None:
     import transformers
 
     for family in families():
-        for name in family.architectures if family.kind == "diffusion" else ():
+        own = family.kind == "diffusion" and not family.native
+        for name in family.architectures if own else ():
             if not hasattr(transformers, name):
                 setattr(transformers, name, _model_stand_in(name))
 

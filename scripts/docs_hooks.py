@@ -128,7 +128,7 @@ def families() -> str:
         attention = spec.attention_pattern.replace("_", "-") + (
             ", shifted" if spec.shift and spec.kind == "diffusion" else ""
         )
-        sampler = spec.sampler["algorithm"] if spec.kind == "diffusion" else "transformers"
+        sampler = spec.sampler.get("algorithm", "transformers")
         architectures = ", ".join(f"`{name}`" for name in spec.architectures) or f"(`--family {spec.name}`)"
         rows.append(f"| {name} | {architectures} | {attention} | {sampler} | {spec.checked_against} |")
     unsupported = ["| architecture | why not |", "|---|---|"]

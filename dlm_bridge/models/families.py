@@ -23,6 +23,7 @@ FAMILY_SPECS = (
     "dlm_bridge.models.a2d:QWEN2",
     "dlm_bridge.models.a2d:QWEN3",
     "dlm_bridge.models.difflm:SPEC",
+    "dlm_bridge.models.diffusion_gemma:SPEC",
     "dlm_bridge.models.diffullama:SPEC",
     "dlm_bridge.models.dream:SPEC",
     "dlm_bridge.models.dream_reasoner:SPEC",
@@ -53,10 +54,6 @@ UNSUPPORTED: dict[str, str] = {
     "CausalLM": "MegaDLMs' autoregressive baselines have no model type: load them with their own code",
     "DFlashDraftModel": "DFlash models draft for another model's speculative decoding and cannot run alone",
     "DiffEncoderModel": "Efficient-DLM's facts (mask token 151662, blocks of 32) were not checked against its code",
-    "DiffusionGemmaForBlockDiffusion": (
-        "DiffusionGemma is native in transformers, which loads and samples it; it has an encoder, a canvas of uniform "
-        "noise and no mask token, which nothing here can convert or train"
-    ),
     "DiscreteDiffusionModel": "DiffuGPT is GPT-2 (learned positions, LayerNorm, biases): no body for it here",
     "DreamModel in DreamOn-v0-7B": (
         "DreamOn cannot be told from Dream by its config: it loads, converts and trains as Dream, but its <|expand|> "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import Mapping
 from dlm_bridge.models.initialisation import InitialisationRule, initialise, normal_rule
 
@@ -51,10 +53,26 @@ class FamilySpec:
         for name in ("sft", "sampler"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
+    @property
+    def native(self) -> bool:
+        """Whether the model's class is transformers' own."""
+        return self.model_class.startswith("transformers:")
+
     def load(self, attribute: Literal["config_class", "model_class", "tokenizer_class"]) -> Any:
-        """Import and return the class that `attribute` names."""
+        """Import and return the class that `attribute` names.
+
+        Raises DlmBridgeError where the installed transformers does not have one of its own yet.
+        """
         module, _, name = getattr(self, attribute).partition(":")
-        return getattr(importlib.import_module(module), name)
+        try:
+            return getattr(importlib.import_module(module), name)
+        except AttributeError:
+            if module != "transformers":
+                raise
+        found = importlib.metadata.version("transformers")
+        raise DlmBridgeError(
+            f"family '{self.name}' needs a newer transformers: {found} has no {name} (conversion works without it)"
+        )
 
     def initial_weights(self, config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Every Hub tensor of an untrained model with this config.json, one at a time.
