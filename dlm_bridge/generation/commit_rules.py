@@ -89,6 +89,7 @@ class Step:
     origins: list[int]  # [A], each row's first column that is no padding
     stops: list[int]  # [A], the column behind each row's last one
     noise: Noise
+    mask_token_id: int
 
     def probabilities(self) -> torch.Tensor:
         """[A, N], each proposal's probability in the distribution that it was drawn from."""
@@ -127,6 +128,10 @@ class CommitRule(DenoisingRule):
     @abstractmethod
     def select(self, step: Step) -> torch.Tensor:
         """A boolean [A, N] tensor, True at the positions to commit."""
+
+    def write(self, step: Step) -> torch.Tensor:
+        """[A, N], the tokens of the columns after the step: the proposals where `select` commits them."""
+        return torch.where(self.select(step), step.tokens, step.before)
 
     def continues(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
         """[A], True where a row needs another step; `unfinished_A` is True where it has masks left."""
@@ -171,8 +176,9 @@ class CommitRule(DenoisingRule):
                 origins=[canvas.origins[row] for row in active],
                 stops=[canvas.stops[row] for row in active],
                 noise=context.noise,
+                mask_token_id=canvas.mask_token_id,
             )
-            canvas.put(rows, columns, torch.where(self.select(step), tokens, before))
+            canvas.put(rows, columns, self.write(step))
             context.callbacks.step(canvas, active, columns, logits, predictor.forwards, final=not self.edits)
             index += 1
             more = [index < len(schedules[row]) for row in active]
@@ -305,13 +311,13 @@ def best(scores_AN: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(scores_AN, dtype=torch.bool).scatter(1, scores_AN.argmax(dim=1, keepdim=True), True)
 
 
-def top_scores(scores_AN: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def top_scores(scores_AN: torch.Tensor, counts: list[int] | torch.Tensor) -> torch.Tensor:
     """True at each row's so many highest scores, never at minus infinity. Of equal scores the leftmost is higher, so
     that neither padding nor the width of the batch decides."""
     order_AN = scores_AN.sort(dim=1, descending=True, stable=True).indices
     ranks_N = torch.arange(scores_AN.shape[1], device=scores_AN.device)
-    counts_A1 = to_device(counts, scores_AN.device)[:, None]
-    picked_AN = torch.zeros_like(scores_AN, dtype=torch.bool).scatter(1, order_AN, ranks_N < counts_A1)
+    counts_A = counts if isinstance(counts, torch.Tensor) else to_device(counts, scores_AN.device)
+    picked_AN = torch.zeros_like(scores_AN, dtype=torch.bool).scatter(1, order_AN, ranks_N < counts_A[:, None])
     return picked_AN & (scores_AN > MINUS_INFINITY)
 
 

@@ -117,12 +117,13 @@ def resolve_settings(
     sources = _callers_sources(model, generation_config, keywords)
     for source in sources:
         check_values(source.values, "" if source.where == KEYWORD else f" ({source.where})")
-    kind = _sampler_class(family, sources)
+    defaults = _sampler_defaults(model, family)
+    kind = _sampler_class(family, sources, defaults["algorithm"])
     _refuse_unknown(keywords, KEYWORD, kind)
     if generation_config is not None:
         _refuse_unknown(_set_fields(generation_config), GIVEN, kind)
     sources = [_Source(one.where, _with_own_block_name(one.values, kind)) for one in sources]
-    sources += _default_sources(model, family, kind)
+    sources += _default_sources(model, defaults, kind)
     temperature = _temperature(sources)
     _refuse_unsupported(sources, temperature, kind)
     infill = bool(_find(sources, "infill", False)[0])
@@ -263,9 +264,15 @@ def _family_of(model: Any) -> FamilySpec:
     return family
 
 
-def _sampler_class(family: FamilySpec, sources: list[_Source]) -> type[Sampler]:
-    """The sampler that is asked for, or the family's own."""
-    name, _ = _find(sources, "algorithm", family.sampler["algorithm"])
+def _sampler_defaults(model: Any, family: FamilySpec) -> Mapping[str, Any]:
+    """The model's own sampler and its defaults; the family's, where the model's class is not one of ours."""
+    defaults: Mapping[str, Any] = getattr(model, "sampler_defaults", family.sampler)
+    return defaults
+
+
+def _sampler_class(family: FamilySpec, sources: list[_Source], default: str) -> type[Sampler]:
+    """The sampler that is asked for, or the model's own."""
+    name, _ = _find(sources, "algorithm", default)
     kind = SAMPLERS[name]
     fits = fitting_samplers(family)
     if name not in fits:
@@ -296,11 +303,11 @@ def _callers_sources(
     return [_Source(source.where, merge_names(source.values)) for source in sources]
 
 
-def _default_sources(model: Any, family: FamilySpec, kind: type[Sampler]) -> list[_Source]:
-    """The defaults. The family's are those of its own sampler."""
+def _default_sources(model: Any, own: Mapping[str, Any], kind: type[Sampler]) -> list[_Source]:
+    """The defaults. `own`: the model's sampler, and defaults of that one."""
     block_name, block = kind.block_parameter(), getattr(model.config, "block_size", None)
     of_model = {block_name: block} if kind.model_blocks and block_name and block else {}
-    of_family = family.sampler if family.sampler["algorithm"] == kind.name else {}
+    of_family = own if own["algorithm"] == kind.name else {}
     defaults = {name: value for name, value in kind.parameters().items() if value is not None}
     return [_Source(MODEL, of_model), _Source(FAMILY, merge_names(of_family)), _Source(SAMPLER, merge_names(defaults))]
 

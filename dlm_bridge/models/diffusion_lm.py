@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -74,6 +74,11 @@ class DiffusionLM:
         from dlm_bridge.generation.config import DiffusionGenerationConfig
 
         return DiffusionGenerationConfig
+
+    @property
+    def sampler_defaults(self) -> Mapping[str, Any]:
+        """`generate`'s sampler and the defaults that are not its own; the family's, unless a config tells more."""
+        return self.family.sampler
 
     @property
     def init_continuous_batching(self) -> Any:

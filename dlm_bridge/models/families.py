@@ -63,10 +63,6 @@ UNSUPPORTED: dict[str, str] = {
     "GptOssForCausalLM": (
         "gpt-oss keeps its experts of a layer in one tensor of MXFP4 blocks (uint8), which Megatron cannot hold"
     ),
-    "LLaDA2MoeModelLM in LLaDA2.2-flash": (
-        "LLaDA2.2 is refused by its sizes (RoPE base 3000000, 131072 positions): its routing by blocks (48 experts "
-        "for 32 tokens) and the ids of its DELETE and SPLIT tokens are not published in enough detail"
-    ),
     "LLaDAModelLM in MMaDA": (
         "MMaDA's text model loads as LLaDA with a longer vocabulary (the image tokens at its end); its image "
         "tokenizer and image sampler are not written here"

@@ -1,6 +1,6 @@
-"""LLaDA2.0 and LLaDA2.1, Bailing-MoE weights turned into a block diffusion model: spec, mapping.
+"""LLaDA2.0, LLaDA2.1 and LLaDA2.2, Bailing-MoE weights turned into a block diffusion model: spec, mapping.
 
-Source: the public configs and modeling_llada2_moe.py, arXiv 2512.15745.
+Source: the public configs and modeling_llada2_moe.py, arXiv 2512.15745; of LLaDA2.2, FluxServe's development guide.
 """
 
 from __future__ import annotations
@@ -61,11 +61,20 @@ def check_config(config: dict[str, Any]) -> None:
             "config.json: model_type llada2_moe_veomni is dFactory's training layout (experts merged): "
             "split them with dFactory's scripts/moe_convertor.py first"
         )
-    # 2.2 has the architecture of 2.0 and 2.1; only these two sizes tell.
-    if config.get("rope_theta") == 3e6 and config.get("max_position_embeddings") == 131072:
+    capacity, chosen = config.get("expert_capacity") or 0, config.get("num_experts_per_tok") or 1
+    if capacity and not chosen <= capacity <= (config.get("num_experts") or capacity):
         raise DlmBridgeError(
-            "config.json: RoPE base 3000000 over 131072 positions is LLaDA2.2's, whose routing by blocks "
-            "(48 experts for 32 tokens) is not supported: it is not published in enough detail"
+            f"config.json: expert_capacity {capacity} must hold num_experts_per_tok {chosen} of num_experts "
+            f"{config.get('num_experts')}"
+        )
+    if capacity and (config.get("block_size") or 0) < 1:
+        raise DlmBridgeError(
+            f"config.json: expert_capacity {capacity} needs block_size, the tokens that share experts"
+        )
+    if not capacity and config.get("rope_theta") == 3e6 and config.get("max_position_embeddings") == 131072:
+        raise DlmBridgeError(
+            "config.json: RoPE base 3000000 over 131072 positions is LLaDA2.2's, whose router needs expert_capacity "
+            "and block_size: add the published 48 and 32"
         )
     if not config.get("num_shared_experts", 1):
         raise DlmBridgeError("config.json: num_shared_experts 0 is not supported for LLaDA2 (no public model)")
@@ -80,6 +89,11 @@ def dims(config: dict[str, Any]) -> Dims:
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
     """megatron-core's settings beyond the sizes."""
     config = _complete(config)
+    if config.get("expert_capacity"):
+        raise DlmBridgeError(
+            "config.json: megatron-core routes each token alone, LLaDA2.2 a block of tokens (expert_capacity): train "
+            "it with --engine accelerate"
+        )
     sizes = dims(config)
     plain = decoder_settings(config, sizes.facts) | {"rotary_percent": float(config["partial_rotary_factor"])}
     return plain | router_settings(config, sizes)
@@ -119,7 +133,7 @@ MAPPING = Mapping(
 
 SPEC = FamilySpec(
     name="llada2_moe",
-    title="LLaDA2.0, LLaDA2.1 (mini, flash)",
+    title="LLaDA2.0, LLaDA2.1, LLaDA2.2 (mini, flash)",
     hub_ids=(
         "inclusionAI/LLaDA2.0-mini",
         "inclusionAI/LLaDA2.0-mini-CAP",
@@ -129,6 +143,8 @@ SPEC = FamilySpec(
         "inclusionAI/LLaDA2.0-flash-preview",
         "inclusionAI/LLaDA2.1-mini",
         "inclusionAI/LLaDA2.1-flash",
+        "inclusionAI/LLaDA2.2-mini",
+        "inclusionAI/LLaDA2.2-flash",
     ),
     architectures=("LLaDA2MoeModelLM",),
     model_type="llada2_moe",
@@ -139,7 +155,8 @@ SPEC = FamilySpec(
     mask_token_id=156895,
     objective="block",
     sft={"eos_padding": "row"},  # dFactory
-    sampler={"algorithm": "llada2"},  # 2.1 has the same architecture and config: algorithm="llada2.1" samples it
+    # 2.1 has 2.0's architecture and config: algorithm="llada2.1" samples it. 2.2 has a default of its own.
+    sampler={"algorithm": "llada2"},
     lora_targets=("query_key_value", "o_proj"),
-    checked_against="the public modeling of LLaDA2.0 and LLaDA2.1",
+    checked_against="the public modeling of LLaDA2.0 and LLaDA2.1; of LLaDA2.2, our own maths and FluxServe's decoder",
 )

@@ -1,16 +1,17 @@
 """LLaDA2 on transformers' Glm4-MoE body: config and model.
 
-QKV in one matrix, block-causal attention, the router in its own dtype.
+QKV in one matrix, block-causal attention, the router in its own dtype; of LLaDA2.2, routing by blocks of tokens.
 """
 
 # mypy: disable-error-code="arg-type, assignment, misc, override"
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import Glm4MoeConfig
@@ -20,6 +21,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeDecoderLayer,
     Glm4MoeForCausalLM,
     Glm4MoeModel,
+    Glm4MoeMoE,
     Glm4MoePreTrainedModel,
     Glm4MoeRMSNorm,
     Glm4MoeRotaryEmbedding,
@@ -36,9 +38,13 @@ from dlm_bridge.models.modeling_moe import DiffusionMoE, ExpertsMixin, expert_co
 
 # Fields that `check_config` reads; further keys that it reads are passed as keyword arguments.
 CHECKED = (
+    "block_size",
+    "expert_capacity",
     "hidden_act",
     "max_position_embeddings",
     "norm_topk_prob",
+    "num_experts",
+    "num_experts_per_tok",
     "num_shared_experts",
     "use_qk_norm",
     "use_qkv_bias",
@@ -49,7 +55,8 @@ CHECKED = (
 class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
     """Field names are those of the public configuration_llada2_moe.py, defaults those of LLaDA2.0-mini.
 
-    The checkpoints name neither the mask token nor the block size; `block_size` is the 32 that all were trained with.
+    The checkpoints of 2.0 and 2.1 name neither the mask token nor the block size; `block_size` is the 32 that all were
+    trained with. 2.2 has an `expert_capacity`: a block of tokens shares so many experts.
     """
 
     model_type = "llada2_moe"
@@ -88,6 +95,9 @@ class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
     use_cache: bool = False
     num_mtp_layers: int = 0
     block_size: int = 32
+    expert_capacity: int | None = None
+    delete_token_id: int | None = None
+    split_token_id: int | None = None
     mask_token_id: int | None = 156895
     eos_token_id: int | list[int] | None = 156892
     pad_token_id: int | None = 156892
@@ -155,10 +165,74 @@ class LLaDA2MoeAttention(Glm4MoeAttention):
         return self.o_proj(output.reshape(*shape_BS, -1).contiguous()), weights
 
 
+def routing_blocks(positions_BS: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[B * S], a number for each run of tokens that share experts: those of one block of positions.
+
+    A run ends where positions do not go on, too: between documents of a packed row, between the noisy and the clean
+    stream, and at each padding token, whose position repeats.
+    """
+    blocks_BS = positions_BS // block_size
+    goes_on = (blocks_BS[:, 1:] == blocks_BS[:, :-1]) & (positions_BS[:, 1:] > positions_BS[:, :-1])
+    begins_BS = torch.cat([torch.ones_like(goes_on[:, :1]), ~goes_on], dim=1)
+    return begins_BS.flatten().cumsum(dim=0) - 1
+
+
+class LLaDA2MoeBlockRouter(Glm4MoeTopkRouter):
+    """LLaDA2.2's router: a block's tokens choose among the `expert_capacity` experts that score best in the block, an
+    expert's score there being the highest of any token. Expert groups play no part."""
+
+    def __init__(self, config: LLaDA2MoeConfig) -> None:
+        super().__init__(config)
+        self.capacity = config.expert_capacity
+
+    def forward(
+        self, hidden_states: torch.Tensor, routing_blocks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits [N, E], weights [N, K] and experts [N, K] of N tokens whose blocks are `routing_blocks` [N]."""
+        hidden_NH = hidden_states.view(-1, self.hidden_dim)
+        logits_NE = F.linear(hidden_NH.float(), self.weight.float())
+        scores_NE = logits_NE.sigmoid()
+        choice_NE = scores_NE.detach() + self.e_score_correction_bias
+        of_token_NE = routing_blocks[:, None].expand_as(choice_NE)
+        # As many rows as tokens, since the number of blocks is known on the device alone.
+        best_NE = torch.full_like(choice_NE, -torch.inf).scatter_reduce(0, of_token_NE, choice_NE, "amax")
+        pool_NC = best_NE.topk(self.capacity, dim=-1).indices
+        allowed_NE = torch.zeros_like(choice_NE, dtype=torch.bool).scatter(1, pool_NC, True)[routing_blocks]
+        experts_NK = choice_NE.masked_fill(~allowed_NE, -torch.inf).topk(self.top_k, dim=-1, sorted=False).indices
+        weights_NK = scores_NE.gather(1, experts_NK)
+        weights_NK = weights_NK / (weights_NK.sum(dim=-1, keepdim=True) + 1e-20)
+        return logits_NE, weights_NK * self.routed_scaling_factor, experts_NK
+
+
+class LLaDA2MoeBlockMoE(Glm4MoeMoE):
+    """Experts behind LLaDA2.2's router."""
+
+    def __init__(self, config: LLaDA2MoeConfig) -> None:
+        super().__init__(config)
+        self.gate = LLaDA2MoeBlockRouter(config)
+
+    def forward(self, hidden_states: torch.Tensor, routing_blocks: torch.Tensor) -> torch.Tensor:
+        _, weights_NK, experts_NK = self.gate(hidden_states, routing_blocks)
+        routed = self.experts(hidden_states.view(-1, hidden_states.shape[-1]), experts_NK, weights_NK)
+        return routed.view_as(hidden_states) + self.shared_experts(hidden_states)
+
+
 class LLaDA2MoeDecoderLayer(Glm4MoeDecoderLayer):
     def __init__(self, config: LLaDA2MoeConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.self_attn = LLaDA2MoeAttention(config, layer_idx)
+        if config.expert_capacity and isinstance(self.mlp, Glm4MoeMoE):
+            self.mlp = LLaDA2MoeBlockMoE(config)
+
+    def forward(
+        self, hidden_states: torch.Tensor, routing_blocks: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in Glm4-MoE; `routing_blocks` as of `routing_blocks`, for LLaDA2.2's router."""
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        normed = self.post_attention_layernorm(hidden_states)
+        routed = (normed, routing_blocks) if isinstance(self.mlp, LLaDA2MoeBlockMoE) else (normed,)
+        return hidden_states + self.mlp(*routed)
 
 
 class LLaDA2MoePreTrainedModel(ExpertsMixin, Glm4MoePreTrainedModel):
@@ -180,7 +254,7 @@ class LLaDA2MoePreTrainedModel(ExpertsMixin, Glm4MoePreTrainedModel):
 
 
 class LLaDA2MoeModel(LLaDA2MoePreTrainedModel, Glm4MoeModel):
-    """The body. Its forward is Glm4-MoE's."""
+    """The body. Its forward is Glm4-MoE's, with the blocks that LLaDA2.2's router goes by."""
 
     def __init__(self, config: LLaDA2MoeConfig) -> None:
         LLaDA2MoePreTrainedModel.__init__(self, config)  # Glm4-MoE's own would build its layers first
@@ -193,11 +267,39 @@ class LLaDA2MoeModel(LLaDA2MoePreTrainedModel, Glm4MoeModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if self.config.expert_capacity and tokens is not None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device) if position_ids is None else position_ids
+            kwargs["routing_blocks"] = routing_blocks(positions.expand(tokens.shape[:2]), self.config.block_size)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+
 
 class LLaDA2MoeModelLM(DiffusionMoE, LLaDA2MoePreTrainedModel, Glm4MoeForCausalLM):
     """Block-causal attention with blocks of 32. `logits[i]` predicts token i."""
 
     family = SPEC
+
+    @property
+    def sampler_defaults(self) -> Mapping[str, Any]:
+        """LLaDA2.2's checkpoints, which only its router tells from the others, are sampled with its own sampler."""
+        if not self.config.expert_capacity:
+            return super().sampler_defaults
+        ids = {name: getattr(self.config, name) for name in ("delete_token_id", "split_token_id")}
+        return {"algorithm": "llada2.2"} | {name: token for name, token in ids.items() if token is not None}
 
     def __init__(self, config: LLaDA2MoeConfig) -> None:
         LLaDA2MoePreTrainedModel.__init__(self, config)

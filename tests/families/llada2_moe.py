@@ -1,4 +1,4 @@
-"""LLaDA2's case."""
+"""LLaDA2's cases: 2.0, which is 2.1's too, and 2.2."""
 
 from __future__ import annotations
 
@@ -127,6 +127,30 @@ def group_limited_router(config: dict[str, Any]) -> Router:
     return route
 
 
+def block_router(config: dict[str, Any], allowed: torch.Tensor, positions: torch.Tensor) -> Router:
+    """LLaDA2.2's: a block's tokens share the experts of which some token of the block scores highest, bias included;
+    each takes its best of them."""
+    real = allowed.diagonal(dim1=1, dim2=2)  # padding attends to nothing
+    blocks = torch.where(real, positions // config["block_size"], -1 - torch.arange(positions.shape[1]))
+
+    def route(x: torch.Tensor, w: Tensors) -> torch.Tensor:
+        scores = (x @ w["mlp.gate.weight"].T).sigmoid()
+        candidates = scores + w["mlp.gate.expert_bias"]
+        weights = torch.zeros_like(scores)
+        for row, numbers in enumerate(blocks):
+            for block in numbers.unique():
+                own = numbers == block
+                shared = candidates[row, own].amax(0).argsort(descending=True)[: config["expert_capacity"]]
+                for token in own.nonzero()[:, 0]:
+                    order = candidates[row, token, shared].argsort(descending=True)
+                    chosen = shared[order[: config["num_experts_per_tok"]]]
+                    best = scores[row, token, chosen]
+                    weights[row, token, chosen] = config["routed_scaling_factor"] * best / best.sum()
+        return weights
+
+    return route
+
+
 def reference(
     tensors: Tensors, config: dict[str, Any], input_ids: torch.Tensor, allowed: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
@@ -147,10 +171,32 @@ def reference(
             renamed |= {name.replace("query_key_value", f"{part}_proj"): rows for part, rows in parts}
         else:
             renamed[name] = tensor
-    route = group_limited_router(config)
+    blocks = config.get("expert_capacity")
+    route = block_router(config, allowed, positions) if blocks else group_limited_router(config)
     return decoder_logits(renamed, config, input_ids, allowed, positions, turn=turn, route=route)
 
 
 CASE = FamilyCase(
     "llada2_moe", CONFIG, tensors, reference, mask_token_id=156895, block=32, sizes_of_blocks=(8,), tokenizer=TOKENIZER
 )
+# LLaDA2.2's keys beside those of 2.0, as its development guide in FluxServe lists them.
+BLOCK_ROUTED = CONFIG | {
+    "rope_theta": 3000000,
+    "expert_capacity": 6,
+    "block_size": 32,
+    "delete_token_id": 101,
+    "split_token_id": 102,
+}
+CASES = [
+    CASE,
+    FamilyCase(
+        "llada2_moe",
+        BLOCK_ROUTED,
+        tensors,
+        reference,
+        mask_token_id=156895,
+        label="2.2",
+        block=32,
+        sizes_of_blocks=(8,),
+    ),
+]

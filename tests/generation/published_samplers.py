@@ -196,6 +196,65 @@ def llada21(
     return row[: len(prompt) + gen]
 
 
+def llada22(
+    logits: Logits, prompt: list[int], gen: int, mask: int, *, block: int, steps: int, threshold: float,
+    editing: float, post: int, most: int, delete: int, split: int, repeats: list[int] | None = None,
+) -> list[int]:  # fmt: skip
+    """The mask token has no probability. `repeats` gets an entry for each result that was there before."""
+    row = prompt + [mask] * (-(len(prompt) + gen) % block + gen)
+    for begin in range(len(prompt) // block * block, len(row), block):
+        given = max(0, len(prompt) - begin)  # of the block's tokens
+        now = row[begin : begin + block]
+        original = [place >= given for place in range(block)]
+        schedule = [sum(original) // steps + (step < sum(original) % steps) for step in range(steps)]
+        seen: list[list[int]] = []
+        post_steps = 0
+        for step in range(most):
+            raw = logits(row[:begin] + now)[begin:].clone()
+            raw[:, mask] = -torch.inf
+            sure, ranked = raw.softmax(-1).max(-1).values.tolist(), raw.argsort(-1, descending=True).tolist()
+            open_ = [i for i in range(given, block) if now[i] == mask]
+            first = [i for i in open_ if original[i]]
+            post_steps = 0 if first else post_steps + 1
+            filled = open_
+            if step < steps:
+                least = schedule[step] + len(open_) - len(first)
+                filled = [i for i in open_ if sure[i] > threshold]
+                if len(filled) < least:
+                    filled = sorted(open_, key=lambda i: -sure[i])[:least]
+            last = post_steps >= post if post else bool(first) and set(first) <= set(filled)
+            if last := last or step == most - 1:
+                filled = open_
+            edits = [i for i in range(given, block) if i not in open_ and sure[i] > editing and ranked[i][0] != now[i]]
+            after = list(now)
+            for i in filled + edits:
+                after[i] = next(t for t in ranked[i] if not last or t not in (delete, split))
+            for _ in range(5):
+                changed = [i for i in range(block) if after[i] != now[i]]
+                if last or after not in seen or not changed:
+                    break
+                if repeats is not None:
+                    repeats.append(step)
+                place = min(changed, key=lambda i: sure[i])
+                after[place] = next(t for t in ranked[place] if t != after[place])
+            seen.append(list(after))
+            tokens, tracked = list(after[:given]), [False] * given
+            for i in range(given, block):
+                if after[i] == split:
+                    tokens += [mask, now[i]]
+                    tracked += [False, original[i]]
+                elif after[i] != delete:
+                    tokens.append(after[i])
+                    tracked.append(original[i])
+            tokens, original = (tokens + [mask] * block)[:block], (tracked + [False] * block)[:block]
+            stable = tokens == now and mask not in tokens[given:]
+            now = tokens
+            if last or stable:
+                break
+        row[begin : begin + block] = now
+    return row[: len(prompt) + gen]
+
+
 def fast_dllm_v2(
     logits: Logits, prompt: list[int], gen: int, mask: int, *, block: int, small: int, threshold: float
 ) -> list[int]:

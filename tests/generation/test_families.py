@@ -44,6 +44,9 @@ def expected(model: Any, algorithm: str, row: list[int], mask: int) -> list[int]
     if algorithm == "fast_dllm_v2":
         small = min(block, 8)
         return samplers.fast_dllm_v2(logits, row, GEN, mask, block=block, small=small, threshold=0.9)
+    if algorithm == "llada2.2":
+        arguments = {"steps": 32, "threshold": 0.5, "editing": 0.0, "post": 16, "most": 1000}
+        return samplers.llada22(logits, row, GEN, mask, block=block, delete=101, split=102, **arguments)
     steps = min(block, GEN) if algorithm == "llada2" else block  # LLaDA2 takes no more steps than new tokens
     bounds = {"steps": steps, "strategy": "low_confidence_dynamic", "threshold": 0.9}
     return samplers.sdar(logits, row, GEN, mask, block=block, **bounds)
@@ -72,7 +75,7 @@ def test_a_family_samples_by_its_own_algorithm(case: FamilyCase, tmp_path: Path)
     with torch.no_grad():  # peaked, or no threshold is ever met; and never for the mask token or the end
         head.mul_(10)
         head[[mask, 1]] = 0
-    algorithm = case.spec.sampler["algorithm"]
+    algorithm = model.sampler_defaults["algorithm"]
     arguments: dict[str, Any] = {"gen_length": GEN, "temperature": 0.0, "mask_token_id": mask, "eos_token_id": None}
     arguments |= OVERRIDES.get(algorithm, {})
     if algorithm == "fast_dllm_v2":
@@ -93,8 +96,8 @@ def test_defaults_are_complete(case: FamilyCase, tmp_path: Path) -> None:
     """Nothing but a prompt and a length is needed; what the family says is among its sampler's parameters."""
     model = case.load(case.write(tmp_path / "hub"))
     settings = resolve_settings(model, None, {"mask_token_id": 99}, prompt_width=4)
-    assert settings.sampler.name == case.spec.sampler["algorithm"]
-    assert {*case.spec.sampler} <= {"algorithm", *settings.sampler.parameters()}
+    assert settings.sampler.name == model.sampler_defaults["algorithm"]
+    assert {*model.sampler_defaults} <= {"algorithm", *settings.sampler.parameters()}
     block = settings.sampler.parameters().keys() & {"block_length", "block_size"}
     if settings.sampler.model_blocks and block:
         assert getattr(settings.sampler, block.pop()) == model.config.block_size

@@ -167,6 +167,34 @@ def test_llada21_edits(seed: int, threshold: float, editing: float, post: int, l
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("steps", "threshold", "editing", "post", "most"),
+    [
+        (8, 0.5, 0.0, 16, 1000),
+        (3, 0.3, 0.2, 5, 1000),
+        (8, 0.9, 0.0, 0, 12),
+        (6, 0.2, 0.1, 1, 1000),
+        (12, 0.6, 0, 9, 7),
+    ],
+)
+def test_llada22_deletes_and_inserts(
+    seed: int, steps: int, threshold: float, editing: float, post: int, most: int
+) -> None:
+    """Edits, repeated results and blocks that run out of steps are common here."""
+    model = StandIn(family("block_causal", algorithm="llada2.2"), seed=seed, block_size=8, peak=2.0)
+    ids = {"delete_token_id": 5 + 9 * seed, "split_token_id": 17 + seed}
+    model.head[:, list(ids.values())] *= 1.5  # often the best token
+    arguments = {"threshold": threshold, "editing_threshold": editing, "max_post_steps": post}
+    rows, found = sample(model, gen_length=21, steps=steps, max_steps_per_block=most, **arguments, **ids)
+    for row, line in zip(rows, found, strict=True):
+        assert line == published.llada22(
+            published.block_causal(model, 8), row, 21, MASK, block=8, steps=steps, threshold=threshold,
+            editing=editing, post=post, most=most, delete=ids["delete_token_id"], split=ids["split_token_id"],
+        )  # fmt: skip
+        assert not set(line[len(row) :]) & {MASK, *ids.values()}
+
+
 @pytest.mark.parametrize("threshold", [1.0, 0.6, 0.2])
 @pytest.mark.parametrize(("block", "small"), [(8, 4), (6, 2), (4, 4)])
 def test_fast_dllm_v2(threshold: float, block: int, small: int) -> None:

@@ -11,10 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlm_bridge import Bridge, DlmBridgeError
+from dlm_bridge.models.modeling_llada2_moe import routing_blocks
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.two_streams import BlockDiffusion
 from tests.families import llada2_moe, llada_moe, rnd1
 from tests.families.case import FamilyCase, config_of
 
-RND1, LLADA_MOE, LLADA2 = rnd1.CASE, llada_moe.CASE, llada2_moe.CASE
+RND1, LLADA_MOE = rnd1.CASE, llada_moe.CASE
+LLADA2, BLOCK_ROUTED = llada2_moe.CASES
 DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 ROUTER = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
 
@@ -87,6 +91,42 @@ def test_experts_run_in_one_kernel(case: FamilyCase, tmp_path: Path) -> None:
         torch.testing.assert_close(model(ids).logits, loop(ids).logits, atol=1e-5, rtol=0)
 
 
+# ------------------------------------------------------------------------------------------------- routing by blocks
+
+
+def test_routing_blocks_end_with_documents_streams_and_padding() -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 0], [0, 1, 2, 0, 1, 2, 0, 0, 0], [0, 0, 0, 1, 2, 3, 4, 4, 4]])
+    blocks = routing_blocks(positions, 4).view(3, 9)
+    packed, streams, padded = (row - row[0] for row in blocks)
+    assert packed.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 3]  # positions start again: another document
+    assert streams.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 4]  # the second stream's block, then padding
+    assert padded.tolist() == [0, 1, 2, 2, 2, 2, 3, 4, 5]  # on both sides: every padding token is alone
+    assert (blocks[:, 0].diff() > 0).all()
+
+
+def test_a_noisy_block_is_trained_with_the_experts_that_it_is_sampled_with(tmp_path: Path) -> None:
+    """Logits of a noisy block between two streams and of the same block behind its clean text."""
+    model = BLOCK_ROUTED.load(BLOCK_ROUTED.write(tmp_path / "hub", block_size=8, expert_capacity=4))
+    ids = torch.arange(40).view(2, 20) * 7 % 100
+    labels = ids.masked_fill(torch.arange(20) < 3, -100)
+    noisy = BlockDiffusion(mask_token_id=99, block_size=8).noise(ids, Uniforms.keyed(1, 0, [0, 1], 20), labels)
+    with torch.no_grad():
+        found = noisy.logits(model).split(noisy.mask.sum(dim=1).tolist())
+        for row in range(2):
+            alone = []
+            for begin in range(0, 20, 8):
+                block = slice(begin, min(begin + 8, 20))
+                text = torch.cat([ids[row, :begin], noisy.input_ids[row, block]])[None]
+                alone.append(model(text).logits[0, begin:][noisy.mask[row, block]])
+            torch.testing.assert_close(found[row], torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
+def test_megatron_core_has_no_such_router() -> None:
+    """Conversion writes the model all the same: a Megatron checkpoint has its sizes, not a configuration."""
+    with pytest.raises(DlmBridgeError, match="expert_capacity"):
+        BLOCK_ROUTED.spec.mapping.settings(BLOCK_ROUTED.config)
+
+
 # ------------------------------------------------------------------------------------------------- dtypes
 
 
@@ -147,7 +187,10 @@ def test_casting_to_fp32_takes_routers_along(tmp_path: Path) -> None:
         (LLADA2, {"score_function": "softmax"}, "score_function = 'softmax'"),
         (LLADA2, {"norm_topk_prob": False}, "norm_topk_prob = False"),
         (LLADA2, {"num_shared_experts": 0}, "num_shared_experts 0"),
-        (LLADA2, {"rope_theta": 3000000, "max_position_embeddings": 131072}, "routing by blocks"),
+        (LLADA2, {"rope_theta": 3000000, "max_position_embeddings": 131072}, "needs expert_capacity"),
+        (BLOCK_ROUTED, {"expert_capacity": 3}, "expert_capacity 3 must hold num_experts_per_tok 4"),
+        (BLOCK_ROUTED, {"expert_capacity": 17}, "expert_capacity 17 .*num_experts 16"),
+        (BLOCK_ROUTED, {"block_size": 0}, "block_size"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

@@ -42,6 +42,7 @@ _BUILT_IN = {
     "sdar": "sdar:SDARSampler",
     "llada2": "llada2:LLaDA2Sampler",
     "llada2.1": "llada21:LLaDA21Sampler",
+    "llada2.2": "llada22:LLaDA22Sampler",
     "fast_dllm_v2": "fast_dllm_v2:FastDLLMv2Sampler",
     "nemotron": "nemotron:NemotronSampler",
     "linear_spec": "linear_spec:LinearSpecSampler",

@@ -1,0 +1,204 @@
+"""LLaDA2.2's sampler, which deletes and inserts tokens of the block as well (Levenshtein edits).
+
+    for block in blocks of block_length, counted from the text's first token:
+        original = the block's masks;  counts = their number, divided evenly over the steps
+        until the block has no masks and a step changes nothing, or after a final step:
+            tokens = argmax(logits), or draws;  scores = their probabilities
+            added = masks that are not original
+            commit the masks with score > threshold, or the count + added best if these are more; after `steps` all
+            replace committed new tokens of the block that differ and have score > editing_threshold
+            if the result was one of this block before: its least certain change takes the second best token
+            from left to right: DELETE is left out;  SPLIT becomes a mask and the token that stood there before
+            cut the block, or fill it with masks, to its length
+        final: the max_post_steps-th step without original masks, or the max_steps_per_block-th of all: it commits all
+            masks, and no DELETE or SPLIT
+
+Source: inclusionAI/LLaDA2.2-flash's `generate` as FLX-OSS/FluxServe documents and serves it (99b73a0, its
+decoders/levenshtein.py and development guide), with that decoder's deterministic choice where a block repeats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.generation.canvas import BlockLayout, to_device
+from dlm_bridge.generation.commit_rules import MINUS_INFINITY, CommitRule, Step, top_scores
+from dlm_bridge.generation.predictors import BlockCausalPredictor
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.token_sampling import Noise, probability_of, without_token
+
+RETRIES = 5  # of a step whose result was there before
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLaDA22Sampler(Sampler):
+    """LLaDA2.2's `generate`.
+
+    Args:
+        block_length: tokens that are denoised together.
+        steps: over which a block's masks are divided.
+        threshold: probability above which a mask is committed.
+        editing_threshold: probability above which a committed token is replaced.
+        max_post_steps: steps that a block may take without masks of its beginning; 0: it ends with the last of them.
+        max_steps_per_block: steps that a block may take.
+        delete_token_id, split_token_id: tokens that delete their position, or insert a mask before it.
+    """
+
+    name: ClassVar[str] = "llada2.2"
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
+    model_blocks: ClassVar[bool] = True
+    infills: ClassVar[bool] = False  # tokens between masks would move
+
+    gen_length: int = parameter(2048, minimum=1)
+    block_length: int = parameter(32, minimum=1)
+    steps: int = parameter(32, minimum=1)
+    threshold: float = parameter(0.5, minimum=0)
+    editing_threshold: float = parameter(0.0, minimum=0)
+    max_post_steps: int = parameter(16, minimum=0)
+    max_steps_per_block: int = parameter(1000, minimum=2)
+    delete_token_id: int = parameter(156930, minimum=0)
+    split_token_id: int = parameter(156931, minimum=0)
+
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        return SamplerSpec(
+            layout=BlockLayout(self.block_length, aligned=True),
+            rule=LevenshteinRule(self),
+            sampling=self.sampling(),
+            predictor=BlockCausalPredictor,
+            predictor_options={"block_length": self.block_length},
+        )
+
+
+class LevenshteinRule(CommitRule):
+    """Commits masks and replaces tokens by thresholds, then carries out the DELETE and SPLIT tokens among them.
+
+    The block keeps its length: what is deleted makes room for masks at its end, what is inserted pushes tokens out.
+    """
+
+    edits = True
+
+    def __init__(self, sampler: LLaDA22Sampler) -> None:
+        self._sampler = sampler
+        self._masks: list[int] = []  # of each row, when the block began
+        self._original: torch.Tensor | None = None  # [B, N], True at the block's first masks, wherever they are now
+        self._post_steps: torch.Tensor | None = None  # [B], steps without original masks so far
+        self._seen: list[torch.Tensor] = []  # [B, N] each, results before DELETE and SPLIT were carried out
+        self._more_A: torch.Tensor | None = None
+
+    def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
+        self._masks, self._original, self._seen = masks, None, []
+        steps = self._sampler.steps
+        schedule = [[count // steps + (step < count % steps) for step in range(steps)] for count in masks]
+        later = self._sampler.max_steps_per_block - steps
+        return [[*counts, *[0] * later][: self._sampler.max_steps_per_block] for counts in schedule]
+
+    def select(self, step: Step) -> torch.Tensor:
+        """The positions that get another token, not always the proposed one: `write` moves tokens as well."""
+        return self.write(step) != step.before
+
+    def write(self, step: Step) -> torch.Tensor:
+        sampler, device = self._sampler, step.before.device
+        rows_A = to_device(step.rows, device)
+        if self._original is None or self._post_steps is None:  # a block's first step
+            shape = (len(self._masks), step.before.shape[1])
+            self._original = torch.zeros(shape, dtype=torch.bool, device=device)
+            self._original[rows_A] = step.masked
+            self._post_steps = torch.zeros(shape[0], dtype=torch.long, device=device)
+        original_AN = self._original[rows_A]
+        open_AN = step.masked & original_AN
+        post_A = torch.where(open_AN.any(dim=1), 0, self._post_steps[rows_A] + 1)
+        self._post_steps[rows_A] = post_A
+
+        dtype = torch.promote_types(step.logits.dtype, torch.float32)
+        logits_ANV = without_token(step.logits, step.mask_token_id, dtype)
+        scores_AN = probability_of(step.tokens, logits_ANV)
+        # Enough for one that is neither DELETE nor SPLIT.
+        ranked_ANK = logits_ANV.topk(min(3, logits_ANV.shape[-1]), dim=-1).indices
+        filled_AN = self._filled(step, scores_AN, (step.masked & ~original_AN).sum(dim=1))
+        last = step.index + 1 >= sampler.max_steps_per_block
+        if sampler.max_post_steps:
+            final_A = post_A >= sampler.max_post_steps
+        else:
+            final_A = open_AN.any(dim=1) & ~(open_AN & ~filled_AN).any(dim=1)
+        final_A = final_A | last
+        filled_AN = torch.where(final_A[:, None], step.masked, filled_AN)
+        edits_AN = step.new & ~step.masked & (scores_AN > sampler.editing_threshold) & (step.tokens != step.before)
+        plain_AN = _first(ranked_ANK, ~self._is_edit(ranked_ANK))
+        tokens_AN = torch.where(final_A[:, None] & self._is_edit(step.tokens), plain_AN, step.tokens)
+        written_AN = torch.where(filled_AN | edits_AN, tokens_AN, step.before)
+        written_AN = self._without_repetition(step, written_AN, scores_AN, ranked_ANK, ~final_A)
+        self._remember(rows_A, written_AN)
+        result_AN, original_AN = self._carried_out(step, written_AN, original_AN)
+        self._original[rows_A] = original_AN
+        masks_A = ((result_AN == step.mask_token_id) & step.new).any(dim=1)
+        self._more_A = ~final_A & (masks_A | (result_AN != step.before).any(dim=1))
+        return result_AN
+
+    def continues(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
+        # An end-of-sequence token does not end a row's block early: it may be edited away again.
+        assert self._more_A is not None
+        return self._more_A
+
+    def _filled(self, step: Step, scores_AN: torch.Tensor, added_A: torch.Tensor) -> torch.Tensor:
+        """[A, N], the masks to commit, of which `added_A` were not there when the block began."""
+        if step.index >= self._sampler.steps:
+            return step.masked
+        masked_scores_AN = scores_AN.masked_fill(~step.masked, MINUS_INFINITY)
+        confident_AN = masked_scores_AN > self._sampler.threshold
+        least_A = to_device(step.num_transfer_tokens, scores_AN.device) + added_A
+        best_AN = top_scores(masked_scores_AN, least_A)
+        return torch.where((confident_AN.sum(dim=1) >= least_A)[:, None], confident_AN, best_AN)
+
+    def _is_edit(self, tokens: torch.Tensor) -> torch.Tensor:
+        return (tokens == self._sampler.delete_token_id) | (tokens == self._sampler.split_token_id)
+
+    def _without_repetition(
+        self,
+        step: Step,
+        written_AN: torch.Tensor,
+        scores_AN: torch.Tensor,
+        ranked_ANK: torch.Tensor,
+        may_A: torch.Tensor,
+    ) -> torch.Tensor:
+        """The result of a step or, where the block had it before, another one: its least certain change is another
+        token. Without this, edits could go round in circles."""
+        rows_A = to_device(step.rows, written_AN.device)
+        for _ in range(RETRIES if self._seen else 0):
+            changed_AN = written_AN != step.before
+            seen_A = torch.stack([(seen[rows_A] == written_AN).all(dim=1) for seen in self._seen]).any(dim=0)
+            uncertain_A1 = scores_AN.masked_fill(~changed_AN, torch.inf).argmin(dim=1, keepdim=True)
+            again_A = seen_A & may_A & changed_AN.any(dim=1)
+            other_AN = _first(ranked_ANK, ranked_ANK != written_AN[..., None])
+            other_A1 = torch.where(again_A[:, None], other_AN, written_AN).gather(1, uncertain_A1)
+            written_AN = written_AN.scatter(1, uncertain_A1, other_A1)
+        return written_AN
+
+    def _remember(self, rows_A: torch.Tensor, written_AN: torch.Tensor) -> None:
+        result_BN = torch.full((len(self._masks), written_AN.shape[1]), -1, device=written_AN.device)
+        result_BN[rows_A] = written_AN
+        self._seen.append(result_BN)
+
+    def _carried_out(
+        self, step: Step, written_AN: torch.Tensor, original_AN: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block's tokens after DELETE and SPLIT, and where its original masks and what became of them are now."""
+        deleted_AN = (written_AN == self._sampler.delete_token_id) & step.new
+        split_AN = (written_AN == self._sampler.split_token_id) & step.new
+        counts_AN = 1 - deleted_AN.long() + split_AN.long()
+        stops_AN = counts_AN.cumsum(dim=1)
+        width = written_AN.shape[1]
+        # One column more takes what is deleted or pushed out.
+        last_AN = torch.where(deleted_AN, width, stops_AN - 1).clamp(max=width)  # of what each position becomes
+        tokens_AN = written_AN.new_full((len(written_AN), width + 1), step.mask_token_id)
+        tokens_AN.scatter_(1, last_AN, torch.where(split_AN, step.before, written_AN))
+        moved_AN = torch.zeros_like(tokens_AN, dtype=torch.bool).scatter(1, last_AN, original_AN)
+        return tokens_AN[:, :width], moved_AN[:, :width]
+
+
+def _first(ranked_ANK: torch.Tensor, allowed_ANK: torch.Tensor) -> torch.Tensor:
+    """[A, N], the first allowed of each position's ranked tokens."""
+    return ranked_ANK.gather(-1, allowed_ANK.int().argmax(dim=-1, keepdim=True))[..., 0]
