@@ -35,6 +35,9 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
         Text(f"a step: {run.config.data.global_batch_size:,} sequences, {run.tokens_per_step:,} tokens, {sequences}"),
         soft_wrap=True,
     )
+    if ramp_up := run.config.data.batch_ramp_up:
+        start, increment, samples = ramp_up.split(",")
+        console.print(Text(f"begins with {start}, and grows by {increment} over {samples} sequences"), soft_wrap=True)
     if run.step:
         console.print(Text(f"resumes after step {run.step:,} of {run.config.schedule.steps:,}"), soft_wrap=True)
     for piece in run.data[:SHOWN_PIECES]:
@@ -77,6 +80,8 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 def _described(piece: DataSource, run: DryRun) -> str:
     text = piece.name if piece.weight is None else f"{piece.weight:g} x {piece.name}"
+    if piece.validation:
+        text = f"{text} (validation)"
     if piece.tokens is not None:
         return f"{text}: {piece.tokens:,} tokens, {piece.tokens // run.config.data.seq_length:,} blocks"
     return text if piece.nbytes is None else f"{text}: {piece.nbytes:,} bytes"

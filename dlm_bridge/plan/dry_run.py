@@ -47,6 +47,7 @@ class DataSource:
     weight: float | None
     tokens: int | None
     nbytes: int | None
+    validation: bool = False  # of --valid-data
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
         micro_batches=micro_batches,
         tokens_per_step=config.data.global_batch_size * config.data.seq_length,
         step=step,
-        data=tuple(_data_sources(found)),
+        data=(*_data_sources(found), *([] if found.valid is None else _data_sources(found.valid, validation=True))),
         memory=memory,
         notes=(*untested, *point.notes, *notes, *([HUB] if on_hub else []), DEVICE),
     )
@@ -161,7 +162,7 @@ def _model(config: TrainConfig, checkpoint: Path | None, on_hub: bool) -> Any:
 def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_token: int | None) -> None:
     """Raise DlmBridgeError for token ids of the data or a tokenizer that the model lacks."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    for part in found.parts:
+    for part in found.all_parts:
         for source in part:
             if isinstance(source, IndexedTokens):
                 check_token_limits(source, TokenLimits(vocabulary, mask_token))
@@ -244,15 +245,16 @@ def _parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...
     return tuple(groups)
 
 
-def _data_sources(found: DataSources) -> list[DataSource]:
+def _data_sources(found: DataSources, validation: bool = False) -> list[DataSource]:
     sources = []
     for number, part in enumerate(found.parts):
         weight = found.weights[number] if found.weights else None
         for source in part:
             if isinstance(source, IndexedTokens):
-                sources.append(DataSource(source.prefix, weight, len(source.tokens), source.tokens.nbytes))
+                sources.append(DataSource(source.prefix, weight, len(source.tokens), source.tokens.nbytes, validation))
             elif isinstance(source, Path):
-                sources.append(DataSource(str(source), weight, None, source.stat().st_size))
+                sources.append(DataSource(str(source), weight, None, source.stat().st_size, validation))
             else:
-                sources.append(DataSource(source if isinstance(source, str) else source.name, weight, None, None))
+                name = source if isinstance(source, str) else source.name
+                sources.append(DataSource(name, weight, None, None, validation))
     return sources

@@ -20,10 +20,10 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.objectives.registry import find_objective, objectives
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data.blocks import Samples, split
+from dlm_bridge.train.data.blocks import Blocks, Samples, split
 from dlm_bridge.train.data.conversations import ConversationSettings, EosPadding, load_conversation_blocks
 from dlm_bridge.train.data.documents import Source, check_tokenizer
-from dlm_bridge.train.data.sources import DataSources
+from dlm_bridge.train.data.sources import DataSources, Part, Shares
 from dlm_bridge.train.loading import load_tokenizer
 
 
@@ -129,7 +129,7 @@ def load_conversations(
 ) -> tuple[Samples, Samples, Any]:
     """The training and validation samples and the tokenizer of a configuration from `with_family_defaults`. Raises
     DlmBridgeError."""
-    tokenizer, fractions = load_tokenizer(config), config.data.split_fractions
+    tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], mask_token)
     settings = ConversationSettings(
         seq_length=config.data.seq_length,
@@ -140,11 +140,12 @@ def load_conversations(
         block_size=_largest_block(config, model),
         train_on_prompt=bool(config.data.train_on_prompt),
     )
-    cut = [
-        split(load_conversation_blocks(cast(Sequence[Source], part), tokenizer, settings), fractions)[:2]
-        for part in found.parts  # as `check_sources` has found
-    ]
-    train, valid = found.mixed(cut, config.data.seed)
+
+    def cut(part: Part, shares: Shares) -> tuple[Blocks, Blocks]:
+        sources = cast(Sequence[Source], part)  # as `check_sources` has found
+        return split(load_conversation_blocks(sources, tokenizer, settings), shares)[:2]
+
+    train, valid = found.mixed(cut, config.data.split_fractions, config.data.seed)
     return train, valid, tokenizer
 
 

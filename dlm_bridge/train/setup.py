@@ -42,7 +42,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.data.conversations import check_sources
 from dlm_bridge.train.data.indexed import TokenLimits
-from dlm_bridge.train.data.sources import DataSources, ReaderSettings, find_data
+from dlm_bridge.train.data.sources import DataSources, ReaderSettings, find_run_data
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
 from dlm_bridge.train.ranks import watched
@@ -230,10 +230,10 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
 def check_data(config: TrainConfig, load: bool = True) -> DataSources:
     """What `--data` names; `load` as for `find_data`. Raises DlmBridgeError where it names nothing, a blend is not
     W PATH W PATH ..., or a Megatron pair is damaged or shorter than a block: the checks that need no model."""
-    found = find_data(config.data.paths, load)
+    found = find_run_data(config.data, load)
     found.check(config.data.seq_length)
     if config.task == "sft":
-        for part in found.parts:
+        for part in found.all_parts:
             check_sources(part)
     return found
 
@@ -241,7 +241,7 @@ def check_data(config: TrainConfig, load: bool = True) -> DataSources:
 def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Samples, Samples, Any]:
     """The training and validation samples and the tokenizer (None where nothing needs one and the model has none);
     `mask_token` is None where the objective masks nothing. Raises DlmBridgeError."""
-    found = find_data(config.data.paths)
+    found = find_run_data(config.data)
     if config.task == "sft":
         return load_conversations(config, model, found, mask_token)
     reader = ReaderSettings(

@@ -45,8 +45,8 @@ from dlm_bridge.train.metrics import (
     plot_loss,
 )
 from dlm_bridge.train.monitoring import TextSamples, Trackers
+from dlm_bridge.train.schedule import learning_rate
 
-EVAL_BATCHES = 8  # an evaluation reads at most so many global batches, always the same
 EVALUATION_STEP = 0  # of the noise's key: every evaluation draws the same
 
 
@@ -263,7 +263,7 @@ class Trainer(TrainingLoop):
         self.processes = processes
         self.device = processes.device
         self.micro_batch_size, _ = config.data.accumulation(processes.replicas)
-        self.sampler = BatchSampler(config.data.global_batch_size)
+        self.sampler = config.data.batches
         self.flops_per_token = flops_per_token(model, config.data.seq_length) * objective.tokens_read
         self.peak_flops = peak_flops(processes.device_name, config.precision.name)
         self.prefetcher: Prefetcher[StepBatches] | None = None
@@ -322,9 +322,11 @@ class Trainer(TrainingLoop):
             noisy.append(anneal_mask(batch, config, step, samples))
         return self.step_batches(noisy)
 
-    def rank_samples(self, step: int) -> list[list[int]]:
-        """The global sample indices of this data parallel rank's micro-batches."""
-        return self.sampler.samples(step, self.processes.replica, self.processes.replicas, self.micro_batch_size)
+    def rank_samples(self, step: int, sampler: BatchSampler | None = None) -> list[list[int]]:
+        """The global sample indices of this data parallel rank's micro-batches, of the training batches by default."""
+        return (sampler or self.sampler).samples(
+            step, self.processes.replica, self.processes.replicas, self.micro_batch_size
+        )
 
     def step_batches(self, noisy: Sequence[NoisyBatch]) -> StepBatches:
         """Noisy batches of one step with their normaliser, as the engine's model takes them."""
@@ -385,8 +387,8 @@ class Trainer(TrainingLoop):
             raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
         if finite and not math.isfinite(norm):
             raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
-        tokens = self.config.data.global_batch_size * self.config.data.seq_length
-        tokens_per_s = tokens / seconds
+        seq_length = self.config.data.seq_length
+        tokens_per_s = self.sampler.batch_size(step) * seq_length / seconds
         devices = self.processes.world_size
         peak = None if self.peak_flops is None else self.peak_flops * devices
         return StepMetrics(
@@ -394,7 +396,7 @@ class Trainer(TrainingLoop):
             loss=loss,
             grad_norm=norm if math.isfinite(norm) else None,
             lr=lr,
-            tokens=step * tokens,
+            tokens=self.sampler.samples_before(step + 1) * seq_length,
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_device=tokens_per_s / devices,
             mfu=None if peak is None else tokens_per_s * self.flops_per_token / peak,
@@ -407,7 +409,7 @@ class Trainer(TrainingLoop):
     def evaluate(self) -> float:
         """The validation loss, over the same blocks with the same noise every time, of the model as a checkpoint of
         this step is used: with its block size and its family's own attention, annealed or not."""
-        count = min(len(self.valid), EVAL_BATCHES * self.config.data.global_batch_size)
+        count = min(len(self.valid), self.config.logging.eval_batches * self.config.data.global_batch_size)
         objective = dataclasses.replace(self.objective, length_variation=0.0)
         sums_K, normaliser_K = self.evaluation_sums(objective, count)
         return float((sums_K / divisors(normaliser_K)).sum())
@@ -444,18 +446,6 @@ def catch_sigterm() -> Iterator[threading.Event]:
         yield event
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of `step`, which counts from 1: linear warm-up to `lr`, then the schedule down to `min_lr` at the last
-    step. A pure function, so that a resume needs no scheduler state."""
-    if step <= config.schedule.warmup_steps:
-        return config.optimizer.lr * step / config.schedule.warmup_steps
-    if config.schedule.name == "constant":
-        return config.optimizer.lr
-    progress = min(1.0, (step - config.schedule.warmup_steps) / (config.schedule.steps - config.schedule.warmup_steps))
-    decay = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule.name == "cosine" else 1 - progress
-    return config.schedule.min_lr + (config.optimizer.lr - config.schedule.min_lr) * decay
 
 
 def check_same_count(what: str, found: int, recorded: int) -> None:

@@ -37,7 +37,7 @@ def _rows(step: int, count: int, length: int = 16) -> torch.Tensor:
     """The tokens of a step, as the engine reads mock data with the default split."""
     blocks = MockBlocks(length, tokens=130, seed=0)
     train = Epochs(split(blocks, (0.99, 0.01, 0.0))[0], seed=0)
-    return train.rows(BatchSampler(count).samples(step, 0, 1, count)[0]).input_ids
+    return train.rows(BatchSampler((count,)).samples(step, 0, 1, count)[0]).input_ids
 
 
 def test_the_loss_is_transformers_own(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_sections_cover_all_blocks_once(
 
 def test_an_epoch_holds_every_block_once_and_the_next_another_order() -> None:
     blocks = MockBlocks(4, 9, seed=0, length=10)
-    read = [g for step in range(1, 6) for micro in BatchSampler(4).samples(step, 0, 1, 2) for g in micro]
+    read = [g for step in range(1, 6) for micro in BatchSampler((4,)).samples(step, 0, 1, 2) for g in micro]
     drawn = [Epochs(blocks, seed=1).block(g) for g in read]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
     assert drawn[:10] != drawn[10:]
@@ -162,7 +162,7 @@ def test_an_epoch_holds_every_block_once_and_the_next_another_order() -> None:
 
 @pytest.mark.parametrize(("processes", "micro"), [(1, 8), (1, 2), (2, 4), (4, 1)])
 def test_every_layout_reads_the_same_samples(processes: int, micro: int) -> None:
-    sampler = BatchSampler(global_batch_size=8)
+    sampler = BatchSampler((8,))
     read = [
         g for process in range(processes) for batch in sampler.samples(3, process, processes, micro) for g in batch
     ]

@@ -25,8 +25,8 @@ from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.schedule import learning_rate
 from dlm_bridge.train.setup import with_objective
-from dlm_bridge.train.trainer import learning_rate
 from tests import launcher
 from tests.processes import environments
 from tests.train.conftest import Run, read_metrics, without_speed

@@ -100,6 +100,16 @@ class TrainConfig:
                 raise OptionError(
                     "--block-schedule", f": block size {size} does not divide --seq-length {self.data.seq_length}"
                 )
+        if self.data.valid_paths and self.data.split != DataOptions.split:
+            raise OptionError("--split", "with --valid-data: all of --data is for training: leave one of them out")
+        if self.data.batch_ramp_up and (self.objective.moe_aux_loss_coeff or self.objective.moe_z_loss_coeff):
+            raise OptionError(
+                "--batch-ramp-up",
+                "with losses of MoE routers: megatron-core scales them for one batch size: leave "
+                "--moe-aux-loss-coeff and --moe-z-loss-coeff out",
+            )
+        if (decays := self.schedule.wsd_decay_steps) is not None and decays > self.schedule.steps:
+            raise OptionError("--wsd-decay-steps", f"{decays} is more than --steps {self.schedule.steps}")
         self.data.accumulation(processes=1)
         # Made to be checked.
         _ = self.data.split_fractions, self.checkpoint.saves, self.logging.tracker_names

@@ -23,6 +23,7 @@ from dlm_bridge.train.config.options import (
 if TYPE_CHECKING:
     from dlm_bridge.mapping.layout import Layout
     from dlm_bridge.parallel.context_parallel import ContextParallelConfig
+    from dlm_bridge.train.data.loader import BatchSampler
 
 ENGINES = ("accelerate", "megatron")
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
@@ -80,10 +81,17 @@ class DataOptions:
     """What a step reads."""
 
     paths: list[str] = option([], "Training data. May be repeated.", "--data")
+    valid_paths: list[str] = option(
+        [], "Validation data, in place of a part of --data. May be repeated.", "--valid-data", tasks=TRAINING
+    )
     split: str = option("99,1,0", "Training, validation and test fractions.", tasks=TRAINING, fixed=True)
     seq_length: int = option(1024, "Tokens per sequence.", minimum=1, fixed=True)
     global_batch_size: int = option(32, "Sequences per step, over all processes.", minimum=1, fixed=True)
     micro_batch_size: int | None = option(None, "Sequences per forward pass of a process.", minimum=1)
+    batch_ramp_up: str | None = option(
+        None, "START,INCREMENT,SAMPLES: the batch grows to --global-batch-size over so many sequences.",
+        tasks=TRAINING, fixed=True,
+    )  # fmt: skip
     seed: int = option(0, "Seed of data order, noise and initial weights.", minimum=0, fixed=True)
     document_attention: bool = option(
         False, "Mask attention between the documents of a block.", tasks=("pretrain",), fixed=True
@@ -113,23 +121,47 @@ class DataOptions:
             )
         return (numbers[0] / sum(numbers), numbers[1] / sum(numbers), numbers[2] / sum(numbers))
 
+    @cached_property
+    def batches(self) -> BatchSampler:
+        """The global batch sizes over the steps, with `batch_ramp_up`. Raises OptionError."""
+        from dlm_bridge.train.data.loader import BatchSampler
+
+        if self.batch_ramp_up is None:
+            return BatchSampler((self.global_batch_size,))
+        numbers = whole_numbers("--batch-ramp-up", self.batch_ramp_up)
+        if len(numbers) != 3 or min(numbers) < 1:
+            raise self._ramp_error("must be START,INCREMENT,SAMPLES, such as 32,32,100000")
+        start, increment, samples = numbers
+        if start >= self.global_batch_size or (self.global_batch_size - start) % increment:
+            raise self._ramp_error(
+                f"does not reach --global-batch-size {self.global_batch_size} from {start} in steps of {increment}"
+            )
+        sizes = tuple(range(start, self.global_batch_size + 1, increment))
+        return BatchSampler(sizes, samples / (len(sizes) - 1))
+
+    def _ramp_error(self, message: str) -> OptionError:
+        return OptionError("--batch-ramp-up", f"{self.batch_ramp_up} {message}")
+
     def accumulation(self, processes: int) -> tuple[int, int]:
-        """(micro-batch size, micro-batches per step) of each process. Raises OptionError where the global batch is not
-        micro-batch size x processes x a whole number."""
-        if self.global_batch_size % processes:
-            raise OptionError(
-                "--global-batch-size",
-                f"{self.global_batch_size} does not divide over {processes} processes: take a multiple of {processes}",
-            )
-        per_process = self.global_batch_size // processes
-        micro = self.micro_batch_size or per_process
-        if per_process % micro:
-            raise OptionError(
-                "--global-batch-size",
-                f"{self.global_batch_size} is not --micro-batch-size {micro} x {processes} processes x an integer: "
-                f"make it a multiple of {micro * processes}",
-            )
-        return micro, per_process // micro
+        """(micro-batch size, micro-batches per step) of each process, with the largest batch. Raises OptionError where
+        a global batch is not micro-batch size x processes x a whole number."""
+        sizes = self.batches.sizes
+        flags = {self.global_batch_size: "--global-batch-size"}
+        for size in sizes:
+            if size % processes:
+                raise OptionError(
+                    flags.get(size, "--batch-ramp-up"),
+                    f"{size} does not divide over {processes} processes: take a multiple of {processes}",
+                )
+        micro = self.micro_batch_size or math.gcd(*sizes) // processes
+        for size in sizes:
+            if size // processes % micro:
+                raise OptionError(
+                    flags.get(size, "--batch-ramp-up"),
+                    f"{size} is not --micro-batch-size {micro} x {processes} processes x an integer: make it a "
+                    f"multiple of {micro * processes}",
+                )
+        return micro, self.global_batch_size // processes // micro
 
 
 @dataclass(frozen=True)
@@ -214,11 +246,19 @@ class ScheduleOptions:
 
     steps: int = option(1000, "Optimizer steps.", minimum=1)
     name: str = option(
-        "cosine", "cosine, linear or constant.", "--lr-schedule", choices=("cosine", "linear", "constant"),
+        "cosine", "cosine, linear, constant, wsd (constant until a last decay) or inverse-square-root.",
+        "--lr-schedule", choices=("cosine", "linear", "constant", "wsd", "inverse-square-root"),
         task_defaults={"rl": "constant"},
     )  # fmt: skip
     warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
-    min_lr: float = option(0.0, "Learning rate at the last step.", minimum=0)
+    min_lr: float = option(0.0, "Learning rate at the last step, or the least.", minimum=0)
+    wsd_decay_steps: int | None = option(
+        None, "The last steps, in which wsd decays; a tenth by default.", minimum=1, needs=("--lr-schedule", "wsd")
+    )
+    wsd_decay_style: str = option(
+        "exponential", "exponential, linear, cosine or minus-sqrt.",
+        choices=("exponential", "linear", "cosine", "minus-sqrt"), needs=("--lr-schedule", "wsd"),
+    )  # fmt: skip
     exit_duration: float | None = option(None, "Minutes after which the run saves and exits.", minimum=0)
 
 
@@ -345,6 +385,7 @@ class LoggingOptions:
     """What is measured beside the training loss."""
 
     eval_interval: int = option(100, "Steps between validations, 0: never.", minimum=0)
+    eval_batches: int = option(8, "Global batches that a validation reads at most.", minimum=1, tasks=TRAINING)
     sample_interval: int = option(
         0, "Steps between sampled texts in DIR/samples.jsonl, 0: never.", minimum=0, tasks=TRAINING
     )

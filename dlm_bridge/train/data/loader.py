@@ -6,6 +6,9 @@ Nothing is stored, so a resumed run repeats nothing and skips nothing, on any nu
 
 from __future__ import annotations
 
+import bisect
+import functools
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -16,17 +19,46 @@ from typing import Generic, TypeVar
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """The global sample indices of each step."""
+    """The global sample indices of each step, which counts from 1.
 
-    global_batch_size: int
+    Args:
+        sizes: the global batch sizes that a run begins with, the final one last; each but the last until it has read
+            `samples_per_size` samples more than the sizes before it were to read, as megatron-core's ramp-up does.
+    """
+
+    sizes: tuple[int, ...]
+    samples_per_size: float = 0.0
+
+    def batch_size(self, step: int) -> int:
+        """The global batch size of a step."""
+        return self._stage(step)[2]
+
+    def samples_before(self, step: int) -> int:
+        """How many samples all steps before `step` read together."""
+        first_step, first_sample, size = self._stage(step)
+        return first_sample + (step - first_step) * size
 
     def samples(self, step: int, process: int, processes: int, micro_batch_size: int) -> list[list[int]]:
-        """The global sample indices of one process's micro-batches at `step`, which counts from 1."""
-        share = self.global_batch_size // processes
-        first = (step - 1) * self.global_batch_size + process * share
+        """The global sample indices of one process's micro-batches at a step."""
+        share = self.batch_size(step) // processes
+        first = self.samples_before(step) + process * share
         return [
             list(range(start, start + micro_batch_size)) for start in range(first, first + share, micro_batch_size)
         ]
+
+    def _stage(self, step: int) -> tuple[int, int, int]:
+        """(first step, first sample, batch size) of the stage that a step belongs to."""
+        return self._stages[bisect.bisect_right(self._stages, step, key=lambda stage: stage[0]) - 1]
+
+    @functools.cached_property
+    def _stages(self) -> list[tuple[int, int, int]]:
+        stages, step, sample = [], 1, 0
+        for number, size in enumerate(self.sizes[:-1], 1):
+            steps = max(0, math.ceil((number * self.samples_per_size - sample) / size))
+            if steps:
+                stages.append((step, sample, size))
+            step, sample = step + steps, sample + steps * size
+        return [*stages, (step, sample, self.sizes[-1])]
 
 
 T = TypeVar("T")

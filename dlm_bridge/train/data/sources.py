@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import datasets
 from huggingface_hub import HfApi, constants
 
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.train.config.sections import DataOptions
 from dlm_bridge.train.data.blocks import (
     MOCK,
     Blend,
@@ -30,6 +31,9 @@ from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_leng
 
 PAIR_SUFFIXES = (".bin", ".idx")
 FILE_SUFFIXES = (*JSON_SUFFIXES, *PAIR_SUFFIXES, ".parquet", ".txt", ".md", ".csv", ".gz", ".zst")
+Part = tuple[Source | IndexedTokens | str, ...]
+Shares = tuple[float, float, float]  # of training, validation and test
+Cut = Callable[[Part, Shares], tuple[Blocks, Blocks]]
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -39,7 +43,7 @@ class ReaderSettings:
 
     seq_length: int
     seed: int
-    shares: tuple[float, float, float]  # of training, validation and test
+    shares: Shares  # of training, validation and test
     fit: TokenLimits
     with_documents: bool  # rows say which of their tokens are of one document
 
@@ -48,17 +52,23 @@ class ReaderSettings:
 class DataSources:
     """The parts of `--data`, found but not yet tokenised: one, or the weighted parts of a blend."""
 
-    parts: tuple[tuple[Source | IndexedTokens | str, ...], ...]
+    parts: tuple[Part, ...]
     weights: tuple[float, ...]  # empty for one part
+    valid: DataSources | None = None  # --valid-data; None: a part of each source
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """The parts for training and for validation."""
+        return self.parts if self.valid is None else (*self.parts, *self.valid.parts)
 
     @property
     def has_text(self) -> bool:
         """Whether a tokenizer is needed."""
-        return any(isinstance(source, Path | NamedDataset) for part in self.parts for source in part)
+        return any(isinstance(source, Path | NamedDataset) for part in self.all_parts for source in part)
 
     def check(self, seq_length: int) -> None:
         """Raise DlmBridgeError where a pair holds less than one block."""
-        for part in self.parts:
+        for part in self.all_parts:
             for source in part:
                 if isinstance(source, IndexedTokens):
                     check_length(source, seq_length)
@@ -69,24 +79,40 @@ class DataSources:
         be read, do not fit the model or are too short."""
         if self.has_text:
             check_tokenizer(tokenizer, reader.fit.vocabulary, reader.fit.mask_token_id)
-        return self.mixed([_part(part, reader, tokenizer) for part in self.parts], reader.seed)
+        return self.mixed(lambda part, shares: _part(part, shares, reader, tokenizer), reader.shares, reader.seed)
 
-    def mixed(self, both: Sequence[tuple[Blocks, Blocks]], seed: int) -> tuple[Samples, Samples]:
-        """The training and the validation samples of each part's blocks for both."""
-        train, valid = ([pair[which] for pair in both] for which in (0, 1))
+    def mixed(self, cut: Cut, shares: Shares, seed: int) -> tuple[Samples, Samples]:
+        """The training and the validation samples: `cut` gives the blocks of a part for both, by their shares."""
+        if self.valid is not None:
+            train, valid = ([cut(part, (1, 0, 0))[0] for part in each.parts] for each in (self, self.valid))
+            return self._shuffled(train, seed), self.valid._ordered(valid)
+        both = [cut(part, shares) for part in self.parts]
+        return self._shuffled([train for train, _ in both], seed), self._ordered([valid for _, valid in both])
+
+    def _shuffled(self, parts: Sequence[Blocks], seed: int) -> Samples:
         if not self.weights:
-            return Epochs(train[0], seed), Epochs(valid[0])
-        shuffled = tuple(Epochs(blocks, seed, number) for number, blocks in enumerate(train))
+            return Epochs(parts[0], seed)
+        shuffled = tuple(Epochs(blocks, seed, number) for number, blocks in enumerate(parts))
+        return Blend(shuffled, blend_schedule(self.weights))
+
+    def _ordered(self, parts: Sequence[Blocks]) -> Samples:
         # A source without validation blocks leaves the others' proportions as they are.
-        kept = [number for number, blocks in enumerate(valid) if len(blocks)]
-        ordered = tuple(Epochs(valid[number]) for number in kept)
-        weights = [self.weights[number] for number in kept]
-        return Blend(shuffled, blend_schedule(self.weights)), Blend(
-            ordered, blend_schedule(weights)
-        ) if kept else Epochs(valid[0])
+        kept = [number for number, blocks in enumerate(parts) if len(blocks)]
+        if not self.weights or not kept:
+            return Epochs(parts[0])
+        ordered = tuple(Epochs(parts[number]) for number in kept)
+        return Blend(ordered, blend_schedule([self.weights[number] for number in kept]))
 
 
-def find_data(items: Sequence[str], load: bool = True) -> DataSources:
+def find_run_data(options: DataOptions, load: bool = True) -> DataSources:
+    """The sources of a run's `--data` and `--valid-data`, as `find_data`."""
+    found = find_data(options.paths, load)
+    if not options.valid_paths:
+        return found
+    return replace(found, valid=find_data(options.valid_paths, load, "--valid-data"))
+
+
+def find_data(items: Sequence[str], load: bool = True, flag: str = "--data") -> DataSources:
     """The sources of `--data`: PATH... (one after the other), or W PATH W PATH ... (a blend). Raises DlmBridgeError
     for a path that names nothing, a weight without a path, a path without a weight and a weight that is not positive.
     Without `load` datasets that would be fetched and prepared are `NamedDataset`s without rows."""
@@ -96,11 +122,11 @@ def find_data(items: Sequence[str], load: bool = True) -> DataSources:
     for place in range(0, len(items), 2):
         weight = _weight(items[place])
         if weight is None:
-            raise DlmBridgeError(f"--data {items[place]}: no weight before it: a blend is W PATH W PATH ...")
+            raise DlmBridgeError(f"{flag} {items[place]}: no weight before it: a blend is W PATH W PATH ...")
         if not (math.isfinite(weight) and weight > 0):
-            raise DlmBridgeError(f"--data {items[place]}: a weight must be a positive number")
+            raise DlmBridgeError(f"{flag} {items[place]}: a weight must be a positive number")
         if place + 1 == len(items) or _weight(items[place + 1]) is not None:
-            raise DlmBridgeError(f"--data {items[place]}: no path after this weight: a blend is W PATH W PATH ...")
+            raise DlmBridgeError(f"{flag} {items[place]}: no path after this weight: a blend is W PATH W PATH ...")
         weights.append(weight)
         parts.append(tuple(find_sources(items[place + 1], load)))
     blend_schedule(weights)
@@ -150,12 +176,10 @@ def _weight(item: str) -> float | None:
     return None
 
 
-def _part(
-    sources: Sequence[Source | IndexedTokens | str], reader: ReaderSettings, tokenizer: Any
-) -> tuple[Blocks, Blocks]:
+def _part(sources: Part, shares: Shares, reader: ReaderSettings, tokenizer: Any) -> tuple[Blocks, Blocks]:
     """Training and validation blocks: each source split on its own, all text together."""
     text = [source for source in sources if isinstance(source, Path | NamedDataset)]
-    fit, shares = reader.fit, reader.shares
+    fit = reader.fit
     cut: list[tuple[Blocks, Blocks, Blocks]] = []
     if text:
         packed = pack(text, tokenizer, reader.seq_length, fit.mask_token_id, reader.with_documents)

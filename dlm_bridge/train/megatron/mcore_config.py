@@ -246,12 +246,14 @@ def check_sizes(config: TrainConfig, objective: Objective) -> None:
     """Raise DlmBridgeError for rows and batches that a run's layout does not divide."""
     streams, vp, pp = objective.streams, config.parallel.vp, config.parallel.pp
     rank_positions(streams * config.data.seq_length, config.parallel.cp, streams)
-    _, batches = config.data.accumulation(parallel_state.get_data_parallel_world_size())
-    if vp > 1 and batches % pp:
-        raise DlmBridgeError(
-            f"--vp {vp} takes micro-batches in groups of --pp {pp}, and a step has {batches} of them: "
-            "change --global-batch-size or --micro-batch-size"
-        )
+    processes = parallel_state.get_data_parallel_world_size()
+    micro, _ = config.data.accumulation(processes)
+    for size in config.data.batches.sizes if vp > 1 else ():
+        if (batches := size // processes // micro) % pp:
+            raise DlmBridgeError(
+                f"--vp {vp} takes micro-batches in groups of --pp {pp}, and a step has {batches} of them: "
+                "change --global-batch-size, --batch-ramp-up or --micro-batch-size"
+            )
 
 
 def check_sequence(config: TrainConfig) -> None:

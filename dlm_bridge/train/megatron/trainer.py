@@ -30,6 +30,7 @@ from dlm_bridge.parallel.self_attention import scales_queries
 from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
+from dlm_bridge.train.data.loader import BatchSampler
 from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron.checkpoints import CheckpointManager, describe_mtp, write_hub_config
 from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints
@@ -192,9 +193,10 @@ class MegatronTrainer(Trainer):
         """A global batch at a time, in as many micro-batches as a training step has: experts and pipelines want all
         ranks to run as many forward passes."""
         totals = torch.zeros(2, objective.terms, dtype=torch.float64)
+        sampler = BatchSampler((self.config.data.global_batch_size,))
         with self.gathered_weights(), self._eval_mode():
             for number in range(1, -(-count // self.config.data.global_batch_size) + 1):
-                samples = self.rank_samples(number)
+                samples = self.rank_samples(number, sampler)
                 batches = self.step_batches([self.evaluation_batch(objective, each, count) for each in samples])
                 normaliser_K = self.sum_on_cpu(self.counted_once(batches.normaliser))
                 sums_K = self._run_schedule(batches.batches, torch.ones(objective.terms), forward_only=True)

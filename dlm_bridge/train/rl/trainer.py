@@ -36,7 +36,8 @@ from dlm_bridge.train.lora import Adapter, add_adapter
 from dlm_bridge.train.metrics import StepMetrics
 from dlm_bridge.train.rl.rows import Shuffled
 from dlm_bridge.train.rl.updates import UpdateMetrics
-from dlm_bridge.train.trainer import TrainingLoop, check_same_count, learning_rate
+from dlm_bridge.train.schedule import learning_rate
+from dlm_bridge.train.trainer import TrainingLoop, check_same_count
 
 
 @dataclass(frozen=True, kw_only=True)
