@@ -1,8 +1,8 @@
-"""The learning rate over the steps of a run: a pure function, so that a resume needs no scheduler state.
+"""The learning rate and the batch size over the steps of a run: pure functions, so that a resume needs no state.
 
 Every schedule warms up linearly to `--lr`. Those that decay end at `--min-lr` with the last step; `wsd` (warm-up,
 stable, decay) keeps the rate until its last steps, so that a run can be prolonged from a checkpoint before them. The
-formulas are those of megatron-core's `OptimizerParamScheduler`.
+formulas are those of megatron-core's `OptimizerParamScheduler`, and of its ramp-up of the batch size.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.sections import ScheduleOptions
+from dlm_bridge.train.data.loader import BatchSampler
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -21,6 +22,11 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     if schedule.name == "inverse-square-root":
         return max(schedule.min_lr, peak * math.sqrt(max(1, schedule.warmup_steps) / step))
     return schedule.min_lr + (peak - schedule.min_lr) * _remaining(schedule, step)
+
+
+def batch_sampler(config: TrainConfig) -> BatchSampler:
+    """Which samples each step reads, with `--batch-ramp-up` fewer in the first steps."""
+    return BatchSampler(config.data.batch_sizes, config.data.samples_per_size)
 
 
 def _remaining(schedule: ScheduleOptions, step: int) -> float:

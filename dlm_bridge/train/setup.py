@@ -230,7 +230,7 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
 def check_data(config: TrainConfig, load: bool = True) -> DataSources:
     """What `--data` names; `load` as for `find_data`. Raises DlmBridgeError where it names nothing, a blend is not
     W PATH W PATH ..., or a Megatron pair is damaged or shorter than a block: the checks that need no model."""
-    found = find_run_data(config.data, load)
+    found = find_run_data(config.data.paths, config.data.valid_paths, load)
     found.check(config.data.seq_length)
     if config.task == "sft":
         for part in found.all_parts:
@@ -241,7 +241,7 @@ def check_data(config: TrainConfig, load: bool = True) -> DataSources:
 def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Samples, Samples, Any]:
     """The training and validation samples and the tokenizer (None where nothing needs one and the model has none);
     `mask_token` is None where the objective masks nothing. Raises DlmBridgeError."""
-    found = find_run_data(config.data)
+    found = find_run_data(config.data.paths, config.data.valid_paths)
     if config.task == "sft":
         return load_conversations(config, model, found, mask_token)
     reader = ReaderSettings(

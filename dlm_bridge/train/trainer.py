@@ -45,7 +45,7 @@ from dlm_bridge.train.metrics import (
     plot_loss,
 )
 from dlm_bridge.train.monitoring import TextSamples, Trackers
-from dlm_bridge.train.schedule import learning_rate
+from dlm_bridge.train.schedule import batch_sampler, learning_rate
 
 EVALUATION_STEP = 0  # of the noise's key: every evaluation draws the same
 
@@ -263,7 +263,7 @@ class Trainer(TrainingLoop):
         self.processes = processes
         self.device = processes.device
         self.micro_batch_size, _ = config.data.accumulation(processes.replicas)
-        self.sampler = config.data.batches
+        self.sampler = batch_sampler(config)
         self.flops_per_token = flops_per_token(model, config.data.seq_length) * objective.tokens_read
         self.peak_flops = peak_flops(processes.device_name, config.precision.name)
         self.prefetcher: Prefetcher[StepBatches] | None = None

@@ -128,7 +128,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"min_lr": 1.0}, "--min-lr"),
         ({"beta2": 1.0}, "--beta2"),
         ({"length_variation": 2.0}, "--length-variation"),
-        ({"lr_schedule": "wsd"}, "--lr-schedule"),
+        ({"lr_schedule": "polynomial"}, "--lr-schedule"),
         ({"precision": "fp8", "lora_rank": 4, "lora_quantize": "4bit"}, "--lora-quantize"),
         ({"lora_alpha": 8.0}, "--lora-alpha"),
         ({"cpu_offload": True}, "--cpu-offload"),

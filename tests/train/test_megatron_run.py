@@ -190,6 +190,15 @@ def test_a_resume_reads_weights_once(
         assert [row[figure] for row in resumed] == [row[figure] for row in whole]
 
 
+def test_a_growing_batch_is_that_of_the_other_engine(tmp_path: Path, on_megatron: Run, run: Run) -> None:
+    options = {"global_batch_size": 8, "batch_ramp_up": "2,2,12", "lr_schedule": "wsd", "eval_interval": 3}
+    options |= {"wsd_decay_steps": 2, "steps": 6, "save_interval": 0, "micro_batch_size": 2}
+    found, expected = on_megatron(tmp_path / "megatron", **options), run(tmp_path / "accelerate", **options)
+    for figure in ("loss", "grad_norm", "lr", "tokens"):
+        assert [row[figure] for row in found] == pytest.approx([row[figure] for row in expected], rel=2e-4), figure
+    assert found[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=2e-4)
+
+
 def test_a_resume_of_experts_reads_their_routers(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from dlm_bridge.plan.dry_run import DryRun, dry_run
 from dlm_bridge.train.config.files import load_config
+from dlm_bridge.train.schedule import learning_rate
 from tests.train.chats import conversation, write_rows
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -51,9 +52,20 @@ def test_there_is_a_recipe_of_every_kind() -> None:
         "llada-8b",
         "llada-moe-7b-a1b",
         "llada2-mini-16b-a1.4b",
+        "megadlms-1.7b",
     }
     listed = (CONFIGS / "README.md").read_text()
     assert all(f"`{path.parent.name}/{path.name}`" in listed for path in RECIPES)
+
+
+def test_a_published_recipe_has_its_rates(prepared: dict[str, str]) -> None:
+    """MegaDLMs' examples/dlm_training/dlm_pretrain_1.7b.sh: 2e-4, down to 2e-5 in the last 1,000 steps."""
+    config = show(CONFIGS / "megadlms-1.7b/pretrain.yaml", prepared).config
+    steps = config.schedule.steps
+    assert steps == 10_000_000_000 * 1000 // (256 * 2048)
+    assert config.logging.eval_batches == 150_000_000 // (256 * 2048)
+    assert learning_rate(config, 2000) == learning_rate(config, steps - 1000) == 2e-4
+    assert learning_rate(config, steps) == pytest.approx(2e-5)
 
 
 def test_the_command_line_wins(prepared: dict[str, str]) -> None:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 import yaml
 
 from dlm_bridge.train.config.options import OptionError, check_option, options_of
+from dlm_bridge.train.config.reinforcement import PREFERRED, RLOptions
 from dlm_bridge.train.config.sections import (
     PASSED_THROUGH,
-    PREFERRED,
     CheckpointOptions,
     DataOptions,
     EngineOptions,
@@ -21,7 +21,6 @@ from dlm_bridge.train.config.sections import (
     OptimizerOptions,
     ParallelOptions,
     PrecisionOptions,
-    RLOptions,
     ScheduleOptions,
 )
 

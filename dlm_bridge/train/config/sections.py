@@ -23,21 +23,10 @@ from dlm_bridge.train.config.options import (
 if TYPE_CHECKING:
     from dlm_bridge.mapping.layout import Layout
     from dlm_bridge.parallel.context_parallel import ContextParallelConfig
-    from dlm_bridge.train.data.loader import BatchSampler
 
 ENGINES = ("accelerate", "megatron")
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
 TRACKERS = ("tensorboard", "wandb")
-SAMPLED = ("grpo", "diffu-grpo", "block-grpo")  # methods on sampled completions and their rewards
-PREFERRED = ("dpo", "vrpo")  # methods on rows of preferred and rejected answers
-METHODS = (*SAMPLED, *PREFERRED)
-AUTOREGRESSIVE = ("grpo", "dpo")  # what TRL trains
-BETAS = {"grpo": 0.04, "diffu-grpo": 0.04, "block-grpo": 0.04, "dpo": 0.1, "vrpo": 0.2}
-# Arguments of `generate` that a rollout sets, or that would return other rows than one completion per prompt.
-ROLLOUT_ARGUMENTS = (
-    "attention_mask", "commit_rule", "generation_config", "generator", "infill", "input_ids", "inputs",
-    "num_return_sequences", "output_history", "return_dict_in_generate", "span_lengths", "streamer",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,22 +111,26 @@ class DataOptions:
         return (numbers[0] / sum(numbers), numbers[1] / sum(numbers), numbers[2] / sum(numbers))
 
     @cached_property
-    def batches(self) -> BatchSampler:
-        """The global batch sizes over the steps, with `batch_ramp_up`. Raises OptionError."""
-        from dlm_bridge.train.data.loader import BatchSampler
-
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The global batch sizes of `batch_ramp_up`, in order, and the final one. Raises OptionError."""
         if self.batch_ramp_up is None:
-            return BatchSampler((self.global_batch_size,))
+            return (self.global_batch_size,)
         numbers = whole_numbers("--batch-ramp-up", self.batch_ramp_up)
         if len(numbers) != 3 or min(numbers) < 1:
             raise self._ramp_error("must be START,INCREMENT,SAMPLES, such as 32,32,100000")
-        start, increment, samples = numbers
+        start, increment, _ = numbers
         if start >= self.global_batch_size or (self.global_batch_size - start) % increment:
             raise self._ramp_error(
                 f"does not reach --global-batch-size {self.global_batch_size} from {start} in steps of {increment}"
             )
-        sizes = tuple(range(start, self.global_batch_size + 1, increment))
-        return BatchSampler(sizes, samples / (len(sizes) - 1))
+        return tuple(range(start, self.global_batch_size + 1, increment))
+
+    @property
+    def samples_per_size(self) -> float:
+        """How many samples a run reads with each batch size but the last."""
+        if self.batch_ramp_up is None:
+            return 0.0
+        return whole_numbers("--batch-ramp-up", self.batch_ramp_up)[2] / (len(self.batch_sizes) - 1)
 
     def _ramp_error(self, message: str) -> OptionError:
         return OptionError("--batch-ramp-up", f"{self.batch_ramp_up} {message}")
@@ -145,7 +138,7 @@ class DataOptions:
     def accumulation(self, processes: int) -> tuple[int, int]:
         """(micro-batch size, micro-batches per step) of each process, with the largest batch. Raises OptionError where
         a global batch is not micro-batch size x processes x a whole number."""
-        sizes = self.batches.sizes
+        sizes = self.batch_sizes
         flags = {self.global_batch_size: "--global-batch-size"}
         for size in sizes:
             if size % processes:
@@ -461,71 +454,3 @@ class EngineOptions:
                 except yaml.YAMLError:
                     raise OptionError("--megatron", f"{setting}: {value} is no value in YAML") from None
         return found
-
-
-@dataclass(frozen=True)
-class RLOptions:
-    """Reinforcement learning and preference optimisation."""
-
-    method: str = option(
-        "", f"{', '.join(METHODS)}; grpo and dpo are for autoregressive models.", choices=("", *METHODS), fixed=True
-    )
-    reward: list[str] = option(
-        [],
-        "Function (prompts, completions, rows) -> numbers: a dotted path, file.py:name, countdown, maths; 0.1*NAME "
-        "weights it. May be repeated.",
-        fixed=True,
-    )  # fmt: skip
-    reward_timeout: float = option(10.0, "Seconds that a reward may take for a step's completions.", above=0)
-    reward_failure: str = option(
-        "stop", "When a reward raises or hangs: stop, or zero (its row gets 0).", choices=("stop", "zero")
-    )
-    eval_data: list[str] = option([], "Held-out rows, answered greedily or compared. May be repeated.", fixed=True)
-    group_size: int = option(8, "Completions per prompt, compared with each other.", minimum=1, fixed=True)
-    updates: int = option(1, "Optimizer steps with each step's completions.", minimum=1, fixed=True)
-    gen_length: int = option(256, "Longest completion, in tokens.", minimum=1, fixed=True)
-    temperature: float = option(1.0, "Of sampling; held-out prompts are answered at 0.", above=0, fixed=True)
-    generation: list[str] = option(
-        [], "Further settings of the sampler, NAME=VALUE such as steps=64. May be repeated.", fixed=True
-    )
-    advantages: str = option(
-        "centred", "Rewards minus their group's mean (centred), or divided by its deviation too (scaled).",
-        choices=("centred", "scaled"), fixed=True,
-    )  # fmt: skip
-    rl_normalisation: str = option(
-        "rows", "The policy loss: mean over completions of their means (rows), or mean over all tokens (tokens).",
-        choices=("rows", "tokens"), fixed=True,
-    )  # fmt: skip
-    clip_range: float = option(0.2, "Clipping range of a token's probability ratio.", above=0)
-    beta: float | None = option(
-        None, "Weight of the KL term (0.04, 0: no reference model), of dpo and vrpo 0.1, 0.2.", minimum=0
-    )
-    prompt_masking: float = option(
-        0.15, "Of diffu-grpo: fraction of prompt tokens masked in a likelihood estimate.", minimum=0, below=1,
-        fixed=True,
-    )  # fmt: skip
-    trace_steps: int = option(
-        32, "Of block-grpo and bidirectional models: sampler steps per likelihood forward pass.", minimum=1, fixed=True
-    )
-    elbo_levels: int = option(8, "Of vrpo: noise levels per likelihood bound.", minimum=1, fixed=True)
-    elbo_masks: int = option(1, "Of vrpo: masks per noise level.", minimum=1, fixed=True)
-
-    @property
-    def kl_weight(self) -> float:
-        """`beta`, or the method's default."""
-        return BETAS[self.method] if self.beta is None else self.beta
-
-    @property
-    def sampler(self) -> dict[str, Any]:
-        """The settings of `generation`, as keyword arguments of a model's generate. Raises OptionError."""
-        settings = {}
-        for item in self.generation:
-            name, equals, value = item.partition("=")
-            if not (name.isidentifier() and equals and value):
-                raise OptionError("--generation", f"{item}: NAME=VALUE is needed, such as steps=64")
-            if name in ("gen_length", "max_new_tokens", "temperature", "seed"):
-                raise OptionError("--generation", f"{item}: use --{name.replace('_', '-')}")
-            if name in ROLLOUT_ARGUMENTS:
-                raise OptionError("--generation", f"{item}: a rollout is one completion per prompt: leave it out")
-            settings[name] = yaml.safe_load(value)
-        return settings

@@ -14,7 +14,6 @@ import datasets
 from huggingface_hub import HfApi, constants
 
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.train.config.sections import DataOptions
 from dlm_bridge.train.data.blocks import (
     MOCK,
     Blend,
@@ -104,12 +103,10 @@ class DataSources:
         return Blend(ordered, blend_schedule([self.weights[number] for number in kept]))
 
 
-def find_run_data(options: DataOptions, load: bool = True) -> DataSources:
-    """The sources of a run's `--data` and `--valid-data`, as `find_data`."""
-    found = find_data(options.paths, load)
-    if not options.valid_paths:
-        return found
-    return replace(found, valid=find_data(options.valid_paths, load, "--valid-data"))
+def find_run_data(items: Sequence[str], valid_items: Sequence[str], load: bool = True) -> DataSources:
+    """The sources of a run's `--data` and, where there are any, of its `--valid-data`, as `find_data`."""
+    found = find_data(items, load)
+    return replace(found, valid=find_data(valid_items, load, "--valid-data")) if valid_items else found
 
 
 def find_data(items: Sequence[str], load: bool = True, flag: str = "--data") -> DataSources:

@@ -248,7 +248,7 @@ def check_sizes(config: TrainConfig, objective: Objective) -> None:
     rank_positions(streams * config.data.seq_length, config.parallel.cp, streams)
     processes = parallel_state.get_data_parallel_world_size()
     micro, _ = config.data.accumulation(processes)
-    for size in config.data.batches.sizes if vp > 1 else ():
+    for size in config.data.batch_sizes if vp > 1 else ():
         if (batches := size // processes // micro) % pp:
             raise DlmBridgeError(
                 f"--vp {vp} takes micro-batches in groups of --pp {pp}, and a step has {batches} of them: "

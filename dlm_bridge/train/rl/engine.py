@@ -18,7 +18,7 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import mask_token_id
 from dlm_bridge.train.accelerate.trainer import run
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.config.sections import AUTOREGRESSIVE, SAMPLED
+from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
 from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.loading import load_tokenizer, model_family, starting_model
 from dlm_bridge.train.lora import add_adapter, with_lora

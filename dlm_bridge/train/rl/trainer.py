@@ -30,7 +30,7 @@ from dlm_bridge.train.checkpoints import (
     step_folder,
 )
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.config.sections import AUTOREGRESSIVE, METHODS
+from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, METHODS
 from dlm_bridge.train.loading import load_model
 from dlm_bridge.train.lora import Adapter, add_adapter
 from dlm_bridge.train.metrics import StepMetrics

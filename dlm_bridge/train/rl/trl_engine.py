@@ -33,7 +33,7 @@ from dlm_bridge.train.checkpoints import (
     step_folder,
 )
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.config.sections import SAMPLED
+from dlm_bridge.train.config.reinforcement import SAMPLED
 from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.loading import load_model, load_tokenizer, model_family
 from dlm_bridge.train.lora import add_adapter, with_lora

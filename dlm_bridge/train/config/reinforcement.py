@@ -1,0 +1,89 @@
+"""The options of reinforcement learning and preference optimisation, `dlm-bridge rl`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from dlm_bridge.train.config.options import OptionError, option
+
+SAMPLED = ("grpo", "diffu-grpo", "block-grpo")  # methods on sampled completions and their rewards
+PREFERRED = ("dpo", "vrpo")  # methods on rows of preferred and rejected answers
+METHODS = (*SAMPLED, *PREFERRED)
+AUTOREGRESSIVE = ("grpo", "dpo")  # what TRL trains
+BETAS = {"grpo": 0.04, "diffu-grpo": 0.04, "block-grpo": 0.04, "dpo": 0.1, "vrpo": 0.2}
+# Arguments of `generate` that a rollout sets, or that would return other rows than one completion per prompt.
+ROLLOUT_ARGUMENTS = (
+    "attention_mask", "commit_rule", "generation_config", "generator", "infill", "input_ids", "inputs",
+    "num_return_sequences", "output_history", "return_dict_in_generate", "span_lengths", "streamer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RLOptions:
+    """Reinforcement learning and preference optimisation."""
+
+    method: str = option(
+        "", f"{', '.join(METHODS)}; grpo and dpo are for autoregressive models.", choices=("", *METHODS), fixed=True
+    )
+    reward: list[str] = option(
+        [],
+        "Function (prompts, completions, rows) -> numbers: a dotted path, file.py:name, countdown, maths; 0.1*NAME "
+        "weights it. May be repeated.",
+        fixed=True,
+    )  # fmt: skip
+    reward_timeout: float = option(10.0, "Seconds that a reward may take for a step's completions.", above=0)
+    reward_failure: str = option(
+        "stop", "When a reward raises or hangs: stop, or zero (its row gets 0).", choices=("stop", "zero")
+    )
+    eval_data: list[str] = option([], "Held-out rows, answered greedily or compared. May be repeated.", fixed=True)
+    group_size: int = option(8, "Completions per prompt, compared with each other.", minimum=1, fixed=True)
+    updates: int = option(1, "Optimizer steps with each step's completions.", minimum=1, fixed=True)
+    gen_length: int = option(256, "Longest completion, in tokens.", minimum=1, fixed=True)
+    temperature: float = option(1.0, "Of sampling; held-out prompts are answered at 0.", above=0, fixed=True)
+    generation: list[str] = option(
+        [], "Further settings of the sampler, NAME=VALUE such as steps=64. May be repeated.", fixed=True
+    )
+    advantages: str = option(
+        "centred", "Rewards minus their group's mean (centred), or divided by its deviation too (scaled).",
+        choices=("centred", "scaled"), fixed=True,
+    )  # fmt: skip
+    rl_normalisation: str = option(
+        "rows", "The policy loss: mean over completions of their means (rows), or mean over all tokens (tokens).",
+        choices=("rows", "tokens"), fixed=True,
+    )  # fmt: skip
+    clip_range: float = option(0.2, "Clipping range of a token's probability ratio.", above=0)
+    beta: float | None = option(
+        None, "Weight of the KL term (0.04, 0: no reference model), of dpo and vrpo 0.1, 0.2.", minimum=0
+    )
+    prompt_masking: float = option(
+        0.15, "Of diffu-grpo: fraction of prompt tokens masked in a likelihood estimate.", minimum=0, below=1,
+        fixed=True,
+    )  # fmt: skip
+    trace_steps: int = option(
+        32, "Of block-grpo and bidirectional models: sampler steps per likelihood forward pass.", minimum=1, fixed=True
+    )
+    elbo_levels: int = option(8, "Of vrpo: noise levels per likelihood bound.", minimum=1, fixed=True)
+    elbo_masks: int = option(1, "Of vrpo: masks per noise level.", minimum=1, fixed=True)
+
+    @property
+    def kl_weight(self) -> float:
+        """`beta`, or the method's default."""
+        return BETAS[self.method] if self.beta is None else self.beta
+
+    @property
+    def sampler(self) -> dict[str, Any]:
+        """The settings of `generation`, as keyword arguments of a model's generate. Raises OptionError."""
+        settings = {}
+        for item in self.generation:
+            name, equals, value = item.partition("=")
+            if not (name.isidentifier() and equals and value):
+                raise OptionError("--generation", f"{item}: NAME=VALUE is needed, such as steps=64")
+            if name in ("gen_length", "max_new_tokens", "temperature", "seed"):
+                raise OptionError("--generation", f"{item}: use --{name.replace('_', '-')}")
+            if name in ROLLOUT_ARGUMENTS:
+                raise OptionError("--generation", f"{item}: a rollout is one completion per prompt: leave it out")
+            settings[name] = yaml.safe_load(value)
+        return settings

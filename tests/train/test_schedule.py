@@ -1,0 +1,215 @@
+"""The learning rate and the batch size over the steps of a run, and validation data of their own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import OptionError
+from dlm_bridge.train.data.indexed import TokenLimits
+from dlm_bridge.train.data.sources import ReaderSettings, find_run_data
+from dlm_bridge.train.schedule import batch_sampler, learning_rate
+from tests.train.chats import chatty, conversation, write_rows
+from tests.train.conftest import Run, without_speed
+
+STEPS, WARMUP, DECAY = 40, 5, 12
+RAMP = {"global_batch_size": 8, "batch_ramp_up": "2,2,12"}
+
+
+@pytest.mark.parametrize("style", ["exponential", "linear", "cosine", "minus-sqrt"])
+def test_wsd_is_megatron_cores(style: str) -> None:
+    options = {"lr_schedule": "wsd", "wsd_decay_style": style, "wsd_decay_steps": DECAY}
+    assert rates(options) == pytest.approx(reference("WSD", style.replace("-", "_")), abs=1e-9)
+    assert rates(options)[-1] == pytest.approx(0.1)
+    assert set(rates(options)[WARMUP - 1 : STEPS - DECAY]) == {1.0}
+
+
+def test_inverse_square_root_is_megatron_cores() -> None:
+    found = rates({"lr_schedule": "inverse-square-root"})
+    assert found == pytest.approx(reference("inverse-square-root"))
+    assert found[4 * WARMUP - 1] == pytest.approx(0.5)
+
+
+def test_wsd_decays_in_a_tenth_of_the_steps_by_default() -> None:
+    found = rates({"lr_schedule": "wsd"})
+    assert found[STEPS - 5] == 1.0
+    assert found[STEPS - 4] < 1.0
+
+
+def rates(options: dict[str, Any]) -> list[float]:
+    """The learning rates of all steps."""
+    flags = {"model": "m", "data": ["d"], "output": "o", "steps": STEPS, "warmup_steps": WARMUP}
+    config = TrainConfig.from_flags(**flags, lr=1.0, min_lr=0.1, **options)
+    return [learning_rate(config, step) for step in range(1, STEPS + 1)]
+
+
+def reference(style: str, wsd_style: str = "exponential") -> list[float]:
+    """The same by megatron-core."""
+    scheduler = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[]),
+        init_lr=0.0,
+        max_lr=1.0,
+        min_lr=0.1,
+        lr_warmup_steps=WARMUP,
+        lr_decay_steps=STEPS,
+        lr_decay_style=style,
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        wsd_decay_steps=DECAY,
+        lr_wsd_decay_style=wsd_style,
+    )
+    found = []
+    for step in range(1, STEPS + 1):
+        scheduler.num_steps = step
+        found.append(scheduler.get_lr({"max_lr": 1.0, "min_lr": 0.1}))
+    return found
+
+
+@pytest.mark.parametrize("ramp", ["2,2,12", "4,4,3", "1,1,100", "6,2,1"])
+def test_the_batch_grows_as_megatron_cores(ramp: str) -> None:
+    start, increment, samples = map(int, ramp.split(","))
+    sampler = batch_sampler(config(batch_ramp_up=ramp, global_batch_size=8, micro_batch_size=1))
+    reference = RampupBatchsizeNumMicroBatchesCalculator(8, 1, 1, False, 0, start, increment, samples)
+    read = 0
+    for step in range(1, 80):
+        reference.update(read, consistency_check=False, verbose=False)
+        assert sampler.samples_before(step) == read
+        assert sampler.batch_size(step) == reference.get_current_running_global_batch_size()
+        read += sampler.batch_size(step)
+    assert sampler.batch_size(80) == 8
+
+
+@pytest.mark.parametrize(("processes", "micro"), [(1, 2), (2, 1)])
+def test_a_growing_batch_reads_every_sample_once(processes: int, micro: int) -> None:
+    sampler = batch_sampler(config(**RAMP))
+    read = [
+        [
+            g
+            for process in range(processes)
+            for batch in sampler.samples(step, process, processes, micro)
+            for g in batch
+        ]
+        for step in range(1, 12)
+    ]
+    assert list(itertools.chain(*read)) == list(range(sampler.samples_before(12)))
+    assert [len(samples) for samples in read[:5]] == [2, 2, 4, 6, 8]
+
+
+def config(**flags: Any) -> TrainConfig:
+    return TrainConfig.from_flags(model="m", data=["d"], output="o", **flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"batch_ramp_up": "2,2"}, "--batch-ramp-up"),
+        ({"batch_ramp_up": "2,4,12", "global_batch_size": 8}, "--batch-ramp-up"),
+        ({"batch_ramp_up": "8,2,12", "global_batch_size": 8}, "--batch-ramp-up"),
+        ({"batch_ramp_up": "3,5,12", "global_batch_size": 8, "micro_batch_size": 2}, "--batch-ramp-up"),
+        ({**RAMP, "engine": "megatron", "moe_aux_loss_coeff": 0.1}, "--batch-ramp-up"),
+        ({"wsd_decay_steps": 5}, "--wsd-decay-steps"),
+        ({"wsd_decay_style": "linear"}, "--wsd-decay-style"),
+        ({"lr_schedule": "wsd", "wsd_decay_steps": 50, "steps": 40}, "--wsd-decay-steps"),
+        ({"valid_data": ["v"], "split": "90,10,0"}, "--split"),
+    ],
+)
+def test_bad_values_name_the_flag(flags: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        config(**flags)
+    assert raised.value.flag == named
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(OptionError) as raised:
+        config(**RAMP).check_batch(4)
+    assert raised.value.flag == "--batch-ramp-up"
+
+
+def test_a_run_resumes_while_the_batch_grows(tmp_path: Path, run: Run) -> None:
+    options = {**RAMP, "lr_schedule": "wsd", "wsd_decay_steps": 4, "micro_batch_size": 2, "eval_interval": 0}
+    whole = run(tmp_path / "whole", steps=6, save_steps="3", save_interval=0, **options)
+    assert [row["tokens"] // 16 for row in whole] == [2, 4, 8, 14, 22, 30]
+    run(tmp_path / "run", steps=6, save_steps="3", save_interval=0, **options)
+    stopped = tmp_path / "run/checkpoints"
+    for folder in stopped.iterdir():
+        if folder.name != "step-0000003":
+            folder.rename(tmp_path / folder.name)
+    resumed = run(tmp_path / "run", resume=True, steps=6, save_steps="3", save_interval=0, **options)
+    assert without_speed(resumed) == without_speed(whole)
+
+
+def test_a_growing_batch_has_the_loss_of_the_samples_that_it_reads(tmp_path: Path, run: Run) -> None:
+    """Without updates the loss of the first step is that of a run whose batch has that size."""
+    frozen = {"lr": 0.0, "eval_interval": 0, "steps": 2, "save_interval": 0}
+    grown = run(tmp_path / "grown", **{**frozen, **RAMP})
+    small = run(tmp_path / "small", **{**frozen, "global_batch_size": 2})
+    assert [row["loss"] for row in grown] == [row["loss"] for row in small]
+
+
+def test_validation_data_of_their_own(tmp_path: Path, corpus: Path, tokenizer: Any) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"class C{i}:\n    pass\n\n" for i in range(30)))
+    fit = TokenLimits(len(tokenizer), tokenizer.mask_token_id)
+    reader = ReaderSettings(seq_length=16, seed=0, shares=(0.99, 0.01, 0.0), fit=fit, with_documents=False)
+    train, valid = find_run_data([str(corpus)], [str(other)]).sections(reader, tokenizer)
+    alone, none = find_run_data([str(corpus)], []).sections(reader, tokenizer)
+    assert len(train) == len(alone) + len(none)  # all of --data
+    text = tokenizer.decode(valid.rows(range(len(valid))).input_ids.flatten().tolist())
+    assert text.startswith("class C0:\n    pass\n\nclass C1")
+    assert "def" not in text
+
+
+def test_a_blend_of_validation_data(tmp_path: Path, corpus: Path, tokenizer: Any) -> None:
+    files = [tmp_path / f"{letter}.txt" for letter in "ab"]
+    for number, file in enumerate(files):
+        file.write_text(f"x{number} = {number}\n" * 60)
+    fit = TokenLimits(len(tokenizer), tokenizer.mask_token_id)
+    reader = ReaderSettings(seq_length=16, seed=0, shares=(0.99, 0.01, 0.0), fit=fit, with_documents=False)
+    items = ["3", str(files[0]), "1", str(files[1])]
+    _, valid = find_run_data([str(corpus)], items).sections(reader, tokenizer)
+    texts = [tokenizer.decode(row) for row in valid.rows(range(8)).input_ids.tolist()]
+    assert ["x0" in text for text in texts].count(True) == 6
+
+
+@pytest.mark.parametrize("batches", [1, 8])
+def test_an_evaluation_reads_so_many_batches(tmp_path: Path, run: Run, batches: int) -> None:
+    """Of the validation data alone: the loss of a model that is not trained is that of a run with other --data."""
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"class C{i}:\n    pass\n\n" for i in range(120)))
+    options = {"valid_data": [str(other)], "lr": 0.0, "steps": 1, "eval_interval": 1, "eval_batches": batches}
+    (row,) = run(tmp_path / "run", **options)
+    (again,) = run(tmp_path / "again", **{**options, "data": [str(other)]})
+    (fewer,) = run(tmp_path / "fewer", **{**options, "eval_batches": 2})
+    assert row["eval_loss"] == again["eval_loss"] != fewer["eval_loss"]
+
+
+def test_fine_tuning_with_validation_data(tmp_path: Path, run: Run, seed_folder: Path, tokenizer: Any) -> None:
+    chatty(tokenizer).save_pretrained(tmp_path / "m")
+    raw = json.loads((seed_folder / "config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(raw | {"max_sequence_length": 128}))
+    files = [
+        write_rows(tmp_path / f"{first}.jsonl", [conversation(number) for number in range(first, first + 8)])
+        for first in (0, 8)
+    ]
+    options = {
+        "task": "sft",
+        "model": str(tmp_path / "m"),
+        "seq_length": 96,
+        "lr": 0.0,
+        "steps": 1,
+        "eval_interval": 1,
+    }
+    (row,) = run(tmp_path / "run", **options, data=[str(files[0])], valid_data=[str(files[1])])
+    (other,) = run(tmp_path / "other", **options, data=[str(files[1])], valid_data=[str(files[1])])
+    (same,) = run(tmp_path / "same", **options, data=[str(files[0])], valid_data=[str(files[0])])
+    assert row["eval_loss"] == other["eval_loss"] != same["eval_loss"]
