@@ -125,12 +125,13 @@ class CallbackHandler:
         if self._callbacks or self._keep_history:
             tokens = canvas.snapshot()
             names = tuple(canvas.names[row] for row in rows)
-            committed = tokens.ne(self._previous)
+            masked = tokens == canvas.mask_token_id  # perhaps again: a rule may take a token back
+            committed = tokens.ne(self._previous) & ~masked
             probabilities_AN = gather_tokens(
                 logits_ANV.softmax(dim=-1, dtype=torch.float32), canvas.take(rows, columns)
             )
             now = canvas.in_output(rows, columns, probabilities_AN)
-            self._confidence = torch.where(committed, now, self._confidence)
+            self._confidence = torch.where(committed, now, self._confidence).masked_fill(masked, torch.nan)
             step = DenoisingStep(forwards, names, tokens, committed, self._confidence)
             self._previous = tokens
             for callback in self._callbacks:

@@ -185,6 +185,7 @@ def fitting_samplers(family: FamilySpec) -> list[str]:
         for name, known in SAMPLERS.items()
         if family.attention_pattern in known.attention_patterns
         and (not known.families or family.name in known.families)
+        and known.shifted in (None, family.shift)
     ]
     return sorted(fits, key=lambda name: name != family.sampler["algorithm"])
 
@@ -257,6 +258,9 @@ def _refuse_conflict(name: str, value: Any, other: str, other_value: Any) -> Non
         raise DlmBridgeError(f"{name} {value} and {other} {other_value} are the same setting: give one of them")
 
 
+_SHIFT = {False: "unshifted", True: "shifted"}
+
+
 def _family_of(model: Any) -> FamilySpec:
     family = getattr(model, "family", None)
     if not isinstance(family, FamilySpec) or family.kind != "diffusion":
@@ -276,9 +280,11 @@ def _sampler_class(family: FamilySpec, sources: list[_Source], default: str) -> 
     kind = SAMPLERS[name]
     fits = fitting_samplers(family)
     if name not in fits:
-        wanted = " or ".join(kind.families or kind.attention_patterns)
+        wanted, shift = " or ".join(kind.families or kind.attention_patterns), ""
+        if kind.shifted is not None:
+            wanted, shift = f"{wanted} {_SHIFT[kind.shifted]}", f" {_SHIFT[family.shift]}"
         raise DlmBridgeError(
-            f"the {name} sampler runs on {wanted} models, {family.title} is {family.attention_pattern}: "
+            f"the {name} sampler runs on {wanted} models, {family.title} is {family.attention_pattern}{shift}: "
             f"use one of {', '.join(fits)}"
         )
     return kind
@@ -369,15 +375,10 @@ def _check_tokens(
 
 
 def _refuse_infill(family: FamilySpec, kind: type[Sampler], parameters: Mapping[str, Any]) -> None:
-    others = [
-        name
-        for name, other in SAMPLERS.items()
-        if other.infills and family.attention_pattern in other.attention_patterns and not other.families
-    ]
+    others = [name for name in fitting_samplers(family) if SAMPLERS[name].infills and not SAMPLERS[name].families]
     if not kind.infills:
         raise DlmBridgeError(
-            f"the {kind.name} sampler cannot fill masks inside a prompt, its blocks do not attend to what follows: "
-            f"use one of {', '.join(others)}"
+            f"the {kind.name} sampler cannot fill masks inside a prompt: use one of {', '.join(others)}"
         )
     if parameters.get("alg") == "confidence_threshold":
         raise DlmBridgeError(

@@ -8,6 +8,7 @@ rows run in one ragged batch, and each alone.
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
 from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowRequest
 from tests.families.dream import CASE as DREAM
+from tests.generation.conftest import prompts
 from tests.generation.standin import MASK, StandIn, family, ragged
 from tests.generation.test_caches import load_case
 
@@ -48,6 +50,29 @@ def test_the_public_code_s_tokens(record: dict[str, Any]) -> None:
         alone = generate(model, torch.tensor([row]), return_dict_in_generate=True, **settings)
         assert alone.sequences[0, len(row) :].tolist() == tokens
         assert alone.forwards == forwards
+
+
+def test_wino_s_checks_of_a_transformers_model(model: Any) -> None:
+    """The masks behind the canvas under a 4-D attention mask, with padding, on the tiny LLaDA."""
+    settings = {"algorithm": "wino", "gen_length": 12, "block_length": 6, "threshold": 0.0, "threshold_back": 1.0}
+    settings |= {"eos_token_id": None, "mask_token_id": 127, "temperature": 0.0}
+    rows = [prompts(1, length, seed=length)[0].tolist() for length in (5, 9, 2)]
+    ids = torch.tensor([[0] * (9 - len(row)) + row for row in rows])
+    real = torch.tensor([[0] * (9 - len(row)) + [1] * len(row) for row in rows])
+    together = generate(model, ids, attention_mask=real, output_history=True, return_dict_in_generate=True, **settings)
+    taken_back = 0
+    for before, after in pairwise(together.history):
+        taken_back += int(((before.tokens != 127) & (after.tokens == 127)).sum())
+    assert taken_back
+    for row, line in zip(rows, together.sequences.tolist(), strict=True):
+        alone = generate(model, torch.tensor([row]), **settings)
+        assert alone[0].tolist() == line[9 - len(row) :]
+
+
+def test_wino_takes_no_shifted_model() -> None:
+    model = StandIn(family(shift=True, algorithm="llada"))
+    with pytest.raises(DlmBridgeError, match=r"the wino sampler runs on bidirectional unshifted models, .* shifted"):
+        generate(model, torch.tensor([[1, 2]]), algorithm="wino", gen_length=4)
 
 
 @pytest.mark.parametrize("record", [record for record in RECORDS if record.get("model") == "dream"], ids=name_of)

@@ -49,6 +49,7 @@ _BUILT_IN = {
     "wedlm": "wedlm:WeDLMSampler",
     "uniform": "uniform:UniformSampler",
     "hierarchical": "hierarchical:HierarchicalSampler",
+    "wino": "wino:WINOSampler",
     "credit": "credit:CreditSampler",
 }
 
@@ -178,6 +179,7 @@ class Sampler(ABC):
         name: value of the setting `algorithm`.
         attention_patterns: the models that it can run on.
         families: where not empty, the only families whose training allows it.
+        shifted: where not None, the only value of the family's logit shift that it runs with.
         aliases: published parameter names for what transformers calls otherwise.
         model_blocks: the default block length is the one in the model's config.
         shortens_block: the default block length is at most `gen_length`.
@@ -189,6 +191,7 @@ class Sampler(ABC):
     name: ClassVar[str]
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]]
     families: ClassVar[tuple[str, ...]] = ()
+    shifted: ClassVar[bool | None] = None
     aliases: ClassVar[Mapping[str, str]] = {}
     model_blocks: ClassVar[bool] = False
     shortens_block: ClassVar[bool] = False

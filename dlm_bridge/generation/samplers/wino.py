@@ -1,0 +1,176 @@
+"""WINO: wide-in, narrow-out decoding, which masks doubtful tokens again (arXiv 2507.18578).
+
+    canvas = prompt + [MASK] * gen_length
+    for block in blocks of block_length, from left to right:
+        accepted = 30
+        while the block has masks:
+            # [MASK] * block_length stand behind the canvas, at the positions of the block. Each attends to all but its
+            # own position of the block, and to the others of them; nothing attends to them.
+            logits, checks = model(canvas + [MASK] * block_length), of the block and of those behind the canvas
+            tokens = argmax(logits / temperature + Gumbel noise)
+            scores = softmax(logits)[tokens] at masks
+            doubts = softmax(checks)[the block's tokens] elsewhere
+            most = 0.7 * masks of the block, between 5 and 20
+            commit the tokens with score > threshold, the best one at least and the best `most` of them at most
+            if more than one is committed:
+                mask the tokens with doubt < threshold_back again, the least probable `accepted` - 1 of them at most
+            accepted = tokens that were committed
+
+Fewer tokens are masked in a step than the step before has committed, so that a block takes at most as many steps as it
+has tokens.
+
+Source: Feng-Hong/WINO-DLLM 9549a1d, LLaDA/decoding.py, `decoding_wino`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.generation.canvas import BlockLayout, Columns, read_flags
+from dlm_bridge.generation.commit_rules import (
+    MINUS_INFINITY,
+    DenoisingRule,
+    LeftToRightRule,
+    SamplerContext,
+    best,
+)
+from dlm_bridge.generation.constraints import Constraints
+from dlm_bridge.generation.kv_cache import KVCache
+from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.runtime.runner import CanvasView
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
+
+FEWEST, MOST = 5, 20  # bounds of the tokens that a step commits at most
+ACCEPTED_BEFORE = 30  # what counts as committed before the first step
+
+
+@dataclass(frozen=True, kw_only=True)
+class WINOSampler(Sampler):
+    """WINO, of models without a logit shift.
+
+    Args:
+        block_length: tokens that are denoised together.
+        threshold: confidence above which a token is committed.
+        threshold_back: probability below which a committed token of the block is masked again; 0: never.
+    """
+
+    name: ClassVar[str] = "wino"
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    shifted: ClassVar[bool | None] = False
+    shortens_block: ClassVar[bool] = True
+    takes_commit_rule: ClassVar[bool] = False
+
+    block_length: int = parameter(128, minimum=1)
+    threshold: float = parameter(0.6, minimum=0)
+    threshold_back: float = parameter(0.9, minimum=0)
+
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        return SamplerSpec(
+            layout=BlockLayout(self.block_length),
+            rule=WINORule(self.threshold, self.threshold_back),
+            sampling=self.sampling(),
+            predictor=CheckingPredictor,
+        )
+
+
+class CheckingPredictor(Predictor):
+    """Every forward pass also predicts each of the block's tokens from all others, by masks behind the canvas.
+
+    Attributes:
+        checks: [A, N, V] logits of these predictions, of the last forward pass.
+    """
+
+    caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache,)
+    checks: torch.Tensor
+
+    def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
+        assert isinstance(columns, slice)
+        view, count = self.view(rows, columns), columns.stop - columns.start
+        places = torch.arange(view.tokens.shape[1], device=view.tokens.device)
+        places = torch.cat([places[columns], places[-count:]])
+        logits, self.checks = self._runner.logits_at(view, places.expand(len(view.tokens), -1)).split(count, dim=1)
+        return logits
+
+    def view(self, rows: list[int] | None, columns: slice) -> CanvasView:
+        width, count = self.canvas.width, columns.stop - columns.start
+        positions, real = self._positions(rows, width)
+        tokens = F.pad(self.canvas.take(rows, slice(0, width)), (0, count), value=self.canvas.mask_token_id)
+        positions, real = (torch.cat([each, each[:, columns]], dim=1) for each in (positions, real))
+        mask_QK = torch.ones(width + count, width + count, dtype=torch.bool, device=tokens.device)
+        mask_QK[:width, width:] = False
+        mask_QK[width:, columns].fill_diagonal_(False)
+        own_QK = torch.eye(width + count, dtype=torch.bool, device=tokens.device)  # padding sees itself
+        return CanvasView(tokens, ((mask_QK & real[:, None]) | own_QK)[:, None], positions)
+
+
+class WINORule(DenoisingRule):
+    """Commits the tokens above one threshold, and masks committed ones below another one again."""
+
+    edits = True
+
+    def __init__(self, threshold: float, threshold_back: float) -> None:
+        self._threshold = threshold
+        self._threshold_back = threshold_back
+
+    def constrained(self, constraints: Constraints) -> DenoisingRule:
+        return LeftToRightRule() if constraints.ordered else self
+
+    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
+        canvas, predictor = context.canvas, context.predictor
+        assert isinstance(predictor, CheckingPredictor)
+        masks = canvas.masks(block)
+        accepted_B = torch.full((len(masks),), ACCEPTED_BEFORE, device=canvas.tokens.device)
+        active = [row for row in canvas.rows if masks[row]]
+        steps = 0
+        while active:
+            rows = context.selected(active)
+            logits = context.predict(active, block)
+            _, tokens = propose_tokens(logits, canvas, active, block, context.sampling, context.noise)
+            before, masked, new = (
+                canvas.take(rows, block),
+                canvas.masked(rows, block),
+                canvas.behind_prompt(rows, block),
+            )
+            committed = self._committed(probability_of(tokens, logits, torch.float64), masked)
+            doubts = probability_of(before, predictor.checks, torch.float64)
+            index = canvas.index(active)
+            doubted = self._doubted(doubts, new & ~masked, committed.sum(dim=1), accepted_B[index])
+            accepted_B[index] = committed.sum(dim=1)
+            after = torch.where(committed, tokens, before.masked_fill(doubted, canvas.mask_token_id))
+            canvas.put(rows, block, after)
+            context.callbacks.step(canvas, active, block, logits, predictor.forwards, final=False)
+            steps += 1
+            left = read_flags(canvas.masked(rows, block).any(dim=1), predictor.launch_speculatively)
+            # Masks are left after so many steps only where the logits are NaN.
+            active = [row for row, more in zip(active, left, strict=True) if more and steps < masks[row]]
+            yield
+            active = canvas.still_wanted(active)
+
+    def _committed(self, scores_AN: torch.Tensor, masked_AN: torch.Tensor) -> torch.Tensor:
+        """[A, N], the masks to commit."""
+        scores_AN = scores_AN.masked_fill(~masked_AN, MINUS_INFINITY)
+        confident_AN = scores_AN > self._threshold
+        most_A1 = (masked_AN.sum(dim=1, keepdim=True) * 7 // 10).clamp(FEWEST, MOST)
+        best_AN = best(scores_AN) & (scores_AN > MINUS_INFINITY)
+        return (confident_AN & (_ranks(scores_AN, descending=True) < most_A1)) | best_AN
+
+    def _doubted(
+        self, doubts_AN: torch.Tensor, written_AN: torch.Tensor, committed_A: torch.Tensor, accepted_A: torch.Tensor
+    ) -> torch.Tensor:
+        """[A, N], the tokens to mask again, of those that are written."""
+        doubts_AN = doubts_AN.masked_fill(~written_AN, torch.inf)
+        fewer_AN = _ranks(doubts_AN, descending=False) < accepted_A[:, None] - 1
+        return (doubts_AN < self._threshold_back) & fewer_AN & (committed_A > 1)[:, None]
+
+
+def _ranks(scores_AN: torch.Tensor, *, descending: bool) -> torch.Tensor:
+    """[A, N], how many positions come before each in this order; of equal scores the leftmost comes first."""
+    order_AN = scores_AN.sort(dim=1, descending=descending, stable=True).indices
+    return order_AN.argsort(dim=1)
