@@ -54,7 +54,7 @@ def test_the_public_code_s_tokens(record: dict[str, Any]) -> None:
 
 def test_wino_s_checks_of_a_transformers_model(model: Any) -> None:
     """The masks behind the canvas under a 4-D attention mask, with padding, on the tiny LLaDA."""
-    settings = {"algorithm": "wino", "gen_length": 12, "block_length": 6, "threshold": 0.0, "threshold_back": 1.0}
+    settings = {"algorithm": "wino", "gen_length": 24, "block_length": 12, "threshold": 0.0, "threshold_back": 1.0}
     settings |= {"eos_token_id": None, "mask_token_id": 127, "temperature": 0.0}
     rows = [prompts(1, length, seed=length)[0].tolist() for length in (5, 9, 2)]
     ids = torch.tensor([[0] * (9 - len(row)) + row for row in rows])
