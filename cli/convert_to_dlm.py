@@ -16,9 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def convert_to_dlm(
-    source: Annotated[
-        str, typer.Argument(metavar="AR_HF", help="Hub folder or Hub id: Llama, Qwen2, Qwen3, Qwen3-MoE.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="AR_HF", help="Hub folder or Hub id of an autoregressive family.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The Hub folder to write.")],
     mask_token: Annotated[
         str | None,
@@ -29,9 +27,15 @@ def convert_to_dlm(
     to: Annotated[
         str | None,
         typer.Option(
-            metavar="FAMILY", help="What it becomes: a2d_* (bidirectional), sdar (block-causal), rnd1 (shifted)."
+            metavar="FORM", help="What it becomes: bidirectional, shifted or block-causal; or the family's name."
         ),
     ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Block size of a block-causal model (default 4).")
+    ] = None,
+    dequantize_fp8: Annotated[
+        bool, typer.Option("--dequantize-fp8", help="Block-scaled FP8 weights become bfloat16.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the noise in the mask token's rows.")] = 0,
     revision: convert.Revision = None,
     workers: convert.Workers = None,
@@ -53,6 +57,8 @@ def convert_to_dlm(
             mask_token,
             to,
             seed=seed,
+            block_size=block_size,
+            dequantize_fp8=dequantize_fp8,
             revision=revision,
             workers=workers,
             overwrite=overwrite,

@@ -34,6 +34,7 @@ def _row(spec: FamilySpec) -> dict[str, Any]:
         "objective": spec.objective,
         "sample": spec.sampler.get("algorithm", "transformers"),
         "checked_against": spec.checked_against,
+        "derived_from": spec.derived_from or None,
     }
 
 
@@ -57,7 +58,11 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
     table.add_column("attention", no_wrap=True)
     table.add_column("load, convert, train, sample")
     table.add_column("checked against", overflow="fold")
+    derived: dict[str, list[str]] = {}
     for row in rows:
+        if row["derived_from"]:
+            derived.setdefault(row["derived_from"], []).append(f"{row['family']} ({', '.join(row['architectures'])})")
+            continue
         abilities = ["Auto classes" if row["load"] else "its own class"]
         abilities += ["Megatron formats"] if "torch_dist" in row["convert"] else []
         table.add_row(
@@ -67,8 +72,14 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
             row["checked_against"],
         )
     console.print(table)
+    table = Table(title="What convert-to-dlm makes of the autoregressive families")
+    table.add_column("family", no_wrap=True)
+    table.add_column("becomes", overflow="fold")
+    for body, forms in derived.items():
+        table.add_row(body, "\n".join(forms))
+    console.print(table)
     for row in rows:
-        if row["why_not_megatron"]:
+        if row["why_not_megatron"] and not row["derived_from"]:
             console.print(f"{row['family']} has no Megatron layout: {row['why_not_megatron']}", highlight=False)
     table = Table(title="Known, not supported")
     table.add_column("architecture", overflow="fold")

@@ -122,6 +122,8 @@ def families() -> str:
     cards = {card.stem for card in (ROOT / CARDS).glob("*.md")}
     rows = ["| family | Hub `architectures` | attention | sampler | checked against |", "|---|---|---|---|---|"]
     for spec in registry.families():
+        if spec.derived_from:  # their card has them all
+            continue
         card = "autoregressive" if spec.kind == "autoregressive" else spec.name
         card = card if card in cards else next((known for known in cards if spec.name.startswith(known)), "")
         name = f"[{spec.title}]({card}.md)" if card else spec.title

@@ -110,7 +110,8 @@ def import_all() -> None:
         with contextlib.suppress(Exception):  # megatron-core is optional; else the process that needs it says what
             importlib.import_module(module)
     for family in families():
-        family.load("model_class")
+        if not family.derived_from:  # the bodies of autoregressive families, which are loaded all the same
+            family.load("model_class")
     gc.collect()
     gc.freeze()  # a collection in a forked process would touch, and so copy, every page of what is imported here
 

@@ -18,19 +18,15 @@ from dlm_bridge.convert.planning import ConversionReport, Options
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.convert.workers import Progress
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import CONFIG_FILE, inside, read_json
+from dlm_bridge.hub import CONFIG_FILE, inside, read_config, read_json, resolve
 from dlm_bridge.mapping.rules import Vocabulary
-from dlm_bridge.models.families import family_by_name
+from dlm_bridge.models.derived import BODIES, forms_of
+from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.initialisation import Normal, initialise
 
 # The autoregressive family -> the diffusion families whose tensors have the same names; the first is the default.
-TARGETS: dict[str, tuple[str, ...]] = {
-    "llama": ("a2d_llama",),
-    "qwen2": ("a2d_qwen2",),
-    "qwen3": ("a2d_qwen3", "sdar"),
-    "qwen3_moe": ("rnd1", "sdar_moe"),
-}
+TARGETS: dict[str, tuple[str, ...]] = {body.name: tuple(forms_of(body).values()) for body in BODIES}
 GENERATION = "generation_config.json"
 DEFAULT = "<|mask|>"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -44,6 +40,8 @@ def convert_to_dlm(
     to: str | None = None,
     *,
     seed: int = 0,
+    block_size: int | None = None,
+    dequantize_fp8: bool = False,
     revision: str | None = None,
     workers: int | None = None,
     overwrite: bool = False,
@@ -53,15 +51,28 @@ def convert_to_dlm(
 ) -> ConversionReport:
     """Write the diffusion checkpoint that `source` (a Hub folder or id) becomes, ready for `pretrain`.
 
-    `mask` is the mask token's text (see `mask_token`), `to` one of the family's `TARGETS`, which says the attention
-    pattern and the shift. The mask token's rows of the embedding and of the output layer, and rows that the vocabulary
-    lacks, are noise drawn from (seed, tensor name). Raises DlmBridgeError for a family without a target, a tokenizer
-    that cannot take the token, a source that is not whole and a refused output.
+    Args:
+        mask: the mask token's text; see `mask_token`.
+        to: the attention pattern and shift, as "bidirectional", "shifted" or "block-causal", or the name of a family
+            of `TARGETS`; by default the family's first.
+        seed: the mask token's rows of the embedding and of the output layer, and rows that the vocabulary lacks, are
+            noise drawn from (seed, tensor name).
+        block_size: of a block-causal model; by default the source's or the target family's.
+        dequantize_fp8: whether block-scaled FP8 weights become bfloat16 ones; without it they are refused.
+
+    Raises:
+        DlmBridgeError: an architecture without a target, a tokenizer that cannot take the token, a source that is not
+            whole, a refused output.
     """
-    opened = open_hub(os.fspath(source), revision)
+    _check_architecture(os.fspath(source), revision)
+    opened = open_hub(os.fspath(source), revision, dequantize_fp8=dequantize_fp8)
     target = _target(opened, to)
+    if block_size is not None and target.attention_pattern != "block_causal":
+        raise DlmBridgeError(f"--block-size {block_size}: {target.name} is {target.attention_pattern}, without blocks")
+    if block_size is not None and block_size < 1:
+        raise DlmBridgeError(f"--block-size {block_size}: a block has at least one position")
     token = mask_token(opened.folder, mask)
-    checkpoint = _Converted(opened, target, token, seed)
+    checkpoint = _Converted(opened, target, token, seed, block_size)
     options = Options(None, workers, overwrite, dry_run, progress, accept_changed_tensors=accept_changed_tensors)
     report = write_hub(checkpoint, Path(output), options)
     report.action = "convert-to-dlm"
@@ -74,7 +85,22 @@ def convert_to_dlm(
         f"{target.title}: {attention_pattern} attention, "
         + ("shifted: logits[i-1] predicts i" if target.shift else "no shift"),
     ]
+    report.notes += opened.notes
+    if opened.dims.mtp:
+        report.notes.append(f"{opened.dims.mtp} multi-token prediction layers are left out: they predict next tokens")
     return report
+
+
+def _check_architecture(source: str, revision: str | None) -> None:
+    """Refuse by its name an architecture that is in no family, with those that can be converted."""
+    path = resolve(source, revision) / CONFIG_FILE
+    architectures = read_config(path).get("architectures") if path.is_file() else None
+    known = {name for family in families() for name in family.architectures}
+    if isinstance(architectures, list) and architectures and not known & {str(name) for name in architectures}:
+        if architectures[0] in UNSUPPORTED:
+            return  # refused with its own reason when it is opened
+        taken = ", ".join(name for body in BODIES for name in body.architectures)
+        raise DlmBridgeError(f"{path}: architecture {architectures[0]} cannot be converted: known are {taken}")
 
 
 def _target(source: HubCheckpoint, name: str | None) -> FamilySpec:
@@ -85,10 +111,11 @@ def _target(source: HubCheckpoint, name: str | None) -> FamilySpec:
         raise DlmBridgeError(
             f"{source.where}: no diffusion family has the tensors of {family.name}: known are {', '.join(TARGETS)}"
         )
-    names = TARGETS[family.name]
-    if name is not None and name not in names:
-        raise DlmBridgeError(f"--to {name}: {family.name} becomes {' or '.join(names)}")
-    return family_by_name(name or names[0])
+    names, forms = TARGETS[family.name], forms_of(family)
+    name = forms.get(name or "", name) or names[0]
+    if name not in names:
+        raise DlmBridgeError(f"--to {name}: {family.name} becomes {', '.join(forms)} ({' or '.join(names)})")
+    return family_by_name(name)
 
 
 class _Converted(ByNameCheckpoint):
@@ -96,16 +123,21 @@ class _Converted(ByNameCheckpoint):
 
     format = "huggingface"
 
-    def __init__(self, source: HubCheckpoint, target: FamilySpec, token: MaskToken, seed: int) -> None:
+    def __init__(
+        self, source: HubCheckpoint, target: FamilySpec, token: MaskToken, seed: int, block_size: int | None
+    ) -> None:
         self._source, self._token, self._seed = source, token, seed
         self._read: dict[str, TensorRecord] = {}
         texts = dict(token.files)
         config = _config(source, target, token)
+        if block_size is not None:
+            config["block_size"] = block_size
         texts[CONFIG_FILE] = _json_bytes(config)
         if GENERATION in source.hub.files:
             texts[GENERATION] = _json_bytes(_generation(source.folder / GENERATION))
-        # The rotary frequencies that the first Llama checkpoints store are no diffusion model's.
+        # No diffusion model has the rotary frequencies that the first Llama checkpoints store, nor MTP layers.
         self._left = {name for name, entry in source.passthrough.items() if not entry.in_model}
+        self._left |= {name for param in source.params if param.is_mtp for name in param.hub_names}
         shards = [
             replace(shard, tensors=tuple(name for name in shard.tensors if name not in self._left))
             for shard in source.hub.shards
@@ -165,6 +197,7 @@ class _Converted(ByNameCheckpoint):
 def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict[str, Any]:
     """The source's keys under the target's names. Remote code that the source names is not the target's."""
     config = {key: value for key, value in source.config.items() if key not in ("auto_map", "_name_or_path")}
+    config |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.get(key)}
     return {
         "pad_token_id": token.pad_id,  # a target's own default is another tokenizer's
         **config,

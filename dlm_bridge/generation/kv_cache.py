@@ -32,7 +32,7 @@ class StaticKVCache:
         self._layers = layers
         self._buffers = buffers
         # (query heads per KV head, head size) of the layers
-        self.shapes: set[tuple[int, int]] = {(layer.num_key_value_groups, layer.head_dim) for layer in layers}
+        self.shapes: set[tuple[int, int]] = {(layer.num_key_value_groups, _head_sizes(layer)[0]) for layer in layers}
 
     @classmethod
     def allocate(cls, model: Any, rows: int, width: int) -> StaticKVCache:
@@ -44,8 +44,9 @@ class StaticKVCache:
             # Tensor parallelism shards the heads, except those of a fused QKV matrix, whose output is gathered.
             shards = 1 if hasattr(layer, "query_key_value") else processes
             heads = model.config.num_attention_heads // shards
-            shape = (rows, heads // layer.num_key_value_groups, width, layer.head_dim)
-            keys, values = (torch.zeros(shape, dtype=model.dtype, device=_device(layer)) for _ in range(2))
+            shape = (rows, heads // layer.num_key_value_groups, width)
+            sizes, device = _head_sizes(layer), _device(layer)
+            keys, values = (torch.zeros(*shape, size, dtype=model.dtype, device=device) for size in sizes)
             buffers.append((keys, values))
         return cls(layers, buffers)
 
@@ -193,6 +194,13 @@ def attention_layers(model: Any) -> list[nn.Module]:
 def is_attention(module: nn.Module) -> bool:
     """Whether the module is an attention layer of transformers."""
     return hasattr(module, "num_key_value_groups")
+
+
+def _head_sizes(layer: Any) -> tuple[int, int]:
+    """Of keys and of values, which are narrower in latent attention."""
+    if hasattr(layer, "kv_lora_rank"):
+        return layer.qk_head_dim, layer.v_head_dim
+    return layer.head_dim, layer.head_dim
 
 
 def _device(layer: nn.Module) -> torch.device:

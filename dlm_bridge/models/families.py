@@ -46,6 +46,7 @@ FAMILY_SPECS = (
     "dlm_bridge.models.autoregressive:OLMOE",
     "dlm_bridge.models.deepseek_v3:SPEC",
 )
+DERIVED_SPECS = "dlm_bridge.models.derived:SPECS"  # what `convert-to-dlm` makes of the autoregressive ones
 
 # Checkpoints that people will try, and why they do not load or what of them is left out. Keyed by Hub architecture;
 # "A in B" is a checkpoint B that names the architecture A of a family above.
@@ -83,17 +84,21 @@ UNSUPPORTED: dict[str, str] = {
 
 @cache
 def families() -> tuple[FamilySpec, ...]:
-    """All families: those of `FAMILY_SPECS`, then those that other packages register as entry points."""
-    found: list[FamilySpec] = []
-    for reference in FAMILY_SPECS:
-        module, _, name = reference.partition(":")
-        found.append(getattr(importlib.import_module(module), name))
+    """All families: those of `FAMILY_SPECS`, the derived ones, then those that other packages register as entry
+    points."""
+    found: list[FamilySpec] = [_loaded(reference) for reference in FAMILY_SPECS]
+    found += _loaded(DERIVED_SPECS)
     for name, spec in load_entry_points(ENTRY_POINTS).items():
         if reason := _why_not(spec, found):
             logger.warning(f"entry point '{name}' of {ENTRY_POINTS} is left out: {reason}")
         else:
             found.append(spec)
     return tuple(found)
+
+
+def _loaded(reference: str) -> Any:
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _why_not(spec: Any, known: list[FamilySpec]) -> str | None:
@@ -116,7 +121,8 @@ def family_by_name(name: str) -> FamilySpec:
     for spec in families():
         if spec.name == name:
             return spec
-    raise DlmBridgeError(f"unknown family '{name}': known are {', '.join(spec.name for spec in families())}")
+    known = ", ".join(spec.name for spec in families() if not spec.derived_from)
+    raise DlmBridgeError(f"unknown family '{name}': known are {known}, and what convert-to-dlm makes")
 
 
 def find_family(config: MappingABC[str, Any], family: str | None = None, where: str = "config.json") -> FamilySpec:
@@ -137,12 +143,13 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
     for architecture in architectures:
         if architecture in known:
             return known[architecture]
+    published = [architecture for architecture, spec in known.items() if not spec.derived_from]
     if not architectures:
         named = f"no 'architectures' (model_type {config.get('model_type')!r})"
-        near = list(known)
+        near = published
     else:
         named = f"unknown architecture {architectures[0]}"
-        near = difflib.get_close_matches(architectures[0], known, n=3, cutoff=0.3) or list(known)
+        near = difflib.get_close_matches(architectures[0], known, n=3, cutoff=0.3) or published
     raise DlmBridgeError(f"{where}: {named}; known are {', '.join(near)}, or name the family with --family")
 
 

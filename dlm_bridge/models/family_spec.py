@@ -48,6 +48,7 @@ class FamilySpec:
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     training: tuple[str, ...] = ("accelerate", "megatron")  # the engines that train it as published
     checked_against: str = ""
+    derived_from: str = ""  # the autoregressive family whose body it has, of what `convert-to-dlm` makes
 
     def __post_init__(self) -> None:
         for name in ("sft", "sampler"):

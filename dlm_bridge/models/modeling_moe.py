@@ -30,7 +30,9 @@ class ExpertStackConverter(WeightConverter):
         """As in transformers. Raises DlmBridgeError with the tensor that is missing, left over or mis-shaped."""
         if kwargs.get("loading_info") is not None:
             where = config.name_or_path or "the state dict"
-            names = self._check_names(where, config.num_experts)
+            named = ("num_experts", "num_local_experts", "n_routed_experts")
+            experts = next(getattr(config, name) for name in named if getattr(config, name, None) is not None)
+            names = self._check_names(where, experts)
             tensors: dict[str, Any] = self.materialize_tensors()
             for pattern, stack in tensors.items():
                 _check_shapes(where, [name for name in names if name.endswith(pattern.split("*")[1])], stack)

@@ -32,9 +32,13 @@ TOKENIZER = {
 }
 NEW_ID = 260  # 256 letters, 2 merges, 2 special tokens
 BY_LABEL = {case.label: case for case in CASES}
+FIRST = {case.family: case for case in reversed(CASES)}
 PAIRS = [
-    pytest.param(case, name, id=f"{case.label}-{name}") for case in CASES for name in TARGETS.get(case.family, ())
+    pytest.param(case, name, id=f"{case.label}-{name}", marks=() if case is FIRST[case.family] else pytest.mark.slow)
+    for case in CASES
+    for name in TARGETS[case.family]
 ]
+WINDOW = 6
 
 
 def write(case: Case, folder: Path, rows: int = 260, **tokenizer: Any) -> Path:
@@ -52,7 +56,8 @@ def test_weights_topology_and_tokenizer(case: Case, name: str, tmp_path: Path) -
     assert report.action == "convert-to-dlm"
     assert verify_manifest(tmp_path / "dlm").equal
     old, new = tensors_of(source), tensors_of(tmp_path / "dlm")
-    assert {n for n in old if not n.endswith("inv_freq")} == set(new)
+    mtp = f"model.layers.{case.config['num_hidden_layers']}."
+    assert {n for n in old if not n.endswith("inv_freq") and not n.startswith(mtp)} == set(new)
     noisy = {EMBEDDING, HEAD} & set(new)
     for tensor_name, tensor in new.items():
         kept = tensor[:NEW_ID] if tensor_name in noisy else tensor
@@ -72,36 +77,43 @@ def test_weights_topology_and_tokenizer(case: Case, name: str, tmp_path: Path) -
     assert tokenizer("the<|mask|>").input_ids == [257, NEW_ID]
     assert tokenizer.eos_token_id == 258
     ids = torch.randint(0, 250, (1, 12), generator=torch.Generator().manual_seed(0))
-    changed = ids.clone()
-    changed[:, -1] = (ids[:, -1] + 1) % 250
+    assert model.generate(ids, max_new_tokens=8).shape == (1, 20)
+    assert_topology(model, None)
+
+
+def assert_topology(model: Any, window: int | None) -> None:
+    """Exactly the logits of positions that attend to a token move when that token changes; with a window, as far as
+    its layers reach."""
+    ids = torch.randint(0, 250, (1, 14), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(14)
+    reach = 14 if window is None else (window - 1) * model.config.num_hidden_layers
     with torch.no_grad():
-        moved = (model(ids).logits - model(changed).logits).abs().amax(-1)[0] > 1e-5
-        assert model.generate(ids, max_new_tokens=8).shape == (1, 20)
-    assert moved[-1]
-    assert bool(moved[0]) == (spec.attention_pattern == "bidirectional")
+        before = model(ids).logits
+        for token in (0, 7, 13):
+            allowed = (places - token).abs() <= reach
+            if model.family.attention_pattern == "block_causal":
+                allowed &= places // model.config.block_size >= token // model.config.block_size
+            changed = ids.clone()
+            changed[:, token] = (ids[:, token] + 1) % 250
+            moved = (model(changed).logits - before).abs().amax(-1)[0] > 1e-5
+            assert (moved == allowed).all(), token
 
 
-@pytest.mark.parametrize(
-    ("label", "dtype"), [("qwen3", torch.bfloat16), ("mixtral", None), ("llama3.1", torch.float16)]
-)
-def test_the_body_computes_what_it_did(label: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """With a causal mask handed in, logits are the autoregressive model's, bit for bit where the mask row is apart."""
-    if dtype is None:
-        source = write(BY_LABEL[label], tmp_path / "ar")
-        with pytest.raises(DlmBridgeError, match="no diffusion family has the tensors of mixtral: known are llama"):
-            convert_to_dlm(source, tmp_path / "dlm")
-        return
-    case = BY_LABEL[label]
-    source = case.write(tmp_path / "ar", dtype, vocab_size=260)
-    write_tokenizer(source, TOKENIZER)
-    convert_to_dlm(source, tmp_path / "dlm")
-    ids = torch.randint(0, 250, (2, 12), generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("label", [case.label for case in FIRST.values()])
+def test_the_body_computes_what_it_did(label: str, tmp_path: Path) -> None:
+    """With a causal mask handed in, logits are the autoregressive model's, in windows too."""
+    source = write(BY_LABEL[label], tmp_path / "ar")
+    convert_to_dlm(source, tmp_path / "dlm", to="shifted")
     causal = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12)
+    expected, found = logits_of(source, {}), logits_of(tmp_path / "dlm", {"attention_mask": causal})
+    torch.testing.assert_close(found[..., :NEW_ID], expected, atol=1e-6, rtol=1e-6)
+
+
+def logits_of(folder: Path, arguments: dict[str, Any]) -> torch.Tensor:
+    ids = torch.randint(0, 250, (2, 12), generator=torch.Generator().manual_seed(0))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        expected = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()(ids).logits
-        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dlm", dtype=torch.float32).eval()
-        logits = found(ids, attention_mask=causal).logits[..., :NEW_ID]
-    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=0)
+        return model(ids, **arguments).logits
 
 
 def test_a_padded_vocabulary_is_not_grown(tmp_path: Path) -> None:
@@ -150,18 +162,28 @@ def test_a_redundant_tied_head_stays_a_copy(tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dlm")
 
 
-def test_the_result_crosses_to_megatron_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write(BY_LABEL["qwen3"], tmp_path / "ar")
-    code, out, err = run_cli(capsys, "convert-to-dlm", source, tmp_path / "dlm", "--mask-token", "<|mask|>", "--json")
+@pytest.mark.parametrize(
+    ("label", "to", "family", "task"),
+    [("qwen3", None, "a2d_qwen3", "pretrain"), ("mixtral", "block-causal", "mixtral_block_causal", "sft")],
+)
+def test_the_result_crosses_to_megatron_and_trains(
+    label: str, to: str | None, family: str, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(BY_LABEL[label], tmp_path / "ar")
+    words = ["--mask-token", "<|mask|>", "--json", *(["--to", to] if to else [])]
+    code, out, err = run_cli(capsys, "convert-to-dlm", source, tmp_path / "dlm", *words)
     assert code == 0, err
-    assert json.loads(out)["family"] == "a2d_qwen3"
+    assert json.loads(out)["family"] == family
     Bridge.from_hf(tmp_path / "dlm").to_megatron(tmp_path / "megatron", Layout(tp=2, pp=2))
     Bridge.from_megatron(tmp_path / "megatron").to_hf(tmp_path / "back")
     assert tree(tmp_path / "back") == tree(tmp_path / "dlm")
+    row = json.dumps({"prompt": "the cat", "completion": "and the hat"})
     (tmp_path / "text.txt").write_text("the cat and the hat\n" * 200)
+    (tmp_path / "chats.jsonl").write_text((row + "\n") * 50)
     options = ("--steps", 3, "--global-batch-size", 2, "--micro-batch-size", 2, "--seq-length", 32, "--lr", "1e-3")
-    data = ("--data", tmp_path / "text.txt", "--output", tmp_path / "run", "--precision", "fp32")
-    code, _, err = run_cli(capsys, "pretrain", "--model", tmp_path / "dlm", *data, *options)
+    data = tmp_path / ("text.txt" if task == "pretrain" else "chats.jsonl")
+    paths = ("--data", data, "--output", tmp_path / "run", "--precision", "fp32")
+    code, _, err = run_cli(capsys, task, "--model", tmp_path / "dlm", *paths, *options)
     assert code == 0, err
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3
@@ -176,7 +198,13 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert (code, err.count("\n")) == (2, 1), err
         assert says in err
 
-    refused(source, tmp_path / "out", "--to", "llada", says="qwen3 becomes a2d_qwen3 or sdar")
+    refused(
+        source,
+        tmp_path / "out",
+        "--to",
+        "llada",
+        says="qwen3 becomes bidirectional, block-causal, shifted (a2d_qwen3 or sdar",
+    )
     refused(source, tmp_path / "out", "--mask-token", "the", says="is an ordinary token of the vocabulary")
     refused(source, source, says="the output is the source")
     convert_to_dlm(source, tmp_path / "dlm")
@@ -188,6 +216,82 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     refused(source, tmp_path / "out", says="has no tokenizer.json")
     assert not (tmp_path / "out").exists()
     assert no_leftovers(tmp_path)
+
+
+WINDOWED = [
+    pytest.param(label, changed, form, id=f"{label}-{form}")
+    for label, changed in {
+        "mistral": {"sliding_window": WINDOW},
+        "qwen2.5": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    }.items()
+    for form in ("shifted", "block-causal")
+]
+
+
+@pytest.mark.parametrize(("label", "changed", "form"), WINDOWED)
+def test_sliding_windows_stay(label: str, changed: dict[str, Any], form: str, tmp_path: Path) -> None:
+    """On either side of a position; under every attention implementation, with padding and with a KV cache."""
+    case = BY_LABEL[label]
+    source = case.write(tmp_path / "ar", vocab_size=260, num_hidden_layers=2, **{**changed, "max_window_layers": 1})
+    write_tokenizer(source, TOKENIZER)
+    convert_to_dlm(source, tmp_path / "dlm", to=form, block_size=3 if form == "block-causal" else None)
+    ids = torch.randint(0, 250, (1, 14), generator=torch.Generator().manual_seed(0))
+    padded, real = torch.cat([ids[:, :2], ids], 1), torch.tensor([[0] * 2 + [1] * 14])
+    causal = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12)
+    expected = logits_of(source, {})
+    found = []
+    for attention in ("sdpa", "eager"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dlm", attn_implementation=attention)
+        if label == "mistral":  # Qwen's other layer sees everything
+            assert_topology(model.eval(), WINDOW)
+        with torch.no_grad():
+            found.append(model(ids).logits)
+            positions = (real.cumsum(-1) - 1).clamp(min=0)
+            aside = model(padded, attention_mask=real, position_ids=positions).logits[:, 2:]
+            given = model(torch.randint(0, 250, (2, 12), generator=torch.Generator().manual_seed(0)), causal).logits
+        torch.testing.assert_close(aside, found[-1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(given[..., :NEW_ID], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    if form == "block-causal":
+        assert_same_tokens_with_a_cache(model.double())
+
+
+def assert_same_tokens_with_a_cache(model: Any) -> None:
+    ids = torch.randint(0, 250, (2, 5), generator=torch.Generator().manual_seed(1))
+    real = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
+    arguments = {"attention_mask": real, "gen_length": 12, "temperature": 0.0, "eos_token_id": None}
+    tokens = [model.generate(ids, cache=cache, **arguments) for cache in ("none", "block")]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("label", ["deepseek-v3", "mixtral"])
+def test_a_kv_cache_changes_no_token(label: str, tmp_path: Path) -> None:
+    """DeepSeek's keys are wider than its values."""
+    convert_to_dlm(write(BY_LABEL[label], tmp_path / "ar"), tmp_path / "dlm", to="block-causal")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dlm", dtype=torch.float64).eval()
+    model.set_experts_implementation("eager")  # torch._grouped_mm has no float64
+    assert_same_tokens_with_a_cache(model)
+
+
+def test_block_size_and_architecture_are_checked(tmp_path: Path) -> None:
+    source = write(BY_LABEL["mistral"], tmp_path / "ar")
+    convert_to_dlm(source, tmp_path / "dlm", to="block-causal", block_size=8)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "dlm").block_size == 8
+    with pytest.raises(DlmBridgeError, match="--block-size 8: mistral_shifted is bidirectional"):
+        convert_to_dlm(source, tmp_path / "out", to="shifted", block_size=8)
+    with pytest.raises(DlmBridgeError, match="--block-size 0"):
+        convert_to_dlm(source, tmp_path / "out", to="block-causal", block_size=0)
+    written = json.loads((tmp_path / "dlm" / "config.json").read_text())
+    (tmp_path / "dlm" / "config.json").write_text(json.dumps({**written, "block_size": 0}))
+    with pytest.raises(DlmBridgeError, match="block_size 0"):
+        transformers.AutoConfig.from_pretrained(tmp_path / "dlm")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["FalconForCausalLM"]}))
+    with pytest.raises(DlmBridgeError, match=r"architecture FalconForCausalLM .* MixtralForCausalLM"):
+        convert_to_dlm(source, tmp_path / "out")
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(DlmBridgeError, match="architecture GPT2LMHeadModel: GPT-2"):
+        convert_to_dlm(source, tmp_path / "out")
 
 
 def test_a_window_that_the_target_lacks_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,12 @@ pytestmark = pytest.mark.skipif(
     reason="megatron-core is not installed: pip install 'dlm-bridge[megatron]'",
 )
 PUBLISHED = [(case.name, case.config) for case in all_cases()] + [(case.spec.name, case.config) for case in CASES]
+PUBLISHED += [
+    (spec.name, {**case.config, "num_nextn_predict_layers": 0})
+    for spec in families()
+    for case in CASES
+    if case.family == spec.derived_from
+]
 
 
 def buildable(family: str, config: dict[str, Any]) -> bool:

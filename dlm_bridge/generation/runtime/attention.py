@@ -38,6 +38,8 @@ def attend(
     kv_end: int | None = None,
     kv_length: torch.Tensor | None = None,
     kv_block: int | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function in transformers' interface; not causal by itself.
@@ -47,10 +49,15 @@ def attend(
         attention_mask: [B, 1, Q or 1, K] boolean, True: attended to. None: all keys are.
         kv_columns: [Q], or [B, Q] by row: the cache columns that keys and values are written to. None: no cache.
         kv_end, kv_length, kv_block: which cache columns are attended to; see `attend_cached`.
+        sliding_window: a query attends only to keys less than so many columns away, on either side.
+        softcap: scores are softly capped at so much, positive or negative.
 
     Returns:
         [B, Q, heads, D].
     """
+    if sliding_window is not None or softcap is not None:
+        limits: dict[str, Any] = {"columns": kv_columns, "end": kv_end, "length": kv_length, "block": kv_block}
+        return _limited(module, query, key, value, attention_mask, scaling, sliding_window, softcap, **limits), None
     if kv_columns is None:
         return _attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
     keys, values = module.kv_keys, module.kv_values
@@ -68,6 +75,48 @@ def uses_kernel(
     return kernel is not None and all(
         kernel.supports_attention(dtype, len(columns), shared, size, mask) for shared, size in shapes
     )
+
+
+def _limited(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    columns: torch.Tensor | None,
+    end: int | None,
+    length: torch.Tensor | None,
+    block: int | None,
+) -> torch.Tensor:
+    """`attend` in layers with a sliding window or capped scores, with one dense mask. [B, Q, heads, D]."""
+    if columns is None:
+        columns = torch.arange(query.shape[2], device=query.device)
+    else:
+        StaticKVCache.write(module.kv_keys, columns, key)
+        StaticKVCache.write(module.kv_values, columns, value)
+        assert end is not None
+        key, value = StaticKVCache.read(module.kv_keys, end), StaticKVCache.read(module.kv_values, end)
+        if block is not None or length is not None:
+            mask = _masked_until(columns, end, columns.new_full((1,), end) if length is None else length, block, mask)
+    if window is not None:
+        keys_K = torch.arange(key.shape[2], device=query.device)
+        near = ((columns[..., :, None] - keys_K).abs() < window).unsqueeze(-3)
+        mask = near if mask is None else mask & near
+        if mask.dim() == 3:
+            mask = mask[None]
+    if softcap is None:
+        return _attention(query, key, value, mask, scaling).transpose(1, 2).contiguous()
+    shared = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 @torch.library.custom_op("dlm_bridge::attend_cached", mutates_args=("key_cache", "value_cache"))
@@ -98,15 +147,16 @@ def attend_cached(
     kernel = _kernel(query.device.type) if columns.dim() == 1 else None
     shared, width, size = query.shape[1] // key.shape[1], query.shape[2], query.shape[3]
     attend = attend_torch
-    if kernel is not None and kernel.supports_attention(query.dtype, width, shared, size, mask):
+    same = value.shape[-1] == size  # latent attention has narrower values
+    if kernel is not None and same and kernel.supports_attention(query.dtype, width, shared, size, mask):
         attend = kernel.attend
     return attend(query, key, value, key_cache, value_cache, columns, end, mask, scaling, length, block)
 
 
 @attend_cached.register_fake
-def _(query: Any, *_: Any) -> Any:
-    batch, heads, width, size = query.shape
-    return query.new_empty(batch, width, heads, size)
+def _(query: Any, key: Any, value: Any, *_: Any) -> Any:
+    batch, heads, width, _size = query.shape
+    return query.new_empty(batch, width, heads, value.shape[-1])
 
 
 def attend_torch(
@@ -177,7 +227,7 @@ def _attention(
     if mask is None or mask.shape[2] == 1:
         rows = query.reshape(batch, groups, heads // groups * width, size)
         output = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-        return output.reshape(batch, heads, width, size)
+        return output.reshape(batch, heads, width, value.shape[-1])
     key = key.repeat_interleave(heads // groups, dim=1)
     value = value.repeat_interleave(heads // groups, dim=1)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)

@@ -1,0 +1,92 @@
+"""Diffusion forms of the autoregressive families, which `convert-to-dlm` makes: specs.
+
+Each family of transformers' own classes has three: bidirectional, bidirectional with shifted logits, and block-causal.
+The tensors, their mapping and the body are those of the autoregressive family; `modeling_derived` makes the classes.
+A form that a published family has already (`PUBLISHED`) is not made a second time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlm_bridge.models import autoregressive, deepseek_v3, glm4_moe
+from dlm_bridge.models.family_spec import FamilySpec
+
+BODIES = (
+    autoregressive.LLAMA,
+    autoregressive.QWEN2,
+    autoregressive.QWEN3,
+    autoregressive.MISTRAL,
+    autoregressive.QWEN3_MOE,
+    autoregressive.MIXTRAL,
+    glm4_moe.SPEC,
+    autoregressive.OLMOE,
+    deepseek_v3.SPEC,
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a diffusion form adds to a body: `word` names it on the command line, `suffix` in class names."""
+
+    word: str
+    suffix: str
+    fields: dict[str, Any] = field(default_factory=dict)  # of FamilySpec
+
+    @property
+    def name(self) -> str:
+        return self.word.replace("-", "_")
+
+
+FORMS = (
+    Form("bidirectional", "BidirectionalLM", {"objective": "masked", "sampler": {"algorithm": "mdlm"}}),
+    Form("shifted", "ShiftedLM", {"shift": True, "objective": "shifted", "sampler": {"algorithm": "dream"}}),
+    Form(
+        "block-causal",
+        "BlockCausalLM",
+        {"attention_pattern": "block_causal", "objective": "block", "sampler": {"algorithm": "sdar"}},
+    ),
+)
+
+# Published families with the tensors of an autoregressive one, by form.
+PUBLISHED: dict[str, dict[str, str]] = {
+    "llama": {"bidirectional": "a2d_llama"},
+    "qwen2": {"bidirectional": "a2d_qwen2"},
+    "qwen3": {"bidirectional": "a2d_qwen3", "block-causal": "sdar"},
+    "qwen3_moe": {"shifted": "rnd1", "block-causal": "sdar_moe"},
+}
+
+
+def forms_of(family: FamilySpec) -> dict[str, str]:
+    """The names of the diffusion families that an autoregressive one becomes, by form; the default form first."""
+    published = PUBLISHED.get(family.name, {})
+    return published | {form.word: f"{family.name}_{form.name}" for form in FORMS if form.word not in published}
+
+
+def _derived(body: FamilySpec, form: Form) -> FamilySpec:
+    prefix = body.architectures[0].removesuffix("ForCausalLM")
+    module = "dlm_bridge.models.modeling_derived"
+    block_causal = form.word == "block-causal"
+    return FamilySpec(
+        name=f"{body.name}_{form.name}",
+        title=f"{body.title.removesuffix(' (Hub side only)')}, {form.word}",
+        hub_ids=(),
+        architectures=(prefix + form.suffix,),
+        model_type=f"{body.name}_{form.name}",
+        config_class=f"{module}:{prefix}{form.suffix.removesuffix('LM')}Config",
+        model_class=f"{module}:{prefix}{form.suffix}",
+        mapping=body.mapping,
+        initialisation=body.initialisation,
+        derived_from=body.name,
+        sft={"eos_padding": "block" if block_causal else "row"},
+        lora_targets=body.lora_targets,
+        training=body.training,
+        checked_against=f"{body.checked_against}, under a causal mask",
+        **form.fields,
+    )
+
+
+SPECS = tuple(
+    _derived(body, form) for body in BODIES for form in FORMS if form.word not in PUBLISHED.get(body.name, {})
+)

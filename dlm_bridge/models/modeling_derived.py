@@ -1,0 +1,143 @@
+"""Diffusion forms of transformers' autoregressive models: a factory of their configs and model classes.
+
+The classes are attributes of this module, made when they are asked for. Sliding windows stay the body's: in a layer
+that has one, a position attends to positions less than the window away, on either side.
+"""
+
+# mypy: disable-error-code="attr-defined, misc, valid-type"
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.core_model_loading import Concatenate, MergeModulelist
+
+from dlm_bridge.attention_mask import mask_for_implementation
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.derived import SPECS
+from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
+from dlm_bridge.models.families import family_by_name
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.hub_config import HubConfig
+from dlm_bridge.models.modeling_moe import ExpertsMixin, ExpertStackConverter, expert_converters
+
+
+def __getattr__(name: str) -> Any:
+    """The config or model class of that name."""
+    for spec in SPECS:
+        if name in (spec.config_class.partition(":")[2], spec.model_class.partition(":")[2]):
+            _make_classes(spec)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class BlockCausalConfig(HubConfig):
+    """Base of the block-causal forms' configs."""
+
+    block_size: int = 4  # SDAR's, where a config says none
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if type(self.block_size) is not int or self.block_size < 1:
+            raise DlmBridgeError(f"config.json: block_size {self.block_size!r} is not a number of positions")
+        super().__post_init__(**kwargs)
+
+
+class DerivedLM(DiffusionLM):
+    """`DiffusionLM` for the bodies of `models.derived`: with sliding windows, and with scaled or capped logits."""
+
+    lm_head: Any
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = []  # bodies with MTP layers drop those of two sizes
+
+    def post_init(self) -> None:
+        """As in DiffusionLM. Where the body's logits are scaled or capped, the output layer does it."""
+        scaling = float(getattr(self.config, "logits_scaling", None) or 1.0)
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        if scaling != 1.0 or softcap is not None:
+            self.lm_head = ScaledHead(self.lm_head.in_features, self.lm_head.out_features, scaling, softcap)
+        super().post_init()
+
+    def _mask_and_positions(
+        self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> tuple[Any, torch.Tensor | None]:
+        mask, positions = super()._mask_and_positions(tokens, attention_mask, position_ids)
+        window, length = sliding_window(self.config), tokens.shape[1]
+        if window is None or (positions is None and length <= window):
+            return mask, positions
+        counted = torch.arange(length, device=tokens.device)[None] if positions is None else positions
+        near = ((counted[:, :, None] - counted[:, None, :]).abs() < window)[:, None]
+        if mask is None:
+            mask = torch.ones(1, 1, 1, length, dtype=torch.bool, device=tokens.device)
+        elif mask.dim() == 2:
+            own = torch.eye(length, dtype=torch.bool, device=tokens.device)
+            mask = mask.bool()[:, None, None, :] | own
+        sliding = mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, torch.finfo(mask.dtype).min)
+        implementation = self.config._attn_implementation
+        full, sliding = (mask_for_implementation(one, implementation, self.dtype) for one in (mask, sliding))
+        if getattr(self.config, "layer_types", None) is None:
+            return sliding, positions
+        return {"full_attention": full.expand_as(sliding), "sliding_attention": sliding}, positions
+
+
+class ScaledHead(nn.Linear):
+    """Output layer whose logits are divided by `scaling`, then softly capped at +-`softcap`."""
+
+    def __init__(self, hidden: int, vocab: int, scaling: float, softcap: float | None) -> None:
+        super().__init__(hidden, vocab, bias=False)
+        self.scaling, self.softcap = scaling, softcap
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(hidden) / self.scaling
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def sliding_window(config: Any) -> int | None:
+    """The size of the window that some of the body's layers have, or None."""
+    kinds = getattr(config, "layer_types", None)
+    if getattr(config, "use_sliding_window", None) is False or (kinds and "sliding_attention" not in kinds):
+        return None
+    window = getattr(config, "sliding_window", None)
+    return None if window is None else int(window)
+
+
+def _make_classes(spec: FamilySpec) -> None:
+    """Make the two classes of a derived family and keep them as attributes of this module."""
+    body = family_by_name(spec.derived_from)
+    config_name, model_name = (getattr(spec, which).partition(":")[2] for which in ("config_class", "model_class"))
+    body_config, body_model = body.load("config_class"), body.load("model_class")
+    experts = hasattr(body_config, "num_experts_per_tok")
+
+    base = BlockCausalConfig if spec.attention_pattern == "block_causal" else HubConfig
+
+    class Config(base, body_config):
+        model_type = spec.model_type
+        family = spec
+
+        mask_token_id: int | None = None
+
+    class Model(*((ExpertsMixin,) if experts else ()), DerivedLM, body_model):
+        config_class = Config
+        family = spec
+
+    for made, name in ((Config, config_name), (Model, model_name)):
+        made.__name__ = made.__qualname__ = name
+        made.__module__ = __name__
+        globals()[name] = made
+    if spec.derived_from == "mixtral":
+        register_hub_names(Model, ((".block_sparse_moe.", ".mlp."),), _mixtral_experts())
+    elif experts:
+        register_hub_names(Model, (), expert_converters())
+
+
+def _mixtral_experts() -> list[ExpertStackConverter]:
+    """Experts under the names of Mixtral's release: w1 is the gate, w3 the up and w2 the down projection."""
+    expert = "mlp.experts.*."
+    return [
+        ExpertStackConverter(
+            [expert + "w1.weight", expert + "w3.weight"],
+            "mlp.experts.gate_up_proj",
+            [MergeModulelist(dim=0), Concatenate(dim=1)],
+        ),
+        ExpertStackConverter(expert + "w2.weight", "mlp.experts.down_proj", [MergeModulelist(dim=0)]),
+    ]
