@@ -92,6 +92,8 @@ class LoadedModel:
 
     Args:
         family: the family's name, or the class of an autoregressive model of no family.
+        diffusion: this package samples and scores it as a diffusion model; any other, DiffusionGemma too, is sampled
+            by transformers' own `generate`.
     """
 
     model: Any
@@ -166,7 +168,7 @@ def _load_folder(
         model=model.eval(),
         tokenizer=loaded,
         family=type(model).__name__ if spec is None else spec.name,
-        diffusion=spec is not None and spec.kind == "diffusion",
+        diffusion=spec is not None and spec.sampled_here,
     )
 
 
@@ -243,7 +245,7 @@ def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, 
     finally:
         logging.set_verbosity(verbosity)
     architectures = set(getattr(model.config, "architectures", None) or ())
-    diffusion = [spec for spec in families() if spec.kind == "diffusion" and architectures & set(spec.architectures)]
+    diffusion = [spec for spec in families() if spec.sampled_here and architectures & set(spec.architectures)]
     if diffusion and getattr(model, "family", None) is None:
         raise DlmBridgeError(
             f"{name}: config.json names {diffusion[0].architectures[0]} and model_type {model.config.model_type!r}, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from lm_eval.tasks import TaskManager
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
-from dlm_bridge.evaluation.perplexity import first_token, windows
+from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
+from dlm_bridge.generation.canvases import has_canvas
+from dlm_bridge.generation.native import native_settings
 from dlm_bridge.generation.settings import SAMPLING_ONLY, merge_names, resolve_settings
-from dlm_bridge.generation.texts import batch_of_rows, ended_rows
+from dlm_bridge.generation.texts import batch_of_rows, ended_rows, write_texts
 from dlm_bridge.loading import LoadedModel
 
 # Tasks whose data come with the package, so that an evaluation runs without a network.
@@ -126,22 +128,23 @@ class DiffusionHarness(TemplateLM):
         for members in groups.values():
             settings, until = self._sampler(requests[members[0]].args[1])
             for number in members:
-                self.sampled.setdefault(str(requests[number].task_name), _record(self.model, settings))
+                self.sampled.setdefault(str(requests[number].task_name), self._record(settings))
             new, room = settings["max_new_tokens"], self.settings.max_length - int(settings["max_new_tokens"])
             if room < 1:
                 raise DlmBridgeError(
                     f"{new} new tokens leave no room for a prompt in {self.settings.max_length}: "
                     "give a longer --max-length"
                 )
-            prompts = {number: self.tok_encode(requests[number].args[0])[-room:] for number in members}
-            one_each = {**settings, "num_return_sequences": 1}
-            batch = batch_of_rows(
-                self.model, self.tokenizer, list(prompts.values()), one_each, self.settings.batch_size
-            )
-            for row in ended_rows(batch):
-                text = self.tokenizer.decode(row.tokens, skip_special_tokens=True)
-                texts[members[row.name]] = _before(text, until)
+            prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in members]
+            for place, text in self._texts(prompts, {**settings, "num_return_sequences": 1}):
+                texts[members[place]] = _before(text, until)
         return texts
+
+    def _texts(self, prompts: list[list[int]], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
+        """Each prompt's number and text, in any order."""
+        batch = batch_of_rows(self.model, self.tokenizer, prompts, settings, self.settings.batch_size)
+        for row in ended_rows(batch):
+            yield row.name, self.tokenizer.decode(row.tokens, skip_special_tokens=True)
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Keyword arguments of `generate` and stop strings for a task's request.
@@ -165,6 +168,20 @@ class DiffusionHarness(TemplateLM):
             settings["stop_strings"] = until
         return settings | own, until
 
+    def _record(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """All settings of a call of `generate`, defaults included."""
+        found = resolve_settings(self.model, None, settings, prompt_width=1)
+        return {
+            "algorithm": found.sampler.name,
+            **{name: getattr(found.sampler, name) for name in found.sampler.parameters()},
+            **found.constraints,
+            "eos_token_ids": list(found.eos_token_ids),
+            "mask_token_id": found.limits.mask_token_id,
+            "stop_strings": list(found.stop_strings),
+            "seed": found.seed,
+            "cache": str(found.cache) if found.cache is not None else None,
+        }
+
     def _bounds(self, answers: Sequence[Answer]) -> list[Any]:
         settings = self.settings
         return likelihood_bounds(self.model, answers, settings.samples, settings.seed, settings.batch_size)
@@ -181,6 +198,35 @@ class DiffusionHarness(TemplateLM):
                 f"an answer of {len(continuation)} tokens is longer than --max-length {self.settings.max_length}"
             )
         return Answer(tuple((context or [self.prefix_token_id])[-room:]), tuple(continuation))
+
+
+class CanvasHarness(DiffusionHarness):
+    """DiffusionGemma for the harness: texts by transformers' own `generate`, and no likelihoods.
+
+    The sampler has temperatures of its own: a task's temperature and `do_sample` have no effect.
+    """
+
+    def _texts(self, prompts: list[list[int]], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
+        for start in range(0, len(prompts), self.settings.batch_size):
+            own = {**settings, "seed": self.settings.seed + start}  # batches draw different numbers
+            part = prompts[start : start + self.settings.batch_size]
+            found = write_texts(self.model, self.tokenizer, part, own, diffusion=False)
+            yield from enumerate(found.texts, start)
+
+    def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        settings, until = super()._sampler(asked)
+        own = self.settings.sampler
+        return {
+            name: value
+            for name, value in settings.items()
+            if name in own or name not in ("temperature", "do_sample", *SAMPLING_ONLY)
+        }, until
+
+    def _record(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {"algorithm": "entropy_bound", **native_settings(self.model, settings)}
+
+    def _bounds(self, answers: Sequence[Answer]) -> list[Any]:
+        raise DlmBridgeError(NO_LIKELIHOOD)
 
 
 def run_tasks(opened: LoadedModel, names: Sequence[str], settings: HarnessSettings) -> dict[str, Any]:
@@ -219,7 +265,7 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], settings: HarnessSettin
                 limit=settings.limit,
                 batch_size=settings.batch_size,
                 apply_chat_template=settings.chat,
-                gen_kwargs=None if opened.diffusion else _transformers_settings(settings) or None,
+                gen_kwargs=None if isinstance(asked, DiffusionHarness) else _transformers_settings(settings) or None,
                 random_seed=settings.seed,
                 numpy_random_seed=settings.seed,
                 torch_random_seed=settings.seed,
@@ -234,6 +280,8 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], settings: HarnessSettin
 def _harness_model(opened: LoadedModel, settings: HarnessSettings, greedy_tasks: frozenset[str]) -> Any:
     if opened.diffusion:
         return DiffusionHarness(opened, settings, greedy_tasks)
+    if has_canvas(opened.model):
+        return CanvasHarness(opened, settings)
     return HFLM(
         pretrained=opened.model,
         tokenizer=opened.tokenizer,
@@ -241,21 +289,6 @@ def _harness_model(opened: LoadedModel, settings: HarnessSettings, greedy_tasks:
         max_length=settings.max_length,
         truncation=True,
     )
-
-
-def _record(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of a call of `generate`, defaults included."""
-    found = resolve_settings(model, None, settings, prompt_width=1)
-    return {
-        "algorithm": found.sampler.name,
-        **{name: getattr(found.sampler, name) for name in found.sampler.parameters()},
-        **found.constraints,
-        "eos_token_ids": list(found.eos_token_ids),
-        "mask_token_id": found.limits.mask_token_id,
-        "stop_strings": list(found.stop_strings),
-        "seed": found.seed,
-        "cache": str(found.cache) if found.cache is not None else None,
-    }
 
 
 def _transformers_settings(settings: HarnessSettings) -> dict[str, Any]:

@@ -13,8 +13,13 @@ import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.evaluation.likelihood import Answer, likelihood_bounds
+from dlm_bridge.generation.canvases import has_canvas
 
 WINDOW = 1024
+NO_LIKELIHOOD = (
+    "DiffusionGemma has no likelihood bound here: its canvas is uniform noise without a mask token. Evaluate it by "
+    "tasks that generate"
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ def text_perplexity(
     tokenizer's first token of a text. At most `limit` windows are evaluated. Raises DlmBridgeError for a file that is
     not UTF-8 text or is empty.
     """
+    if has_canvas(model):
+        raise DlmBridgeError(f"--perplexity {file}: {NO_LIKELIHOOD}")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:

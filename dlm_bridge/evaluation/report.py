@@ -15,6 +15,7 @@ import torch
 from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.evaluation.likelihood import bound_estimator
 from dlm_bridge.evaluation.perplexity import Perplexity
+from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.loading import LoadedModel
 
 PACKAGES = ("dlm-bridge", "torch", "transformers", "lm-eval", "datasets")
@@ -37,10 +38,10 @@ def report(
     facts: dict[str, Any] = {
         "model": name,
         "family": opened.family,
-        "kind": "diffusion" if opened.diffusion else "autoregressive",
+        "kind": "diffusion" if opened.diffusion or has_canvas(opened.model) else "autoregressive",
         "dtype": str(opened.model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "likelihood": f"bound: {bound_estimator(opened.model).described}" if opened.diffusion else "exact",
+        "likelihood": _likelihood(opened),
         "settings": dict(settings),
         "versions": {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -73,6 +74,12 @@ def write(folder: Path, facts: Mapping[str, Any], found: Mapping[str, Any] | Non
                     stream.write(json.dumps({"task": task, **row}, default=str, ensure_ascii=False) + "\n")
     with atomic_file(folder / RESULTS, overwrite) as stream:
         stream.write(json.dumps(facts, indent=2, default=str, ensure_ascii=False) + "\n")
+
+
+def _likelihood(opened: LoadedModel) -> str:
+    if opened.diffusion:
+        return f"bound: {bound_estimator(opened.model).described}"
+    return "none" if has_canvas(opened.model) else "exact"
 
 
 def _version(package: str) -> str | None:

@@ -70,6 +70,7 @@ def plan_batch(
         stores, draws = cache.stores, spec.sampling.draws
     else:
         new = int(settings.get("max_new_tokens") or settings.get("gen_length") or new)
+        positions = getattr(plain.config, "canvas_length", None) or 1
     length = longest + new
     positions = length if scored else positions
     config, itemsize = plain.config.get_text_config(), plain.dtype.itemsize

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.api import input_device
 from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.canvas import StopCondition, check_stop_strings
+from dlm_bridge.generation.native import check_prompt, end_tokens, native_settings, sample
 from dlm_bridge.generation.prompts import check_row
-from dlm_bridge.generation.settings import check_values, diffusion_fields, eos_token_ids, merge_names, resolve_settings
-from dlm_bridge.generation.token_sampling import row_seeds, seeded_generators, shared_seed
+from dlm_bridge.generation.settings import resolve_settings
+from dlm_bridge.generation.token_sampling import row_seeds, seeded_generators
 
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one
-NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
 
 
 @dataclass(frozen=True)
@@ -101,10 +98,10 @@ def check_prompts(
         for name, ids in prompts:
             check_row(ids, name, found.limits)
         return
-    given = _autoregressive_settings(model, settings)
+    given = native_settings(model, settings)
     for name, ids in prompts:
         try:
-            _check_length(model, len(ids), given)
+            check_prompt(model, ids, given)
         except DlmBridgeError as error:
             raise DlmBridgeError(f"{name}: {error}") from None
 
@@ -132,8 +129,9 @@ def write_texts(
 
     Args:
         settings: keyword arguments of `dlm_bridge.generation.generate` for a diffusion model, of transformers'
-        `generate`
-            for an autoregressive one, with `gen_length` and `seed` in addition; a temperature implies `do_sample`.
+            `generate` for an autoregressive one, with `gen_length` and `seed` in addition; a temperature implies
+            `do_sample`. Those of DiffusionGemma are `canvases.SETTINGS`.
+        diffusion: the model is sampled by `dlm_bridge.generation.generate`, not by transformers'.
         streamer: the `streamer` of that `generate`.
         seeds: row seeds of a diffusion model, for prompts that are part of a larger set (`seeds_of`).
 
@@ -150,7 +148,8 @@ def write_texts(
     if diffusion:
         output = _diffusion(model, tokenizer, input_ids, mask, settings, streamer, seeds)
     else:
-        output = _autoregressive(model, tokenizer, input_ids, mask, settings, streamer)
+        found = sample(model, tokenizer, input_ids, mask, settings, streamer)
+        output = _Output(found.sequences, found.forwards)
     rows = output.sequences.cpu()
     seconds = time.perf_counter() - began  # the tokens have arrived
     copies = len(rows) // len(prompts)  # of each prompt
@@ -234,14 +233,6 @@ def _text_ids(
     return filled, len(filled) - sum(token != mask_token_id for token in prompt)
 
 
-@contextmanager
-def random_state_preserved(enabled: bool = True) -> Iterator[None]:
-    """Restore torch's random state, on the CPU and on the current GPU, at the end."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices, enabled=enabled):
-        yield
-
-
 @dataclass(frozen=True)
 class _Output:
     sequences: torch.Tensor  # [B, P + new]
@@ -268,91 +259,11 @@ def _diffusion(
     return _Output(output.sequences, output.forwards, output.tokens_per_forward, mask_token(model, settings))
 
 
-def _autoregressive(
-    model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], streamer: Any
-) -> _Output:
-    given = _autoregressive_settings(model, settings)
-    for count in mask.sum(dim=1).tolist():
-        _check_length(model, count, given)
-    seed = given.pop("seed", None)
-    seed = shared_seed(model) if seed is None else seed
-    given["tokenizer"] = tokenizer
-    ends = _ends(model, settings)
-    if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
-        given["pad_token_id"] = ends[0] if ends else 0  # transformers' own choice, without its warning
-    device = model.get_input_embeddings().weight.device
-    if device.type == "meta":  # offloaded: accelerate moves the input
-        device = torch.device("cpu")
-    forwards: list[None] = []
-    handle = model.register_forward_pre_hook(lambda *_: forwards.append(None))
-    try:
-        with random_state_preserved(enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
-            sequences = model.generate(
-                input_ids.to(device), attention_mask=mask.to(device), streamer=streamer, **given
-            )
-    except (ValueError, TypeError, ImportError) as error:  # settings that transformers refuses
-        raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
-    finally:
-        handle.remove()
-    return _Output(sequences, len(forwards))
-
-
-def _autoregressive_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of transformers' `generate`. Raises DlmBridgeError for unknown ones."""
-    given = {
-        name: value for name, value in merge_names(settings).items() if name == "eos_token_id" or value is not None
-    }
-    check_values(given)
-    known = {*vars(GenerationConfig()), *inspect.signature(model.generate).parameters, "seed"}
-    for name in given:
-        if name in diffusion_fields() and name != "seed":
-            raise DlmBridgeError(
-                f"{name} is a setting of diffusion samplers, {type(model).__name__} is autoregressive: leave it out"
-            )
-        if name not in known:
-            raise DlmBridgeError(f"transformers' generate has no setting '{name}'")
-    stored = model.generation_config
-    if "max_new_tokens" not in given and "max_length" not in given and stored.max_new_tokens is None:
-        given["max_new_tokens"] = NEW_TOKENS
-    if "temperature" in given:
-        if given.get("do_sample") is False and given["temperature"]:
-            raise DlmBridgeError(
-                f"do_sample=False contradicts temperature {given['temperature']}: leave one of them out"
-            )
-        given["do_sample"] = given["temperature"] > 0
-        if not given["do_sample"]:  # transformers warns about them in greedy decoding
-            given |= {"temperature": None, "top_k": None, "top_p": None}
-    return given
-
-
-def _check_length(model: Any, count: int, given: Mapping[str, Any]) -> None:
-    """Raise DlmBridgeError for an empty prompt, or one that leaves no room in the context."""
-    if not count:
-        raise DlmBridgeError("an autoregressive model needs a prompt of at least one token: this one has none")
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    new = given.get("max_new_tokens")
-    if context is not None and new is not None and count + new > context:
-        raise DlmBridgeError(
-            f"a prompt of {count} tokens and {new} new ones make {count + new}, beyond the model's context of "
-            f"{context}: use a shorter gen_length"
-        )
-
-
-def _ends(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """The end-of-sequence tokens, with the precedence of `generate`."""
-    if "eos_token_id" in settings:
-        return eos_token_ids(settings["eos_token_id"])
-    stored = getattr(model.generation_config, "eos_token_id", None)
-    return eos_token_ids(getattr(model.config, "eos_token_id", None) if stored is None else stored)
-
-
 def _stop_condition(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> StopCondition:
     """The stop condition, with the precedence of `generate`."""
     stored = getattr(model.generation_config, "stop_strings", None)
     strings = check_stop_strings(settings.get("stop_strings", stored))
-    return StopCondition(_ends(model, settings), torch.device("cpu"), strings, tokenizer)
+    return StopCondition(end_tokens(model, settings), torch.device("cpu"), strings, tokenizer)
 
 
 def _lengths(new_BN: torch.Tensor, stop: StopCondition) -> list[int]:

@@ -59,6 +59,11 @@ class FamilySpec:
         """Whether the model's class is transformers' own."""
         return self.model_class.startswith("transformers:")
 
+    @property
+    def sampled_here(self) -> bool:
+        """Whether this package's samplers and likelihood bounds are the model's."""
+        return self.kind == "diffusion" and not self.native
+
     def load(self, attribute: Literal["config_class", "model_class", "tokenizer_class"]) -> Any:
         """Import and return the class that `attribute` names.
 

@@ -10,7 +10,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.batching import ContinuousBatch, RowCommits, RowEnded, RowRequest, RowTokens
-from dlm_bridge.generation.settings import eos_token_ids
+from dlm_bridge.generation.native import end_tokens
 from dlm_bridge.generation.texts import write_texts
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.scheduler import Committed, Ended, Extended, Failed, Row, RowSampler, Scheduler
@@ -73,7 +73,7 @@ class DiffusionRows:
 
 
 class AutoregressiveRows:
-    """Samples rows in closed batches, by transformers' `generate`."""
+    """Samples rows in closed batches, by transformers' `generate`: autoregressive models, and DiffusionGemma."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -82,7 +82,7 @@ class AutoregressiveRows:
         loaded = self._served.loaded
         settings = dict(rows[0].settings)
         settings["seed"] = secrets.randbits(62) if rows[0].seed is None else rows[0].seed
-        ends = frozenset(eos_token_ids(settings.get("eos_token_id", loaded.model.generation_config.eos_token_id)))
+        ends = frozenset(end_tokens(loaded.model, settings))
         watch = _Watch(rows, ends, scheduler)
         prompts = [row.prompt for row in rows]
         try:
@@ -105,6 +105,7 @@ class _Watch:
     def __init__(self, rows: Sequence[Row], ends: frozenset[int], scheduler: Scheduler) -> None:
         self._rows, self._ends, self._scheduler = rows, ends, scheduler
         self._open = dict(enumerate(rows))
+        self._told = [0] * len(rows)  # how many tokens
         self._prompts_came = False
 
     def put(self, value: torch.Tensor) -> None:
@@ -113,11 +114,16 @@ class _Watch:
             return
         if all(row.cancelled for row in self._rows):
             raise AbandonedError
-        tokens: list[int] = value.flatten().tolist()  # one of each row
+        rows: list[list[int]] = value.reshape(len(self._rows), -1).tolist()  # a token of each, or a canvas
         for number, row in list(self._open.items()):
-            self._scheduler.tell(row, Extended((tokens[number],)))
-            if tokens[number] in self._ends:
+            tokens = rows[number][: row.settings["gen_length"] - self._told[number]]
+            end = next((place for place, token in enumerate(tokens) if token in self._ends), None)
+            if end is not None:
                 del self._open[number]  # behind it is padding
+                tokens = tokens[: end + 1]
+            self._told[number] += len(tokens)
+            if tokens:
+                self._scheduler.tell(row, Extended(tuple(tokens)))
 
     def end(self) -> None:
         """There is nothing left to tell."""

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.native import NEW_TOKENS
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.texts import NEW_TOKENS, check_prompts, encode_chat, encode_text
+from dlm_bridge.generation.texts import check_prompts, encode_chat, encode_text
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
 from dlm_bridge.serving.protocol import RequestError, TextRequest

@@ -133,7 +133,9 @@ def model_family(model: Any) -> FamilySpec | None:
     """The family of a live model: its own, or that of its class, for transformers' own classes."""
     own: FamilySpec | None = getattr(model, "family", None)
     named = [
-        spec for spec in families() if spec.kind == "autoregressive" and type(model).__name__ in spec.architectures
+        spec
+        for spec in families()
+        if (spec.native or spec.kind == "autoregressive") and type(model).__name__ in spec.architectures
     ]
     return own or (named[0] if named else None)
 

@@ -13,7 +13,8 @@ import torch
 
 from dlm_bridge.convert.atomic import disk_errors
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.texts import WrittenPrompt, as_message, random_state_preserved, write_texts
+from dlm_bridge.generation.native import random_state_preserved
+from dlm_bridge.generation.texts import WrittenPrompt, as_message, write_texts
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import model_family
 from dlm_bridge.train.metrics import MAKE_ROOM, StepMetrics, append_line, read_rows, write_rows
@@ -49,7 +50,7 @@ class TextSamples:
         """Sample after `step` and append a row for each prompt; every process that holds a part of the model's weights
         calls it. Raises DlmBridgeError where the model cannot be sampled from, or the disk refuses."""
         family = model_family(model)
-        diffusion = family is not None and family.kind == "diffusion"
+        diffusion = family is not None and family.sampled_here
         settings: dict[str, Any] = {"gen_length": self._config.logging.sample_length, "seed": self._config.data.seed}
         if diffusion:
             settings["execution"] = "eager"  # leaves nothing in the device's memory

@@ -156,16 +156,30 @@ def _initial_frame(strings: tuple[str | None, ...]) -> TraceFrame:
 
 
 class _TokenStreamer:
+    """Gets new tokens by `put`, and before them, from a model that denoises canvases, drafts of them."""
+
     def __init__(self, trace: DenoisingTrace, prompt: list[int]) -> None:
         self._trace = trace
         self._tokens = prompt
         self._forwards = -1  # the prompt comes first
+        self._drafted = False
 
     def put(self, value: Any) -> None:
-        self._forwards += 1
+        if not self._drafted:
+            self._forwards += 1
         if self._forwards:
             self._tokens = [*self._tokens, *value.reshape(-1).tolist()]
-            self._trace.add(self._forwards, self._tokens, [None] * len(self._tokens))
+            self._show(self._tokens)
+        self._drafted = False
+
+    def put_draft(self, value: Any) -> None:
+        """The canvas after a denoising step."""
+        self._forwards += 1
+        self._drafted = True
+        self._show([*self._tokens, *value.reshape(-1).tolist()])
 
     def end(self) -> None:
         pass
+
+    def _show(self, tokens: list[int]) -> None:
+        self._trace.add(self._forwards, tokens, [None] * len(tokens))

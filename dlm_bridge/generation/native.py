@@ -1,0 +1,144 @@
+"""Sampling by transformers' own `generate`: autoregressive models, and DiffusionGemma with its canvases."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.generation import canvases
+from dlm_bridge.generation.settings import check_values, diffusion_fields, eos_token_ids, merge_names
+from dlm_bridge.generation.token_sampling import shared_seed
+
+NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
+
+
+@dataclass(frozen=True)
+class NativeOutput:
+    """What transformers' `generate` gave: [B, P + new] tokens, after so many forward passes."""
+
+    sequences: torch.Tensor
+    forwards: int
+
+
+def sample(
+    model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], streamer: Any
+) -> NativeOutput:
+    """Tokens behind prompts that are padded on the left; `seed` is a setting. Raises DlmBridgeError."""
+    given = native_settings(model, settings)
+    for row, real in zip(input_ids.tolist(), mask.bool().tolist(), strict=True):
+        check_prompt(model, [token for token, is_real in zip(row, real, strict=True) if is_real], given)
+    seed = given.pop("seed", None)
+    seed = shared_seed(model) if seed is None else seed
+    if streamer is not None:
+        given["streamer"] = streamer
+    if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
+        ends = end_tokens(model, settings)
+        given["pad_token_id"] = ends[0] if ends else 0  # transformers' own choice, without its warning
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta":  # offloaded: accelerate moves the input
+        device = torch.device("cpu")
+    input_ids, mask = input_ids.to(device), mask.to(device)
+    try:
+        with random_state_preserved(enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            counted, generate = model, _generate
+            if canvases.has_canvas(model):
+                counted, generate = canvases.decoder(model), canvases.generate
+            with _forwards_of(counted) as forwards:
+                sequences = generate(model, input_ids, mask, {**given, "tokenizer": tokenizer})
+    except (ValueError, TypeError, ImportError) as error:  # settings that transformers refuses
+        raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
+    return NativeOutput(sequences, len(forwards))
+
+
+def native_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of the model's `generate`, and `seed`. Raises DlmBridgeError for unknown ones."""
+    given = {
+        name: value for name, value in merge_names(settings).items() if name == "eos_token_id" or value is not None
+    }
+    if canvases.has_canvas(model):
+        ends = end_tokens(model, settings)
+        return canvases.keywords(model, given, ends)
+    check_values(given)
+    known = {*vars(GenerationConfig()), *inspect.signature(model.generate).parameters, "seed"}
+    for name in given:
+        if name in diffusion_fields() and name != "seed":
+            raise DlmBridgeError(
+                f"{name} is a setting of diffusion samplers, {type(model).__name__} is autoregressive: leave it out"
+            )
+        if name not in known:
+            raise DlmBridgeError(f"transformers' generate has no setting '{name}'")
+    stored = model.generation_config
+    if "max_new_tokens" not in given and "max_length" not in given and stored.max_new_tokens is None:
+        given["max_new_tokens"] = NEW_TOKENS
+    if "temperature" in given:
+        if given.get("do_sample") is False and given["temperature"]:
+            raise DlmBridgeError(
+                f"do_sample=False contradicts temperature {given['temperature']}: leave one of them out"
+            )
+        given["do_sample"] = given["temperature"] > 0
+        if not given["do_sample"]:  # transformers warns about them in greedy decoding
+            given |= {"temperature": None, "top_k": None, "top_p": None}
+    return given
+
+
+def check_prompt(model: Any, prompt: Sequence[int], given: Mapping[str, Any]) -> None:
+    """Raise DlmBridgeError for a prompt that the model cannot continue under these keywords: an empty one, or one that
+    leaves no room in the context."""
+    if canvases.has_canvas(model):
+        canvases.check_prompt(model, prompt, given)
+        return
+    count = len(prompt)
+    if not count:
+        raise DlmBridgeError("an autoregressive model needs a prompt of at least one token: this one has none")
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    new = given.get("max_new_tokens")
+    if context is not None and new is not None and count + new > context:
+        raise DlmBridgeError(
+            f"a prompt of {count} tokens and {new} new ones make {count + new}, beyond the model's context of "
+            f"{context}: use a shorter gen_length"
+        )
+
+
+def end_tokens(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """The end-of-sequence tokens, with the precedence of `generate`."""
+    if "eos_token_id" in settings:
+        return eos_token_ids(settings["eos_token_id"])
+    stored = getattr(model.generation_config, "eos_token_id", None)
+    if stored is None:
+        config = model.config.get_text_config() if canvases.has_canvas(model) else model.config
+        stored = getattr(config, "eos_token_id", None)
+    return eos_token_ids(stored)
+
+
+@contextmanager
+def random_state_preserved(enabled: bool = True) -> Iterator[None]:
+    """Restore torch's random state, on the CPU and on the current GPU, at the end."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices, enabled=enabled):
+        yield
+
+
+def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+    sequences: torch.Tensor = model.generate(input_ids, attention_mask=mask, **given)
+    return sequences
+
+
+@contextmanager
+def _forwards_of(module: nn.Module) -> Iterator[list[None]]:
+    """A list that grows by one with each forward pass of the module."""
+    forwards: list[None] = []
+    handle = module.register_forward_pre_hook(lambda *_: forwards.append(None))
+    try:
+        yield forwards
+    finally:
+        handle.remove()

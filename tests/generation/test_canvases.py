@@ -1,0 +1,187 @@
+"""DiffusionGemma by transformers' own `generate`: the command, its views, evaluation, the server, what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from dlm_bridge.generation.display.terminal import live
+from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings
+from dlm_bridge.generation.texts import write_texts
+from dlm_bridge.loading import LoadedModel, load_model
+from dlm_bridge.serving.batches import row_sampler
+from dlm_bridge.serving.model import ServedModel
+from dlm_bridge.serving.protocol import TextRequest
+from dlm_bridge.serving.scheduler import Ended, Extended, Scheduler
+from tests.canvas_models import CANVAS, CONTEXT, has_class, write_canvas_model
+from tests.cli.conftest import Cli, cli  # noqa: F401  a fixture
+from tests.cli.pages import Page, played
+
+pytestmark = has_class
+STEPS = 3
+SHORT = ["--steps", STEPS, "--seed", 1, "--set", "eos_token_id=null"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_canvas_model(tmp_path_factory.mktemp("models") / "gemma")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(folder)
+
+
+def by_hand(loaded: LoadedModel, text: str, seed: int = 1, **settings: Any) -> list[int]:
+    """The new tokens by transformers alone."""
+    ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"]
+    torch.manual_seed(seed)
+    own = {"max_denoising_steps": STEPS, "eos_token_id": None, **settings}
+    return loaded.model.generate(ids, **own).sequences[0, ids.shape[1] :].tolist()
+
+
+def test_the_tokens_are_those_of_transformers_own_generate(cli: Cli, folder: Path, loaded: LoadedModel) -> None:  # noqa: F811
+    state = torch.random.get_rng_state()
+    report = cli.report(folder, "--prompt", "the cat", "--gen-length", 12, *SHORT)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    expected = by_hand(loaded, "the cat", max_new_tokens=12)
+    assert len(expected) == 2 * CANVAS
+    assert report["samples"][0]["token_ids"] == expected[:12]  # not more than were asked for
+    assert (report["family"], report["tokens"], report["forwards"]) == ("diffusion_gemma", 12, 2 * STEPS)
+    settings = [
+        f"--set={setting}" for setting in ("t_max=0.9", "t_min=0", "entropy_bound=3", "confidence_threshold=9")
+    ]
+    other = cli.report(folder, "--prompt", "the cat", "--gen-length", 8, *SHORT, *settings)
+    from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
+
+    bound = EntropyBoundSamplerConfig(entropy_bound=3.0)
+    own = {"t_max": 0.9, "t_min": 0.0, "sampler_config": bound, "confidence_threshold": 9.0, "max_new_tokens": 8}
+    assert other["samples"][0]["token_ids"] == by_hand(loaded, "the cat", **own)
+
+
+def test_a_text_ends_at_its_end_token(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = loaded.tokenizer("the cat")["input_ids"]
+    whole = by_hand(loaded, "the cat", max_new_tokens=16)
+    settings = {"gen_length": 16, "steps": STEPS, "seed": 1, "eos_token_id": whole[3]}
+    found = write_texts(loaded.model, loaded.tokenizer, [prompt], settings, diffusion=False)
+    assert found.token_ids[0] == tuple(whole[: whole.index(whole[3]) + 1])
+    assert found.forwards == STEPS  # no second canvas
+    monkeypatch.setattr(loaded.model.config.text_config, "eos_token_id", whole[3])
+    del settings["eos_token_id"]
+    again = write_texts(loaded.model, loaded.tokenizer, [prompt], settings, diffusion=False)
+    assert again.token_ids == found.token_ids
+
+
+def test_a_file_of_prompts(cli: Cli, folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:  # noqa: F811
+    rows = [{"prompt": "the cat"}, {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "a"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for size in ("1", "2", "auto"):
+        out = tmp_path / f"{size}.jsonl"
+        words = [*SHORT, "--gen-length", 8, "--batch-size", size, "--output", out]
+        code, _, err = cli(folder, "--jsonl", tmp_path / "in.jsonl", *words)
+        assert code == 0, err
+        written = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [row["tokens"] for row in written] == [8, 8, 8]
+    alone = [json.loads(line) for line in (tmp_path / "1.jsonl").read_text().splitlines()]
+    assert alone[0]["token_ids"] == by_hand(loaded, "the cat", max_new_tokens=8)
+    two = [
+        write_texts(
+            loaded.model,
+            loaded.tokenizer,
+            [loaded.tokenizer("the cat")["input_ids"]],
+            {"gen_length": 8, "steps": STEPS, "seed": 1, "num_return_sequences": 2, "eos_token_id": None},
+            diffusion=False,
+        )
+    ]
+    assert len(set(two[0].token_ids)) == 2
+
+
+def test_the_page_and_the_live_view_show_every_denoising_step(
+    cli: Cli,  # noqa: F811
+    folder: Path,
+    loaded: LoadedModel,
+    tmp_path: Path,
+) -> None:
+    words = ["--prompt", "the cat", "--gen-length", 16, *SHORT, "--html", tmp_path / "out.html"]
+    report = cli.report(folder, *words)
+    trace = json.loads(Page((tmp_path / "out.html").read_text("utf-8")).scripts[0][1])
+    frames = played(trace)
+    assert [frame["forwards"] for frame in trace["frames"]] == [0, 1, 2, 3, 3, 4, 5, 6, 6]  # a canvas ends after 3
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shown = "the cat" + tokenizer.decode(report["samples"][0]["token_ids"], skip_special_tokens=False)
+    assert "".join(map(str, frames[-1])) == shown
+    assert len({"".join(map(str, frame)) for frame in frames}) > 4  # drafts change
+    ids = tokenizer("the cat")["input_ids"]
+    screen = io.StringIO()
+    view = DenoisingTrace(TokenStrings(tokenizer, None), ids)
+    with live(view, Console(file=screen, force_terminal=True, width=200)):
+        settings = {"gen_length": 8, "steps": STEPS, "seed": 1}
+        write_texts(loaded.model, tokenizer, [ids], settings, diffusion=False, streamer=view.token_streamer())
+    assert f"forward {STEPS}" in screen.getvalue()
+
+
+def test_another_canvas_than_the_model_was_trained_with_is_said(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = loaded.tokenizer("the cat")["input_ids"]
+    settings = {"gen_length": 8, "steps": STEPS, "seed": 1, "eos_token_id": None}
+    found = write_texts(loaded.model, loaded.tokenizer, [prompt], settings, diffusion=False)
+    assert not caplog.records
+    other = write_texts(loaded.model, loaded.tokenizer, [prompt], {**settings, "block_length": 4}, diffusion=False)
+    assert (other.forwards, found.forwards) == (2 * STEPS, STEPS)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert {"4", str(CANVAS)} <= set(said.replace(":", "").split())
+    assert loaded.model.config.canvas_length == CANVAS
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prompt", "see <image>"], "image"),
+        (["--prompt", ""], "at least one token"),
+        (["--prompt", "x", "--gen-length", CONTEXT], f"context of {CONTEXT}"),
+        (["--prompt", "x", "--block-length", 2 * CONTEXT], "canvas"),
+        (["--prompt", "x", "--temperature", 0.5], "t_max"),
+        (["--prompt", "x", "--set", "nonsense=1"], "nonsense"),
+        (["--prompt", "x", "--steps", 0], "steps"),
+        (["--prompt", "x", "--steps", 2, "--set", "max_denoising_steps=3"], "max_denoising_steps"),
+        (["--prompt", "x", "--set", "t_min=0.9"], "t_max"),
+        (["--prompt", "x", "--set", "cache_implementation=none"], "cache_implementation"),
+    ],
+)
+def test_what_is_refused(cli: Cli, folder: Path, words: list[Any], said: str) -> None:  # noqa: F811
+    code, _, err = cli(folder, *words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
+
+
+def test_an_image_in_a_file_of_prompts_is_named_by_its_line(cli: Cli, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    content = [{"type": "image"}, {"type": "text", "text": "what is it?"}]
+    rows = [{"prompt": "a"}, {"messages": [{"role": "user", "content": content}]}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, _, err = cli(folder, "--jsonl", tmp_path / "in.jsonl")
+    assert code == 2
+    assert "in.jsonl, line 2" in err
+    assert "image" in err
+
+
+def test_the_server_answers_with_canvases(loaded: LoadedModel) -> None:
+    served, told = ServedModel(loaded, "tiny", {}), []
+    served.check()
+    settings = {"gen_length": 12, "steps": STEPS, "eos_token_id": None}
+    request = TextRequest(chat=False, prompts=("the cat", "a longer one"), settings=settings, seed=1)
+    rows = served.rows(request, lambda index: lambda event: told.append((index, event)))
+    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=2)
+    row_sampler(served).run(rows, scheduler)
+    for index in (0, 1):
+        pieces = [event.tokens for who, event in told if who == index and isinstance(event, Extended)]
+        (ended,) = [event for who, event in told if who == index and isinstance(event, Ended)]
+        assert [len(piece) for piece in pieces] == [CANVAS, 12 - CANVAS]
+        assert sum(pieces, ()) == tuple(ended.tokens)
