@@ -33,6 +33,8 @@ class Objective(abc.ABC):
     "predicted", those with a loss; "sequences", the documents, with each position's weight over the number of
     positions that count in its document (LLaDA's fine-tuning: the mean over answers of any length).
 
+    `noise_range` has the lowest and the highest probability of masking, in place of `eps` and 1.
+
     The class attributes are the objective's capabilities, which engines, planning and evaluation read.
     """
 
@@ -42,6 +44,7 @@ class Objective(abc.ABC):
     families: ClassVar[tuple[str, ...]] = ()  # the only families that have it; () for no restriction
     also: ClassVar[tuple[str, ...]] = ()  # families of another attention pattern that support it too
     masks: ClassVar[bool] = True  # False: no mask token is needed
+    noise_ranges: ClassVar[bool] = True  # False: it takes no `noise_range`
     streams: ClassVar[int] = 1  # 2 for [noisy | clean], in blocks of `block_size`, with its own mask and position ids
     own_positions: ClassVar[bool] = False  # position ids differ from row to row
     exact_block_masks: ClassVar[bool] = False  # masks round(n p) tokens of a block, not each with probability p
@@ -56,8 +59,11 @@ class Objective(abc.ABC):
     length_variation: float = 0.0
     loss_weighting: Weighting = "level"
     loss_normalisation: Normalisation = "tokens"
+    noise_range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        if self.noise_range is not None and not self.noise_ranges:
+            raise DlmBridgeError(f"--noise-range: {type(self).__name__} has noise levels of its own")
         for name, known in (("loss_weighting", self.weightings), ("loss_normalisation", self.normalisations)):
             if getattr(self, name) not in known:
                 raise DlmBridgeError(
@@ -120,7 +126,12 @@ class Objective(abc.ABC):
 
     def mask_probability(self, clean: CleanBatch, uniforms: Uniforms) -> torch.Tensor:
         """[B, L] the masking probability of each sequence, p = (1 - eps) t + eps."""
-        return ((1 - self.eps) * clean.noise_levels(uniforms.level) + self.eps).expand_as(clean.input_ids)
+        return self.probability(clean.noise_levels(uniforms.level)).expand_as(clean.input_ids)
+
+    def probability(self, levels: torch.Tensor) -> torch.Tensor:
+        """The masking probabilities of noise levels t, which are uniform on [0, 1)."""
+        low, high = (self.eps, 1) if self.noise_range is None else self.noise_range
+        return (high - low) * levels + low
 
     def sample_mask(
         self, clean: CleanBatch, p_BL: torch.Tensor, uniforms: Uniforms, candidates: torch.Tensor

@@ -110,17 +110,22 @@ def build_objective(
     config: Any = None,
     loss_weighting: str | None = None,
     loss_normalisation: str | None = None,
+    **others: Any,
 ) -> Objective:
-    """The objective of a name, with the block size and loss weights of the model's `config`, and its own weighting and
-    normalisation where they are None.
+    """The objective of a name, with the block size and loss weights of the model's `config`, and its own weighting,
+    normalisation and `others` of its fields where they are None.
 
-    Raises DlmBridgeError for an unknown name, where the configuration lacks what the objective needs, and for a
-    weighting or normalisation that it does not support.
+    Raises DlmBridgeError for an unknown name, where the configuration lacks what the objective needs, for a weighting
+    or normalisation that it does not support and for a field that it does not have.
     """
     spec = find_objective(name)
     settings = {**spec.kind.settings(config), **spec.settings}
-    chosen = {"loss_weighting": loss_weighting, "loss_normalisation": loss_normalisation}
-    settings |= {key: value for key, value in chosen.items() if value is not None}
+    chosen = {"loss_weighting": loss_weighting, "loss_normalisation": loss_normalisation, **others}
+    for key, value in chosen.items():
+        if value is not None:
+            if key not in spec.kind.__dataclass_fields__:
+                raise DlmBridgeError(f"--{key.replace('_', '-')} {value}: objective '{name}' has no such setting")
+            settings[key] = value
     return spec.kind(mask_token_id=mask_token_id, length_variation=length_variation, **settings)
 
 

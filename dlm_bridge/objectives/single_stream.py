@@ -102,6 +102,7 @@ class NextTokenPrediction(Objective):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
     shift: ClassVar[bool] = True
     masks: ClassVar[bool] = False
+    noise_ranges: ClassVar[bool] = False
     loss_fraction: ClassVar[float] = 1.0
     weightings: ClassVar[tuple[Weighting, ...]] = ("uniform",)
     normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted", "sequences")

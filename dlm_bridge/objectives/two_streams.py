@@ -65,6 +65,9 @@ class BlockDiffusion(TwoStreamObjective):
     t per sequence (or per block), p = (1 - eps) t + eps; each position is masked with probability p; the loss is the
     cross-entropy at the masked positions over p, summed and divided by the number of counted positions.
 
+    With `noise_range` (0.3, 0.8), `loss_weighting` "uniform" and `loss_normalisation` "predicted" it is LLaDA2's fine-
+    tuning as dFactory runs it (tasks/train_llada2_bd.py, 92b6890): the mean cross-entropy of the masked positions.
+
     dLLM's bd3lm checkpoints are A2D models trained so, by a `block_size` in their config.json.
     """
 
@@ -80,7 +83,7 @@ class BlockDiffusion(TwoStreamObjective):
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
         p_BL = self.mask_probability(clean, uniforms)
         if self.level == "block":
-            p_BL = (1 - self.eps) * self.block_levels(uniforms, clean) + self.eps
+            p_BL = self.probability(self.block_levels(uniforms, clean))
         mask = self.sample_mask(clean, p_BL, uniforms, clean.counted)
         weights_BL, normaliser = self.position_weights(clean, p_BL, mask, clean.counted)
         none = torch.zeros_like(mask)
@@ -113,7 +116,7 @@ class ComplementaryBlockDiffusion(TwoStreamObjective):
     loss_normalisation: Normalisation = "predicted"
 
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
-        p_BL = (1 - self.eps) * self.block_levels(uniforms, clean) + self.eps
+        p_BL = self.probability(self.block_levels(uniforms, clean))
         predicted = clean.counted & clean.preceded
         below = uniforms.token < p_BL
         mask = torch.cat([below & predicted, ~below & predicted])
@@ -188,6 +191,7 @@ class WeDLMDiffusion(TwoStreamObjective):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
     families: ClassVar[tuple[str, ...]] = ("wedlm",)
     own_positions: ClassVar[bool] = True
+    noise_ranges: ClassVar[bool] = False
     exact_block_masks: ClassVar[bool] = True
     loss_fraction: ClassVar[float] = 1.5
     terms: ClassVar[int] = 2

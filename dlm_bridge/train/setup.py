@@ -223,8 +223,15 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
     options = config.objective
     name = str(options.name)
     token = mask_token_id(model) if find_objective(name).kind.masks else -1
-    weighting, normalisation = options.loss_weighting, options.loss_normalisation
-    return config, build_objective(name, token, options.length_variation, model.config, weighting, normalisation)
+    return config, build_objective(
+        name,
+        token,
+        options.length_variation,
+        model.config,
+        options.loss_weighting,
+        options.loss_normalisation,
+        noise_range=options.noise_levels,
+    )
 
 
 def check_data(config: TrainConfig, load: bool = True) -> DataSources:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import mean_loss
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Uniforms
-from dlm_bridge.objectives.registry import family_objective
+from dlm_bridge.objectives.registry import build_objective, family_objective
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from dlm_bridge.objectives.two_streams import BlockDiffusion, ComplementaryBlockDiffusion
 from tests.families import a2d, fast_dllm_v2, sdar
@@ -106,6 +107,44 @@ def test_loss_equals_passes_over_the_clean_prefix_and_one_noisy_block(model: Any
         cost += (costs * masked[:, block] / p[:, None]).sum().item()
     assert 5 < masked.sum() < 28
     assert loss.item() == pytest.approx(cost / (3 * (LENGTH - 3)), rel=1e-5)
+
+
+def test_a_noise_range_with_unweighted_cross_entropy_is_dfactorys_fine_tuning(model: Any, ids: torch.Tensor) -> None:
+    """One masking probability per row, uniform on (0.3, 0.8); the mean cross-entropy of the masked answer tokens."""
+    labels = ids.clone()
+    labels[:, :3] = IGNORE_INDEX
+    names = {"loss_weighting": "uniform", "loss_normalisation": "predicted", "noise_range": (0.3, 0.8)}
+    objective = build_objective("block", MASK, config=model.config, **names)
+    uniforms = Uniforms.keyed(0, 1, range(3), LENGTH)
+    masked = (uniforms.token < 0.3 + 0.5 * uniforms.level[:, None]) & (labels != IGNORE_INDEX)
+    noisy = objective.noise(ids, uniforms, labels)
+    assert torch.equal(noisy.input_ids[:, :LENGTH], torch.where(masked, MASK, ids))
+    costs = []
+    for row, column in masked.nonzero().tolist():
+        start = column // BLOCK * BLOCK
+        seen = torch.cat([ids[row, :start], noisy.input_ids[row, start : min(start + BLOCK, LENGTH)]])[None]
+        costs.append(-model(seen).logits[0, column].log_softmax(-1)[ids[row, column]].item())
+    assert len(costs) > 8
+    assert _loss(model, objective, noisy) == pytest.approx(sum(costs) / len(costs), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("block_levels", BlockDiffusion), ("block_complementary", ComplementaryBlockDiffusion)]
+)
+def test_a_noise_range_is_of_blocks_that_have_their_own_level(ids: torch.Tensor, name: str, kind: type) -> None:
+    config = SimpleNamespace(block_size=BLOCK)
+    objective = build_objective(name, MASK, config=config, noise_range=(0.6, 0.9))
+    assert type(objective) is kind
+    uniforms = Uniforms.keyed(0, 1, range(3), LENGTH)
+    p = 0.6 + 0.3 * uniforms.block[:, torch.arange(LENGTH) // BLOCK]
+    found = objective.noise(ids, uniforms).input_ids[:3, 1:LENGTH] == MASK
+    assert torch.equal(found, (uniforms.token < p)[:, 1:])
+
+
+@pytest.mark.parametrize("name", ["wedlm", "causal"])
+def test_objectives_with_levels_of_their_own_take_no_noise_range(name: str) -> None:
+    with pytest.raises(DlmBridgeError, match="--noise-range"):
+        build_objective(name, MASK, noise_range=(0.3, 0.8))
 
 
 def test_one_block_is_masked_diffusion(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

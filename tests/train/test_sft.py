@@ -181,6 +181,8 @@ def test_answers_are_learnt(tmp_path: Path, run: Run, options: dict[str, Any]) -
         ({"eos_padding": "some"}, "--eos-padding 'some' is unknown: known are none, block, row"),
         ({"loss_normalisation": "mean"}, "--loss-normalisation 'mean' is unknown: known are tokens, sequences"),
         ({"loss_weighting": "cart"}, "--loss-weighting cart: MaskedDiffusion takes level, fraction, uniform"),
+        ({"noise_range": "0.8,0.3"}, "--noise-range"),
+        ({"noise_range": "0.3"}, "--noise-range"),
         ({"document_attention": True}, "--document-attention"),
         ({"task": "pretrain", "packing": True}, "--packing"),
         ({"data": ["mock"]}, "--data mock: conversations are rows of JSONL, parquet or a dataset"),

@@ -177,6 +177,10 @@ class ObjectiveOptions:
         None, "Divisor of the loss: tokens, sequences (a mean over them) or predicted (tokens); the objective's own.",
         choices=("tokens", "sequences", "predicted"), tasks=TRAINING, fixed=True,
     )  # fmt: skip
+    noise_range: str | None = option(
+        None, "LOW,HIGH: masking probabilities are uniform between them, not between 0 and 1.", tasks=TRAINING,
+        fixed=True,
+    )  # fmt: skip
     mask_annealing_steps: int = option(
         0, "Steps from causal to bidirectional attention.", minimum=0, tasks=TRAINING, fixed=True
     )
@@ -192,6 +196,19 @@ class ObjectiveOptions:
     moe_expert_bias_update_rate: float = megatron_option(
         0.0, "Update rate of routers' expert bias, 0: constant.", minimum=0
     )
+
+    @cached_property
+    def noise_levels(self) -> tuple[float, float] | None:
+        """`noise_range` as numbers, None without one. Raises OptionError."""
+        if self.noise_range is None:
+            return None
+        try:
+            low, high = map(float, comma_separated(self.noise_range))
+        except ValueError:
+            raise OptionError("--noise-range", f"{self.noise_range!r} must be two numbers such as 0.3,0.8") from None
+        if not 0 <= low <= high <= 1 or high == 0:
+            raise OptionError("--noise-range", f"{self.noise_range!r} must be within 0,1, the lower number first")
+        return low, high
 
     @cached_property
     def block_sizes(self) -> tuple[tuple[int, int], ...]:
