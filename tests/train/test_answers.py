@@ -164,6 +164,16 @@ def test_rows_are_made_once_for_each_template(
     assert calls == [40]
 
 
+def damaged_parquet(path: Path) -> Path:
+    """One whose first pages are zeros, and whose metadata, at its end, are whole."""
+    column = [f"a text {number}" for number in range(200)]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column, "completion": column, "text": column}), path)
+    data = bytearray(path.read_bytes())
+    data[100 : len(data) // 2] = bytes(len(data) // 2 - 100)
+    path.write_bytes(bytes(data))
+    return path
+
+
 def test_bad_data_are_named(chat: Any, tmp_path: Path) -> None:
     settings = ConversationSettings(128, chat.mask_token_id)
     for name, text, message in (
@@ -182,6 +192,8 @@ def test_bad_data_are_named(chat: Any, tmp_path: Path) -> None:
         with pytest.raises(DlmBridgeError, match=message) as raised:
             load_conversation_blocks([path], chat, settings)
         assert "\n" not in str(raised.value)
+    with pytest.raises(DlmBridgeError, match=r"damaged\.parquet: not a whole parquet file"):
+        load_conversation_blocks([damaged_parquet(tmp_path / "damaged.parquet")], chat, settings)
     (tmp_path / "f.txt").write_text("text")
     for source in (tmp_path / "f.txt", "mock"):
         with pytest.raises(DlmBridgeError, match="conversations are rows of JSONL, parquet or a dataset"):

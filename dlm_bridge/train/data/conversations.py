@@ -27,6 +27,7 @@ from dlm_bridge.train.data.documents import (
     fingerprint,
     open_parquet,
     parse_object,
+    read_parquet,
 )
 
 FIELDS = "'messages', or 'prompt' and 'completion'"
@@ -289,8 +290,8 @@ def read_data_rows(source: Source) -> Iterator[DataRow]:
 def _parquet_rows(path: Path) -> Iterator[DataRow]:
     number = 0
     with open_parquet(path) as file:
-        for batch in file.iter_batches(batch_size=CONVERSATIONS_AT_ONCE):
-            for row in batch.to_pylist():
+        for rows in read_parquet(file, path, CONVERSATIONS_AT_ONCE):
+            for row in rows:
                 number += 1
                 yield DataRow(row, f"{path}, row {number}")
 

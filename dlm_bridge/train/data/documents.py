@@ -17,7 +17,7 @@ import pyarrow.parquet
 import torch
 from datasets.exceptions import DatasetGenerationError
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, reading
 from dlm_bridge.hub import check_readable
 from dlm_bridge.train.data.blocks import Rows
 
@@ -130,10 +130,16 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
 def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
     """An open parquet file. Raises DlmBridgeError where it is none."""
     check_readable(path)
-    try:
+    with reading(f"{path}: not a parquet file"):
         return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DlmBridgeError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
+
+
+def read_parquet(
+    file: pyarrow.parquet.ParquetFile, path: Path, rows: int, columns: list[str] | None = None
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of an open parquet file, so many at a time. Raises DlmBridgeError where a part of it is damaged."""
+    with reading(f"{path}: not a whole parquet file"):
+        yield from (batch.to_pylist() for batch in file.iter_batches(batch_size=rows, columns=columns))
 
 
 def source_bytes(source: Source) -> int:
@@ -200,8 +206,7 @@ def _parquet_parts(path: Path, key: str) -> Iterator[tuple[DocumentPart, float]]
         if key not in file.schema_arrow.names:
             raise DlmBridgeError(f"{path}: no '{key}' column (it has {', '.join(file.schema_arrow.names)})")
         cost = path.stat().st_size / max(file.metadata.num_rows, 1)
-        batches = file.iter_batches(batch_size=TABLE_ROWS, columns=[key])
-        columns = (batch.column(0).to_pylist() for batch in batches)
+        columns = ([row[key] for row in rows] for rows in read_parquet(file, path, TABLE_ROWS, [key]))
         yield from _column(columns, key, str(path), cost)
 
 
