@@ -25,6 +25,7 @@ from dlm_bridge.models.rope import rope_parameters, window_settings
 # logits up to 40, two correct implementations differ by 4e-5.)
 TOLERANCE = 1e-5
 MEGATRON, TRANSFORMERS = "megatron-core", "transformers"
+CANVAS = 256  # DiffusionGemma's, where config.json leaves it out
 LENGTH = 32  # minimum number of positions
 BEYOND = 8  # positions past a window or the original context
 CHEAP_WORK = 2**40  # parameters times positions: seconds to a few minutes on one CPU
@@ -126,13 +127,29 @@ class _Computed:
         """Rows of the embedding and of the logits; on one process megatron-core does not pad them."""
         return self.bridge.dims.vocab
 
+    @property
+    def canvas(self) -> int:
+        """Tokens of the canvas that follows a prompt where a model has one, else 0."""
+        if not (self.bridge.family.native and self.bridge.family.kind == "diffusion"):
+            return 0
+        return int(self.bridge.config.get("canvas_length") or CANVAS)
+
+    @property
+    def _text(self) -> dict[str, Any]:
+        """The text tower's section of config.json, where it has one."""
+        found: dict[str, Any] = self.bridge.config.get("text_config") or {}
+        return found
+
     def length(self, notes: list[str]) -> int:
         """Number of positions: two and a half blocks, and more than a sliding window and than a scaled RoPE's original
         context, unless that is expensive, which `notes` says."""
-        length = LENGTH
-        if self.bridge.family.attention_pattern == "block_causal":
+        length = LENGTH + self.canvas
+        if self.canvas:
+            notes.append(f"{self.bridge.checkpoint.where}: the vision tower was not run")
+        elif self.bridge.family.attention_pattern == "block_causal":
             length = max(length, 5 * int(self.config.block_size) // 2)
-        window = window_settings(self.bridge.config).get("window_size", (-1, 0))[0] + 1
+        window = window_settings({**self.bridge.config, **self._text}).get("window_size", (-1, 0))[0] + 1
+        window += self.canvas if window else 0
         context = int(rope_parameters(self.bridge.config).get("original_max_position_embeddings") or 0)
         for name, size in (("sliding window", window), ("original context", context)):
             if size + BEYOND <= length or not size:
@@ -150,11 +167,19 @@ class _Computed:
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """[1, S, V] on the CPU. The model is freed on return, so that only one is in memory."""
+        """[1, S, V] on the CPU, of a canvas after its second step, which is conditioned on the first one's logits.
+
+        The model is freed on return, so that only one is in memory.
+        """
         if self.engine == MEGATRON:
             return megatron_logits(self.bridge, tokens)
         model = self.bridge.build_hf_model(dtype=torch.float32, device=device).eval()
-        return model(tokens.to(device)).logits.cpu()
+        tokens = tokens.to(device)
+        if not self.canvas:
+            return model(tokens).logits.cpu()
+        prompt, canvas = tokens[:, : -self.canvas], tokens[:, -self.canvas :]
+        first = model(prompt, decoder_input_ids=canvas).logits
+        return model(prompt, decoder_input_ids=canvas, self_conditioning_logits=first).logits.cpu()
 
 
 def unsupported_reason(bridge: Bridge) -> str | None:

@@ -17,6 +17,7 @@ from dlm_bridge.mapping.fused import FusedGatedMLP, SharedKV, stacked
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, Mapping, Passthrough, Rule, Vocabulary
 from dlm_bridge.models.decoder_mapping import LAYER, decoder_dims, require_values
 from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal
 from dlm_bridge.models.moe import routed_experts
 
 DECODER, ENCODER = "model.decoder.", "model.encoder."
@@ -25,8 +26,8 @@ ATTENTION, MLP = LAYER + "self_attention.", LAYER + "mlp."
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 NO_MEGATRON_ENGINE = (
-    "megatron-core 0.16.1 has no parts for DiffusionGemma (docs/diffusion_gemma.md lists them): "
-    "train it with --engine accelerate"
+    "megatron-core 0.16.1 cannot compute DiffusionGemma, which --engine accelerate trains: docs/diffusion_gemma.md "
+    "lists the parts that it lacks"
 )
 # Defaults of transformers' config classes, for keys that config.json leaves out.
 TEXT_DEFAULTS: dict[str, Any] = {
@@ -156,6 +157,23 @@ def _vision_sizes(vision: dict[str, Any]) -> dict[str, int]:
     }
 
 
+def initialisation(config: dict[str, Any]) -> InitialisationRule:
+    """The class's: N(0, `initializer_range`), which the vision tower has of its own; norms, scales and position
+    embeddings one."""
+    vision = float(_section(config, "vision_config").get("initializer_range", 0.02))
+    text = float(config.get("initializer_range", 0.02))
+    ones = ("layer_scalar", "scale", "std_scale", "position_embedding_table")
+
+    def distribution(name: str) -> Distribution:
+        if name.endswith("std_bias"):
+            return Constant(0.0)
+        if "norm" in name or name.endswith(ones):
+            return Constant(1.0)
+        return Normal(vision if "vision_tower" in name else text)
+
+    return distribution
+
+
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
     """Raises DlmBridgeError: megatron-core cannot compute the model."""
     raise DlmBridgeError(NO_MEGATRON_ENGINE)
@@ -167,12 +185,13 @@ def transformer(config: dict[str, Any]) -> dict[str, Any]:
 def _attention() -> tuple[Rule, ...]:
     hub = HUB + "self_attn."
     q, k, v = (f"{hub}{name}_proj.weight" for name in "qkv")
-    full = {"groups": "full_groups", "head_dim": "full_head_dim"}
     sizes = (("sliding", "head_dim", "q_rows"), ("full", "full_head_dim", "full_q_rows"))
     return (
         Direct(ATTENTION + "linear_qkv.layer_norm_weight", name=HUB + "input_layernorm.weight", shape="hidden"),
         QKV(ATTENTION + "linear_qkv.weight", when="sliding", q=q, k=k, v=v),
-        SharedKV(ATTENTION + "linear_qkv.weight", when="full", q=q, k=k, **full),
+        SharedKV(
+            ATTENTION + "linear_qkv.weight", when="full", q=q, k=k, groups="full_groups", head_dim="full_head_dim"
+        ),
         *(
             Direct(f"{ATTENTION}{name}_layernorm.weight", when=when, name=f"{hub}{name}_norm.weight", shape=head)
             for when, head, _ in sizes
@@ -316,6 +335,7 @@ SPEC = FamilySpec(
     config_class="transformers:DiffusionGemmaConfig",
     model_class="transformers:DiffusionGemmaForBlockDiffusion",
     mapping=MAPPING,
+    initialisation=initialisation,
     auto_classes=(),  # transformers' own entries stay as they are
     attention_pattern="block_causal",
     training=(),

@@ -15,12 +15,15 @@ from safetensors.torch import load_file, save_file
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.inspect import inspect_checkpoint
 from dlm_bridge.convert.verify import verify_pair
+from dlm_bridge.evaluation.logits import compare_logits
 from dlm_bridge.models.diffusion_gemma import SPEC
 from dlm_bridge.models.families import find_family
 from tests.autoregressive.test_families import assert_same_bits, assert_same_files, tensors_of
 from tests.diffusion_gemma.checkpoint import CONFIG, config_with, tensors, write_checkpoint
 
-HAS_CLASS = hasattr(transformers, "DiffusionGemmaForBlockDiffusion")
+needs_class = pytest.mark.skipif(
+    not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"), reason="this transformers has no DiffusionGemma"
+)
 CUTS = [Layout(tp=2, pp=2, vp=2), Layout(tp=2, pp=2, ep=2, etp=1), Layout(tp=2, ep=4, etp=2)]
 GRID = [
     Layout(tp=tp, pp=pp, ep=ep, etp=etp) for tp, etp in ((1, 1), (2, 1), (2, 2)) for pp in (1, 4) for ep in (1, 2, 4)
@@ -61,10 +64,10 @@ def test_the_class_is_found_by_its_name() -> None:
     assert not SPEC.auto_classes
 
 
-@pytest.mark.skipif(not HAS_CLASS, reason="this transformers has no DiffusionGemma")
+@needs_class
 def test_the_mapping_s_tensors_are_the_class_s(tmp_path: Path) -> None:
     """Of both spellings of the layers' sizes: the Hub's, and the one that transformers 5.23 saves."""
-    model = SPEC.load("model_class")(SPEC.load("config_class").from_dict(CONFIG))
+    model = SPEC.load("model_class")(SPEC.load("config_class").from_dict(config_with(initializer_range=0.5)))
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert "per_layer_config" in saved["text_config"]
@@ -73,6 +76,12 @@ def test_the_mapping_s_tensors_are_the_class_s(tmp_path: Path) -> None:
     for config in (CONFIG, saved):
         params = SPEC.mapping.params(SPEC.mapping.dims(config))
         assert {n: s for param in params for n, s in zip(param.hub_names, param.hub_shapes, strict=True)} == shapes
+    own = load_file(tmp_path / "model.safetensors")
+    for name, started in SPEC.initial_weights(config_with(initializer_range=0.5), seed=0):
+        drawn = bool(own[name].min() != own[name].max())
+        assert (
+            torch.allclose(started.std(), own[name].std(), rtol=0.3) if drawn else torch.equal(started, own[name])
+        ), name
 
 
 def round_trip(source: Path, folder: Path, layouts: list[Layout], format_: str = "torch_dist") -> None:
@@ -273,6 +282,30 @@ def test_inspect_says_both_head_sizes(megatron: Path) -> None:
     assert (info.family, info.sizes["head_dim"], info.sizes["full_head_dim"]) == ("diffusion_gemma", 8, 16)
     assert info.sizes["full_layers"] == [1, 3]
     assert info.parameters == sum(tensor.numel() for tensor in tensors().values())
+
+
+@needs_class
+def test_logits_of_a_canvas_are_compared(folder: Path, megatron: Path, tmp_path: Path) -> None:
+    """transformers computes both sides; the step that is conditioned on the last one is compared, too."""
+    found = compare_logits(folder, megatron)
+    assert (found.a, found.b, found.difference) == ("transformers", "transformers", 0.0)
+    assert found.positions == 36
+    assert any("vision tower" in note for note in found.notes)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.decoder.self_conditioning.up_proj.weight"] *= 2
+
+    other = compare_logits(folder, rewrite(folder, tmp_path / "hub", change))
+    assert other.difference > other.allowed
+
+
+@needs_class
+def test_live_models_cross_the_bridge(folder: Path, megatron: Path, tmp_path: Path) -> None:
+    model = Bridge.from_megatron(megatron).build_hf_model()
+    assert type(model) is SPEC.load("model_class")
+    Bridge.from_model(model).to_megatron(tmp_path / "megatron", Layout(pp=2, ep=2))
+    Bridge.from_megatron(tmp_path / "megatron").to_hf(tmp_path / "back")
+    assert_same_bits(tensors_of(tmp_path / "back"), tensors_of(folder))
 
 
 def test_a_transformers_without_the_class_is_named() -> None:

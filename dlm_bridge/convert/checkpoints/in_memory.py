@@ -40,9 +40,11 @@ class LiveCheckpoint(ByNameCheckpoint):
             where, HubMetadata(spec, config, {"name": where, "revision": None}, texts={CONFIG_FILE: text})
         )
         for name, entry in self.mapping.passthrough_names(self.dims).items():
-            if entry.copy_of:  # a tied head: the state dict names one parameter twice
-                self._tensors.pop(name, None)
-                self._stored.pop(name, None)
+            # A tied parameter has one name here, which may be the copy's.
+            if entry.copy_of and (tensor := self._tensors.pop(name, None)) is not None:
+                stored = self._stored.pop(name)
+                self._tensors.setdefault(entry.copy_of, tensor)
+                self._stored.setdefault(entry.copy_of, stored)
         self.hub.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
         for name, tensor in self._tensors.items():
             if tensor.dtype not in SAFETENSORS_NAMES:
