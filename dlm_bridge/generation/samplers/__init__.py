@@ -49,6 +49,7 @@ _BUILT_IN = {
     "wedlm": "wedlm:WeDLMSampler",
     "uniform": "uniform:UniformSampler",
     "hierarchical": "hierarchical:HierarchicalSampler",
+    "multi_block": "multi_block:MultiBlockSampler",
     "wino": "wino:WINOSampler",
     "credit": "credit:CreditSampler",
 }

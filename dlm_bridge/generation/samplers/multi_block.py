@@ -1,0 +1,111 @@
+"""d3LLM's multi-block decoding (arXiv 2601.07568): a block is begun before the one in front of it is complete.
+
+    canvas = prompt + [MASK] * gen_length, in blocks of block_length
+    begun = 1
+    while there are masks:
+        if at least block_add_threshold of the last begun block is committed:
+            begun = begun + 1
+        logits = model(canvas)
+        tokens = argmax(logits / temperature + Gumbel noise)
+        commit, of the begun blocks,
+            every token whose entropy of softmax(logits) is at most threshold
+            and the one of lowest entropy                       # commit_best
+            and, if these are none of the first block that has masks, its one of lowest entropy
+
+The code for LLaDA has `commit_best`, that for Dream has not. With block_add_threshold 1 the blocks come one after the
+other. Its `decoded_token_threshold` is left out: the first block with masks always counts as activated by it, and
+nothing else of the decoding without a cache asks for it. Its delayed cache, and `early_stop`, which overwrites what
+follows an end-of-sequence token, are not here: rows end at the token as in every sampler.
+
+Source: hao-ai-lab/d3LLM e5bfcac, `generate_multi_block` of d3llm_LLaDA/d3llm_llada_generate_util.py and
+`_sample_multi_block` of d3llm_DREAM/d3llm_dream_generate_util.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step, best
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
+from dlm_bridge.generation.token_sampling import Noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiBlockSampler(Sampler):
+    """d3LLM's multi-block decoding.
+
+    Args:
+        block_length: tokens of a block.
+        threshold: entropy, in nats, up to which a token is committed.
+        block_add_threshold: part of the last begun block that is committed before the next one is begun.
+        commit_best: each step commits the token of lowest entropy of all begun blocks too, as for LLaDA; False: as for
+            Dream.
+    """
+
+    name: ClassVar[str] = "multi_block"
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    shortens_block: ClassVar[bool] = True
+    infills: ClassVar[bool] = False
+
+    block_length: int = parameter(32, minimum=1)
+    threshold: float = parameter(0.5, minimum=0)
+    block_add_threshold: float = parameter(0.5, minimum=0, maximum=1)
+    commit_best: bool = True
+
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        check_blocks(self.gen_length, self.block_length)
+        return SamplerSpec(
+            layout=BlockLayout(self.gen_length, whole=True),
+            rule=MultiBlockRule(self.block_length, self.threshold, self.block_add_threshold, self.commit_best),
+            sampling=self.sampling(),
+        )
+
+
+class MultiBlockRule(OneOrMoreRule):
+    """Commits tokens of low entropy in all blocks that are begun, and at least one in the first one with masks."""
+
+    def __init__(self, block_length: int, threshold: float, block_add_threshold: float, commit_best: bool) -> None:
+        self._block_length = block_length
+        self._threshold = threshold
+        self._block_add_threshold = block_add_threshold
+        self._commit_best = commit_best
+        self._rows = 0
+        self._begun_B: torch.Tensor | None = None  # blocks of each row that are begun
+
+    def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
+        self._rows, self._begun_B = len(masks), None
+        return super().begin(masks, noise)
+
+    def select(self, step: Step) -> torch.Tensor:
+        block_N = torch.arange(step.masked.shape[1], device=step.masked.device) // self._block_length
+        begun_A1 = self._begin_blocks(step)[:, None]
+        masked_AN = step.masked & (block_N < begun_A1)
+        log_p_ANV = step.logits.double().log_softmax(dim=-1)
+        # As published, with a floor under the probabilities.
+        certainty_AN = (log_p_ANV.exp() * (log_p_ANV.exp() + 1e-12).log()).sum(dim=-1)
+        scores_AN = certainty_AN.masked_fill(~masked_AN, MINUS_INFINITY)
+        picked_AN = (scores_AN >= -self._threshold) & masked_AN
+        if self._commit_best:
+            picked_AN |= best(scores_AN) & (scores_AN > MINUS_INFINITY)
+        first_A1 = block_N.expand_as(masked_AN).masked_fill(~masked_AN, len(block_N)).amin(dim=1, keepdim=True)
+        of_first_AN = block_N == first_A1
+        needy_A1 = ~(picked_AN & of_first_AN).any(dim=1, keepdim=True)
+        scores_AN = scores_AN.masked_fill(~of_first_AN, MINUS_INFINITY)
+        return picked_AN | (needy_A1 & best(scores_AN) & (scores_AN > MINUS_INFINITY))
+
+    def _begin_blocks(self, step: Step) -> torch.Tensor:
+        """[A] blocks that are begun, after beginning the next one where the last one is far enough."""
+        masks_AK = step.masked.unflatten(1, (-1, self._block_length)).sum(dim=-1)
+        if self._begun_B is None:  # the first step
+            self._begun_B = torch.ones(self._rows, dtype=torch.long, device=masks_AK.device)
+        begun_A = self._begun_B[step.rows]
+        masks_A = masks_AK.gather(1, begun_A[:, None] - 1)[:, 0]
+        far_enough_A = 1 - masks_A.double() / self._block_length >= self._block_add_threshold
+        begun_A = (begun_A + far_enough_A).clamp(max=masks_AK.shape[1])
+        self._begun_B[step.rows] = begun_A
+        return begun_A
