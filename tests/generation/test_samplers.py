@@ -33,6 +33,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "sdar-entropy": (family("block_causal", algorithm="sdar"), BLOCK, {"remasking_strategy": "entropy_bounded"}),
     "llada2": (family("block_causal", algorithm="llada2"), BLOCK, {"threshold": 0.4}),
     "llada2.1": (family("block_causal", algorithm="llada2.1"), BLOCK, {"threshold": 0.4, "editing_threshold": 0.2}),
+    "llada2.2": (
+        family("block_causal", algorithm="llada2.2"),
+        BLOCK,
+        {"threshold": 0.4, "editing_threshold": 0.2, "delete_token_id": 5, "split_token_id": 17},
+    ),
     "fast_dllm_v2": (family("block_causal", shift=True, algorithm="fast_dllm_v2"), BLOCK, {"small_block_size": 2}),
     "nemotron": (family(name="nemotron_labs_diffusion", algorithm="nemotron"), BLOCK, {"threshold": 0.4}),
     "linear_spec": (family(name="nemotron_labs_diffusion", algorithm="linear_spec"), BLOCK, {}),

@@ -19,7 +19,7 @@ decoders/levenshtein.py and development guide), with that decoder's deterministi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -66,7 +66,8 @@ class LLaDA22Sampler(Sampler):
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
             layout=BlockLayout(self.block_length, aligned=True),
-            rule=LevenshteinRule(self),
+            # Rows of every gen_length follow one rule, so that they share a continuous batch.
+            rule=LevenshteinRule(replace(self, gen_length=self.block_length)),
             sampling=self.sampling(),
             predictor=BlockCausalPredictor,
             predictor_options={"block_length": self.block_length},
