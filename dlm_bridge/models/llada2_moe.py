@@ -5,11 +5,13 @@ Source: the public configs and modeling_llada2_moe.py, arXiv 2512.15745; of LLaD
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.fused import FusedQKV
-from dlm_bridge.mapping.rules import Dims, Direct, Mapping, Passthrough, Vocabulary
+from dlm_bridge.mapping.fused import FusedQKV, stacked
+from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, Mapping, Passthrough, Rule, Vocabulary
 from dlm_bridge.models.decoder_mapping import (
     LAYER,
     decoder_dims,
@@ -38,6 +40,7 @@ REQUIRED: dict[str, Any] = {
     "score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
+MERGED = "llada2_moe_veomni"  # model_type of dFactory's layout, in which a layer's experts are one tensor a projection
 # For keys that a config leaves out.
 DEFAULTS: dict[str, Any] = {
     "rope_theta": 600000.0,
@@ -56,11 +59,6 @@ DEFAULTS: dict[str, Any] = {
 def check_config(config: dict[str, Any]) -> None:
     """Raise DlmBridgeError for a LLaDA2 config that the body cannot hold."""
     require_values(config, REQUIRED)
-    if config.get("model_type") == "llada2_moe_veomni":
-        raise DlmBridgeError(
-            "config.json: model_type llada2_moe_veomni is dFactory's training layout (experts merged): "
-            "split them with dFactory's scripts/moe_convertor.py first"
-        )
     capacity, chosen = config.get("expert_capacity") or 0, config.get("num_experts_per_tok") or 1
     if capacity and not chosen <= capacity <= (config.get("num_experts") or capacity):
         raise DlmBridgeError(
@@ -83,7 +81,8 @@ def check_config(config: dict[str, Any]) -> None:
 def dims(config: dict[str, Any]) -> Dims:
     """LLaDA2's sizes."""
     config = _complete(config)
-    return decoder_dims(config, frozenset({"qk_norm", "router_bias", "shared_expert"}), **expert_sizes(config))
+    facts = {"qk_norm", "router_bias", "shared_expert"} | ({"merged"} if config.get("model_type") == MERGED else set())
+    return decoder_dims(config, frozenset(facts), **expert_sizes(config))
 
 
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
@@ -106,6 +105,26 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"n_shared_experts": config["num_shared_experts"]}
 
 
+def _experts() -> Iterator[Rule]:
+    """Rules of a layer with experts: each expert's tensors, or dFactory's of all."""
+    norm = HUB + "post_attention_layernorm.weight"
+    for rule in expert_rules(HUB + "mlp.", norm, "shared_experts", router_bias="gate.expert_bias", own_dtype=True):
+        if "{expert}" not in rule.megatron:
+            yield rule
+            continue
+        yield replace(rule, when=f"{rule.when} !merged")
+        merged = replace(rule, when=f"{rule.when} merged")
+        if isinstance(merged, GatedMLP):
+            yield stacked(replace(merged, gate=_merged_name(merged.gate), up=_merged_name(merged.up)))
+        elif isinstance(merged, Direct):
+            yield stacked(replace(merged, name=_merged_name(merged.name)))
+
+
+def _merged_name(name: str) -> str:
+    """dFactory's name of the tensor of all experts."""
+    return name.replace("{expert}.", "").removesuffix(".weight")
+
+
 MAPPING = Mapping(
     rules=(
         Vocabulary("embedding.word_embeddings.weight", name="model.word_embeddings.weight", shape="vocab hidden"),
@@ -117,13 +136,7 @@ MAPPING = Mapping(
         Direct(MEGATRON + "k_layernorm.weight", name=ATTENTION + "key_layernorm.weight", shape="head_dim"),
         Direct(MEGATRON + "linear_proj.weight", name=ATTENTION + "dense.weight", shape="hidden q_rows", axis=1),
         *dense_rules(HUB),
-        *expert_rules(
-            HUB + "mlp.",
-            HUB + "post_attention_layernorm.weight",
-            "shared_experts",
-            router_bias="gate.expert_bias",
-            own_dtype=True,
-        ),
+        *_experts(),
     ),
     dims=dims,
     transformer=transformer,

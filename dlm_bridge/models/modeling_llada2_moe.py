@@ -31,9 +31,10 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     eager_attention_forward,
 )
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.diffusion_lm import register_hub_names
 from dlm_bridge.models.hub_config import HubConfig
-from dlm_bridge.models.llada2_moe import SPEC, check_config
+from dlm_bridge.models.llada2_moe import MERGED, SPEC, check_config
 from dlm_bridge.models.modeling_moe import DiffusionMoE, ExpertsMixin, expert_converters
 
 # Fields that `check_config` reads; further keys that it reads are passed as keyword arguments.
@@ -101,6 +102,16 @@ class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
     mask_token_id: int | None = 156895
     eos_token_id: int | list[int] | None = 156892
     pad_token_id: int | None = 156892
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As `HubConfig`. Raises DlmBridgeError for dFactory's layout, which is converted but not loaded."""
+        if config_dict.get("model_type") == MERGED:
+            raise DlmBridgeError(
+                f"config.json: model_type {MERGED} is dFactory's training layout (experts merged): dlm-bridge import "
+                "it, then export with --hf-config a config.json whose model_type is llada2_moe"
+            )
+        return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_config({**{key: getattr(self, key) for key in CHECKED}, **kwargs})

@@ -11,8 +11,10 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
 from dlm_bridge.mapping.fused import FusedQKV
 from dlm_bridge.mapping.rules import Dims
-from tests.convert.helpers import dcp_tensors
+from tests.checkpoints import write_hub_folder
+from tests.convert.helpers import dcp_tensors, hub_tensors
 from tests.families import llada2_moe, rnd1
+from tests.families.case import config_of
 
 RND1, LLADA2 = rnd1.CASE, llada2_moe.CASE
 FC1, FC2 = "mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2"
@@ -131,3 +133,49 @@ def test_fused_qkv_is_interleaved_per_query_group() -> None:
 
 def _rank(file: str) -> int:
     return int(file.strip("_").partition("_")[0])
+
+
+def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """dFactory's layout (scripts/moe_convertor.py, 92b6890): stacks of experts, without ".weight"."""
+    stacks: dict[str, list[torch.Tensor]] = {}
+    kept = {}
+    for name, tensor in tensors.items():
+        layer, _, rest = name.partition(".experts.")
+        if rest:
+            stacks.setdefault(f"{layer}.experts.{rest.split('.')[1]}", []).append(tensor)
+        else:
+            kept[name] = tensor
+    return kept | {name: torch.stack(experts) for name, experts in stacks.items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    zip(llada2_moe.CASES, (Layout(tp=2, pp=2, ep=2, etp=1), Layout()), strict=True),
+    ids=["2.0-cut", "2.2-whole"],
+)
+def test_merged_experts_and_single_ones_become_each_other(
+    tmp_path: Path, case: rnd1.FamilyCase, layout: Layout
+) -> None:
+    apart = case.tensors(case.config, 0, torch.bfloat16)
+    config = {**case.config, "model_type": "llada2_moe_veomni"}
+    source = write_hub_folder(tmp_path / "dfactory", config, merged(apart))
+    assert "model.layers.1.mlp.experts.gate_proj" in hub_tensors(source)
+    Bridge.from_hf(source).to_megatron(tmp_path / "megatron", layout)
+    Bridge.from_hf(case.write(tmp_path / "hub", torch.bfloat16)).to_megatron(tmp_path / "same", layout)
+    same, found = (dcp_tensors(tmp_path / name / "iter_0000000") for name in ("same", "megatron"))
+    assert same.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in same.items())
+    for checkpoint, other in (("megatron", "hub"), ("same", "dfactory")):
+        Bridge.from_megatron(tmp_path / checkpoint).to_hf(tmp_path / f"{checkpoint}-back")
+        changed = Bridge.from_megatron(tmp_path / checkpoint, hf_config=tmp_path / other / "config.json")
+        changed.to_hf(tmp_path / f"{checkpoint}-as-{other}")
+    for name in ("megatron-back", "same-as-dfactory"):
+        found = hub_tensors(tmp_path / name)
+        assert found.keys() == merged(apart).keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in merged(apart).items())
+        assert config_of(tmp_path / name)["model_type"] == "llada2_moe_veomni"
+    for name in ("same-back", "megatron-as-hub"):
+        found = hub_tensors(tmp_path / name)
+        assert found.keys() == apart.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in apart.items())
+        assert config_of(tmp_path / name)["model_type"] == "llada2_moe"

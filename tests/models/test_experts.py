@@ -204,10 +204,12 @@ def test_what_the_body_cannot_do_is_refused_by_name(
         Bridge.from_hf(folder)
 
 
-def test_merged_experts_are_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_merged_experts_are_converted_but_not_loaded(tmp_path: Path) -> None:
     folder = LLADA2.write(tmp_path / "hub", model_type="llada2_moe_veomni")
-    with pytest.raises(DlmBridgeError, match=r"experts merged.*moe_convertor\.py"):
-        Bridge.from_hf(folder)
+    with pytest.raises(DlmBridgeError, match=r"experts merged.*--hf-config"):
+        LLADA2.spec.load("model_class").from_pretrained(folder)
+    with pytest.raises(DlmBridgeError, match=r"model\.layers\.1\.mlp\.experts\.down_proj"):  # single here
+        Bridge.from_hf(folder).to_megatron(tmp_path / "megatron")
 
 
 @pytest.mark.parametrize(
