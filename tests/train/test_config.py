@@ -141,6 +141,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"packing": True}, "--packing"),  # of sft
         ({"engine": "deepspeed"}, "--engine"),
         ({"trackers": "paper"}, "--trackers"),
+        ({"profile_steps": "4"}, "--profile-steps"),
+        ({"profile_steps": "4:3"}, "--profile-steps"),
+        ({"profile_steps": "0:3"}, "--profile-steps"),
         ({"split": "90,10"}, "--split"),
         ({"split": "0,1,0"}, "--split"),
         ({"micro_batch_size": 5}, "--global-batch-size"),

@@ -111,7 +111,13 @@ class TrainConfig:
             raise OptionError("--wsd-decay-steps", f"{decays} is more than --steps {self.schedule.steps}")
         self.data.accumulation(processes=1)
         # Made to be checked.
-        _ = self.data.split_fractions, self.objective.noise_levels, self.checkpoint.saves, self.logging.tracker_names
+        _ = (
+            self.data.split_fractions,
+            self.objective.noise_levels,
+            self.checkpoint.saves,
+            self.logging.tracker_names,
+            self.logging.profiled,
+        )
         for group in PASSED_THROUGH:
             self.engine.passed_through(group)
         self._check_adapter()

@@ -403,8 +403,21 @@ class LoggingOptions:
         [], "Prompt of a sampled text; @FILE: one prompt per line. May be repeated.", tasks=TRAINING
     )
     sample_length: int = option(64, "Tokens of a sampled text.", minimum=1, tasks=TRAINING)
+    profile_steps: str | None = option(
+        None, "Steps A:B of which rank 0 writes a trace to DIR/profile, such as 10:12.", tasks=TRAINING
+    )
     trackers: str | None = option(None, "tensorboard, wandb, or both with a comma.")
     straggler_interval: int = megatron_option(0, "Steps between reports of the slowest rank, 0: none.", minimum=0)
+
+    @property
+    def profiled(self) -> range:
+        """The steps of `profile_steps`, none without it. Raises OptionError."""
+        if self.profile_steps is None:
+            return range(0)
+        first, _, last = self.profile_steps.partition(":")
+        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            raise OptionError("--profile-steps", f"{self.profile_steps} must be FIRST:LAST, such as 10:12")
+        return range(int(first), int(last) + 1)
 
     @property
     def tracker_names(self) -> list[str]:
