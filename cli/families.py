@@ -30,6 +30,7 @@ def _row(spec: FamilySpec) -> dict[str, Any]:
         "load": list(spec.auto_classes) if own else ["transformers"],
         "convert": ["huggingface"] if hub_only else ["huggingface", "torch_dist", "torch"],
         "why_not_megatron": hub_only,
+        "why_not_megatron_engine": spec.mapping.engine_lacks,
         "train": list(spec.training),
         "objective": spec.objective,
         "sample": spec.sampler.get("algorithm", "transformers"),
@@ -81,6 +82,8 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
     for row in rows:
         if row["why_not_megatron"] and not row["derived_from"]:
             console.print(f"{row['family']} has no Megatron layout: {row['why_not_megatron']}", highlight=False)
+        if row["why_not_megatron_engine"]:
+            console.print(f"{row['family']}: {row['why_not_megatron_engine']}", highlight=False)
     table = Table(title="Known, not supported")
     table.add_column("architecture", overflow="fold")
     table.add_column("reason", overflow="fold")

@@ -400,15 +400,6 @@ class ParamMapping:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
 
-def in_rows(params: Iterable[ParamMapping]) -> Iterator[tuple[ParamMapping, ParamMapping, int]]:
-    """(parameter, one of its pieces, the piece's first row in the parameter's slice), piece by piece."""
-    for param in params:
-        first = 0
-        for piece in param.pieces:
-            yield param, piece, first
-            first += piece.megatron_shape[0] if piece.megatron_shape else 1
-
-
 @dataclass(frozen=True)
 class Passthrough:
     """A Hub tensor that Megatron has no place for, kept beside the checkpoint and given back bit for bit.
@@ -441,9 +432,11 @@ class Mapping:
 
     rules: tuple[Rule, ...]
     dims: Callable[[dict[str, Any]], Dims]  # from config.json's dict; raises DlmBridgeError on what the body cannot do
-    transformer: Callable[[dict[str, Any]], dict[str, Any]]  # megatron-core keyword arguments, see parallel/
+    # megatron-core keyword arguments, see parallel/; not asked where `engine_lacks` says that it cannot compute it
+    transformer: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {}
     passthrough: tuple[Passthrough, ...] = ()
     hub_only: str = ""  # why Megatron cannot hold such a model, where it cannot
+    engine_lacks: str = ""  # why megatron-core cannot compute one that it can hold
     other_towers: Callable[[Dims], Iterable[Rule]] = lambda dims: ()  # a vision tower's tensors, each with its rule
 
     def params(self, dims: Dims) -> Iterator[ParamMapping]:
@@ -460,7 +453,10 @@ class Mapping:
                     yield from (ParamMapping(rule, dims, layer, expert) for expert in experts)
 
     def settings(self, config: dict[str, Any]) -> dict[str, Any]:
-        """`transformer` of a config.json that may be damaged. Raises DlmBridgeError where it cannot be read."""
+        """`transformer` of a config.json that may be damaged. Raises DlmBridgeError where it cannot be read, and where
+        megatron-core cannot compute the model."""
+        if self.engine_lacks:
+            raise DlmBridgeError(self.engine_lacks)
         try:
             return self.transformer(config)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

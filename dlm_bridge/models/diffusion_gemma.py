@@ -174,11 +174,6 @@ def initialisation(config: dict[str, Any]) -> InitialisationRule:
     return distribution
 
 
-def transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """Raises DlmBridgeError: megatron-core cannot compute the model."""
-    raise DlmBridgeError(NO_MEGATRON_ENGINE)
-
-
 # ------------------------------------------------------------------------------------------------ the table
 
 
@@ -323,7 +318,11 @@ def _copies() -> Iterator[Passthrough]:
 
 
 MAPPING = Mapping(
-    rules=RULES, dims=dims, transformer=transformer, passthrough=tuple(_copies()), other_towers=vision_rules
+    rules=RULES,
+    dims=dims,
+    passthrough=tuple(_copies()),
+    engine_lacks=NO_MEGATRON_ENGINE,
+    other_towers=vision_rules,
 )
 
 SPEC = FamilySpec(

@@ -19,6 +19,8 @@ from dlm_bridge.evaluation.logits import compare_logits
 from dlm_bridge.models.diffusion_gemma import SPEC
 from dlm_bridge.models.families import find_family
 from tests.autoregressive.test_families import assert_same_bits, assert_same_files, tensors_of
+from tests.convert.adapters import written_adapter
+from tests.convert.helpers import run_cli
 from tests.diffusion_gemma.checkpoint import CONFIG, config_with, tensors, write_checkpoint
 
 needs_class = pytest.mark.skipif(
@@ -315,8 +317,22 @@ def test_a_transformers_without_the_class_is_named() -> None:
         absent.load("model_class")
 
 
-def test_the_megatron_engine_is_refused_with_its_page() -> None:
-    with pytest.raises(DlmBridgeError, match=r"docs/diffusion_gemma\.md"):
-        SPEC.mapping.settings(CONFIG)
-    page = Path(__file__).parents[2] / "docs" / "diffusion_gemma.md"
-    assert "megatron-core" in page.read_text()
+def test_the_megatron_engine_is_refused_with_its_page(
+    folder: Path, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So is what only the engine could use: a plan of its memory, an adapter in its layout."""
+    page = "docs/diffusion_gemma.md"
+    assert "Why the Megatron engine does not train it" in (Path(__file__).parents[2] / page).read_text()
+    with pytest.raises(DlmBridgeError, match=page):
+        Bridge.from_megatron(megatron).build_megatron_model(Layout(), torch.float32)
+    adapter = written_adapter(folder, tmp_path)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    decoder = {name: tensor for name, tensor in tensors.items() if "model.decoder.layers" in name}
+    save_file(decoder, adapter / "adapter_model.safetensors")
+    for command in (
+        ("plan", folder, "--gpus", 1, "--seq-length", 64),
+        ("adapter", "import", adapter, tmp_path / "out", "--base", folder),
+    ):
+        code, _, error = run_cli(capsys, *command)
+        assert (code, error.count("\n")) == (2, 1)
+        assert page in error

@@ -32,8 +32,9 @@ from dlm_bridge.convert.streaming import (
     write_at,
 )
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.fused import in_rows
 from dlm_bridge.mapping.layout import Layout
-from dlm_bridge.mapping.rules import ParamMapping, in_rows
+from dlm_bridge.mapping.rules import ParamMapping
 
 RANK_FILE = "model_optim_rng.pt"
 _EMBEDDING = "embedding.word_embeddings.weight"

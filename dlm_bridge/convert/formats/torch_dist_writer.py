@@ -38,8 +38,9 @@ from dlm_bridge.convert.streaming import (
     slice_range,
 )
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
+from dlm_bridge.mapping.fused import in_rows
 from dlm_bridge.mapping.layout import Layout
-from dlm_bridge.mapping.rules import ParamMapping, in_rows
+from dlm_bridge.mapping.rules import ParamMapping
 
 # Modules whose state has a Transformer Engine `_extra_state`; a missing one fails megatron-core's load.
 _WITH_EXTRA_STATE = {

@@ -91,8 +91,8 @@ def write_megatron_adapter(
     recorded when it was written, unless that is accepted."""
     facts = adapter.facts
     adapter.check_unchanged(accept_changed_tensors)
-    if base.mapping.hub_only:
-        raise DlmBridgeError(f"{base.where}: {base.mapping.hub_only}")
+    if reason := base.mapping.hub_only or base.mapping.engine_lacks:
+        raise DlmBridgeError(f"{base.where}: {reason}")
     layout.check(base.dims)
     check_all_layers(base, facts.modules, facts.where)
     chosen = _style(adapter, base, style)

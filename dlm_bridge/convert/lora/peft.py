@@ -85,7 +85,7 @@ def adapted_param(base: Checkpoint, weight: str, where: str) -> ParamMapping:
     what = None
     if isinstance(param.rule, Vocabulary):
         what = "the embedding and the output layer, which"
-    elif param.expert is not None:
+    elif param.expert is not None or param.rule.each is not None:
         what = "routed experts, whose adapters"
     elif ".router." in param.rule.megatron:
         what = "a router, which"
