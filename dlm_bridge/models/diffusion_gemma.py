@@ -337,6 +337,8 @@ SPEC = FamilySpec(
     initialisation=initialisation,
     auto_classes=(),  # transformers' own entries stay as they are
     attention_pattern="block_causal",
-    training=(),
+    objective="canvas",
+    sft={"eos_padding": "block"},
+    training=("accelerate",),
     checked_against="transformers' own DiffusionGemmaForBlockDiffusion",
 )

@@ -157,6 +157,7 @@ class NoisyBatch:
     normaliser: torch.Tensor  # [K] float64: what this batch adds to the divisors of the global loss
     terms: torch.Tensor | None = None  # [M] int64, which of the K sums a position belongs to; None where K is 1
     pairs: torch.Tensor | None = None  # [B, 1, S, S] bool, in place of `mask_descriptor` where no rule gives it
+    self_conditioned: torch.Tensor | None = None  # [B] bool: canvases whose first prediction the decoder is given
 
     def model_mask(self) -> torch.Tensor | None:
         """The attention mask of a Hub model's forward: [B, L] bool, or [B or 1, 1, S, S] bool (True: may look) where

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,13 +47,14 @@ def torch_seed(seed: int, step: int, process: int) -> int:
 
 @dataclass(frozen=True)
 class Uniforms:
-    """All random numbers of a batch's noise, uniform on [0, 1), fp32."""
+    """All random numbers of a batch's noise, uniform on [0, 1), fp32 where nothing else is said."""
 
     level: torch.Tensor  # [B], the noise level t
     token: torch.Tensor  # [B, L], compared with the masking probability
     cut: torch.Tensor  # [B], whether the sequence is cut short
     cut_length: torch.Tensor  # [B], to what length
     block: torch.Tensor  # [B, L], the noise level of block b in column b, where blocks have their own
+    replacement: torch.Tensor | None = None  # [B, L] float64, which random token; see `random_tokens`
 
     @classmethod
     def keyed(
@@ -62,23 +64,27 @@ class Uniforms:
         `length` only adds columns: padding changes no noise."""
         rows = np.empty((len(samples), 3 + length), dtype=np.float32)
         blocks = np.empty((len(samples), length), dtype=np.float32)
-        for row, block, sample in zip(rows, blocks, samples, strict=True):
+        replacements = np.empty((len(samples), length), dtype=np.float64)
+        for row, block, replacement, sample in zip(rows, blocks, replacements, samples, strict=True):
             keyed_generator(seed, purpose, step, sample).random(out=row, dtype=np.float32)
             keyed_generator(seed, purpose, step, sample, lane=1).random(out=block, dtype=np.float32)
-        return cls._of(torch.from_numpy(rows), torch.from_numpy(blocks))
+            keyed_generator(seed, purpose, step, sample, lane=2).random(out=replacement)
+        return cls._of(torch.from_numpy(rows), torch.from_numpy(blocks), torch.from_numpy(replacements))
 
     @classmethod
-    def drawn(cls, generator: torch.Generator, batch: int, length: int) -> Uniforms:
-        """Numbers from an explicit generator, on that generator's device."""
+    def drawn(cls, generator: torch.Generator, batch: int, length: int, replaces: bool = False) -> Uniforms:
+        """Numbers from an explicit generator, on that generator's device; `replaces`: random tokens too."""
         rows, blocks = (
             torch.rand(batch, columns, generator=generator, device=generator.device)
             for columns in (3 + length, length)
         )
-        return cls._of(rows, blocks)
+        doubles: Any = {"generator": generator, "device": generator.device, "dtype": torch.float64}
+        return cls._of(rows, blocks, torch.rand(batch, length, **doubles) if replaces else None)
 
     @classmethod
-    def _of(cls, rows: torch.Tensor, blocks: torch.Tensor) -> Uniforms:
-        return cls(level=rows[:, 0], cut=rows[:, 1], cut_length=rows[:, 2], token=rows[:, 3:], block=blocks)
+    def _of(cls, rows: torch.Tensor, blocks: torch.Tensor, replacement: torch.Tensor | None) -> Uniforms:
+        return cls(rows[:, 0], rows[:, 3:], rows[:, 1], rows[:, 2], blocks, replacement)
 
     def to(self, device: torch.device) -> Uniforms:
-        return Uniforms(**{name: value.to(device) for name, value in vars(self).items()})
+        moved: Any = {name: None if value is None else value.to(device) for name, value in vars(self).items()}
+        return Uniforms(**moved)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.canvas import CanvasDiffusion
 from dlm_bridge.objectives.single_stream import MaskedDiffusion, NextTokenPrediction, ShiftedDiffusion
 from dlm_bridge.objectives.two_streams import (
     BlockDiffusion,
@@ -51,6 +52,8 @@ class ObjectiveSpec:
         kind = self.kind
         if kind.families and family.name not in kind.families:
             return False
+        if family.name in CanvasDiffusion.families and not issubclass(kind, CanvasDiffusion):
+            return False  # it has no mask token, and two towers
         if family.name in kind.also:
             return True
         return family.attention_pattern in kind.attention_patterns and family.shift == kind.shift
@@ -67,6 +70,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
     "block_complementary": ObjectiveSpec(ComplementaryBlockDiffusion),
     "nemotron": ObjectiveSpec(NemotronDiffusion),
     "wedlm": ObjectiveSpec(WeDLMDiffusion),
+    "canvas": ObjectiveSpec(CanvasDiffusion),
     "causal": ObjectiveSpec(NextTokenPrediction),
 }
 

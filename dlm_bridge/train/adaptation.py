@@ -78,6 +78,8 @@ def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
     """Raise DlmBridgeError where the objective or the family does not support a schedule."""
     name = str(config.objective.name)
     kind = find_objective(name).kind
+    if kind.answer_blocks:
+        _check_canvases(config, family)
     if config.objective.block_sizes and kind.streams == 1:
         known = ", ".join(other for other, spec in objectives().items() if spec.kind.streams == 2)
         raise DlmBridgeError(f"--block-schedule: objective '{name}' has no blocks: objectives with blocks are {known}")
@@ -88,6 +90,20 @@ def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
         raise DlmBridgeError(f"{flag}: objective '{name}' has its own mask of two streams: use --block-schedule")
     if family.attention_pattern != "bidirectional":
         raise DlmBridgeError(f"{flag}: {family.title} is {family.attention_pattern}, not bidirectional: leave it out")
+
+
+def _check_canvases(config: TrainConfig, family: FamilySpec) -> None:
+    refused = {
+        "--packing": config.data.packing,
+        "--document-attention": config.data.document_attention,
+        "--block-schedule": bool(config.objective.block_sizes),
+    }
+    for flag, given in refused.items():
+        if given:
+            raise DlmBridgeError(
+                f"{flag}: {family.title}'s canvases are cut from the one answer of a row, and have the length of its "
+                "config: leave it out"
+            )
 
 
 def _uniform(seed: int, step: int, samples: Sequence[int], length: int) -> torch.Tensor:
@@ -139,6 +155,7 @@ def load_conversations(
         eos_padding=cast(EosPadding, config.data.eos_padding),
         block_size=_largest_block(config, model),
         train_on_prompt=bool(config.data.train_on_prompt),
+        answer_blocks=find_objective(str(config.objective.name)).kind.answer_blocks,
     )
 
     def cut(part: Part, shares: Shares) -> tuple[Blocks, Blocks]:

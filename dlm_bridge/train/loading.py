@@ -100,7 +100,7 @@ def empty_model(config: TrainConfig) -> Any:
         check_weights(path)
         spec = None if family is None else family_by_name(family)
     hub_config = _hub_config(path, spec)
-    spec = spec or getattr(type(hub_config), "family", None)
+    spec = spec or _config_family(hub_config)
     if config.model.mask_token_id is not None:
         hub_config.mask_token_id = config.model.mask_token_id
     with torch.device("meta"), reading(f"--model {path}: its config makes no model"):
@@ -122,11 +122,21 @@ def load_hub_model(
 
     config = _hub_config(model, None if family is None else family_by_name(family))
     # AutoModelForCausalLM does not know every family's model class.
-    spec = getattr(type(config), "family", None)
+    spec = _config_family(config)
     model_class: Any = AutoModelForCausalLM if spec is None else spec.load("model_class")
     return loading.load_pretrained(
         model_class, model, f"--model {model}", config=config, dtype=dtype, **(quantization or {})
     )
+
+
+def _config_family(hub_config: Any) -> FamilySpec | None:
+    """The family of a configuration: that of its class, or a diffusion model that is transformers' own."""
+    own: FamilySpec | None = getattr(type(hub_config), "family", None)
+    named = set(getattr(hub_config, "architectures", None) or ())
+    native = [
+        spec for spec in families() if spec.native and spec.kind == "diffusion" and named & set(spec.architectures)
+    ]
+    return own or (native[0] if native else None)
 
 
 def model_family(model: Any) -> FamilySpec | None:

@@ -215,7 +215,7 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
     """Model FLOPs of training on one token: 6 N + 12 L h s (arXiv 2204.02311, appendix B), where N leaves out an
     input embedding that is only looked up, and counts of the experts those that a token goes to. A frozen weight has
     no gradient of its own: 4 N. Recomputation does not count."""
-    config: Any = model.config
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     flops = sum(
         _elements(parameter)
@@ -224,9 +224,15 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
         for name, parameter in model.named_parameters()
         if config.tie_word_embeddings or parameter is not embedding.weight
     )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_length
-    return flops + attention
+    return flops + 12 * config.num_attention_heads * sum(_head_dims(config)) * seq_length
+
+
+def _head_dims(config: Any) -> list[int]:
+    """The head size of each layer; where layers differ, the config itself has no head_dim."""
+    layers = range(config.num_hidden_layers)
+    own = getattr(config, "per_layer_config", None)
+    configs = [own[layer] if own else config for layer in layers]
+    return [getattr(one, "head_dim", None) or config.hidden_size // config.num_attention_heads for one in configs]
 
 
 def _elements(parameter: nn.Parameter) -> int:
@@ -242,7 +248,8 @@ def _active_experts(config: Any) -> float:
         for name in ("num_experts", "n_routed_experts", "num_local_experts")
         if getattr(config, name, None)
     )
-    return config.num_experts_per_tok / experts
+    active: int = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
+    return active / experts
 
 
 def peak_flops(device_name: str | None, precision: str) -> float | None:

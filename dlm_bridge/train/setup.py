@@ -209,7 +209,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
 
 def check_length(config: TrainConfig, model: Any) -> None:
     """Raise DlmBridgeError for rows that are longer than the model can take."""
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and config.data.seq_length > limit:
         raise DlmBridgeError(f"--seq-length {config.data.seq_length} is more than the model's {limit} positions")
 

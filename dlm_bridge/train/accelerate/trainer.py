@@ -23,6 +23,7 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.train.accelerate import fsdp, transforms
 from dlm_bridge.train.accelerate.attention import FLASH, attention_kernels, set_attention, uses_flash_attention
+from dlm_bridge.train.accelerate.canvas import loss_head, prepare_canvas_model
 from dlm_bridge.train.checkpoints import (
     load_state,
     raised_everywhere,
@@ -92,6 +93,7 @@ def assembled(
     check_data(config)
     model = starting_model(config, start.checkpoint, accelerator.is_main_process)
     config, objective = resolve_objective(config, model, start.step)
+    prepare_canvas_model(model, config)
     config = with_lora(config, model)
     with accelerator.main_process_first():
         data = load_data(config, model, objective.mask_token_id if objective.masks else None)
@@ -136,7 +138,7 @@ class AccelerateTrainer(Trainer):
         self.compiled = self.device.type == "cuda" if config.engine.compile is None else config.engine.compile
         if self.compiled:
             transforms.compile_layers(self.computing)
-        self.head = transforms.LossHead(self.computing)
+        self.head = loss_head(self.computing)
         if self.fsdp:
             fsdp.shard_model(self.plain_model, config, self.device)
         unwrapped = half or self.fsdp
@@ -244,6 +246,7 @@ class AccelerateTrainer(Trainer):
         mask = batch.model_mask()
         if not self.objective.masks and mask is not None and mask.dim() == 4:  # of transformers' own classes
             mask = mask_for_implementation(mask, self.computing.config._attn_implementation, self.computing.dtype)
+        more = {} if batch.self_conditioned is None else {"self_conditioned": batch.self_conditioned}
         return self.head.loss(
             model,
             positions,
@@ -251,6 +254,7 @@ class AccelerateTrainer(Trainer):
             attention_mask=mask,
             position_ids=batch.position_ids,
             use_cache=False,
+            **more,
         )
 
     def _attention(self, batch: NoisyBatch) -> AbstractContextManager[None]:

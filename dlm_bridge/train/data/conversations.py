@@ -208,6 +208,7 @@ class ConversationSettings:
     eos_padding: EosPadding = "none"  # EOS tokens after a conversation that are answer, up to a block's or row's end
     block_size: int = 1  # of eos_padding "block"
     train_on_prompt: bool = False
+    answer_blocks: bool = False  # blocks count from a row's one answer; of several the last is trained
 
 
 @dataclass(frozen=True)
@@ -315,11 +316,16 @@ def _conversation_rows(
 
 def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings) -> Iterator[Example]:
     """The conversations, each short enough for a row, with the EOS tokens that fill its last block."""
-    limit, dropped = settings.seq_length, 0
+    limit, dropped, several = settings.seq_length, 0, 0
     records = itertools.chain.from_iterable(map(read_data_rows, sources))
     while chunk := list(itertools.islice(records, CONVERSATIONS_AT_ONCE)):
         for example in encode_conversations(chunk, tokenizer):
             ids, answer = example.input_ids, example.answer
+            begins = 0
+            if settings.answer_blocks and not settings.train_on_prompt:
+                begins = _last_answer(answer)
+                several += any(answer[:begins])
+                answer = [False] * begins + answer[begins:]
             if settings.mask_token_id in ids:
                 raise DlmBridgeError(
                     f"{example.where}: the text holds the mask token (id {settings.mask_token_id}): remove it"
@@ -334,12 +340,20 @@ def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSe
                 continue
             filled = 0
             if settings.eos_padding == "block" and len(ids) < limit:
-                filled = min(-len(ids) % settings.block_size, limit - len(ids))
+                filled = min((begins - len(ids)) % settings.block_size, limit - len(ids))
             ids = ids[:limit] + [tokenizer.eos_token_id] * filled
             answer = [True] * len(ids) if settings.train_on_prompt else answer[:limit] + [True] * filled
             yield Example(ids, answer, example.where)
+    if several:
+        logger.warning("%d rows have several answers: the last of each is trained, the others are its prompt", several)
     if dropped:
         logger.warning("%d rows are left out: their prompts alone are longer than --seq-length %d", dropped, limit)
+
+
+def _last_answer(answer: Sequence[bool]) -> int:
+    """Where the last run of answer tokens begins."""
+    end = max(place for place, counts in enumerate(answer) if counts)
+    return max((place + 1 for place in range(end) if not answer[place]), default=0)
 
 
 def _pack_best_fit(examples: Iterator[Example], length: int) -> Iterator[list[Example]]:
