@@ -19,6 +19,7 @@ from dlm_bridge.objectives.single_stream import MaskedDiffusion, NextTokenPredic
 from dlm_bridge.objectives.two_streams import (
     BlockDiffusion,
     ComplementaryBlockDiffusion,
+    EditingBlockDiffusion,
     NemotronDiffusion,
     WeDLMDiffusion,
 )
@@ -67,6 +68,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
     "shifted_floor": ObjectiveSpec(ShiftedDiffusion, {"eps": 1e-3}),
     "block": ObjectiveSpec(BlockDiffusion),
     "block_levels": ObjectiveSpec(BlockDiffusion, {"level": "block"}),
+    "block_editing": ObjectiveSpec(EditingBlockDiffusion),
     "block_complementary": ObjectiveSpec(ComplementaryBlockDiffusion),
     "nemotron": ObjectiveSpec(NemotronDiffusion),
     "wedlm": ObjectiveSpec(WeDLMDiffusion),

@@ -231,6 +231,7 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
         options.loss_weighting,
         options.loss_normalisation,
         noise_range=options.noise_levels,
+        edit_probability=options.edit_probability,
     )
 
 

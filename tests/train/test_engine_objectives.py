@@ -54,7 +54,7 @@ def test_accumulation_and_resume_change_nothing(objective: str, tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["shifted", "shifted_cart", "block", "block_levels"])
+@pytest.mark.parametrize("objective", ["shifted", "shifted_cart", "block", "block_levels", "block_editing"])
 def test_the_loss_falls(objective: str, tmp_path: Path, run: Run) -> None:
     case = CASES[objective.split("_")[0]]
     options = {**_options(case, tmp_path / "model"), "objective": objective, "length_variation": 0.0}

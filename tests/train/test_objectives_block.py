@@ -141,6 +141,44 @@ def test_a_noise_range_is_of_blocks_that_have_their_own_level(ids: torch.Tensor,
     assert torch.equal(found, (uniforms.token < p)[:, 1:])
 
 
+def test_editing_predicts_masks_and_every_visible_token_of_the_answer(model: Any, ids: torch.Tensor) -> None:
+    """LLaDA2.1's two terms: masks over their probability, and the mean over tokens that were replaced or kept."""
+    labels = ids.clone()
+    labels[:, :3] = IGNORE_INDEX
+    options = {"edit_probability": 0.5}
+    objective = dataclasses.replace(build_objective("block_editing", MASK, config=model.config, **options), eps=0.2)
+    uniforms = Uniforms.keyed(0, 1, range(3), LENGTH)
+    noisy = objective.noise(ids, uniforms, labels)
+    given = noisy.input_ids[:, :LENGTH]
+    answer = labels != IGNORE_INDEX
+    p = 0.8 * uniforms.level[:, None] + 0.2
+    masked = (uniforms.token < p) & answer
+    assert torch.equal(given == MASK, masked)
+    assert torch.equal(given[~answer], ids[~answer])
+    assert torch.equal(noisy.input_ids[:, LENGTH:], ids)
+    changed = (given != ids) & ~masked
+    assert torch.equal(changed & ~((uniforms.token - p) / (1 - p) < 0.5), torch.zeros_like(changed))
+    assert 2 < changed.sum() < (answer & ~masked).sum()
+    cost = [0.0, 0.0]
+    for row, column in answer.nonzero().tolist():
+        start = column // BLOCK * BLOCK
+        seen = torch.cat([ids[row, :start], given[row, start : min(start + BLOCK, LENGTH)]])[None]
+        loss = -model(seen).logits[0, column].log_softmax(-1)[ids[row, column]].item()
+        cost[0 if masked[row, column] else 1] += loss / p[row].item() if masked[row, column] else loss
+    expected = cost[0] / answer.sum().item() + cost[1] / (answer & ~masked).sum().item()
+    assert _loss(model, objective, noisy) == pytest.approx(expected, rel=1e-5)
+
+
+def test_random_tokens_are_all_but_the_mask_token() -> None:
+    config = SimpleNamespace(block_size=BLOCK, vocab_size=5)
+    objective = build_objective("block_editing", 2, config=config, edit_probability=1.0, noise_range=(0.0, 0.1))
+    ids = torch.zeros(1, 4000, dtype=torch.long)
+    given = objective.noise(ids, Uniforms.keyed(0, 1, [0], 4000)).input_ids[0, :4000]
+    counts = given[given != 2].bincount(minlength=5).tolist()
+    assert counts[2] == 0
+    assert all(850 < count < 1150 for count in (counts[0], counts[1], counts[3], counts[4]))
+
+
 @pytest.mark.parametrize("name", ["wedlm", "causal"])
 def test_objectives_with_levels_of_their_own_take_no_noise_range(name: str) -> None:
     with pytest.raises(DlmBridgeError, match="--noise-range"):

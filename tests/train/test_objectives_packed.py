@@ -23,7 +23,7 @@ MASK = 7
 VOCAB = 8
 LENGTHS = ((6, 9, 1, 5), (3, 13, 2, 1))  # of the documents of two rows; what is left is padding
 LENGTH = 24
-CONFIG = SimpleNamespace(block_size=4, dlm_loss_weight=None, ar_loss_weight=0.7)
+CONFIG = SimpleNamespace(block_size=4, vocab_size=MASK + 1, dlm_loss_weight=None, ar_loss_weight=0.7)
 COMBINATIONS = [
     (name, weighting, normalisation)
     for name, preset in OBJECTIVES.items()

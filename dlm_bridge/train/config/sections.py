@@ -181,6 +181,10 @@ class ObjectiveOptions:
         None, "LOW,HIGH: masking probabilities are uniform between them, not between 0 and 1.", tasks=TRAINING,
         fixed=True,
     )  # fmt: skip
+    edit_probability: float | None = option(
+        None, "Fraction of visible tokens replaced by random ones, of objective block_editing.", minimum=0, maximum=1,
+        tasks=TRAINING, fixed=True,
+    )  # fmt: skip
     mask_annealing_steps: int = option(
         0, "Steps from causal to bidirectional attention.", minimum=0, tasks=TRAINING, fixed=True
     )
