@@ -139,8 +139,8 @@ def families() -> str:
         [
             "# Supported families",
             "Every family loads through the Auto classes unless its card says otherwise, converts to Megatron's "
-            "layouts and trains on both engines (OLMoE: on the Hub side only). The cards say what was compared with "
-            "what, shapes and the largest differences.",
+            "layouts and trains on both engines (OLMoE, OLMo and Gemma: on the Hub side only). The cards say what was "
+            "compared with what, shapes and the largest differences.",
             "\n".join(rows),
             "## Known, not supported",
             "\n".join(unsupported),

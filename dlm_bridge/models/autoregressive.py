@@ -29,16 +29,23 @@ SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp
 
 
 def autoregressive_spec(
-    name: str, title: str, hub_ids: tuple[str, ...], prefix: str, mapping: Mapping, **fields: Any
+    name: str,
+    title: str,
+    hub_ids: tuple[str, ...],
+    prefix: str,
+    mapping: Mapping,
+    config_class: str | None = None,
+    **fields: Any,
 ) -> FamilySpec:
-    """The spec of transformers' `{prefix}ForCausalLM` and `{prefix}Config`; `name` is also its model type."""
+    """The spec of transformers' `{prefix}ForCausalLM` and its `config_class`, by default `{prefix}Config`; `name` is
+    also its model type."""
     return FamilySpec(
         name=name,
         title=title,
         hub_ids=hub_ids,
         architectures=(f"{prefix}ForCausalLM",),
         model_type=name,
-        config_class=f"transformers:{prefix}Config",
+        config_class=f"transformers:{config_class or prefix + 'Config'}",
         model_class=f"transformers:{prefix}ForCausalLM",
         mapping=mapping,
         auto_classes=(),  # transformers' own entries stay as they are

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlm_bridge.models import autoregressive, deepseek_v3, glm4_moe
+from dlm_bridge.models import autoregressive, autoregressive_dense, deepseek_v3, glm4_moe
 from dlm_bridge.models.family_spec import FamilySpec
 
 BODIES = (
@@ -23,6 +23,14 @@ BODIES = (
     glm4_moe.SPEC,
     autoregressive.OLMOE,
     deepseek_v3.SPEC,
+    autoregressive_dense.SEED_OSS,
+    autoregressive_dense.SMOLLM3,
+    autoregressive_dense.PHI3,
+    autoregressive_dense.GRANITE,
+    autoregressive_dense.OLMO2,
+    autoregressive_dense.OLMO3,
+    autoregressive_dense.GEMMA2,
+    autoregressive_dense.GEMMA3,
 )
 
 

@@ -45,6 +45,14 @@ FAMILY_SPECS = (
     "dlm_bridge.models.glm4_moe:SPEC",
     "dlm_bridge.models.autoregressive:OLMOE",
     "dlm_bridge.models.deepseek_v3:SPEC",
+    "dlm_bridge.models.autoregressive_dense:SEED_OSS",
+    "dlm_bridge.models.autoregressive_dense:SMOLLM3",
+    "dlm_bridge.models.autoregressive_dense:PHI3",
+    "dlm_bridge.models.autoregressive_dense:GRANITE",
+    "dlm_bridge.models.autoregressive_dense:OLMO2",
+    "dlm_bridge.models.autoregressive_dense:OLMO3",
+    "dlm_bridge.models.autoregressive_dense:GEMMA2",
+    "dlm_bridge.models.autoregressive_dense:GEMMA3",
 )
 DERIVED_SPECS = "dlm_bridge.models.derived:SPECS"  # what `convert-to-dlm` makes of the autoregressive ones
 
@@ -61,6 +69,9 @@ UNSUPPORTED: dict[str, str] = {
         "and <|delete|> tokens do not change the length of what is sampled"
     ),
     "GPT2LMHeadModel": "GPT-2 (also DiffuGPT's base) has learned positions, LayerNorm and biases: no body for it here",
+    "Gemma3ForConditionalGeneration": (
+        "Gemma 3 from 4B on has a vision tower: only text models (Gemma3ForCausalLM) load here"
+    ),
     "GptOssForCausalLM": (
         "gpt-oss keeps its experts of a layer in one tensor of MXFP4 blocks (uint8), which Megatron cannot hold"
     ),

@@ -96,7 +96,8 @@ def _with_hub_names(values: dict[str, Any], source: dict[str, Any]) -> dict[str,
     """Values under the source's names; where it has none, under those that the original code, vLLM and SGLang read."""
     if "dtype" in values and "dtype" not in source:
         values["torch_dtype"] = values.pop("dtype")
-    if values.get("rope_parameters") and "rope_parameters" not in source:
+    named = "rope_theta" in (values.get("rope_parameters") or {})  # not where kinds of layers have their own
+    if named and "rope_parameters" not in source:
         rope = dict(values.pop("rope_parameters"))
         values["rope_theta"] = rope.pop("rope_theta")
         if "partial_rotary_factor" in rope:

@@ -13,17 +13,25 @@ from dlm_bridge.models.families import family_by_name
 from dlm_bridge.models.family_spec import FamilySpec
 from tests.autoregressive.published import (
     DEEPSEEK_V3,
+    GEMMA_2,
+    GEMMA_3,
     GLM_45,
+    GRANITE_3,
     LLAMA_2,
     LLAMA_31,
     LLAMA_32,
     MISTRAL_1,
     MIXTRAL,
     NEMO,
+    OLMO_2,
+    OLMO_3,
     OLMOE,
+    PHI_3,
     QWEN_3,
     QWEN_3_MOE,
     QWEN_25,
+    SEED_OSS,
+    SMOLLM_3,
 )
 from tests.checkpoints import write_hub_folder
 
@@ -96,6 +104,36 @@ def dense(bias: bool = False, norm: str = "", frequencies: bool = False) -> Call
         return model_tensors(config, random, layer)
 
     return build
+
+
+def renormed(build: Callable[..., Tensors], added: tuple[str, ...], dropped: str = "") -> Callable[..., Tensors]:
+    """With other norms in each layer; the output layer is tied where the config says nothing."""
+
+    def changed(config: dict[str, Any], seed: int, dtype: torch.dtype) -> Tensors:
+        tensors = build({"tie_word_embeddings": True, **config}, seed, dtype)
+        random = Random(config, seed + 1, dtype)
+        for number in range(config["num_hidden_layers"]):
+            for name in added:
+                tensors[f"model.layers.{number}.{name}.weight"] = random.vector(config["hidden_size"])
+        return {name: tensor for name, tensor in tensors.items() if not dropped or dropped not in name}
+
+    return changed
+
+
+def fused(build: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """Phi-3's: query, key and value in one matrix, gate and up in another."""
+
+    def changed(config: dict[str, Any], seed: int, dtype: torch.dtype) -> Tensors:
+        tensors = build(config, seed, dtype)
+        for number in range(config["num_hidden_layers"]):
+            block = f"model.layers.{number}."
+            for parts, name in ((("q", "k", "v"), "self_attn.qkv"), (("gate", "up"), "mlp.gate_up")):
+                inside = block + name.partition(".")[0] + "."
+                whole = [tensors.pop(f"{inside}{part}_proj.weight") for part in parts]
+                tensors[f"{block}{name}_proj.weight"] = torch.cat(whole)
+        return tensors
+
+    return changed
 
 
 def experts(norm: str, key: str = "moe_intermediate_size") -> Callable[..., Tensors]:
@@ -194,6 +232,7 @@ class Case:
     tiny: dict[str, Any]
     build: Callable[[dict[str, Any], int, torch.dtype], Tensors]
     megatron: bool = True  # whether Megatron can hold it
+    live: bool = True  # whether megatron-core can run it
 
     @property
     def spec(self) -> FamilySpec:
@@ -229,6 +268,8 @@ LATENT = {
     "num_experts_per_tok": 4,
 }
 
+FEEDFORWARD_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+
 CASES = (
     Case("llama2", "llama", LLAMA_2, {**GROUPED, "num_key_value_heads": 4}, dense(frequencies=True)),
     Case("llama3.1", "llama", LLAMA_31, GROUPED, dense()),
@@ -258,5 +299,47 @@ CASES = (
         megatron=False,
     ),
     Case("deepseek-v3", "deepseek_v3", DEEPSEEK_V3, LATENT, with_mtp(latent_attention)),
+    Case("seed-oss", "seed_oss", SEED_OSS, {**GROUPED, "head_dim": 24}, dense(bias=True)),
+    Case(
+        "smollm3",
+        "smollm3",
+        SMOLLM_3,
+        {**GROUPED, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0},
+        renormed(dense(), ()),
+    ),
+    Case("phi3", "phi3", PHI_3, GROUPED, fused(dense())),
+    Case("granite", "granite", GRANITE_3, GROUPED, dense(), live=False),
+    Case(
+        "olmo2",
+        "olmo2",
+        OLMO_2,
+        {**GROUPED, "num_key_value_heads": 4},
+        renormed(dense(norm="row"), ("post_feedforward_layernorm",), dropped="input_layernorm"),
+        megatron=False,
+    ),
+    Case(
+        "olmo3",
+        "olmo3",
+        OLMO_3,
+        {**GROUPED, "layer_types": [*["sliding_attention"] * 3, "full_attention"], "sliding_window": 6},
+        renormed(dense(norm="row"), ("post_feedforward_layernorm",), dropped="input_layernorm"),
+        megatron=False,
+    ),
+    Case(
+        "gemma2",
+        "gemma2",
+        GEMMA_2,
+        {**GROUPED, "head_dim": 16, "sliding_window": 6},
+        renormed(dense(), FEEDFORWARD_NORMS),
+        megatron=False,
+    ),
+    Case(
+        "gemma3",
+        "gemma3_text",
+        GEMMA_3,
+        {**GROUPED, "head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2},
+        renormed(dense(norm="head"), FEEDFORWARD_NORMS),
+        megatron=False,
+    ),
     Case("deepseek-direct-q", "deepseek_v3", DEEPSEEK_V3, {**LATENT, "q_lora_rank": None}, with_mtp(latent_attention)),
 )

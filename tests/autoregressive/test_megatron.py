@@ -15,10 +15,20 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.models.families import family_by_name
 from dlm_bridge.models.rope import rope_settings, window_settings
 from tests.autoregressive.cases import CASES, Case
-from tests.autoregressive.published import DEEPSEEK_V3, GLM_45, LLAMA_31, LLAMA_32, MISTRAL_1, QWEN_25
+from tests.autoregressive.published import (
+    DEEPSEEK_V3,
+    GLM_45,
+    GRANITE_3,
+    LLAMA_31,
+    LLAMA_32,
+    MISTRAL_1,
+    PHI_3,
+    QWEN_25,
+    SMOLLM_3,
+)
 
 BY_LABEL = {case.label: case for case in CASES}
-HELD = [case for case in CASES if case.megatron]
+HELD = [case for case in CASES if case.megatron and case.live]
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 QWEN_YARN = {**QWEN_25, "rope_scaling": YARN}
 OTHER_LLAMA3 = {**LLAMA_31["rope_scaling"], "low_freq_factor": 2.0}
@@ -123,7 +133,14 @@ RUN = [
     *(
         pytest.param(case, {}, id=case.label)
         for case in HELD
-        if case.family not in ("mistral", "glm4_moe", "deepseek_v3")
+        if case.family not in ("mistral", "glm4_moe", "deepseek_v3", "phi3")
+    ),
+    pytest.param(BY_LABEL["phi3"], {"sliding_window": None, "partial_rotary_factor": 0.5}, id="phi3"),
+    pytest.param(BY_LABEL["phi3"], {"sliding_window": 8}, id="phi3 window"),
+    pytest.param(
+        BY_LABEL["granite"],
+        {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
+        id="granite's attention multiplier",
     ),
     pytest.param(BY_LABEL["mistral-nemo"], {}, id="mistral-nemo"),
     pytest.param(BY_LABEL["glm4-moe"], {"num_nextn_predict_layers": 0}, id="glm4-moe"),
@@ -247,6 +264,10 @@ def test_published_settings() -> None:
         ("llama", LLAMA_31, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "no RoPE scaling 'dynamic'"),
         ("llama", LLAMA_31, {"rope_scaling": OTHER_LLAMA3}, "low_freq_factor 2.0"),
         ("glm4_moe", GLM_45, {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("granite", GRANITE_3, {}, "embedding_multiplier 12.0"),
+        ("granite", GRANITE_3, {"embedding_multiplier": 1}, "residual_multiplier 0.22"),
+        ("phi3", PHI_3, {"rope_scaling": {"type": "longrope"}}, "no RoPE scaling 'longrope'"),
+        ("smollm3", SMOLLM_3, {"no_rope_layers": [1]}, "no_rope_layers"),
         ("deepseek_v3", DEEPSEEK_V3, {"num_experts_per_tok": 6}, "twice topk_group 4"),
         ("deepseek_v3", DEEPSEEK_V3, {"rope_interleave": False}, "interleaved"),
         ("deepseek_v3", DEEPSEEK_V3, {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear', only yarn"),

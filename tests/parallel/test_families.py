@@ -40,7 +40,8 @@ def buildable(family: str, config: dict[str, Any]) -> bool:
 
 
 def test_a_family_says_megatron_where_every_published_config_can_be_built() -> None:
-    can = {spec.name: True for spec in families()}
+    # DiffusionGemma, a diffusion model of transformers' own, has a page that says what megatron-core lacks.
+    can = {spec.name: True for spec in families() if spec.kind == "autoregressive" or not spec.native}
     for family, config in PUBLISHED:
         can[family] &= buildable(family, config)
     assert {family for family, _ in PUBLISHED} == set(can)

@@ -1,0 +1,275 @@
+"""More dense autoregressive families of transformers: Seed-OSS, SmolLM3, Phi-3, Granite, OLMo 2 and 3, Gemma 2 and 3.
+
+What differs from Llama: biases, layers without rotary embedding, fused matrices, multipliers, norms behind sublayers.
+The mappings' defaults are those of transformers' config classes, for keys that a config.json leaves out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.fused import FusedGatedMLP, FusedQKV
+from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, Mapping, Rule
+from dlm_bridge.models.autoregressive import SUPPORTED, autoregressive_spec
+from dlm_bridge.models.decoder_mapping import (
+    HUB_LAYER,
+    LAYER,
+    TIED_HEAD,
+    attention_rules,
+    decoder_dims,
+    decoder_rules,
+    decoder_settings,
+    dense_mapping,
+    outer_rules,
+    require_values,
+)
+from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, normal_rule
+
+HUB = "model." + HUB_LAYER
+
+SEED_OSS = autoregressive_spec(
+    "seed_oss",
+    "Seed-OSS",
+    ("ByteDance-Seed/Seed-OSS-36B-Instruct", "ByteDance-Seed/Seed-OSS-36B-Base"),
+    "SeedOss",
+    dense_mapping(
+        {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128},
+        frozenset({"qkv_bias"}),
+        required={**SUPPORTED, "attention_bias": True, "attention_out_bias": False},
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------ SmolLM3
+
+_SMOLLM3 = {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
+_SMOLLM3_REQUIRED = {**SUPPORTED, "use_sliding_window": False}
+
+
+def _smollm3_dims(config: dict[str, Any]) -> Dims:
+    require_values(config, _SMOLLM3_REQUIRED)
+    return decoder_dims({**_SMOLLM3, **config})
+
+
+def _smollm3_transformer(config: dict[str, Any]) -> dict[str, Any]:
+    """megatron-core's settings. A layer has a rotary embedding where `no_rope_layers` is 1."""
+    config, layers = {**_SMOLLM3, **config}, int(config["num_hidden_layers"])
+    rotary = config.get("no_rope_layers")
+    if rotary is None:
+        every = int(config.get("no_rope_layer_interval") or 4)
+        rotary = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(rotary, list) or len(rotary) < layers:
+        raise DlmBridgeError(f"config.json: no_rope_layers {rotary!r} is not a list of {layers} numbers")
+    without = [int(not has) for has in rotary[:layers]]
+    return decoder_settings(config) | ({"no_rope_freq": without} if any(without) else {})
+
+
+SMOLLM3 = autoregressive_spec(
+    "smollm3",
+    "SmolLM3",
+    ("HuggingFaceTB/SmolLM3-3B", "HuggingFaceTB/SmolLM3-3B-Base"),
+    "SmolLM3",
+    Mapping(rules=decoder_rules(), dims=_smollm3_dims, transformer=_smollm3_transformer, passthrough=TIED_HEAD),
+)
+
+# ------------------------------------------------------------------------------------------------ Phi-3
+
+_PHI3 = {"rms_norm_eps": 1e-5}
+
+
+def _phi3_dims(config: dict[str, Any]) -> Dims:
+    require_values(config, SUPPORTED)
+    return decoder_dims({**_PHI3, **config})
+
+
+def _phi3_transformer(config: dict[str, Any]) -> dict[str, Any]:
+    return decoder_settings({**_PHI3, **config}, sliding_window=True)
+
+
+def _phi3_rules() -> tuple[Rule, ...]:
+    """Query, key and value in one matrix, gate and up in another."""
+    attention = LAYER + "self_attention."
+    return (
+        Direct(attention + "linear_qkv.layer_norm_weight", name=HUB + "input_layernorm.weight", shape="hidden"),
+        FusedQKV(attention + "linear_qkv.weight", name=HUB + "self_attn.qkv_proj.weight"),
+        Direct(attention + "linear_proj.weight", name=HUB + "self_attn.o_proj.weight", shape="hidden q_rows", axis=1),
+        Direct(
+            LAYER + "mlp.linear_fc1.layer_norm_weight", name=HUB + "post_attention_layernorm.weight", shape="hidden"
+        ),
+        FusedGatedMLP(LAYER + "mlp.linear_fc1.weight", name=HUB + "mlp.gate_up_proj.weight"),
+        Direct(LAYER + "mlp.linear_fc2.weight", name=HUB + "mlp.down_proj.weight", shape="hidden ffn", axis=1),
+    )
+
+
+PHI3 = autoregressive_spec(
+    "phi3",
+    "Phi-3, Phi-3.5, Phi-4",
+    ("microsoft/Phi-3-mini-4k-instruct", "microsoft/Phi-3.5-mini-instruct", "microsoft/phi-4"),
+    "Phi3",
+    Mapping(
+        rules=(*outer_rules(), *_phi3_rules()), dims=_phi3_dims, transformer=_phi3_transformer, passthrough=TIED_HEAD
+    ),
+    lora_targets=("qkv_proj", "o_proj"),
+)
+
+# ------------------------------------------------------------------------------------------------ Granite
+
+_GRANITE = {"rms_norm_eps": 1e-6}
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # but attention_multiplier
+
+
+def _granite_dims(config: dict[str, Any]) -> Dims:
+    require_values(config, SUPPORTED)
+    return decoder_dims({**_GRANITE, **config})
+
+
+def _granite_transformer(config: dict[str, Any]) -> dict[str, Any]:
+    """megatron-core's settings. Raises DlmBridgeError for multipliers, which it has none of but attention's."""
+    for name in _MULTIPLIERS:
+        if float(config.get(name) or 1.0) != 1.0:
+            raise DlmBridgeError(
+                f"config.json: {name} {config[name]}: megatron-core 0.16.1 multiplies neither embeddings nor the "
+                "outputs of sublayers nor logits, so it cannot run this model"
+            )
+    scale = float(config.get("attention_multiplier") or 1.0)
+    return decoder_settings({**_GRANITE, **config}) | {"softmax_scale": scale}
+
+
+GRANITE = autoregressive_spec(
+    "granite",
+    "Granite 3",
+    ("ibm-granite/granite-3.1-8b-instruct", "ibm-granite/granite-3.3-2b-base"),
+    "Granite",
+    Mapping(rules=decoder_rules(), dims=_granite_dims, transformer=_granite_transformer, passthrough=TIED_HEAD),
+    training=("accelerate",),
+)
+
+# ------------------------------------------------------------------------------------------------ OLMo 2, OLMo 3
+# Megatron's names of norms behind a sublayer are those that Megatron Bridge gives Gemma's.
+
+POST_ATTENTION = LAYER + "self_attention.linear_proj.post_layernorm.weight"
+POST_MLP = LAYER + "mlp.linear_fc2.post_layernorm.weight"
+
+
+def _hub_only(reason: str, rules: tuple[Rule, ...], defaults: dict[str, Any], required: dict[str, Any]) -> Mapping:
+    """The mapping of a dense family that megatron-core cannot hold."""
+    facts = frozenset({"qk_norm"})
+
+    def dims(config: dict[str, Any]) -> Dims:
+        require_values(config, required)
+        return decoder_dims({**defaults, **config}, facts)
+
+    def transformer(config: dict[str, Any]) -> dict[str, Any]:
+        raise DlmBridgeError(reason)
+
+    return Mapping(
+        rules=(*outer_rules(), *rules), dims=dims, transformer=transformer, passthrough=TIED_HEAD, hub_only=reason
+    )
+
+
+def _olmo(name: str, title: str, hub_ids: tuple[str, ...], prefix: str) -> FamilySpec:
+    reason = (
+        f"{title} norms the outputs of attention and MLP and whole query and key rows; megatron-core 0.16.1 has no "
+        "norm behind a sublayer, and its QK norm is per head, so Megatron cannot hold it: use it on the Hub side"
+    )
+    attention = [rule for rule in attention_rules(HUB) if "input_layernorm" not in rule.hub[0]]
+    queries, keys = LAYER + "self_attention.q_layernorm.weight", LAYER + "self_attention.k_layernorm.weight"
+    rules = (
+        *(rule for rule in attention if rule.megatron not in (queries, keys) and not rule.when),
+        Direct(queries, name=HUB + "self_attn.q_norm.weight", shape="q_rows"),
+        Direct(keys, name=HUB + "self_attn.k_norm.weight", shape="kv_rows"),
+        Direct(POST_ATTENTION, name=HUB + "post_attention_layernorm.weight", shape="hidden"),
+        *_mlp(),
+        Direct(POST_MLP, name=HUB + "post_feedforward_layernorm.weight", shape="hidden"),
+    )
+    return autoregressive_spec(
+        name,
+        f"{title} (Hub side only)",
+        hub_ids,
+        prefix,
+        _hub_only(reason, rules, {"rms_norm_eps": 1e-5}, SUPPORTED),
+        training=("accelerate",),
+    )
+
+
+def _mlp() -> tuple[Rule, ...]:
+    """SwiGLU or GeGLU without its norm."""
+    mlp = HUB + "mlp."
+    return (
+        GatedMLP(LAYER + "mlp.linear_fc1.weight", gate=mlp + "gate_proj.weight", up=mlp + "up_proj.weight"),
+        Direct(LAYER + "mlp.linear_fc2.weight", name=mlp + "down_proj.weight", shape="hidden ffn", axis=1),
+    )
+
+
+OLMO2 = _olmo("olmo2", "OLMo 2", ("allenai/OLMo-2-1124-7B", "allenai/OLMo-2-0425-1B"), "Olmo2")
+OLMO3 = _olmo("olmo3", "OLMo 3", ("allenai/Olmo-3-1025-7B", "allenai/Olmo-3-1125-32B"), "Olmo3")
+
+# ------------------------------------------------------------------------------------------------ Gemma 2, Gemma 3
+
+_GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA_REQUIRED = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "use_bidirectional_attention": False,
+}
+
+
+def _gemma_initialisation(config: dict[str, Any]) -> InitialisationRule:
+    """transformers' rule: a norm multiplies by one plus its weight, which begins at zero."""
+    normal = normal_rule(config)
+
+    def distribution(name: str) -> Distribution:
+        return Constant(0.0) if name.endswith("norm.weight") else normal(name)
+
+    return distribution
+
+
+def _gemma(
+    name: str, title: str, hub_ids: tuple[str, ...], prefix: str, reason: str, head_norm: bool, **fields: Any
+) -> FamilySpec:
+    attention = attention_rules(HUB)
+    if not head_norm:
+        attention = tuple(rule for rule in attention if rule.when != "qk_norm")
+    rules = (
+        *attention,
+        Direct(POST_ATTENTION, name=HUB + "post_attention_layernorm.weight", shape="hidden"),
+        Direct(
+            LAYER + "mlp.linear_fc1.layer_norm_weight", name=HUB + "pre_feedforward_layernorm.weight", shape="hidden"
+        ),
+        *_mlp(),
+        Direct(POST_MLP, name=HUB + "post_feedforward_layernorm.weight", shape="hidden"),
+    )
+    reason = (
+        f"{title} norms the outputs of attention and MLP and {reason}; megatron-core 0.16.1 has neither, so Megatron "
+        "cannot hold it: use it on the Hub side"
+    )
+    return autoregressive_spec(
+        name,
+        f"{title} (Hub side only)",
+        hub_ids,
+        prefix,
+        _hub_only(reason, rules, _GEMMA, _GEMMA_REQUIRED),
+        initialisation=_gemma_initialisation,
+        training=("accelerate",),
+        **fields,
+    )
+
+
+GEMMA2 = _gemma(
+    "gemma2",
+    "Gemma 2",
+    ("google/gemma-2-2b", "google/gemma-2-9b-it", "google/gemma-2-27b"),
+    "Gemma2",
+    "caps the scores of attention and the logits",
+    head_norm=False,
+)
+GEMMA3 = _gemma(
+    "gemma3_text",
+    "Gemma 3 (text)",
+    ("google/gemma-3-270m", "google/gemma-3-1b-pt", "google/gemma-3-1b-it"),
+    "Gemma3",
+    "rotates its sliding layers by another base than its full ones",
+    head_norm=True,
+    config_class="Gemma3TextConfig",
+)
