@@ -9,7 +9,7 @@ for the vision tower, models/gemma_vl/gemma4_vl_bridge.py), where the dense MLP 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
@@ -40,7 +40,7 @@ TEXT_DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "global_head_dim": 512,
 }
-VISION_DEFAULTS: dict[str, Any] = {
+VISION_SIZES: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 16,
@@ -49,7 +49,6 @@ VISION_DEFAULTS: dict[str, Any] = {
     "head_dim": 64,
     "patch_size": 16,
     "position_embedding_size": 10_240,
-    "standardize": False,
 }
 _LAYER_SIZES = ("head_dim", "num_key_value_heads")
 
@@ -58,12 +57,13 @@ def dims(config: dict[str, Any]) -> Dims:
     """Sizes of the text tower, and of the vision tower in words of their own. Raises DlmBridgeError for a config that
     the class does not accept or that this mapping does not describe."""
     text = {**TEXT_DEFAULTS, **_section(config, "text_config")}
+    _check_sizes("text_config", text, [*TEXT_DEFAULTS, "moe_intermediate_size"])
     require_values(config, {"tie_word_embeddings": True})
     require_values(text, {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"})
     types = _layer_types(text)
     full = frozenset(layer for layer, kind in enumerate(types) if kind == FULL)
     (sliding_head, sliding_groups), (full_head, full_groups) = _head_sizes(text, types)
-    vision = {**VISION_DEFAULTS, **_section(config, "vision_config")}
+    vision = {**VISION_SIZES, "standardize": False, **_section(config, "vision_config")}
     require_values(vision, {"use_clipped_linears": False})
     heads = int(text["num_attention_heads"])
     return decoder_dims(
@@ -93,8 +93,6 @@ def _section(config: dict[str, Any], key: str) -> dict[str, Any]:
 def _layer_types(text: dict[str, Any]) -> list[str]:
     """The attention of each layer; of the last one it is full whatever the config says, as in the class."""
     layers = text["num_hidden_layers"]
-    if type(layers) is not int or not 1 <= layers <= 10**6:
-        raise DlmBridgeError(f"config.json: text_config.num_hidden_layers {layers!r} is not a number of layers")
     types = text.get("layer_types")
     if types is None:
         types = [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(layers)]
@@ -117,6 +115,8 @@ def _head_sizes(text: dict[str, Any], types: list[str]) -> tuple[tuple[int, int]
     if not isinstance(overrides, dict) or not all(isinstance(own, dict) for own in overrides.values()):
         raise DlmBridgeError("config.json: text_config.per_layer_config must give each layer a table of sizes")
     by_layer = {int(layer): own for layer, own in overrides.items()}
+    if odd_layers := sorted(by_layer.keys() - range(len(types))):
+        raise DlmBridgeError(f"config.json: text_config.per_layer_config: there is no layer {odd_layers[0]}")
     found: dict[str, tuple[int, int]] = {}
     for layer, kind in enumerate(types):
         own = by_layer.get(layer, {})
@@ -137,11 +137,17 @@ def _check_heads(heads: Any, head_dim: Any, groups: Any, layer: int) -> None:
         )
 
 
+def _check_sizes(where: str, section: dict[str, Any], keys: Iterable[str]) -> None:
+    """Raise DlmBridgeError where one is not a number from 1 to a million, or of layers to a thousand."""
+    for key in keys:
+        size, most = section.get(key), 1000 if key == "num_hidden_layers" else 10**6
+        if type(size) is not int or not 1 <= size <= most:
+            raise DlmBridgeError(f"config.json: {where}.{key} {size!r} is not a whole number from 1 to {most:,}")
+
+
 def _vision_sizes(vision: dict[str, Any]) -> dict[str, int]:
-    """Sizes of the vision tower. Raises DlmBridgeError where one is not a positive whole number."""
-    for key in VISION_DEFAULTS.keys() - {"standardize"}:
-        if type(vision[key]) is not int or not 0 < vision[key] <= 10**6:
-            raise DlmBridgeError(f"config.json: vision_config.{key} {vision[key]!r} is not a positive whole number")
+    output = vision.get("output_proj_dims", vision["hidden_size"])
+    _check_sizes("vision_config", {**vision, "output_proj_dims": output}, [*VISION_SIZES, "output_proj_dims"])
     head = vision["head_dim"]
     return {
         "vision_layers": vision["num_hidden_layers"],
@@ -153,7 +159,7 @@ def _vision_sizes(vision: dict[str, Any]) -> dict[str, int]:
         "patch": 3 * vision["patch_size"] ** 2,
         "directions": 2,
         "positions": vision["position_embedding_size"],
-        "vision_output": vision.get("output_proj_dims", vision["hidden_size"]),
+        "vision_output": output,
     }
 
 
