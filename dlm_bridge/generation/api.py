@@ -158,7 +158,7 @@ def generate(
 def sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) -> SamplerSpec:
     """The parts of the call's sampler, with the caller's rule in place of its own."""
     sampler = settings.sampler
-    spec = sampler.spec(SpecialTokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
+    spec = sampler.spec(SpecialTokens.of(settings))
     closing = spec.layout.closing
     if closing is not None and closing >= settings.limits.vocabulary_size:
         raise DlmBridgeError(

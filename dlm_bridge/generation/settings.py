@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
+from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import check_stop_strings
 from dlm_bridge.generation.constraints import CONSTRAINT_SETTINGS
@@ -95,6 +96,7 @@ class GenerationSettings:
     num_return_sequences: int
     stop_strings: tuple[str, ...]
     constraints: Mapping[str, Any]
+    attention_pattern: AttentionPattern
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,12 @@ def resolve_settings(
     parameters = {name: _parameter(sources, name, kind) for name in kind.parameters()}
     parameters |= {"gen_length": gen_length, "temperature": temperature}
     block_name = kind.block_parameter()
+    shortens = kind.shortens_block and family.attention_pattern != "block_causal"  # whose blocks are the model's own
     if infill:
         _refuse_infill(family, kind, parameters)
         # The spec is that of one block, or of the whole canvas.
         parameters["gen_length"] = parameters[block_name] if block_name else prompt_width + gen_length + 1
-    elif kind.shortens_block and block_name and _find(sources, block_name, None)[1] in (MODEL, FAMILY, SAMPLER):
+    elif shortens and block_name and _find(sources, block_name, None)[1] in (MODEL, FAMILY, SAMPLER):
         parameters[block_name] = min(parameters[block_name], parameters["gen_length"])
 
     config = model.config
@@ -175,6 +178,7 @@ def resolve_settings(
         num_return_sequences=_find(sources, "num_return_sequences", 1)[0],
         stop_strings=stop_strings,
         constraints=_constraints(sources),
+        attention_pattern=family.attention_pattern,
     )
 
 

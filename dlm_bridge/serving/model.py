@@ -102,7 +102,7 @@ class ServedModel:
         new: Any
         if diffusion:
             found = resolve_settings(model, None, settings, prompt_width=len(prompt))
-            found.sampler.spec(SpecialTokens(found.pad_token_id, found.eos_token_ids, found.end_token_ids))
+            found.sampler.spec(SpecialTokens.of(found))
             new = found.limits.gen_length
         else:
             named = [settings[key] for key in ("gen_length", "max_new_tokens") if settings.get(key) is not None]

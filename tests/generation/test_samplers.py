@@ -59,6 +59,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"block_length": 4, "alg": "entropy", "steps": 30, "alg_temp": 0.3},
     ),
     "hierarchical": (family(algorithm="hierarchical"), {}, {"block_length": 6, "threshold": 0.5}),
+    "hierarchical-blocks": (family("block_causal", algorithm="hierarchical"), BLOCK, {"threshold": 0.5}),
+    "credit-blocks": (family("block_causal", algorithm="credit"), BLOCK, {"threshold": 0.5}),
     "multi_block": (family(shift=True, algorithm="multi_block"), {}, {"block_length": 4, "threshold": 1.0}),
     "wino": (family(algorithm="wino"), {}, {"block_length": 6, "threshold": 0.1, "threshold_back": 0.5}),
     "credit": (family(shift=True, algorithm="credit"), {}, {"block_length": 6, "threshold": 0.5}),

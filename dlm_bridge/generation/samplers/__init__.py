@@ -22,7 +22,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import DenoisingRule, LogitsBias
 from dlm_bridge.generation.kv_cache import CacheMode
-from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.predictors import BlockCausalPredictor, Predictor
 from dlm_bridge.generation.runtime.runner import EXECUTIONS
 from dlm_bridge.generation.token_sampling import TokenSampling
 from dlm_bridge.plugins import load_entry_points
@@ -135,11 +135,17 @@ GENERAL_SETTINGS = {
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Token ids that a sampler may need."""
+    """Token ids that a sampler may need, and the model's attention pattern."""
 
     pad_token_id: int
     eos_token_ids: tuple[int, ...]  # empty: no stopping
     end_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence tokens, even if rows do not stop at them
+    attention_pattern: AttentionPattern = "bidirectional"
+
+    @classmethod
+    def of(cls, settings: Any) -> SpecialTokens:
+        """Those of a call's `GenerationSettings`."""
+        return cls(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids, settings.attention_pattern)
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,7 @@ class Sampler(ABC):
         shifted: where not None, the only value of the family's logit shift that it runs with.
         aliases: published parameter names for what transformers calls otherwise.
         model_blocks: the default block length is the one in the model's config.
-        shortens_block: the default block length is at most `gen_length`.
+        shortens_block: the default block length is at most `gen_length`, unless the model is block-causal.
         needs_mask: False if it works without a mask token.
         infills: can fill masks inside a prompt.
         takes_commit_rule: a `commit_rule` of the caller's can replace its own.
@@ -233,6 +239,18 @@ class Sampler(ABC):
     @abstractmethod
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         """The parts of one call. Raises DlmBridgeError for parameters that do not fit together."""
+
+
+def block_parts(block_length: int, tokens: SpecialTokens) -> dict[str, Any]:
+    """Layout and predictor, as keywords of `SamplerSpec`, of blocks that fit the model's attention pattern: counted
+    from where the prompt ends or, of a block-causal model, from the text's first token."""
+    if tokens.attention_pattern != "block_causal":
+        return {"layout": BlockLayout(block_length)}
+    return {
+        "layout": BlockLayout(block_length, aligned=True),
+        "predictor": BlockCausalPredictor,
+        "predictor_options": {"block_length": block_length},
+    }
 
 
 def check_value(name: str, check: Check | None, value: Any, where: str = "") -> None:

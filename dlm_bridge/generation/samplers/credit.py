@@ -1,7 +1,7 @@
 """dInfer's credit decoding (arXiv 2510.06133): tokens that were predicted before gain credit, and commit earlier.
 
     canvas = prompt + [MASK] * gen_length
-    for block in blocks of block_length, from left to right:
+    for block in blocks of block_length, from left to right:    # of a block-causal model counted from the first token
         credit = zeros(block_length, vocabulary)
         while the block has masks:
             logits = model(canvas)
@@ -15,7 +15,8 @@
 
 Where dInfer's code proposes the mask token, it leaves the mask to a later step; here the mask token is never proposed.
 
-Source: inclusionAI/dInfer fce4e32, `CreditThresholdParallelDecoder`, called as by `BlockWiseDiffusionLLM`.
+Source: inclusionAI/dInfer fce4e32, `CreditThresholdParallelDecoder`, called as by `BlockWiseDiffusionLLM` and
+`BlockDiffusionLLM`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, Columns
+from dlm_bridge.generation.canvas import Canvas, Columns
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step
 from dlm_bridge.generation.kv_cache import KVCache
-from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.predictors import BlockCausalPredictor, Predictor
 from dlm_bridge.generation.runtime.runner import ModelRunner
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, block_parts, parameter
 
 # How much less than the best score is committed with it.
 NEARLY_BEST = 1e-5
@@ -50,7 +51,8 @@ class CreditSampler(Sampler):
     """
 
     name: ClassVar[str] = "credit"
-    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional", "block_causal")
+    model_blocks: ClassVar[bool] = True
     shortens_block: ClassVar[bool] = True
 
     block_length: int = parameter(128, minimum=1)
@@ -60,12 +62,14 @@ class CreditSampler(Sampler):
     decay_beta: float = parameter(0.8, minimum=0, maximum=1)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        parts = block_parts(self.block_length, tokens)
+        credit = {"alpha": self.credit_alpha, "gamma": self.boost_gamma, "decay": self.decay_beta}
         return SamplerSpec(
-            layout=BlockLayout(self.block_length),
+            layout=parts["layout"],
             rule=NearThresholdRule(self.threshold),
             sampling=self.sampling(),
-            predictor=CreditPredictor,
-            predictor_options={"alpha": self.credit_alpha, "gamma": self.boost_gamma, "decay": self.decay_beta},
+            predictor=BlockCreditPredictor if "predictor" in parts else CreditPredictor,
+            predictor_options={**parts.get("predictor_options", {}), **credit},
         )
 
 
@@ -111,3 +115,7 @@ class CreditPredictor(Predictor):
         credit_ANV = credit_ANV.scatter_add(-1, token_AN[..., None], gain_AN[..., None])
         self._credit[index] = credit_ANV
         return logits_ANV + self._alpha * (credit_ANV + 1).log()
+
+
+class BlockCreditPredictor(CreditPredictor, BlockCausalPredictor):
+    """The same of a block-causal model."""

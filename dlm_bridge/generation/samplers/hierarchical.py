@@ -1,7 +1,7 @@
 """dInfer's hierarchical decoding (arXiv 2510.08666): tokens of a step are committed far apart, and so halve the masks.
 
     canvas = prompt + [MASK] * gen_length
-    for block in blocks of block_length, from left to right:
+    for block in blocks of block_length, from left to right:    # of a block-causal model counted from the first token
         while the block has masks:
             logits = model(canvas)
             tokens = argmax(logits / temperature + Gumbel noise)
@@ -13,7 +13,7 @@
 The first step of a block has one span. Its best token divides it into two, whose best ones are far apart and depend
 little on each other.
 
-Source: inclusionAI/dInfer fce4e32, `HierarchyDecoder`, called as by `BlockWiseDiffusionLLM`.
+Source: inclusionAI/dInfer fce4e32, `HierarchyDecoder`, called as by `BlockWiseDiffusionLLM` and `BlockDiffusionLLM`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step, best, low_confidence
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, block_parts, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class HierarchicalSampler(Sampler):
     """dInfer's hierarchical decoding.
-
-    For a block-causal model pass the rule alone: `generate(..., commit_rule=HierarchicalRule(0.9, 0.3))`.
 
     Args:
         block_length: tokens that are denoised together.
@@ -42,7 +39,8 @@ class HierarchicalSampler(Sampler):
     """
 
     name: ClassVar[str] = "hierarchical"
-    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional", "block_causal")
+    model_blocks: ClassVar[bool] = True
     shortens_block: ClassVar[bool] = True
 
     block_length: int = parameter(128, minimum=1)
@@ -51,9 +49,9 @@ class HierarchicalSampler(Sampler):
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
-            layout=BlockLayout(self.block_length),
             rule=HierarchicalRule(self.threshold, self.low_threshold),
             sampling=self.sampling(),
+            **block_parts(self.block_length, tokens),
         )
 
 

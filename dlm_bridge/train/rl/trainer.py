@@ -96,7 +96,7 @@ def check_sampler(config: RLConfig, model: Any) -> None:
     """Raise DlmBridgeError for settings of `--generation` that the model's sampler cannot run."""
     keywords = {"gen_length": config.rl.gen_length, "temperature": config.rl.temperature, **config.rl.sampler}
     settings = resolve_settings(model, None, keywords, prompt_width=1)
-    settings.sampler.spec(SpecialTokens(settings.pad_token_id, settings.eos_token_ids, settings.end_token_ids))
+    settings.sampler.spec(SpecialTokens.of(settings))
 
 
 Item = TypeVar("Item")
