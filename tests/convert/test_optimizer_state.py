@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dlm_bridge.convert.manifest import ChangedTensorsError
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from tests.checkpoints import write_llada
 from tests.convert.helpers import dcp_tensors, run_cli, save_dcp
+from tests.diffusion_gemma.checkpoint import write_checkpoint
 from tests.families.case import all_cases
 
 ITERATION = "iter_0000000"
@@ -93,8 +95,9 @@ def test_states_are_cut_as_the_weights_are(
     assert_states(tmp_path / "again", states)
 
 
-def test_states_of_experts_and_unlike_layers(tmp_path: Path) -> None:
-    MIXED.write(tmp_path / "hub")
+@pytest.mark.parametrize("write", [MIXED.write, write_checkpoint], ids=["one Hub tensor each", "one for all experts"])
+def test_states_of_experts_and_unlike_layers(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    write(tmp_path / "hub")
     Bridge.from_hf(tmp_path / "hub").to_megatron(tmp_path / "run", Layout(ep=2))
     states = train(tmp_path / "run")
     vocab = Bridge.from_hf(tmp_path / "hub").dims.vocab
