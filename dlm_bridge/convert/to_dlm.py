@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from dlm_bridge.models.initialisation import Normal, initialise
 
 # The autoregressive family -> the diffusion families whose tensors have the same names; the first is the default.
 TARGETS: dict[str, tuple[str, ...]] = {body.name: tuple(forms_of(body).values()) for body in BODIES}
+# Architectures that transformers has no class for, and the diffusion family that was made of them.
+PARENTS = {"BailingMoeV2ForCausalLM": "llada2_moe"}  # Ling-2.0, Ring-2.0
 GENERATION = "generation_config.json"
 DEFAULT = "<|mask|>"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -64,9 +67,9 @@ def convert_to_dlm(
         DlmBridgeError: an architecture without a target, a tokenizer that cannot take the token, a source that is not
             whole, a refused output.
     """
-    _check_architecture(os.fspath(source), revision)
-    opened = open_hub(os.fspath(source), revision, dequantize_fp8=dequantize_fp8)
-    target = _target(opened, to)
+    child = PARENTS.get(_architecture(os.fspath(source), revision))
+    opened = open_hub(os.fspath(source), revision, child, dequantize_fp8=dequantize_fp8)
+    target = _target(opened, to, child)
     if block_size is not None and target.attention_pattern != "block_causal":
         raise DlmBridgeError(f"--block-size {block_size}: {target.name} is {target.attention_pattern}, without blocks")
     if block_size is not None and block_size < 1:
@@ -86,25 +89,36 @@ def convert_to_dlm(
         + ("shifted: logits[i-1] predicts i" if target.shift else "no shift"),
     ]
     report.notes += opened.notes
-    if opened.dims.mtp:
-        report.notes.append(f"{opened.dims.mtp} multi-token prediction layers are left out: they predict next tokens")
+    if checkpoint.mtp_layers:
+        report.notes.append(
+            f"{checkpoint.mtp_layers} multi-token prediction layers are left out: they predict next tokens"
+        )
     return report
 
 
-def _check_architecture(source: str, revision: str | None) -> None:
-    """Refuse by its name an architecture that is in no family, with those that can be converted."""
+def _architecture(source: str, revision: str | None) -> str:
+    """The architecture of config.json. Raises DlmBridgeError with its name, and with those that can be converted, for
+    one that is in no family."""
     path = resolve(source, revision) / CONFIG_FILE
     architectures = read_config(path).get("architectures") if path.is_file() else None
-    known = {name for family in families() for name in family.architectures}
-    if isinstance(architectures, list) and architectures and not known & {str(name) for name in architectures}:
-        if architectures[0] in UNSUPPORTED:
-            return  # refused with its own reason when it is opened
-        taken = ", ".join(name for body in BODIES for name in body.architectures)
-        raise DlmBridgeError(f"{path}: architecture {architectures[0]} cannot be converted: known are {taken}")
+    if not isinstance(architectures, list) or not architectures:
+        return ""  # refused when it is opened
+    first = str(architectures[0])
+    known = {name for family in families() for name in family.architectures} | PARENTS.keys() | UNSUPPORTED.keys()
+    if not known & {str(name) for name in architectures}:
+        taken = ", ".join([*(name for body in BODIES for name in body.architectures), *PARENTS])
+        raise DlmBridgeError(f"{path}: architecture {first} cannot be converted: known are {taken}")
+    return first
 
 
-def _target(source: HubCheckpoint, name: str | None) -> FamilySpec:
+def _target(source: HubCheckpoint, name: str | None, child: str | None) -> FamilySpec:
     family = source.family
+    if child is not None:
+        if name not in (None, child, family.attention_pattern.replace("_", "-")):
+            raise DlmBridgeError(
+                f"--to {name}: {source.where} becomes {child} only, which is {family.attention_pattern}"
+            )
+        return family
     if family.kind == "diffusion":
         raise DlmBridgeError(f"{source.where} is a diffusion model already ({family.name})")
     if family.name not in TARGETS:
@@ -137,7 +151,9 @@ class _Converted(ByNameCheckpoint):
             texts[GENERATION] = _json_bytes(_generation(source.folder / GENERATION))
         # No diffusion model has the rotary frequencies that the first Llama checkpoints store, nor MTP layers.
         self._left = {name for name, entry in source.passthrough.items() if not entry.in_model}
-        self._left |= {name for param in source.params if param.is_mtp for name in param.hub_names}
+        mtp = [name for name in source.reader.names if _layer(name) >= source.dims.layers]
+        self._left |= {*mtp}
+        self.mtp_layers = len({_layer(name) for name in mtp})
         shards = [
             replace(shard, tensors=tuple(name for name in shard.tensors if name not in self._left))
             for shard in source.hub.shards
@@ -192,6 +208,12 @@ class _Converted(ByNameCheckpoint):
 
     def folders(self) -> list[Path]:
         return self._source.folders()
+
+
+def _layer(name: str) -> int:
+    """The number of the layer that a tensor of the Hub belongs to; -1 outside the layers."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return -1 if match is None else int(match[1])
 
 
 def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict[str, Any]:

@@ -303,6 +303,36 @@ def test_the_fused_loss_is_that_of_capped_and_scaled_logits(label: str, tmp_path
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
 
 
+def test_ling_becomes_llada2(tmp_path: Path) -> None:
+    """transformers has no class for it. Its multi-token prediction layer is left out."""
+    from tests.checkpoints import write_hub_folder
+    from tests.families import llada2_moe
+
+    config = {**llada2_moe.CONFIG, "architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe_v2"}
+    config |= {"num_nextn_predict_layers": 1, "vocab_size": 260}
+    tensors = llada2_moe.tensors(config)
+    mtp = {
+        name.replace("layers.3", "layers.4"): tensor.clone() for name, tensor in tensors.items() if "layers.3." in name
+    }
+    mtp |= {f"model.layers.4.{name}.weight": torch.ones(64) for name in ("enorm", "hnorm", "final_layernorm")}
+    source = write_hub_folder(
+        tmp_path / "ar", config, tensors | mtp | {"model.layers.4.eh_proj.weight": torch.ones(64, 128)}
+    )
+    write_tokenizer(source, TOKENIZER)
+    report = convert_to_dlm(source, tmp_path / "dlm", to="block-causal", block_size=8)
+    assert any(note.startswith("1 multi-token prediction layers are left out") for note in report.notes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dlm").eval()
+    assert (type(model).__name__, model.config.block_size) == ("LLaDA2MoeModelLM", 8)
+    assert model.config.mask_token_id == NEW_ID
+    new = tensors_of(tmp_path / "dlm")
+    assert new.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(new[name][: len(tensor)], tensor), name
+    assert_topology(model, None)
+    with pytest.raises(DlmBridgeError, match=r"--to shifted: .* becomes llada2_moe only"):
+        convert_to_dlm(source, tmp_path / "out", to="shifted")
+
+
 def test_block_size_and_architecture_are_checked(tmp_path: Path) -> None:
     source = write(BY_LABEL["mistral"], tmp_path / "ar")
     convert_to_dlm(source, tmp_path / "dlm", to="block-causal", block_size=8)
