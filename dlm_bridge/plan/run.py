@@ -15,6 +15,7 @@ from dlm_bridge.objectives.registry import find_objective
 from dlm_bridge.plan.model import PlannedModel
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import check_option, options_of
+from dlm_bridge.train.config.sections import check_optimizer
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -176,6 +177,7 @@ class PlannedRun:
         options, flags = options_of(TrainConfig), vars(self) | {"engine": "megatron"}
         for name in TRAINING_OPTIONS:
             check_option(options[name], flags[name], "pretrain", flags)
+        check_optimizer(self.optimizer, "megatron")
         for module in self.recompute_modules:
             if module not in RECOMPUTE_MODULES:
                 raise DlmBridgeError(f"--recompute-modules {module}: choose of {', '.join(RECOMPUTE_MODULES)}")

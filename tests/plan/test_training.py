@@ -78,3 +78,8 @@ def test_objectives_read_one_stream_or_two() -> None:
 def test_a_layout_that_the_gpus_cannot_have_is_refused() -> None:
     with pytest.raises(DlmBridgeError, match="--gpus 6 is no multiple"):
         training_plan(settings(), configs.LLADA_8B, 6)
+
+
+def test_an_optimizer_of_the_other_engine_is_refused() -> None:
+    with pytest.raises(DlmBridgeError, match="--optimizer muon"):
+        PlannedRun(layout=Layout(), gpus=1, seq_length=64, optimizer="muon").check_values()

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from dlm_bridge.train.accelerate import trainer
 from dlm_bridge.train.accelerate.fsdp import full_tensor
+from dlm_bridge.train.accelerate.optimizers import MuonAndAdamW
 from dlm_bridge.train.config import TrainConfig
 from tests.processes import fork
 from tests.train.conftest import undrawn
@@ -60,6 +61,7 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         for subject in SUBJECTS:
             yield subject, partial(train, root, f"{subject}-1", subject)
         yield "an adapter", partial(train, root, "adapter-1", "masked", **_adapter(root))
+        yield "muon", partial(train, root, "muon-1", "masked", optimizer="muon")
         yield "one process can be cut", partial(equals, root, "masked", "alone", sharding="fsdp", cpu_offload=True)
         return
     for subject in SUBJECTS if processes == 2 else SUBJECTS[:1]:
@@ -72,6 +74,8 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         yield "recomputed and offloaded", partial(equals, root, "block", "more-2", **more)
         yield "data parallel", partial(equals, root, "masked", "ddp-2")
         yield "an adapter", partial(adapter_equals, root)
+        yield "muon", partial(equals, root, "masked", "muon-2", "muon-1", sharding="fsdp", optimizer="muon")
+        yield "muon goes on from one process", partial(goes_on, root, "muon-1", sharding="fsdp", optimizer="muon")
         yield "half precision", partial(half_precision, root)
         yield "goes on from one process", partial(goes_on, root, "masked-1", sharding="fsdp")
         yield "goes on, not cut", partial(goes_on, root, "masked-2")
@@ -82,7 +86,8 @@ def train(root: Path, name: str, subject: str, resume: bool = False, **changes: 
     AcceleratorState._reset_state(reset_partial_state=True)
     options = {**OPTIONS, "steps": STEPS, "model": str(root / subject), "data": [str(root / "chats.jsonl")], **changes}
     config = TrainConfig.from_flags(**options, output=str(root / name), tokenizer=str(root / "tokenizer"))
-    step = torch.optim.AdamW.step
+    kind: Any = MuonAndAdamW if config.optimizer.name == "muon" else torch.optim.AdamW
+    step = kind.step
     kept: list[list[torch.Tensor]] = []
 
     def keeping(self: Any, *arguments: Any, **more: Any) -> Any:
@@ -91,7 +96,7 @@ def train(root: Path, name: str, subject: str, resume: bool = False, **changes: 
             kept.append([full_tensor(weight.grad, torch.device("cpu")).clone() for weight in weights])
         return step(self, *arguments, **more)
 
-    with mock.patch.object(torch.optim.AdamW, "step", keeping):
+    with mock.patch.object(kind, "step", keeping):
         trainer.train(config, resume, Console(quiet=True))
     if kept and os.environ["RANK"] == "0":
         torch.save(kept[0], root / f"{name}.pt")
@@ -175,7 +180,7 @@ def goes_on(root: Path, source: str, **changes: Any) -> None:
         shutil.copytree(root / source, root / name, ignore=shutil.ignore_patterns(f"step-{STEPS:07d}"))
     torch.distributed.barrier()
     train(root, name, "masked", resume=True, **changes)
-    found, wanted = rows(root, name), rows(root, "masked-1")
+    found, wanted = rows(root, name), rows(root, f"{source.split('-')[0]}-1")
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for row, expected in zip(found, wanted, strict=True):
         assert abs(row["loss"] / expected["loss"] - 1) < 1e-5, (row, expected)

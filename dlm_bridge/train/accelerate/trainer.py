@@ -14,7 +14,6 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from rich.console import Console
-from torch import nn
 
 from dlm_bridge.attention_mask import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError
@@ -24,6 +23,7 @@ from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.train.accelerate import fsdp, transforms
 from dlm_bridge.train.accelerate.attention import FLASH, attention_kernels, set_attention, uses_flash_attention
 from dlm_bridge.train.accelerate.canvas import loss_head, prepare_canvas_model
+from dlm_bridge.train.accelerate.optimizers import build_optimizer
 from dlm_bridge.train.checkpoints import (
     load_state,
     raised_everywhere,
@@ -143,7 +143,7 @@ class AccelerateTrainer(Trainer):
             fsdp.shard_model(self.plain_model, config, self.device)
         unwrapped = half or self.fsdp
         self.model = self.computing if unwrapped else accelerator.prepare(self.plain_model)
-        optimizer = adamw(config, self.plain_model, fused=self.device.type == "cuda")
+        optimizer = build_optimizer(config, self.plain_model, fused=self.device.type == "cuda")
         self.optimizer = optimizer if self.fsdp else accelerator.prepare(optimizer)
 
     def announce(self, step: int, layout: str = "") -> None:
@@ -302,29 +302,3 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             "launch --multi_gpu"
         )
     return accelerator
-
-
-def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: not to biases and 1-D parameters (norms)."""
-    return parameter.dim() > 1 and not name.endswith(".bias")
-
-
-def adamw(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -> torch.optim.AdamW:
-    """The optimizer of a Hub-side model's trained parameters; without `fused` torch chooses how it is computed."""
-    return torch.optim.AdamW(
-        parameter_groups(model, config.optimizer.weight_decay),
-        lr=config.optimizer.lr,
-        betas=(config.optimizer.beta1, config.optimizer.beta2),
-        eps=config.optimizer.adam_eps,
-        fused=fused,
-    )
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """AdamW's parameter groups: the parameters that decay, then those that do not; without an empty one."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups: list[dict[str, object]] = [
-        {"params": [p for name, p in trained if decays(name, p)], "weight_decay": weight_decay},
-        {"params": [p for name, p in trained if not decays(name, p)], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]

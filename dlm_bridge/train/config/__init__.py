@@ -22,6 +22,7 @@ from dlm_bridge.train.config.sections import (
     ParallelOptions,
     PrecisionOptions,
     ScheduleOptions,
+    check_optimizer,
 )
 
 
@@ -123,6 +124,7 @@ class TrainConfig:
         self._check_adapter()
         if self.parallel.shards and self.precision.name == "fp16":
             raise OptionError("--precision", "fp16 with --sharding fsdp: gradients are not scaled there: use bf16")
+        check_optimizer(self.optimizer.name, self.engine.name)
         if self.engine.name == "megatron":
             self._check_megatron()
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ENGINES = ("accelerate", "megatron")
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
+OPTIMIZER_ENGINES = {"muon": "accelerate", "sgd": "megatron"}  # adamw is both engines'
 TRACKERS = ("tensorboard", "wandb")
 
 
@@ -242,16 +243,28 @@ class ObjectiveOptions:
 class OptimizerOptions:
     """The optimizer and its peak learning rate."""
 
-    name: str = megatron_option("adamw", "adamw or sgd.", "--optimizer", choices=("adamw", "sgd"), fixed=True)
+    name: str = option(
+        "adamw", "adamw; muon for the layers' matrices (--engine accelerate), sgd (--engine megatron).", "--optimizer",
+        choices=("adamw", "muon", "sgd"), tasks=TRAINING, fixed=True,
+    )  # fmt: skip
     lr: float = option(3e-4, "Peak learning rate.", minimum=0, task_defaults={"sft": 2.5e-5, "rl": 1e-6})
     weight_decay: float = option(0.1, "Of all but biases and norms.", minimum=0, task_defaults={"rl": 0.0})
     beta1: float = option(0.9, "AdamW's first beta.", minimum=0, below=1)
     beta2: float = option(0.95, "AdamW's second beta.", minimum=0, below=1)
     adam_eps: float = option(1e-8, "AdamW's epsilon.", minimum=0)
+    muon_momentum: float = accelerate_option(
+        0.95, "Muon's momentum.", minimum=0, below=1, tasks=TRAINING, needs=("--optimizer", "muon")
+    )
     clip_grad: float = option(1.0, "Largest gradient norm, 0: no clipping.", minimum=0)
     cpu_offload: bool = megatron_option(
         False, "Keep the optimizer's state and step on the CPU.", "--optimizer-cpu-offload"
     )
+
+
+def check_optimizer(name: str, engine: str) -> None:
+    """Raise OptionError for an optimizer that an engine does not have."""
+    if (needed := OPTIMIZER_ENGINES.get(name, engine)) != engine:
+        raise OptionError("--optimizer", f"{name} needs --engine {needed}")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.train.accelerate.attention import set_attention
-from dlm_bridge.train.accelerate.trainer import adamw, processes_of
+from dlm_bridge.train.accelerate.optimizers import adamw
+from dlm_bridge.train.accelerate.trainer import processes_of
 from dlm_bridge.train.checkpoints import (
     load_state,
     raised_everywhere,

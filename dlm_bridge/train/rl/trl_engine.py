@@ -22,7 +22,7 @@ from dlm_bridge.convert.atomic import publish_folder
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.hub import TRACKER
 from dlm_bridge.train.accelerate.attention import set_attention
-from dlm_bridge.train.accelerate.trainer import adamw
+from dlm_bridge.train.accelerate.optimizers import adamw
 from dlm_bridge.train.checkpoints import (
     TRL_STATE,
     checkpoint_errors,

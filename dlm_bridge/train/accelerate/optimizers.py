@@ -1,0 +1,97 @@
+"""The optimizers of the Accelerate engine: AdamW, and Muon for the matrices of the decoder layers.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) orthogonalises the momentum of a weight matrix.
+Scaled to the size of AdamW's updates (Moonshot AI, arXiv 2502.16982), it takes AdamW's learning rate and weight decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dlm_bridge.train.config import TrainConfig
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    """The optimizer of a Hub-side model's trained parameters; without `fused` torch chooses how AdamW is computed."""
+    return MuonAndAdamW(config, model, fused) if config.optimizer.name == "muon" else adamw(config, model, fused=fused)
+
+
+def adamw(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -> torch.optim.AdamW:
+    """AdamW over a model's trained parameters."""
+    groups = parameter_groups(trained_parameters(model), config.optimizer.weight_decay)
+    return torch.optim.AdamW(groups, **_adamw_settings(config), fused=fused)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters with gradients, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def parameter_groups(trained: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's parameter groups: the parameters that decay, then those that do not; without an empty one."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in trained.items() if decays(name, p)], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained.items() if not decays(name, p)], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: not to biases and 1-D parameters (norms)."""
+    return parameter.dim() > 1 and not name.endswith(".bias")
+
+
+def muon_parameters(model: nn.Module) -> set[str]:
+    """The names of what Muon updates: matrices with gradients, but for embeddings and the head. Experts whose matrices
+    are one tensor of three dimensions are not among them."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    excluded = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
+    return {name for name, p in trained_parameters(model).items() if p.dim() == 2 and id(p) not in excluded}
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for the matrices of the layers, AdamW for everything else, as one optimizer with one state."""
+
+    def __init__(self, config: TrainConfig, model: nn.Module, fused: bool | None = None) -> None:
+        options = config.optimizer
+        trained, names = trained_parameters(model), muon_parameters(model)
+        muon = [parameter for name, parameter in trained.items() if name in names]
+        others = {name: parameter for name, parameter in trained.items() if name not in names}
+        self._parts: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(
+                muon,
+                lr=options.lr,
+                weight_decay=options.weight_decay,
+                momentum=options.muon_momentum,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+            torch.optim.AdamW(parameter_groups(others, options.weight_decay), **_adamw_settings(config), fused=fused),
+        )
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let both parts work on this optimizer's groups and state."""
+        self._parts[0].param_groups, self._parts[1].param_groups = self.param_groups[:1], self.param_groups[1:]
+        for part in self._parts:
+            part.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters."""
+        loss = None if closure is None else closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+
+def _adamw_settings(config: TrainConfig) -> dict[str, Any]:
+    options = config.optimizer
+    return {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.adam_eps}
