@@ -88,7 +88,7 @@ def resume_point(config: TrainConfig, main: bool, console: Console, required: st
     with raised_everywhere():
         if main:
             for line in point.notes:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
             point.set_aside()
     if point.folder is not None:
         check_same_model(config, point.folder)

@@ -82,6 +82,7 @@ def test_a_flipped_bit_in_any_file_is_found(finished: Path, tmp_path: Path) -> N
 
 
 def test_a_run_goes_on_from_the_checkpoint_before(finished: Path, run: Run, console: io.StringIO) -> None:
+    finished = finished.rename(finished.with_name("red\x1b[31m"))  # which no terminal must see
     rows = without_speed(read_metrics(finished))
     weights = (finished / "checkpoints" / LAST / "model.safetensors").read_bytes()
     flip(finished / "checkpoints" / LAST / "model.safetensors")
@@ -89,6 +90,7 @@ def test_a_run_goes_on_from_the_checkpoint_before(finished: Path, run: Run, cons
     assert without_speed(run(finished, resume=True, **OPTIONS)) == rows
     said = console.getvalue()
     assert f"{LAST}: is damaged: model.safetensors is not as it was written: it is set aside as {LAST}.damaged" in said
+    assert "\x1b" not in said
     root = finished / "checkpoints"
     assert sorted(path.name for path in root.iterdir()) == [FIRST, LAST, f"{LAST}.damaged"]
     assert (root / f"{LAST}.damaged/model.safetensors").read_bytes() == damaged

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from rich.console import Console
 
 from dlm_bridge.attention_mask import mask_for_implementation
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel.output_layer import LossPositions
@@ -149,7 +149,7 @@ class AccelerateTrainer(Trainer):
     def announce(self, step: int, layout: str = "") -> None:
         super().announce(step, layout)
         if self.main and self.adapter is not None:
-            self.console.print(self.adapter.described(), highlight=False, soft_wrap=True)
+            self.console.print(printable(self.adapter.described()), highlight=False, soft_wrap=True)
 
     def prepare(self, noisy: Sequence[NoisyBatch]) -> list[MicroBatch]:
         batches = [(batch, transforms.loss_positions(batch)) for batch in noisy]

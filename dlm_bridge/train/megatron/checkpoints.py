@@ -38,7 +38,7 @@ from dlm_bridge.convert.side_files import (
     write_passthrough,
     write_side_files,
 )
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.hub import CONFIG_FILE, TRACKER
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import (
@@ -116,7 +116,7 @@ def resume_point(output: Path, main: bool, console: Console) -> ResumePoint:
                 notes.append(f"{root / TRACKER} now names step {point.step}")
                 _write_tracker(root, point.step)
             for line in notes:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
     return point
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
@@ -55,7 +55,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     initialize_parallel(config)
     main = dist.get_rank() == 0
     for line in untested if main else ():
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(printable(line), highlight=False, soft_wrap=True)
     start = start_run(config, resume, main, console, _resume_point)
     if start.finished is not None:
         return start.finished
@@ -68,7 +68,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
             local.begin()
         if main:
             if local is None and (note := go_on_without(start.output)):
-                console.print(note, markup=False, highlight=False, soft_wrap=True)
+                console.print(printable(note), markup=False, highlight=False, soft_wrap=True)
             if start.checkpoint is None:
                 checkpoints.write_hub_files(start.output, trainer.source, trainer.tokenizer)
             checkpoints.remove_leftovers(start.output)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.convert.atomic import atomic_file, disk_errors
-from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.errors import DlmBridgeError, first_of, printable
 from dlm_bridge.hub import read_json
 from dlm_bridge.parallel.core import MCoreTensorAwareStateDict
 from dlm_bridge.train.checkpoints import from_all, raised_everywhere
@@ -131,7 +131,7 @@ class LocalCheckpoints:
             notes.append(f"going on from {other}: there is {local}")
         if dist.get_rank() == 0:
             for line in notes:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
         return step if self.step is None else self.step
 
     @fp8_state.weights_only_loading()
