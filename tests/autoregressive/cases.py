@@ -250,6 +250,7 @@ class Case:
         return write_hub_folder(folder, config, self.build(config, 0, dtype), shards=3)
 
 
+NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 GROUPED = {"num_key_value_heads": 2, "intermediate_size": 96}
 ROUTED = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 LATENT = {
@@ -299,7 +300,7 @@ CASES = (
         megatron=False,
     ),
     Case("deepseek-v3", "deepseek_v3", DEEPSEEK_V3, LATENT, with_mtp(latent_attention)),
-    Case("seed-oss", "seed_oss", SEED_OSS, {**GROUPED, "head_dim": 24}, dense(bias=True)),
+    Case("seed-oss", "seed_oss", SEED_OSS, {**GROUPED, "head_dim": 24, **NO_DROPOUT}, dense(bias=True)),
     Case(
         "smollm3",
         "smollm3",
@@ -308,7 +309,7 @@ CASES = (
         renormed(dense(), ()),
     ),
     Case("phi3", "phi3", PHI_3, GROUPED, fused(dense())),
-    Case("granite", "granite", GRANITE_3, GROUPED, dense(), live=False),
+    Case("granite", "granite", GRANITE_3, {**GROUPED, **NO_DROPOUT}, dense(), live=False),
     Case(
         "olmo2",
         "olmo2",

@@ -118,8 +118,13 @@ def test_widened_weights_that_changed_are_not_narrowed_silently(tmp_path: Path) 
     bridge = Bridge.from_megatron(tmp_path / "m")
     changed = bridge.checkpoint
     param = changed.param_of[name]
-    read = changed.reader.read  # type: ignore[attr-defined]
-    changed.reader.read = lambda *a: read(*a) + 1e-6  # type: ignore[attr-defined]
+    read_into = changed.reader.read_into  # type: ignore[attr-defined]
+
+    def read_changed(key: str, stack: tuple[int, ...], out: torch.Tensor) -> None:
+        read_into(key, stack, out)
+        out += 1e-6
+
+    changed.reader.read_into = read_changed  # type: ignore[attr-defined]
     with pytest.raises(DlmBridgeError, match=f"{name}: its values were bfloat16 when imported"):
         changed.read_param(param)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -213,7 +214,7 @@ def test_starts_from_a_megatron_checkpoint(tmp_path: Path, run: Run, seed_folder
 def test_objective_must_be_the_one_that_the_model_is_read_with(
     values: dict[str, Any], family: FamilySpec | None, message: str | None
 ) -> None:
-    model = SimpleNamespace(family=family, config=SimpleNamespace(max_position_embeddings=None))
+    model = SimpleNamespace(family=family, config=transformers.PretrainedConfig())
     config = TrainConfig.from_flags(**values, output="o")
     if message is None:
         assert with_objective(config, model).objective.name == "masked"

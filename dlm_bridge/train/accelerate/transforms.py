@@ -145,19 +145,26 @@ def _map_tensors(positions: LossPositions, change: Callable[[torch.Tensor], torc
     )
 
 
+# Of the configurations of classes that scale or cap what the output layer returns: Granite's, Cohere's, Gemma's.
+_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+
+
 class LossHead:
-    """Fused linear cross-entropy in a model's output layer: `loss` computes no logits of positions without a loss.
+    """Cross-entropy in a model's output layer: `loss` computes no logits of positions without a loss.
 
     It replaces the forward of that layer alone, so that data parallelism, FSDP and autocast find the weights and
-    modules where they were, and every model class works whatever its own forward does before. Other calls return
-    logits.
+    modules where they were, and every model class works whatever its own forward does before and after. A plain linear
+    layer whose logits the class returns as they are is fused with the cross-entropy. Other calls return logits.
     """
 
     def __init__(self, model: Any) -> None:
         self.layer = model.get_output_embeddings()
         self.logits = self.layer.forward
-        # Not so with an adapter.
-        self.is_linear = isinstance(self.layer, nn.Linear) and type(self.layer).forward is nn.Linear.forward
+        # With an adapter it is no plain layer.
+        plain = isinstance(self.layer, nn.Linear) and type(self.layer).forward is nn.Linear.forward
+        text = model.config.get_text_config()
+        changed = any(getattr(text, name, None) not in (None, 1.0) for name in _LOGIT_CHANGES)
+        self.is_fused = plain and self.layer.bias is None and not changed
         self._positions: LossPositions | None = None
         self._sums: torch.Tensor | None = None
         self.layer.forward = self._forward
@@ -168,28 +175,27 @@ class LossHead:
         `model` is the (wrapped) model with this output layer, `inputs` are those of its forward."""
         self._positions = positions
         try:
-            loss = model(**inputs).logits
+            output = model(**inputs).logits
         finally:
             self._positions = None
-        assert self._sums is not None
-        return loss, self._sums
+        if self.is_fused:
+            assert self._sums is not None
+            return output, self._sums
+        losses_M = F.cross_entropy(output[0].float(), positions.targets, reduction="none") * positions.weights
+        terms = torch.zeros_like(positions.targets) if positions.terms is None else positions.terms
+        sums = torch.stack([(losses_M * (terms == term)).sum() for term in range(positions.num_terms)])
+        return sums.sum(), sums.detach()
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._positions is None:
             return self.logits(hidden)
         positions = self._positions
         hidden_MH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions.positions)
-        if self.is_linear and self.layer.bias is None:
-            weight_VH = self.layer.weight
-            if torch.is_autocast_enabled(hidden.device.type):
-                dtype = torch.get_autocast_dtype(hidden.device.type)
-                hidden_MH, weight_VH = hidden_MH.to(dtype), weight_VH.to(dtype)
-            loss, self._sums = linear_cross_entropy(hidden_MH, weight_VH, positions, VocabShard(0, weight_VH.shape[0]))
-            return loss
-        losses_M = (
-            F.cross_entropy(self.logits(hidden_MH).float(), positions.targets, reduction="none") * positions.weights
-        )
-        terms = torch.zeros_like(positions.targets) if positions.terms is None else positions.terms
-        sums = torch.stack([(losses_M * (terms == term)).sum() for term in range(positions.num_terms)])
-        self._sums = sums.detach()
-        return sums.sum()
+        if not self.is_fused:
+            return self.logits(hidden_MH[None])
+        weight_VH = self.layer.weight
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden_MH, weight_VH = hidden_MH.to(dtype), weight_VH.to(dtype)
+        loss, self._sums = linear_cross_entropy(hidden_MH, weight_VH, positions, VocabShard(0, weight_VH.shape[0]))
+        return loss
