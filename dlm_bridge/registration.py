@@ -69,8 +69,9 @@ def _register_configs() -> None:
     auto = sys.modules[CONFIGURATION_AUTO]
     # Where families share a model type the first one's config dispatches on `architectures`.
     for family in reversed(families()):
-        if family.auto_classes and family.model_type:
-            auto.AutoConfig.register(family.model_type, _config_stand_in(family), exist_ok=True)
+        for model_type in (family.model_type, *family.other_model_types):
+            if family.auto_classes and model_type:
+                auto.AutoConfig.register(model_type, _config_stand_in(family, model_type), exist_ok=True)
 
 
 def _register_tokenizers() -> None:
@@ -79,16 +80,15 @@ def _register_tokenizers() -> None:
         if family.tokenizer_class:
             # Found by its name, so also where a folder has a tokenizer and no config.json.
             tokenizer_class = _tokenizer_stand_in(family)
-            auto.AutoTokenizer.register(_config_stand_in(family), tokenizer_class=tokenizer_class, exist_ok=True)
+            stand_in = _config_stand_in(family, family.model_type)
+            auto.AutoTokenizer.register(stand_in, tokenizer_class=tokenizer_class, exist_ok=True)
 
 
-def _config_stand_in(family: FamilySpec) -> type:
-    """A config class that makes objects of the family's own."""
+def _config_stand_in(family: FamilySpec, model_type: str) -> type:
+    """A config class that makes objects of the family's own, under one of its model types."""
     from transformers.configuration_utils import PreTrainedConfig
 
     class StandIn(PreTrainedConfig):
-        model_type = family.model_type
-
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return family.load("config_class")(*args, **kwargs)
 
@@ -96,6 +96,7 @@ def _config_stand_in(family: FamilySpec) -> type:
         def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
             return family.load("config_class").from_dict(config_dict, **kwargs)
 
+    StandIn.model_type = model_type
     StandIn.__name__ = family.config_class.partition(":")[2]  # transformers finds model types by class name
     return StandIn
 

@@ -36,6 +36,7 @@ class FamilySpec:
     model_class: str
     mapping: Mapping  # Hub tensors to Megatron's
     initialisation: Callable[[dict[str, Any]], InitialisationRule] = normal_rule  # of config.json's dict
+    other_model_types: tuple[str, ...] = ()  # what other projects write for it; kept as it is on save
     tokenizer_class: str = ""  # only where the Hub's tokenizer_class is one that transformers does not have
     auto_classes: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM")
     kind: Literal["diffusion", "autoregressive"] = "diffusion"

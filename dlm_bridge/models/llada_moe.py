@@ -73,6 +73,7 @@ SPEC = FamilySpec(
     ),
     architectures=("LLaDAMoEModelLM", "LLaDAMoEModel"),
     model_type=LLADA.model_type,  # shared: AutoConfig tells them apart by `architectures`
+    other_model_types=("lladamoe",),  # dLLM's, whose examples tell users to write it
     config_class="dlm_bridge.models.modeling_llada_moe:LLaDAMoEConfig",
     model_class="dlm_bridge.models.modeling_llada_moe:LLaDAMoEModelLM",
     mapping=MAPPING,

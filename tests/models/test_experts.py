@@ -35,6 +35,21 @@ def write(case: FamilyCase, folder: Path, tensors: dict[str, torch.Tensor], **ov
 # ------------------------------------------------------------------------------------------------- loading
 
 
+def test_dllms_model_type_is_llada_moes(tmp_path: Path) -> None:
+    """dLLM's examples tell users to write `lladamoe` into the Hub's config.json; saving keeps it."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    folder = LLADA_MOE.write(tmp_path / "hub", model_type="lladamoe")
+    assert type(AutoConfig.from_pretrained(folder)) is LLADA_MOE.spec.load("config_class")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model) is type(AutoModel.from_pretrained(folder)) is LLADA_MOE.spec.load("model_class")
+    model.save_pretrained(tmp_path / "out")
+    assert config_of(tmp_path / "out") == config_of(folder)
+    Bridge.from_hf(folder).to_megatron(tmp_path / "megatron")
+    Bridge.from_megatron(tmp_path / "megatron").to_hf(tmp_path / "back")
+    assert config_of(tmp_path / "back") == config_of(folder)
+
+
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     tensors = RND1.tensors(RND1.config, 0, torch.float32)
     del tensors[DOWN]
