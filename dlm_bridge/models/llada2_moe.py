@@ -88,13 +88,10 @@ def dims(config: dict[str, Any]) -> Dims:
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
     """megatron-core's settings beyond the sizes."""
     config = _complete(config)
-    if config.get("expert_capacity"):
-        raise DlmBridgeError(
-            "config.json: megatron-core routes each token alone, LLaDA2.2 a block of tokens (expert_capacity): train "
-            "it with --engine accelerate"
-        )
     sizes = dims(config)
     plain = decoder_settings(config, sizes.facts) | {"rotary_percent": float(config["partial_rotary_factor"])}
+    if capacity := config.get("expert_capacity"):  # groups play no part
+        return plain | router_settings(config | {"n_group": 1}, sizes) | {"block_routing_capacity": int(capacity)}
     return plain | router_settings(config, sizes)
 
 

@@ -25,8 +25,9 @@ MODEL_ARGUMENTS = (
     "seq_len_interpolation_factor",
 )
 # Prefixes of attributes that are set on a TransformerConfig, which has no such fields: GPTModel reads the first ones.
-YARN = "yarn_"
-ATTRIBUTES = (YARN, self_attention.PREFIX)
+YARN, BLOCK_ROUTING = "yarn_", "block_routing_"
+ROTARY_ATTRIBUTES = (YARN, self_attention.PREFIX)
+ATTRIBUTES = (*ROTARY_ATTRIBUTES, BLOCK_ROUTING)
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ def model_config(
     for name, value in attributes.items():
         setattr(transformer, name, value)
     _check_attention(transformer, parallel)
+    if getattr(transformer, BLOCK_ROUTING + "capacity", 0):
+        _check_block_routing(transformer, parallel)
     vocab = -(-dims.vocab // layout.tp) * layout.tp  # every rank has as many rows
     sizes = {"vocab_size": vocab, "share_embeddings_and_output_weights": dims.tied}
     return GPTModelConfig(transformer, {"position_embedding_type": "rope", **model, **sizes})
@@ -133,6 +136,22 @@ def _check_attention(transformer: TransformerConfig, parallel: ContextParallelCo
         raise DlmBridgeError(
             f"--cp {parallel.cp}: {parallel.cp_comm_type} knows no sliding window, which this model has: use "
             "--cp-comm-type allgather or a2a"
+        )
+
+
+def _check_block_routing(transformer: TransformerConfig, parallel: ContextParallelConfig) -> None:
+    """Refuse what LLaDA2.2's router, which sees a block's tokens together, cannot do."""
+    if parallel.cp > 1:
+        raise DlmBridgeError(
+            f"--cp {parallel.cp}: this model routes blocks of tokens, which ranks would cut: use --cp 1"
+        )
+    if transformer.recompute_granularity == "selective" and {"moe", "mlp"} & {*(transformer.recompute_modules or ())}:
+        raise DlmBridgeError(
+            "--recompute-modules moe: this model's router goes by what its layer attends to: use --recompute full"
+        )
+    if transformer.moe_router_load_balancing_type != "none" or transformer.moe_expert_capacity_factor is not None:
+        raise DlmBridgeError(
+            "--moe-aux-loss-coeff and expert capacity factors are not for a model that routes blocks of tokens"
         )
 
 

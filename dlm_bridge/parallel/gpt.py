@@ -16,6 +16,7 @@ from dlm_bridge.parallel.mcore_patches.modules import (
     patch_output_layer,
     patch_token_dispatchers,
     patched_gradient_accumulation,
+    show_blocks_to_routers,
 )
 from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.parallel.self_attention import (
@@ -65,6 +66,7 @@ class BridgeGPTModel(GPTModel):
             if getattr(self.config, setting):
                 raise DlmBridgeError(f"{setting} would be ignored ({reason}): leave it off")
         patch_token_dispatchers(self)
+        show_blocks_to_routers(self.decoder.layers)
         if self.post_process:
             patch_output_layer(self.output_layer, vocab)
             for layer in self.decoder.layers[-1:]:

@@ -20,6 +20,8 @@ from dlm_bridge.parallel.core import (
 )
 from dlm_bridge.parallel.core_attention import LocalAttention, transformer_engine_attention
 from dlm_bridge.parallel.mcore_patches.modules import (
+    BLOCK_ROUTING_CAPACITY,
+    BlockRouter,
     LocalHeadNorm,
     LocalRMSNorm,
     LocalRouter,
@@ -108,6 +110,8 @@ def _layer(config: TransformerConfig, attention_pattern: str, engine: bool, expe
         _make_local(layer.submodules, experts is not None)
     if config.use_te_activation_func and experts is None:
         layer.submodules.mlp.submodules.activation_func = TransformerEngineActivation
+    if experts is not None and getattr(config, BLOCK_ROUTING_CAPACITY, None):
+        layer.submodules.mlp.submodules.router = BlockRouter
     attention = layer.submodules.self_attention
     if scales_queries(config):
         attention.module = ScaledQueryAttention

@@ -136,12 +136,6 @@ def test_a_noisy_block_is_trained_with_the_experts_that_it_is_sampled_with(tmp_p
             torch.testing.assert_close(found[row], torch.cat(alone), atol=1e-5, rtol=1e-5)
 
 
-def test_megatron_core_has_no_such_router() -> None:
-    """Conversion writes the model all the same: a Megatron checkpoint has its sizes, not a configuration."""
-    with pytest.raises(DlmBridgeError, match="expert_capacity"):
-        BLOCK_ROUTED.spec.mapping.settings(BLOCK_ROUTED.config)
-
-
 # ------------------------------------------------------------------------------------------------- dtypes
 
 

@@ -19,6 +19,7 @@ WORLD, SAMPLES, ROWS, TERMS = 4, 8, 2, 2  # processes; samples a global batch; r
 
 TP2_SP = {"sequence_parallel": True}
 DEALLOCATE = {"deallocate_pipeline_outputs": True}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
@@ -51,6 +52,9 @@ CASES = {
     "shared-experts-ep2-pp2": Case("llada2_moe", Layout(ep=2, pp=2)),
     # gloo cannot gather what the all-to-all dispatcher leaves on the ranks that share an expert.
     "shared-experts-ep2-tp2-sp": Case("llada2_moe", Layout(tp=2, ep=2)),
+    # Blocks of 32 of which a tensor parallel rank has a part.
+    "block-routed-ep2-tp2-sp": Case("llada2_moe-2.2", Layout(tp=2, ep=2)),
+    "block-routed-pp2": Case("llada2_moe-2.2", Layout(pp=2), RECOMPUTE),
 }
 
 

@@ -235,6 +235,14 @@ MODULE_PATCHES = (
         code="modules:LocalRouter",
     ),
     Patch(
+        target="TopKRouter.routing",
+        what="a block's experts first, then a token's among them; a hook shows a layer's mask to its router",
+        why="megatron-core routes each token alone",
+        source="transformer/moe/router.py:546",
+        when=_anywhere("LLaDA2.2 (expert_capacity)"),
+        code="modules:BlockRouter",
+    ),
+    Patch(
         target="multi_latent_attention.TELinear",
         what="a replicated linear layer in plain torch",
         why="without Transformer Engine the name is None",

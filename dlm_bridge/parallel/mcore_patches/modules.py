@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlm_bridge.attention_mask import MaskColumn
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import (
@@ -21,6 +22,7 @@ from dlm_bridge.parallel.core import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     multi_latent_attention,
+    parallel_state,
     permute,
     reduce_scatter_to_sequence_parallel_region,
     tensor_parallel_layers,
@@ -61,6 +63,69 @@ class LocalRouter(TopKRouter):
             with torch.no_grad():
                 real = routing_map if padding_mask is None else routing_map & ~padding_mask
                 self.local_tokens_per_expert += real.sum(dim=0)
+
+
+class BlockRouter(LocalRouter):
+    """LLaDA2.2's router: a block's tokens choose among the experts that score best in the block, an expert's score
+    there being the highest of any token. See `models.modeling_llada2_moe.LLaDA2MoeBlockRouter`.
+
+    `descriptor`, which a hook of the layer sets, tells blocks apart: a block's tokens attend to the same keys.
+    """
+
+    descriptor: torch.Tensor | None = None  # [B or 1, S, 5], see `attention_mask.MaskDescriptor`
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [N, E] and bool [N, E], where they are, of this tensor parallel rank's tokens [S / tp, B, E]."""
+        config, rank = self.config, parallel_state.get_tensor_model_parallel_rank()
+        assert self.descriptor is not None
+        scores_NE = self.apply_z_loss(logits.flatten(0, 1), padding_mask=padding_mask).sigmoid()
+        with torch.no_grad():
+            choice_SBE = scores_NE.view_as(logits) + self.expert_bias
+            whole_SBE = gather_from_sequence_parallel_region(choice_SBE) if config.sequence_parallel else choice_SBE
+            blocks_BS = routing_runs(self.descriptor.expand(logits.shape[1], -1, -1))
+            blocks_N = blocks_BS.T.flatten()
+            best_NE = torch.full_like(whole_SBE, -torch.inf).flatten(0, 1)
+            best_NE.scatter_reduce_(0, blocks_N[:, None].expand_as(best_NE), whole_SBE.flatten(0, 1), "amax")
+            pool_NC = best_NE.topk(getattr(config, BLOCK_ROUTING_CAPACITY), dim=-1).indices
+            allowed_NE = torch.zeros_like(best_NE, dtype=torch.bool).scatter(1, pool_NC, True)
+            first = rank * len(scores_NE) if config.sequence_parallel else 0
+            allowed_NE = allowed_NE[blocks_N[first : first + len(scores_NE)]]
+            experts_NK = choice_SBE.flatten(0, 1).masked_fill(~allowed_NE, -torch.inf).topk(self.topk, dim=-1).indices
+        weights_NK = scores_NE.gather(1, experts_NK)
+        weights_NK = (
+            weights_NK / (weights_NK.sum(dim=-1, keepdim=True) + 1e-20) * config.moe_router_topk_scaling_factor
+        )
+        probs_NE = torch.zeros_like(scores_NE).scatter(1, experts_NK, weights_NK)
+        map_NE = torch.zeros_like(scores_NE, dtype=torch.bool).scatter(1, experts_NK, True)
+        self._apply_expert_bias(map_NE, padding_mask)
+        return probs_NE, map_NE
+
+
+BLOCK_ROUTING_CAPACITY = "block_routing_capacity"  # attribute of a TransformerConfig
+
+
+def routing_runs(descriptor_BSC: torch.Tensor) -> torch.Tensor:
+    """[B, S], a number for each run of positions with the same document, noisy block and limit among clean keys."""
+    columns = [MaskColumn.DOCUMENT, MaskColumn.NOISY_BLOCK, MaskColumn.CLEAN_LIMIT]
+    codes = descriptor_BSC[..., columns]
+    begins_BS = torch.ones_like(codes[..., 0], dtype=torch.bool)
+    begins_BS[:, 1:] = (codes[:, 1:] != codes[:, :-1]).any(dim=-1)
+    return begins_BS.flatten().cumsum(dim=0).view_as(begins_BS) - 1
+
+
+def show_blocks_to_routers(layers: Sequence[nn.Module]) -> None:
+    """Before each of these layers runs, give its `BlockRouter`, if it has one, the mask descriptor of the batch. Under
+    full recomputation the layer runs, and is given it, again."""
+
+    def show(router: BlockRouter, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        router.descriptor = kwargs["attention_mask"] if "attention_mask" in kwargs else args[1]
+
+    for layer in layers:
+        router = getattr(getattr(layer, "mlp", None), "router", None)
+        if isinstance(router, BlockRouter):
+            layer.register_forward_pre_hook(partial(show, router), with_kwargs=True)
 
 
 class ReplicatedLinear(torch.nn.Module):

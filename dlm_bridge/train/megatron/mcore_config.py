@@ -12,7 +12,7 @@ from dlm_bridge.bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.parallel import platform
-from dlm_bridge.parallel.config import ATTRIBUTES
+from dlm_bridge.parallel.config import ROTARY_ATTRIBUTES
 from dlm_bridge.parallel.context_parallel import rank_positions
 from dlm_bridge.parallel.core import (
     AttnBackend,
@@ -96,7 +96,7 @@ def _supports_fused_rope(bridge: Bridge, objective: Objective) -> bool:
     scale nor that of queries."""
     described = bridge.mapping.settings(bridge.config)
     own_positions = objective.own_positions or bool(described.get("multi_latent_attention"))
-    return not own_positions and not any(name.startswith(ATTRIBUTES) for name in described)
+    return not own_positions and not any(name.startswith(ROTARY_ATTRIBUTES) for name in described)
 
 
 def _recompute_fields(config: TrainConfig, has_te: bool) -> dict[str, Any]:
