@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
+from dlm_bridge.train.config.objective import ObjectiveOptions
 from dlm_bridge.train.config.options import OptionError, check_option, options_of
 from dlm_bridge.train.config.reinforcement import PREFERRED, RLOptions
 from dlm_bridge.train.config.sections import (
@@ -17,7 +18,6 @@ from dlm_bridge.train.config.sections import (
     EngineOptions,
     LoggingOptions,
     ModelOptions,
-    ObjectiveOptions,
     OptimizerOptions,
     ParallelOptions,
     PrecisionOptions,

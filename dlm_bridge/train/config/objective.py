@@ -1,0 +1,90 @@
+"""The options of the objective: noise, weights and divisor of the loss, block schedule, auxiliary losses."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+from dlm_bridge.train.config.options import TRAINING, OptionError, comma_separated, megatron_option, option
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """What is minimised."""
+
+    name: str | None = option(
+        None, "masked, shifted, block, causal, ...; the family's own by default.", "--objective", tasks=TRAINING,
+        fixed=True,
+    )  # fmt: skip
+    length_variation: float = option(
+        0.01, "Fraction of sequences truncated to a random length.", minimum=0, maximum=1, tasks=TRAINING, fixed=True,
+        task_defaults={"sft": 0.0, "rl": 0.0},
+    )  # fmt: skip
+    loss_weighting: str | None = option(
+        None, "Weight of a masked token: level (1/t), fraction (1/masked part), uniform, cart; the objective's own.",
+        choices=("level", "fraction", "uniform", "cart"), tasks=TRAINING, fixed=True,
+    )  # fmt: skip
+    loss_normalisation: str | None = option(
+        None, "Divisor of the loss: tokens, sequences (a mean over them) or predicted (tokens); the objective's own.",
+        choices=("tokens", "sequences", "predicted"), tasks=TRAINING, fixed=True,
+    )  # fmt: skip
+    noise_range: str | None = option(
+        None, "LOW,HIGH: masking probabilities are uniform between them, not between 0 and 1.", tasks=TRAINING,
+        fixed=True,
+    )  # fmt: skip
+    edit_probability: float | None = option(
+        None, "Fraction of visible tokens replaced by random ones, of objective block_editing.", minimum=0, maximum=1,
+        tasks=TRAINING, fixed=True,
+    )  # fmt: skip
+    mask_annealing_steps: int = option(
+        0, "Steps from causal to bidirectional attention.", minimum=0, tasks=TRAINING, fixed=True
+    )
+    block_schedule: str | None = option(
+        None, "step:block size pairs, growing, such as 0:4,1000:8,2000:32.", tasks=TRAINING, fixed=True
+    )
+    moe_aux_loss: str = megatron_option(
+        "seq_aux_loss", "Load balancing loss: aux_loss, seq_aux_loss, global_aux_loss.",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    )  # fmt: skip
+    moe_aux_loss_coeff: float = megatron_option(0.0, "Weight of the load balancing loss, 0: none.", minimum=0)
+    moe_z_loss_coeff: float = megatron_option(0.0, "Weight of the router's z-loss, 0: none.", minimum=0)
+    moe_expert_bias_update_rate: float = megatron_option(
+        0.0, "Update rate of routers' expert bias, 0: constant.", minimum=0
+    )
+
+    @cached_property
+    def noise_levels(self) -> tuple[float, float] | None:
+        """`noise_range` as numbers, None without one. Raises OptionError."""
+        if self.noise_range is None:
+            return None
+        try:
+            low, high = map(float, comma_separated(self.noise_range))
+        except ValueError:
+            raise OptionError("--noise-range", f"{self.noise_range!r} must be two numbers such as 0.3,0.8") from None
+        if not 0 <= low <= high <= 1 or high == 0:
+            raise OptionError("--noise-range", f"{self.noise_range!r} must be within 0,1, the lower number first")
+        return low, high
+
+    @cached_property
+    def block_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(first step, block size) pairs of `block_schedule`, in order; empty without one. Raises OptionError."""
+        if self.block_schedule is None:
+            return ()
+        try:
+            pairs = [
+                (int(step), int(size)) for step, size in (part.split(":") for part in self.block_schedule.split(","))
+            ]
+        except ValueError:
+            raise self._schedule_error("must be step:size pairs such as 0:4,1000:8,2000:32") from None
+        if pairs[0][0] != 0:
+            raise self._schedule_error(f"must begin with step 0, not {pairs[0][0]}")
+        if pairs[0][1] < 1:
+            raise self._schedule_error(f"has block size {pairs[0][1]}")
+        for (step, size), (later, larger) in itertools.pairwise(pairs):
+            if later <= step or larger <= size:
+                raise self._schedule_error(f"must grow in steps and sizes: {step}:{size} is before {later}:{larger}")
+        return tuple(pairs)
+
+    def _schedule_error(self, message: str) -> OptionError:
+        return OptionError("--block-schedule", f"{self.block_schedule!r} {message}")
