@@ -6,6 +6,9 @@ in expectation, with less variance than masking each token independently). Where
 given the clean blocks before, the answer's tokens of each block are such an answer of their own (BD3-LM, arXiv
 2503.09573), and one pass computes all blocks. The family's training objective decides the attention mask and which
 logits predict which token.
+
+A model that was trained with noise of random tokens, as its config says, has the bound of that noise instead: t ~ U(0,
+1), and the loss of every token of the answer with the weights of `objectives.random_tokens`.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention_mask import MaskDescriptor
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, keyed_generator
+from dlm_bridge.objectives.random_tokens import position_losses
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import MaskedDiffusion, ShiftedDiffusion
 
@@ -59,6 +64,8 @@ class BoundEstimator:
 
     @property
     def described(self) -> str:
+        if self.objective.noise_process != "mask":
+            return f"{type(self.objective).__name__}: t ~ U(0, 1), {self.objective.noise_process} noise in the answer"
         blocks = "" if self.block is None else f", in each block of {self.block}"
         return f"{type(self.objective).__name__}: l ~ U(1, L) of the answer's L tokens masked, weight L / l{blocks}"
 
@@ -66,6 +73,8 @@ class BoundEstimator:
 def bound_estimator(model: Any) -> BoundEstimator:
     """The estimator of a model's family. Raises DlmBridgeError for a config without the settings that it needs."""
     chosen = family_objective(model)
+    if chosen.noise_process != "mask":
+        return BoundEstimator(dataclasses.replace(chosen, eps=0.0, loss_weighting="bound"), None)
     if chosen.streams == 2:
         return BoundEstimator(chosen, chosen.block_size)  # type: ignore[attr-defined]
     kind: type[Objective] = ShiftedDiffusion if chosen.shift else MaskedDiffusion
@@ -88,8 +97,12 @@ def likelihood_bounds(
     for start in range(0, len(turns), batch_size):
         part = turns[start : start + batch_size]
         rows = [answers[number] for number, _ in part]
-        mask_samples = [_sample_mask(estimator, answers[number], seed, sample, samples) for number, sample in part]
-        for (number, sample), value in zip(part, _sample_bounds(model, estimator, rows, mask_samples), strict=True):
+        if estimator.objective.noise_process == "mask":
+            masks = [_sample_mask(estimator, answers[number], seed, sample, samples) for number, sample in part]
+            found = _sample_bounds(model, estimator, rows, masks)
+        else:
+            found = _random_token_bounds(model, estimator.objective, rows, [one for _, one in part], samples, seed)
+        for (number, sample), value in zip(part, found, strict=True):
             values[number, sample] = value
     errors = values.std(axis=1, ddof=1) / math.sqrt(samples) if samples > 1 else np.zeros(len(answers))
     return [
@@ -99,8 +112,14 @@ def likelihood_bounds(
 
 @torch.no_grad()
 def is_greedy(model: Any, answer: Answer) -> bool:
-    """Whether greedy decoding gives the answer: per step the most confident token of the first unfinished block."""
+    """Whether greedy decoding gives the answer: per step the most confident token of the first unfinished block.
+    Raises DlmBridgeError for a model of random tokens, which has no such decoding."""
     estimator = bound_estimator(model)
+    if estimator.objective.noise_process != "mask":
+        raise DlmBridgeError(
+            f"a model trained with {estimator.objective.noise_process} noise has no greedy decoding, which this "
+            "task's metric asks for: leave the task out"
+        )
     blocks = _block_ids(estimator, answer)
     left = np.ones(len(answer.answer), dtype=bool)
     while left.any():
@@ -171,18 +190,50 @@ def _sample_bounds(
     return torch.zeros(len(rows), dtype=torch.float64).index_add(0, batch.rows, -weighted_M).tolist()
 
 
-def _bound_batch(estimator: BoundEstimator, rows: Sequence[Answer], mask_samples: Sequence[MaskSample]) -> BoundBatch:
-    objective = estimator.objective
+def _random_token_bounds(
+    model: Any, objective: Objective, rows: Sequence[Answer], turns: Sequence[int], samples: int, seed: int
+) -> list[float]:
+    """Sample number `turns[i]` of each row's bound under noise of random tokens."""
+    tokens, labels, real = _padded(rows)
+    levels = torch.zeros(len(rows), dtype=torch.float64)
+    numbers = torch.zeros(2, *tokens.shape, dtype=torch.float64)  # whether a token is replaced, and by which
+    for place, (row, sample) in enumerate(zip(rows, turns, strict=True)):
+        key = zlib.crc32(np.asarray(row.prompt, dtype=np.int64).tobytes())
+        generator = keyed_generator(seed, Purpose.LIKELIHOOD, sample, key)
+        levels[place] = (sample + generator.random()) / samples % 1
+        drawn = torch.from_numpy(generator.random((len(row.answer), 2)))
+        numbers[:, place, len(row.prompt) : row.length] = drawn.T
+    levels.clamp_(2**-40, 1 - 2**-40)  # where the weights are finite
+    whole = torch.ones(len(rows))
+    uniforms = Uniforms(levels, numbers[0], whole, whole, torch.zeros(tokens.shape), numbers[1])
+    noisy = objective.noise(tokens, uniforms, labels, None if bool(real.all()) else real)
+    noisy = noisy.to(model.get_input_embeddings().weight.device)
+    losses_M = position_losses(noisy.logits(model).float(), noisy.targets, noisy.noise) * noisy.weights
+    owners = noisy.mask.nonzero()[:, 0].cpu()
+    return torch.zeros(len(rows), dtype=torch.float64).index_add(0, owners, -losses_M.double().cpu()).tolist()
+
+
+def _padded(rows: Sequence[Answer]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[B, L] each: tokens, labels of the answers alone, and true where a token is no padding."""
     length = max(row.length for row in rows)
     tokens, labels = torch.zeros(len(rows), length, dtype=torch.long), torch.full((len(rows), length), IGNORE_INDEX)
     real = torch.zeros(len(rows), length, dtype=torch.bool)
-    masked = torch.zeros(len(rows), length, dtype=torch.bool)
-    weights = torch.zeros(len(rows), length, dtype=torch.float64)
-    for number, (row, sampled) in enumerate(zip(rows, mask_samples, strict=True)):
+    for number, row in enumerate(rows):
         answer = slice(len(row.prompt), row.length)
         tokens[number, : row.length] = torch.tensor([*row.prompt, *row.answer])
         labels[number, answer] = tokens[number, answer]
         real[number, : row.length] = True
+    return tokens, labels, real
+
+
+def _bound_batch(estimator: BoundEstimator, rows: Sequence[Answer], mask_samples: Sequence[MaskSample]) -> BoundBatch:
+    objective = estimator.objective
+    tokens, labels, real = _padded(rows)
+    length = tokens.shape[1]
+    masked = torch.zeros(len(rows), length, dtype=torch.bool)
+    weights = torch.zeros(len(rows), length, dtype=torch.float64)
+    for number, (row, sampled) in enumerate(zip(rows, mask_samples, strict=True)):
+        answer = slice(len(row.prompt), row.length)
         masked[number, answer] = torch.from_numpy(sampled.masked)
         weights[number, answer] = torch.from_numpy(sampled.weights)
     # Objectives mask tokens whose number is below the mask probability, here one half.

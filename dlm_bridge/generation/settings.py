@@ -22,6 +22,8 @@ from dlm_bridge.generation.prompts import PromptLimits
 from dlm_bridge.generation.runtime.runner import Execution
 from dlm_bridge.generation.samplers import GENERAL_SETTINGS, SAMPLERS, Check, Sampler, check_value, is_token_ids
 from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.objectives.base import NoiseName
+from dlm_bridge.objectives.registry import noise_process
 
 logger = logging.get_logger(__name__)
 
@@ -120,7 +122,7 @@ def resolve_settings(
     for source in sources:
         check_values(source.values, "" if source.where == KEYWORD else f" ({source.where})")
     defaults = _sampler_defaults(model, family)
-    kind = _sampler_class(family, sources, defaults["algorithm"])
+    kind = _sampler_class(family, noise_process(model.config), sources, defaults["algorithm"])
     _refuse_unknown(keywords, KEYWORD, kind)
     if generation_config is not None:
         _refuse_unknown(_set_fields(generation_config), GIVEN, kind)
@@ -144,7 +146,7 @@ def resolve_settings(
     config = model.config
     mask_token_id, _ = _find(sources, "mask_token_id", getattr(config, "mask_token_id", None))
     mask_token_id = family.mask_token_id if mask_token_id is None else mask_token_id
-    if mask_token_id is None and (kind.needs_mask or infill):
+    if mask_token_id is None and (kind.needs_mask or infill or parameters.get("p_uniform") is not None):
         raise DlmBridgeError(
             "the model's config names no mask token: pass mask_token_id, or algorithm='uniform' to a model that was "
             "trained with random tokens instead"
@@ -278,7 +280,7 @@ def _sampler_defaults(model: Any, family: FamilySpec) -> Mapping[str, Any]:
     return defaults
 
 
-def _sampler_class(family: FamilySpec, sources: list[_Source], default: str) -> type[Sampler]:
+def _sampler_class(family: FamilySpec, noise: NoiseName | None, sources: list[_Source], default: str) -> type[Sampler]:
     """The sampler that is asked for, or the model's own."""
     name, _ = _find(sources, "algorithm", default)
     kind = SAMPLERS[name]
@@ -290,6 +292,11 @@ def _sampler_class(family: FamilySpec, sources: list[_Source], default: str) -> 
         raise DlmBridgeError(
             f"the {name} sampler runs on {wanted} models, {family.title} is {family.attention_pattern}{shift}: "
             f"use one of {', '.join(fits)}"
+        )
+    if noise is not None and noise not in kind.noise_processes:
+        raise DlmBridgeError(
+            f"algorithm {name} is not for a model that was trained with {noise} noise, as its config.json says "
+            f"(noise_process): leave algorithm out, which takes {default}"
         )
     return kind
 
@@ -315,8 +322,7 @@ def _callers_sources(
 
 def _default_sources(model: Any, own: Mapping[str, Any], kind: type[Sampler]) -> list[_Source]:
     """The defaults. `own`: the model's sampler, and defaults of that one."""
-    block_name, block = kind.block_parameter(), getattr(model.config, "block_size", None)
-    of_model = {block_name: block} if kind.model_blocks and block_name and block else {}
+    of_model = kind.model_parameters(model.config)
     of_family = own if own["algorithm"] == kind.name else {}
     defaults = {name: value for name, value in kind.parameters().items() if value is not None}
     return [_Source(MODEL, of_model), _Source(FAMILY, merge_names(of_family)), _Source(SAMPLER, merge_names(defaults))]

@@ -31,7 +31,7 @@ from dlm_bridge.attention_mask import block_causal_mask, mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.base import diffusion_loss, weighted_loss
-from dlm_bridge.objectives.registry import family_objective
+from dlm_bridge.objectives.registry import family_objective, noise_process
 
 if TYPE_CHECKING:
     from dlm_bridge.generation.config import DiffusionGenerationConfig
@@ -77,8 +77,9 @@ class DiffusionLM:
 
     @property
     def sampler_defaults(self) -> Mapping[str, Any]:
-        """`generate`'s sampler and the defaults that are not its own; the family's, unless a config tells more."""
-        return self.family.sampler
+        """`generate`'s sampler and the defaults that are not its own; the family's, unless a config tells more: that
+        the model was trained with random tokens."""
+        return self.family.sampler if noise_process(self.config) in (None, "mask") else {"algorithm": "uniform"}
 
     @property
     def init_continuous_batching(self) -> Any:

@@ -14,9 +14,11 @@ from dlm_bridge.attention_mask import AttentionPattern, MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import IGNORE_INDEX, CleanBatch, NoisyBatch
 from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.random_tokens import position_losses
 
-Weighting = Literal["level", "fraction", "uniform", "cart"]
+Weighting = Literal["level", "fraction", "uniform", "cart", "bound", "clipped", "dynamic"]
 Normalisation = Literal["tokens", "sequences", "predicted"]
+NoiseName = Literal["mask", "uniform", "hybrid"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Objective(abc.ABC):
     also: ClassVar[tuple[str, ...]] = ()  # families of another attention pattern that support it too
     masks: ClassVar[bool] = True  # False: no mask token is needed
     noise_ranges: ClassVar[bool] = True  # False: it takes no `noise_range`
+    noise_process: ClassVar[NoiseName] = "mask"  # what a position's token becomes
     streams: ClassVar[int] = 1  # 2 for [noisy | clean], in blocks of `block_size`, with its own mask and position ids
     own_positions: ClassVar[bool] = False  # position ids differ from row to row
     exact_block_masks: ClassVar[bool] = False  # masks round(n p) tokens of a block, not each with probability p
@@ -105,13 +108,23 @@ class Objective(abc.ABC):
         targets = input_ids if labels is None else labels
         return self.corrupt(CleanBatch(input_ids, targets, counted, real, numbers), uniforms)
 
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """What the config of a model that is trained so says of its noise, for samplers and evaluation."""
+        return {"noise_process": self.noise_process}
+
+    @property
+    def mask_token(self) -> int | None:
+        """The mask token, which no data may have; None for a model without any."""
+        return self.mask_token_id if self.mask_token_id >= 0 else None
+
     @abc.abstractmethod
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
         """The noisy batch of a clean one."""
 
     def loss_sum(self, logits_MV: torch.Tensor, noisy: NoisyBatch) -> torch.Tensor:
-        """[K] the weighted cross-entropy summed over the positions, in fp32. Zero, with a graph, where M is 0."""
-        losses_M = F.cross_entropy(logits_MV.float(), noisy.targets, reduction="none") * noisy.weights
+        """[K] the weighted losses summed over the positions, in fp32. Zero, with a graph, where M is 0."""
+        losses_M = position_losses(logits_MV.float(), noisy.targets, noisy.noise) * noisy.weights
         if noisy.terms is None:
             return losses_M.sum()[None]
         return torch.stack([losses_M[noisy.terms == term].sum() for term in range(len(noisy.normaliser))])
@@ -211,7 +224,8 @@ def diffusion_loss(
             f"{type(objective).__name__} makes the mask and the positions of its two streams itself: pass a 2-D "
             "attention_mask and no position_ids"
         )
-    uniforms = Uniforms.drawn(generator, *input_ids.shape)
+    rows, length = input_ids.shape
+    uniforms = Uniforms.drawn(generator, rows, length, replaces=objective.noise_process != "mask")
     noisy = objective.noise(input_ids, uniforms, labels, None if own_mask is not None else attention_mask)
     logits_MV = forward(
         input_ids=noisy.input_ids,

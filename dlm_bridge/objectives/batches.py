@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.attention_mask import MaskDescriptor, document_ids, position_ids_from_padding
+from dlm_bridge.objectives.random_tokens import NoisePositions
 
 GOLDEN_RATIO = 0.6180339887498949  # its fractional part
 
@@ -146,7 +147,7 @@ class NoisyBatch:
     batch is the sum over k of sum_k / normaliser_k, each summed over all of its micro-batches and processes first.
     """
 
-    input_ids: torch.Tensor  # [B, S], with mask tokens
+    input_ids: torch.Tensor  # [B, S], with noise
     attention_mask: torch.Tensor | None  # [B, L] bool, false at padding; None where every position is real
     mask_descriptor: MaskDescriptor | None  # [B or 1, S]: attention mask, padding included; None for the family's own
     position_ids: torch.Tensor | None  # [B or 1, S]; None for 0..L-1
@@ -158,6 +159,7 @@ class NoisyBatch:
     terms: torch.Tensor | None = None  # [M] int64, which of the K sums a position belongs to; None where K is 1
     pairs: torch.Tensor | None = None  # [B, 1, S, S] bool, in place of `mask_descriptor` where no rule gives it
     self_conditioned: torch.Tensor | None = None  # [B] bool: canvases whose first prediction the decoder is given
+    noise: NoisePositions | None = None  # of random tokens; None where the loss is cross-entropy
 
     def model_mask(self) -> torch.Tensor | None:
         """The attention mask of a Hub model's forward: [B, L] bool, or [B or 1, 1, S, S] bool (True: may look) where
@@ -189,6 +191,8 @@ class NoisyBatch:
         for name, value in values.items():
             if isinstance(value, MaskDescriptor):
                 values[name] = MaskDescriptor(change(value.codes))
+            elif isinstance(value, NoisePositions):
+                values[name] = value.each(change)
             elif isinstance(value, torch.Tensor):
                 values[name] = change(value)
         return NoisyBatch(**values)

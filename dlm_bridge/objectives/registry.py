@@ -10,12 +10,18 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.base import NoiseName, Objective
 from dlm_bridge.objectives.canvas import CanvasDiffusion
-from dlm_bridge.objectives.single_stream import MaskedDiffusion, NextTokenPrediction, ShiftedDiffusion
+from dlm_bridge.objectives.single_stream import (
+    HybridDiffusion,
+    MaskedDiffusion,
+    NextTokenPrediction,
+    ShiftedDiffusion,
+    UniformDiffusion,
+)
 from dlm_bridge.objectives.two_streams import (
     BlockDiffusion,
     ComplementaryBlockDiffusion,
@@ -73,6 +79,8 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
     "nemotron": ObjectiveSpec(NemotronDiffusion),
     "wedlm": ObjectiveSpec(WeDLMDiffusion),
     "canvas": ObjectiveSpec(CanvasDiffusion),
+    "uniform": ObjectiveSpec(UniformDiffusion),
+    "uniform_hybrid": ObjectiveSpec(HybridDiffusion),
     "causal": ObjectiveSpec(NextTokenPrediction),
 }
 
@@ -136,11 +144,40 @@ def build_objective(
 
 
 def family_objective(model: Any, name: str | None = None, length_variation: float = 0.0) -> Objective:
-    """The objective `name`, by default the family's own, for a loaded model. Raises DlmBridgeError where it is not one
-    for that model, or where there is no mask token in its vocabulary."""
-    name = name or model.family.objective
+    """The objective `name`, by default the model's own, for a loaded model. Raises DlmBridgeError where it is not one
+    for that model, or where there is no mask token in its vocabulary and one is needed."""
+    name = name or own_objective(model.config, model.family)
     check_objective(name, model.family, type(model).__name__)
-    return build_objective(name, mask_token_id(model), length_variation, model.config)
+    return build_objective(name, noise_token_id(model, name), length_variation, model.config)
+
+
+def noise_process(config: Any) -> NoiseName | None:
+    """What a model's config says that it was trained with; None where it says nothing, as those on the Hub. Raises
+    DlmBridgeError for another word, and for a hybrid without its fraction of random tokens."""
+    named = getattr(config, "noise_process", None)
+    if named is not None and named not in get_args(NoiseName):
+        raise DlmBridgeError(f"config.json: noise_process {named!r} is none of {', '.join(get_args(NoiseName))}")
+    fraction = getattr(config, "p_uniform", None)
+    if named == "hybrid" and not (isinstance(fraction, float) and 0 < fraction < 1):
+        raise DlmBridgeError(f"config.json: noise_process hybrid needs p_uniform between 0 and 1, not {fraction!r}")
+    return named
+
+
+def own_objective(config: Any, family: Any) -> str:
+    """The objective that a model was trained with as far as its config says, else its family's own."""
+    return {"uniform": "uniform", "hybrid": "uniform_hybrid"}.get(noise_process(config) or "mask", family.objective)
+
+
+def noise_token_id(model: Any, objective: str) -> int:
+    """The mask token for an objective: -1 where it masks nothing and the model has none. Raises DlmBridgeError as
+    `mask_token_id`."""
+    kind = find_objective(objective).kind
+    if not kind.masks and kind.noise_process == "mask":
+        return -1
+    named = getattr(model.config, "mask_token_id", None)
+    if not kind.masks and named is None and model.family.mask_token_id is None:
+        return -1
+    return mask_token_id(model)
 
 
 def mask_token_id(model: Any) -> int:

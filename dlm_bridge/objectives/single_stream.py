@@ -1,18 +1,20 @@
-"""Objectives over the noisy tokens alone: masked diffusion, shifted masked diffusion, next-token prediction."""
+"""Objectives over the noisy tokens alone: masked, shifted masked and uniform diffusion, next-token prediction."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.objectives.base import Normalisation, Objective, Weighting
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.base import NoiseName, Normalisation, Objective, Weighting
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left
 from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.random_tokens import NoisePositions, NoiseProcess, random_tokens
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,118 @@ def cart_weights(visible_BL: torch.Tensor, p: float, documents_BL: torch.Tensor 
     spread = torch.zeros(len(places_BL), int(places_BL[:, -1].max()) + 1, device=visible_BL.device)
     spread.scatter_(1, places_BL, visible_BL.float())
     return F.conv1d(spread[:, None], kernel[None, None], padding=reach)[:, 0].gather(1, places_BL)
+
+
+@dataclass(frozen=True)
+class UniformDiffusion(Objective):
+    """UDLM's objective (arXiv 2412.10193): uniform noise and its bound in continuous time.
+
+    Per sequence t = (1 - eps) u + eps, u ~ U(0, 1); each token is replaced with probability t, independently, by one
+    of the N tokens of the vocabulary without the mask token. Nothing marks a replaced token: every position has a loss
+    (`random_tokens` has the formula).
+
+    `loss_weighting` is the weight of a position: "bound", that of the bound; "clipped", that one but at most
+    `max_weight` (GIDD).
+    """
+
+    masks: ClassVar[bool] = False
+    noise_process: ClassVar[NoiseName] = "uniform"
+    loss_fraction: ClassVar[float] = 1.0
+    weightings: ClassVar[tuple[Weighting, ...]] = ("bound", "clipped")
+
+    loss_weighting: Weighting = "bound"
+    vocabulary_size: int = 0
+    max_weight: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vocabulary_size < 2:
+            raise DlmBridgeError("noise of random tokens: the model's config has no vocab_size")
+
+    @classmethod
+    def settings(cls, config: Any) -> dict[str, Any]:
+        return {"vocabulary_size": getattr(config, "vocab_size", 0)}
+
+    @property
+    def process(self) -> NoiseProcess:
+        return NoiseProcess()
+
+    def noise_level(self, clean: CleanBatch, uniforms: Uniforms) -> torch.Tensor:
+        """[B, L] float64, t of each position."""
+        return ((1 - self.eps) * clean.noise_levels(uniforms.level).double() + self.eps).expand_as(clean.input_ids)
+
+    def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
+        if uniforms.replacement is None:
+            raise DlmBridgeError(f"{type(self).__name__} needs random tokens: draw with replaces=True")
+        mask_token, counted = self.mask_token_id, clean.counted
+        count = self.vocabulary_size - (mask_token >= 0)
+        t_BL = self.noise_level(clean, uniforms)
+        keep_BL, masked_BL, replaced_BL = self.process.probabilities(t_BL)
+        others = random_tokens(uniforms.replacement, self.vocabulary_size, mask_token)
+        noisy = torch.where(uniforms.token < masked_BL + replaced_BL, others, clean.input_ids)
+        noisy = torch.where(uniforms.token < masked_BL, mask_token, noisy)
+        noisy = torch.where(counted, noisy, clean.input_ids)
+        weights_BL, normaliser = self.normalise_weights(
+            clean, self._weights(t_BL, clean.targets, noisy, count).float(), counted, counted
+        )
+        spread_BL = replaced_BL / count
+        return NoisyBatch(
+            input_ids=noisy,
+            **self.attention_inputs(clean),
+            mask=counted,
+            counted=counted,
+            targets=clean.targets[counted],
+            weights=weights_BL[counted],
+            normaliser=normaliser,
+            noise=NoisePositions(
+                tokens=noisy[counted],
+                ratio=(keep_BL / spread_BL)[counted].float(),
+                spread=spread_BL[counted].float(),
+                mask_token_id=mask_token,
+            ),
+        )
+
+    def _weights(self, t_BL: torch.Tensor, clean: torch.Tensor, noisy: torch.Tensor, count: int) -> torch.Tensor:
+        """[B, L] float64."""
+        if self.loss_weighting == "dynamic":
+            weights_BL = self.process.dynamic_weights(t_BL, clean, noisy, count, self.mask_token_id)
+        else:
+            weights_BL = self.process.weights(t_BL, clean, noisy, count, self.mask_token_id)
+        return weights_BL if self.loss_weighting == "bound" else weights_BL.clamp(max=self.max_weight)
+
+
+@dataclass(frozen=True)
+class HybridDiffusion(UniformDiffusion):
+    """GIDD's objective (arXiv 2503.04482): a hybrid of masks and uniform noise, in which `p_uniform` is the fraction
+    of random tokens at t = 1/2; t = (1 - 2 eps) u + eps.
+
+    `loss_weighting` "dynamic", the published configurations' choice, drops the factor of the noise level from the
+    bound's weights.
+    """
+
+    masks: ClassVar[bool] = True
+    noise_process: ClassVar[NoiseName] = "hybrid"
+    weightings: ClassVar[tuple[Weighting, ...]] = ("dynamic", "clipped", "bound")
+
+    eps: float = 1e-4
+    loss_weighting: Weighting = "dynamic"
+    p_uniform: float = 0.1
+
+    @classmethod
+    def settings(cls, config: Any) -> dict[str, Any]:
+        fraction = getattr(config, "p_uniform", None)
+        return super().settings(config) | ({} if fraction is None else {"p_uniform": fraction})
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        return super().model_config | {"p_uniform": self.p_uniform}
+
+    @property
+    def process(self) -> NoiseProcess:
+        return NoiseProcess(self.p_uniform)
+
+    def noise_level(self, clean: CleanBatch, uniforms: Uniforms) -> torch.Tensor:
+        return ((1 - 2 * self.eps) * clean.noise_levels(uniforms.level).double() + self.eps).expand_as(clean.input_ids)
 
 
 @dataclass(frozen=True)

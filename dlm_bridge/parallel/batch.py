@@ -11,6 +11,7 @@ import torch
 
 from dlm_bridge.attention_mask import MaskColumn, MaskDescriptor, document_ids
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.random_tokens import NoisePositions
 from dlm_bridge.parallel.context_parallel import rank_positions
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class MicroBatch:
     targets: torch.Tensor  # [M] int64
     weights: torch.Tensor  # [M] fp32
     terms: torch.Tensor | None  # [M] int64, as in `NoisyBatch`
+    noise: NoisePositions | None = None  # as in `NoisyBatch`
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device, copied without waiting where the memory is pinned."""
@@ -69,6 +71,8 @@ class MicroBatch:
         for name, value in vars(self).items():
             if isinstance(value, PackedDocuments):
                 value = PackedDocuments(change(value.cu_seqlens), value.max_seqlen)
+            elif isinstance(value, NoisePositions):
+                value = value.each(change)
             values[name] = change(value) if isinstance(value, torch.Tensor) else value
         return MicroBatch(**values)
 
@@ -181,19 +185,26 @@ def _packed(descriptor: torch.Tensor | None, attention_pattern: str, rows: int, 
 
 def _loss_positions(
     noisy: NoisyBatch, mine: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The loss positions, b * S + s, among the positions `mine` [S] of each row, and their targets, weights and
-    terms."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, NoisePositions | None]:
+    """The loss positions, b * S + s, among the positions `mine` [S] of each row, and their targets, weights, terms and
+    noise."""
     number = (noisy.mask.flatten().cumsum(0) - 1).view_as(noisy.mask)  # of each position in `targets`
     mask = noisy.mask[:, mine]
     which = number[:, mine][mask]
     terms = None if noisy.terms is None else noisy.terms[which]
-    return mask.flatten().nonzero()[:, 0], noisy.targets[which], noisy.weights[which], terms
+    noise = None if noisy.noise is None else noisy.noise.each(lambda tensor: tensor[which])
+    return mask.flatten().nonzero()[:, 0], noisy.targets[which], noisy.weights[which], terms, noise
 
 
 def _padded(batch: MicroBatch, most: int) -> MicroBatch:
     """The batch with its loss positions padded to a bucket."""
     more = loss_bucket(len(batch.loss_positions), most) - len(batch.loss_positions)
     names = ("loss_positions", "targets", "weights") + (() if batch.terms is None else ("terms",))
-    padded: dict[str, Any] = {name: torch.nn.functional.pad(getattr(batch, name), (0, more)) for name in names}
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, more))
+
+    padded: dict[str, Any] = {name: pad(getattr(batch, name)) for name in names}
+    if batch.noise is not None:
+        padded["noise"] = batch.noise.each(pad)
     return dataclasses.replace(batch, **padded)

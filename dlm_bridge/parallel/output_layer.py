@@ -1,5 +1,5 @@
-"""Fused linear cross-entropy of a vocabulary-parallel output layer at the loss positions only, without keeping
-logits."""
+"""Fused linear loss of a vocabulary-parallel output layer at the loss positions only, without keeping logits: the
+cross-entropy, and the divergences of noise of random tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from dlm_bridge.objectives.random_tokens import NoisePositions, divergence
 
 CHUNK_BYTES = 512 << 20  # of fp32 logits at a time
 TILE = 128  # rows; matrix products take as long for a part of one
@@ -24,6 +26,7 @@ class LossPositions:
     weights: torch.Tensor  # [M] fp32, the global normaliser already in them; zero for padding
     terms: torch.Tensor | None = None  # [M] int64, which sum a position belongs to; None where there is one
     num_terms: int = 1
+    noise: NoisePositions | None = None  # of random tokens; None where the loss is cross-entropy
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def linear_cross_entropy(
     shard: VocabShard,
     accumulates: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted cross-entropy of hidden states through the output layer, and its terms.
+    """Weighted loss of hidden states through the output layer, and its terms.
 
     Args:
         hidden_MH: hidden states of the loss positions, the same on every rank of `shard.group`; the gradient is
@@ -53,15 +56,16 @@ def linear_cross_entropy(
             gradient_accumulation_fusion does.
 
     Returns:
-        loss: scalar fp32, sum(weights * cross-entropy), the same on every rank. Zero, with a graph, where M is 0.
+        loss: scalar fp32, sum(weights * cross-entropy), or the divergences of `random_tokens` in place of the
+            cross-entropy, the same on every rank. Zero, with a graph, where M is 0.
         sums: [num_terms] fp32, its terms, without a graph.
     """
     if torch.is_grad_enabled() and (hidden_MH.requires_grad or weight_VH.requires_grad):
         loss, losses_M = _LinearCrossEntropy.apply(
-            hidden_MH, weight_VH, loss_positions.targets, loss_positions.weights, shard, accumulates
+            hidden_MH, weight_VH, loss_positions.weights, loss_positions, shard, accumulates
         )
     else:
-        losses_M = _cross_entropy(hidden_MH, weight_VH, loss_positions.targets, shard)
+        losses_M = _losses(hidden_MH, weight_VH, loss_positions, slice(None), shard)
         loss = torch.dot(losses_M, loss_positions.weights)
     weighted_M = losses_M * loss_positions.weights
     if loss_positions.terms is None:
@@ -74,8 +78,8 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     """Gradients are computed with the logits in the forward pass: one product with the vocabulary, no logits kept.
 
-    What is kept is softmax minus target, [M, V] in half precision, until two products give both gradients. Where that
-    would take more memory than the weight's gradient in fp32, the products are made at once, some rows at a time.
+    What is kept is the gradient of the logits, [M, V] in half precision, until two products give both gradients. Where
+    that would take more memory than the weight's gradient in fp32, the products are made at once, some rows at a time.
     """
 
     @staticmethod
@@ -83,8 +87,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        targets: torch.Tensor,
         weights: torch.Tensor,
+        loss_positions: LossPositions,
         shard: VocabShard,
         accumulates: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         delta = _aligned_rows(min(rows, most), shard.tokens, hidden)
         ctx.folded = rows > most
         if not ctx.folded:
-            losses = _cross_entropy(hidden, weight, targets, shard, delta)
+            losses = _losses(hidden, weight, loss_positions, slice(None), shard, delta)
             ctx.save_for_backward(hidden, delta, weights)
         else:
             losses = torch.empty_like(weights)
@@ -104,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros_like(tokens, dtype=torch.float32)
             for part in _parts(rows, most):
                 mine = delta[: part.stop - part.start]
-                losses[part] = _cross_entropy(hidden[part], weight, targets[part], shard, mine)
+                losses[part] = _losses(hidden[part], weight, loss_positions, part, shard, mine)
                 grad_hidden[part] = _scaled(_product(mine, tokens), scale[part])
                 _add_product(grad_weight, mine, _scaled(hidden[part], scale[part]))
             ctx.save_for_backward(grad_hidden, grad_weight, unit)
@@ -156,32 +160,80 @@ def _deliver(
     return torch.empty_like(weight)
 
 
-def _cross_entropy(
+def _losses(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    targets: torch.Tensor,
+    loss_positions: LossPositions,
+    selected: slice,
     shard: VocabShard,
     delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[M] fp32; `delta` [M, tokens] becomes softmax minus target."""
+    """[M] fp32, of the `selected` loss positions, whose hidden states are given; `delta` [M, tokens] becomes the
+    gradient of the logits."""
     rows = hidden.shape[0]
     losses = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-    targets = targets - shard.first
+    targets = loss_positions.targets[selected]
+    noise = None if loss_positions.noise is None else loss_positions.noise.each(lambda tensor: tensor[selected])
     columns = weight[: shard.tokens].t()
     if hidden.device.type != "cuda":
         columns = columns.float()  # once for all chunks
-    statistics, combine, gradient = (_kernel(function, hidden.device.type) for function in KERNELS)
     for part in _parts(rows, max(1, CHUNK_BYTES // (4 * shard.tokens))):
         logits = _product(hidden[part], columns)
-        found = statistics(logits, targets[part])[None]
-        if shard.group is not None and shard.group.size() > 1:
-            all_ranks = found.new_empty(shard.group.size(), *found.shape[1:])
-            dist.all_gather_into_tensor(all_ranks, found, group=shard.group)
-            found = all_ranks
-        total, losses[part] = combine(found)
-        if delta is not None:
-            gradient(logits, total, targets[part], delta[part])
+        gradient = None if delta is None else delta[part]
+        if noise is None:
+            losses[part] = _cross_entropy(logits, targets[part], shard, gradient)
+        else:
+            here = noise.each(lambda tensor, part=part: tensor[part])  # type: ignore[misc]
+            losses[part] = _divergence(logits, targets[part], here, shard, gradient)
     return losses
+
+
+def _cross_entropy(
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, shard: VocabShard, delta_MV: torch.Tensor | None
+) -> torch.Tensor:
+    """[M] fp32; `delta_MV` becomes softmax minus target."""
+    device, targets_M = logits_MV.device.type, targets_M - shard.first
+    total_M, losses_M = _kernel(_combine, device)(_gathered(_kernel(_statistics, device)(logits_MV, targets_M), shard))
+    if delta_MV is not None:
+        _kernel(_gradient, device)(logits_MV, total_M, targets_M, delta_MV)
+    return losses_M
+
+
+def _divergence(
+    logits_MV: torch.Tensor,
+    targets_M: torch.Tensor,
+    noise: NoisePositions,
+    shard: VocabShard,
+    delta_MV: torch.Tensor | None,
+) -> torch.Tensor:
+    """[M] fp32, the loss of `random_tokens`; `delta_MV` becomes its gradient. The mask token is never predicted."""
+    device, mask = logits_MV.device.type, noise.mask_token_id - shard.first
+    if noise.mask_token_id >= 0 and 0 <= mask < logits_MV.shape[1]:
+        logits_MV[:, mask] = -torch.inf
+    clean_M, observed_M = targets_M - shard.first, noise.tokens - shard.first
+    # The cross-entropies of the clean and of the noisy token, an infinite one where that is a mask; then sums over the
+    # vocabulary of what the softmax gives.
+    found = torch.stack([_kernel(_statistics, device)(logits_MV, tokens_M) for tokens_M in (clean_M, observed_M)])
+    found = _gathered(found, shard)
+    (total_M, clean_loss_M), (_, observed_loss_M) = (_kernel(_combine, device)(found[:, which]) for which in (0, 1))
+    logs_M, slopes_M = _gathered(_kernel(_logs, device)(logits_MV, total_M, noise.ratio), shard).sum(0)
+    x_clean_M, x_observed_M = (-clean_loss_M).exp(), (-observed_loss_M).exp()
+    same_M = noise.tokens == targets_M
+    if delta_MV is not None:
+        _kernel(_divergence_gradient, device)(
+            logits_MV, total_M, clean_M, observed_M, x_clean_M, x_observed_M, slopes_M, same_M, noise.ratio,
+            noise.spread, delta_MV,
+        )  # fmt: skip
+    return divergence(x_clean_M, x_observed_M, logs_M, same_M, noise.ratio, noise.spread)
+
+
+def _gathered(found: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """[T, ...]: what each of the T ranks has found, the same on every rank."""
+    if shard.group is None or shard.group.size() == 1:
+        return found[None]
+    all_ranks = found.new_empty(shard.group.size(), *found.shape)
+    dist.all_gather_into_tensor(all_ranks, found[None].contiguous(), group=shard.group)
+    return all_ranks
 
 
 def _statistics(logits_MV: torch.Tensor, targets_M: torch.Tensor) -> torch.Tensor:
@@ -208,7 +260,38 @@ def _gradient(logits_MV: torch.Tensor, total_M: torch.Tensor, targets_M: torch.T
     delta_MV.copy_(torch.exp(logits_MV - total_M[:, None]) - target)
 
 
-KERNELS: tuple[Callable[..., Any], ...] = (_statistics, _combine, _gradient)
+def _logs(logits_MV: torch.Tensor, total_M: torch.Tensor, ratio_M: torch.Tensor) -> torch.Tensor:
+    """[2, M]: over this rank's tokens the sums of log(1 + ratio x_j), and of x_j ratio / (1 + ratio x_j)."""
+    scaled_MV = ratio_M[:, None] * torch.exp(logits_MV - total_M[:, None])
+    return torch.stack([torch.log1p(scaled_MV).sum(1), (scaled_MV / (1 + scaled_MV)).sum(1)])
+
+
+def _divergence_gradient(
+    logits_MV: torch.Tensor,
+    total_M: torch.Tensor,
+    clean_M: torch.Tensor,
+    observed_M: torch.Tensor,
+    x_clean_M: torch.Tensor,
+    x_observed_M: torch.Tensor,
+    slopes_M: torch.Tensor,
+    same_M: torch.Tensor,
+    ratio_M: torch.Tensor,
+    spread_M: torch.Tensor,
+    delta_MV: torch.Tensor,
+) -> None:
+    """The gradient of `divergence` by the logits, into `delta_MV`: x_j (g_j - sum_i x_i g_i), where g is the gradient
+    by x. Every g_j has -spread ratio / (1 + ratio x_j), the clean and the noisy token's have a part of their own."""
+    tokens_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
+    x_MV = torch.exp(logits_MV - total_M[:, None])
+    clean_part_M = -spread_M * ratio_M * ratio_M * x_clean_M / (1 + ratio_M * x_clean_M)
+    denominator_M = 1 + ratio_M * x_observed_M
+    r_M = torch.where(same_M, 1 + ratio_M, 1.0) / denominator_M
+    observed_part_M = x_observed_M * ratio_M * (1 - r_M) / denominator_M
+    mean_M = clean_part_M + observed_part_M - spread_M * slopes_M
+    everywhere_MV = -spread_M[:, None] * ratio_M[:, None] * x_MV / (1 + ratio_M[:, None] * x_MV)
+    own_MV = torch.where(tokens_V == clean_M[:, None], clean_part_M[:, None], 0.0)
+    own_MV = own_MV + torch.where(tokens_V == observed_M[:, None], observed_part_M[:, None], 0.0)
+    delta_MV.copy_(everywhere_MV + own_MV - x_MV * mean_M[:, None])
 
 
 @cache

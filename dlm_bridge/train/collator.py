@@ -58,8 +58,14 @@ class DiffusionCollator:
             raise DlmBridgeError(
                 f"{type(model).__name__} is not a diffusion model: train it with transformers' own collators"
             )
+        chosen = family_objective(model, objective)
+        if chosen.noise_process != "mask":
+            raise DlmBridgeError(
+                f"DiffusionCollator: the loss of {chosen.noise_process} noise is not the cross-entropy that trainers "
+                "compute from labels: use dlm-bridge pretrain or sft, or model(input_ids, labels=..., generator=...)"
+            )
         settings.setdefault("pad_token_id", model.config.pad_token_id or 0)
-        return cls(family_objective(model, objective), **settings)
+        return cls(chosen, **settings)
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """The batch of some samples. Raises DlmBridgeError for samples that do not fit together."""

@@ -23,7 +23,13 @@ from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import find_family
 from dlm_bridge.objectives.base import Objective
-from dlm_bridge.objectives.registry import build_objective, check_objective, find_objective, mask_token_id
+from dlm_bridge.objectives.registry import (
+    build_objective,
+    check_objective,
+    noise_process,
+    noise_token_id,
+    own_objective,
+)
 from dlm_bridge.train.adaptation import (
     check_adaptation,
     load_conversations,
@@ -193,7 +199,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
             f"--model {config.model.path}: {type(model).__name__} is of no known family: see dlm-bridge families for "
             f"what {config.task} takes"
         )
-    objective = config.objective.name or family.objective
+    objective = config.objective.name or own_objective(model.config, family)
     check_objective(
         objective, family, f"--objective {objective}" if config.objective.name else f"--model {config.model.path}"
     )
@@ -222,17 +228,35 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
         model.config.block_size = size
     options = config.objective
     name = str(options.name)
-    token = mask_token_id(model) if find_objective(name).kind.masks else -1
-    return config, build_objective(
+    objective = build_objective(
         name,
-        token,
+        noise_token_id(model, name),
         options.length_variation,
         model.config,
         options.loss_weighting,
         options.loss_normalisation,
         noise_range=options.noise_levels,
         edit_probability=options.edit_probability,
+        p_uniform=options.p_uniform,
     )
+    record_noise(config, model.config, objective)
+    return config, objective
+
+
+def record_noise(config: TrainConfig, model_config: Any, objective: Objective) -> None:
+    """Write to a model's config what noise it is trained with, where that says otherwise or is not masks: samplers and
+    evaluation go by it. Raises DlmBridgeError where only an adapter is trained, which has no config for it."""
+    recorded = {key: getattr(model_config, key, None) for key in objective.model_config}
+    before = recorded | {"noise_process": noise_process(model_config) or "mask"}
+    if before == objective.model_config:
+        return
+    if config.model.adapts:
+        raise DlmBridgeError(
+            f"--objective {config.objective.name}: an adapter cannot record its {objective.noise_process} noise: "
+            "train all weights"
+        )
+    for key, value in objective.model_config.items():
+        setattr(model_config, key, value)
 
 
 def check_data(config: TrainConfig, load: bool = True) -> DataSources:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from dlm_bridge.evaluation import likelihood as module
 from dlm_bridge.evaluation.likelihood import Answer, MaskSample, bound_estimator, is_greedy, likelihood_bounds
+from dlm_bridge.models.families import family_by_name
 from tests.families.case import FamilyCase, all_cases
 
 CASES = {case.name: case for case in all_cases() if not case.label}
@@ -158,3 +160,28 @@ def test_greedy_answers_are_recognised(case: FamilyCase, model: Any) -> None:
     assert is_greedy(model, Answer(start.prompt, tuple(written)))
     written[2] = (written[2] + 1) % 90
     assert not is_greedy(model, Answer(start.prompt, tuple(written)))
+
+
+@pytest.mark.parametrize("noise", [{"noise_process": "uniform"}, {"noise_process": "hybrid", "p_uniform": 0.3}])
+def test_the_bound_of_random_tokens_is_tight_for_the_best_model(noise: dict[str, Any]) -> None:
+    """A model that predicts independent tokens by their frequencies: bounds of each token's rows, weighted by the
+    frequencies, are the entropy."""
+    mask, logits = 2, torch.tensor([0.3, 1.2, 9.0, -0.5, 0.9])
+    data = logits.index_fill(0, torch.tensor(mask), -torch.inf).softmax(0)
+
+    class Constant(torch.nn.Module):
+        family = family_by_name("llada")
+        config = SimpleNamespace(vocab_size=5, mask_token_id=mask, **noise)
+
+        def get_input_embeddings(self) -> Any:
+            return SimpleNamespace(weight=torch.zeros(5, 1))
+
+        def forward(self, logits_to_keep: torch.Tensor, input_ids: torch.Tensor, **_: Any) -> Any:
+            assert (input_ids[:, 0] == 3).all()  # the prompt is never noise
+            return SimpleNamespace(logits=logits.expand(int(logits_to_keep.sum()), -1))
+
+    tokens = [0, 1, 3, 4]
+    bounds = likelihood_bounds(Constant(), [Answer((3,), (token,) * 64) for token in tokens], 512, batch_size=512)
+    found = -sum(data[token].item() * bound.value / 64 for token, bound in zip(tokens, bounds, strict=True))
+    entropy = -float(torch.xlogy(data, data).sum())
+    assert found == pytest.approx(entropy, rel=0.04)

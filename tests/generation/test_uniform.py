@@ -61,6 +61,39 @@ def test_the_posterior_s_chain(steps: int) -> None:
     assert float(((counts - expected) ** 2 / expected).sum()) < 21.1  # once in ten thousand, 3 degrees of freedom
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_hybrid_s_chain(steps: int) -> None:
+    """GIDD's noise, of 4 tokens and a mask: each step is Bayes over matrices of the noise between two levels."""
+    x = torch.cat([LOGITS.double().softmax(0), torch.zeros(1, dtype=torch.float64)])
+    uniform = torch.tensor([0.25] * 4 + [0.0], dtype=torch.float64)
+    mask = torch.tensor([0.0] * 4 + [1.0], dtype=torch.float64)
+
+    def level(t: float) -> tuple[float, torch.Tensor]:
+        c = 2 * 0.4 / 0.6 * (t * (1 - t)) ** 0.5
+        return (1 - t) / (1 + c), (t * mask + c * uniform) / (1 + c)
+
+    chain = mask
+    for step in range(steps):
+        (alpha_t, noise_t), (alpha_s, noise_s) = level(1 - step / steps), level(1 - (step + 1) / steps)
+        ratio = alpha_t / alpha_s
+        between = ratio * torch.eye(5, dtype=torch.float64) + (noise_t - ratio * noise_s)  # [from s, to t]
+        before = alpha_s * x + noise_s
+        rows = torch.stack([between[:, now] * before for now in range(5)])
+        chain = chain @ (rows / rows.sum(1, keepdim=True).clamp(min=1e-300))
+    model = Scripted(torch.cat([LOGITS, torch.tensor([9.0])]).expand(5, 5))  # which would rather predict a mask
+    model.config.mask_token_id = 4
+    output = generate(
+        model, torch.zeros(6000, 0, dtype=torch.long), algorithm="uniform", p_uniform=0.4, gen_length=5, steps=steps,
+        eos_token_id=None, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    assert chain[4] == 0
+    counts, expected = torch.bincount(output.flatten(), minlength=5)[:4].double(), 30000 * chain[:4]
+    assert int(counts.sum()) == 30000
+    assert float(((counts - expected) ** 2 / expected).sum()) < 21.1
+    with pytest.raises(DlmBridgeError, match="names no mask token"):
+        generate(no_mask(model), torch.ones(1, 1).long(), algorithm="uniform", p_uniform=0.4)
+
+
 def test_a_mask_token_is_no_noise() -> None:
     model = StandIn(family(algorithm="llada"))
     model.head[:, MASK] = 3 * model.head[:, 1]

@@ -54,6 +54,9 @@ SUBJECTS = {
     "balanced-moe": Subject(
         "masked", "llada_moe", options={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "length_variation": 0.0}
     ),
+    # Plain gradient descent on the bound would overflow: single weights are in the hundreds.
+    "uniform": Subject("uniform", "odd_vocabulary", options={"loss_weighting": "clipped"}),
+    "uniform-tied": Subject("uniform_hybrid", "tied"),
 }
 
 # On two processes; those that a layout does not cut are data parallel.

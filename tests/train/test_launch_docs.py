@@ -31,6 +31,7 @@ COLUMNS = {
     "block": ("block", "block_levels"),
     "complementary": ("block_complementary",),
     "wedlm": ("wedlm",),
+    "uniform": ("uniform", "uniform_hybrid"),
     "hybrid": ("nemotron",),
     "causal": ("causal",),
 }

@@ -75,6 +75,8 @@ def _packed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, U
 def _alone(uniforms: Uniforms, row: int, number: int, start: int, length: int, first_block: int) -> Uniforms:
     """The numbers that a document of a packed row drew."""
     block = torch.zeros(1, length)
+    replacement = uniforms.replacement
+    assert replacement is not None
     taken = uniforms.block[row, first_block : first_block + length]
     block[0, : len(taken)] = taken
     return Uniforms(
@@ -83,6 +85,7 @@ def _alone(uniforms: Uniforms, row: int, number: int, start: int, length: int, f
         cut=uniforms.cut[row : row + 1],
         cut_length=uniforms.cut_length[row : row + 1],
         block=block,
+        replacement=replacement[row : row + 1, start : start + length],
     )
 
 

@@ -25,6 +25,7 @@ from dlm_bridge.generation.kv_cache import CacheMode
 from dlm_bridge.generation.predictors import BlockCausalPredictor, Predictor
 from dlm_bridge.generation.runtime.runner import EXECUTIONS
 from dlm_bridge.generation.token_sampling import TokenSampling
+from dlm_bridge.objectives.base import NoiseName
 from dlm_bridge.plugins import load_entry_points
 
 logger = logging.get_logger(__name__)
@@ -193,6 +194,7 @@ class Sampler(ABC):
         needs_mask: False if it works without a mask token.
         infills: can fill masks inside a prompt.
         takes_commit_rule: a `commit_rule` of the caller's can replace its own.
+        noise_processes: the noise that a model can be trained with, where its config records that.
     """
 
     name: ClassVar[str]
@@ -205,6 +207,7 @@ class Sampler(ABC):
     needs_mask: ClassVar[bool] = True
     infills: ClassVar[bool] = True
     takes_commit_rule: ClassVar[bool] = True
+    noise_processes: ClassVar[tuple[NoiseName, ...]] = ("mask",)
 
     gen_length: int = parameter(128, minimum=1)
     temperature: float = parameter(0.0, minimum=0)
@@ -231,6 +234,12 @@ class Sampler(ABC):
     def block_parameter(cls) -> str | None:
         """The sampler's own name of the block length, `block_length` or `block_size`; None without blocks."""
         return next((name for name in ("block_length", "block_size") if name in cls.parameters()), None)
+
+    @classmethod
+    def model_parameters(cls, config: Any) -> dict[str, Any]:
+        """Parameters whose default is in the model's config."""
+        block_name, block = cls.block_parameter(), getattr(config, "block_size", None)
+        return {block_name: block} if cls.model_blocks and block_name and block else {}
 
     def sampling(self) -> TokenSampling:
         """How tokens are drawn. Greedy, nothing is filtered, so that a confidence is the plain probability."""

@@ -12,8 +12,15 @@ From noise level t to s a position's token z_t becomes z_s with probability
     q(z_s | z_t) = (a_t / a_s [z_s = z_t] + (1 - a_t / a_s) / N) * (a_s x(z_s) + (1 - a_s) / N) / Z
 
 where N is the vocabulary size and a_t = 1 - t: the reverse of D3PM's uniform noise (arXiv 2107.03006) as UDLM samples
-it (arXiv 2412.10193, its equation for the posterior, factored). "entropy_bound" is the rule of transformers'
-DiffusionGemma, without its early stop and falling temperature, after entropy-bounded unmasking (arXiv 2505.24857).
+it (arXiv 2412.10193, its equation for the posterior, factored). With `p_uniform` the noise is GIDD's hybrid of masks
+and random tokens (arXiv 2503.04482): the canvas starts as masks, and with its probabilities b_t(z) of noise
+
+    q(z_s | z_t) = (a_t / a_s [z_s = z_t] + b_t(z_t) - a_t / a_s b_s(z_t)) * (a_s x(z_s) + b_s(z_s)) / Z
+
+GIDD's own sampler goes from t = 1 - 1e-4 to 1e-4; this one goes all the way, so that no mask is left.
+
+"entropy_bound" is the rule of transformers' DiffusionGemma, without its early stop and falling temperature, after
+entropy-bounded unmasking (arXiv 2505.24857).
 """
 
 from __future__ import annotations
@@ -21,16 +28,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import BlockLayout, Canvas
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise
+from dlm_bridge.objectives.base import NoiseName
+from dlm_bridge.objectives.random_tokens import NoiseProcess, random_tokens
+from dlm_bridge.objectives.registry import noise_process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +52,31 @@ class UniformSampler(Sampler):
         steps: denoising steps.
         resampling: "posterior" or "entropy_bound", see above.
         entropy_bound: the bound of "entropy_bound".
+        p_uniform: the fraction of random tokens at noise level 1/2, of a model that was trained with the hybrid of
+            masks and random tokens; None: no masks.
     """
 
     name: ClassVar[str] = "uniform"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     needs_mask: ClassVar[bool] = False
     takes_commit_rule: ClassVar[bool] = False
+    noise_processes: ClassVar[tuple[NoiseName, ...]] = ("uniform", "hybrid")
 
     temperature: float = parameter(1.0, minimum=0)
     steps: int = parameter(128, minimum=1)
     resampling: str = parameter("posterior", choices=("posterior", "entropy_bound"))
     entropy_bound: float = parameter(0.1, minimum=0)
+    p_uniform: float | None = parameter(None, above=0, below=1)
+
+    @classmethod
+    def model_parameters(cls, config: Any) -> dict[str, Any]:
+        return {"p_uniform": config.p_uniform} if noise_process(config) == "hybrid" else {}
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        rule: ResamplingRule = PosteriorRule(self.steps)
+        rule: ResamplingRule = PosteriorRule(self.steps, NoiseProcess(self.p_uniform))
         if self.resampling == "entropy_bound":
+            if self.p_uniform is not None:
+                raise DlmBridgeError("resampling entropy_bound has no masks: a model of hybrid noise needs posterior")
             rule = EntropyBoundResampling(self.steps, self.entropy_bound)
         return SamplerSpec(BlockLayout(self.gen_length, whole=True), rule, self.sampling())
 
@@ -66,8 +87,9 @@ class ResamplingRule(DenoisingRule):
 
     edits = True
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, process: NoiseProcess) -> None:
         self.steps = steps
+        self.process = process
 
     @abstractmethod
     def next_tokens(
@@ -97,7 +119,10 @@ class ResamplingRule(DenoisingRule):
         vocabulary, mask = context.vocabulary_size, canvas.mask_token_id
         count = vocabulary - (0 <= mask < vocabulary)
         new_AN = canvas.behind_prompt(None, block)
-        canvas.tokens[:, block] = torch.where(new_AN, _noise(canvas, block, noise, count), canvas.tokens[:, block])
+        start_AN = _noise(canvas, block, noise, vocabulary)
+        if self.process.p_uniform is not None:
+            start_AN = torch.full_like(start_AN, mask)
+        canvas.tokens[:, block] = torch.where(new_AN, start_AN, canvas.tokens[:, block])
         canvas.tokens.masked_fill_(~canvas.real(None), 0)  # padding, which nothing attends to
         noise_V = torch.full((vocabulary,), 1 / count, dtype=torch.float64, device=canvas.tokens.device)
         if count < vocabulary:
@@ -117,7 +142,7 @@ class ResamplingRule(DenoisingRule):
                 given_ANV = torch.zeros_like(x_ANV).scatter(-1, before_AN[..., None], 1.0)
                 x_ANV = torch.where(new_AN[..., None], x_ANV, given_ANV)
             tokens_AN, renoised_AN = self.next_tokens(index, x_ANV, before_AN, noise_V, uniform_ANV)
-            tokens_AN = torch.where(renoised_AN, _noise(canvas, block, noise, count), tokens_AN)
+            tokens_AN = torch.where(renoised_AN, _noise(canvas, block, noise, vocabulary), tokens_AN)
             canvas.put(None, block, torch.where(new_AN, tokens_AN, before_AN))
             context.callbacks.step(canvas, rows, block, logits, context.predictor.forwards, final=False)
             yield
@@ -134,12 +159,15 @@ class PosteriorRule(ResamplingRule):
         noise_V: torch.Tensor,
         uniform_ANV: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        before, after = index / self.steps, (index + 1) / self.steps  # a_t, a_s
-        stays = before / after
-        jumps_ANV = (after * x_ANV + (1 - after) * noise_V) * ((1 - stays) * noise_V)
+        levels = torch.tensor([1 - index / self.steps, 1 - (index + 1) / self.steps], dtype=torch.float64)
+        keep, masked, replaced = (pair.tolist() for pair in self.process.probabilities(levels))
+        is_mask_V = (noise_V == 0).double()  # without a mask token none is
+        before_V, after_V = (masked[at] * is_mask_V + replaced[at] * noise_V for at in (0, 1))  # b_t, b_s
+        stays = keep[0] / keep[1]
+        text_ANV = keep[1] * x_ANV + after_V
         now_AN1 = tokens_AN[..., None]
-        stays_ANV = (after * x_ANV + (1 - after) * noise_V) * stays
-        drawn_AN = _draw(jumps_ANV.scatter_add(-1, now_AN1, stays_ANV.gather(-1, now_AN1)), uniform_ANV)
+        jumps_ANV = text_ANV * (before_V - stays * after_V)[tokens_AN][..., None]
+        drawn_AN = _draw(jumps_ANV.scatter_add(-1, now_AN1, stays * text_ANV.gather(-1, now_AN1)), uniform_ANV)
         return drawn_AN, torch.zeros_like(drawn_AN, dtype=torch.bool)
 
 
@@ -148,7 +176,7 @@ class EntropyBoundResampling(ResamplingRule):
     other positions by noise. The last step takes the best tokens."""
 
     def __init__(self, steps: int, bound: float) -> None:
-        super().__init__(steps)
+        super().__init__(steps, NoiseProcess())
         self._bound = bound
 
     def next_tokens(
@@ -168,11 +196,10 @@ class EntropyBoundResampling(ResamplingRule):
         return _draw(x_ANV, uniform_ANV), ~accepted_AN
 
 
-def _noise(canvas: Canvas, block: slice, noise: Noise, count: int) -> torch.Tensor:
-    """[A, N] of `count` equally likely tokens; the mask token is none of them."""
+def _noise(canvas: Canvas, block: slice, noise: Noise, vocabulary: int) -> torch.Tensor:
+    """[A, N] of equally likely tokens; the mask token is none of them."""
     uniform_AS = noise.per_position(canvas.rows, canvas.width, canvas.origins, canvas.stops)
-    tokens_AN = (uniform_AS[:, block].double() * count).long().clamp(max=count - 1)
-    return torch.where((tokens_AN >= canvas.mask_token_id) & (canvas.mask_token_id >= 0), tokens_AN + 1, tokens_AN)
+    return random_tokens(uniform_AS[:, block], vocabulary, canvas.mask_token_id)
 
 
 def _draw(weights_ANV: torch.Tensor, uniform_ANV: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from dlm_bridge.attention_mask import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.objectives.single_stream import NextTokenPrediction
 from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.train.accelerate import fsdp, transforms
 from dlm_bridge.train.accelerate.attention import FLASH, attention_kernels, set_attention, uses_flash_attention
@@ -96,7 +97,7 @@ def assembled(
     prepare_canvas_model(model, config)
     config = with_lora(config, model)
     with accelerator.main_process_first():
-        data = load_data(config, model, objective.mask_token_id if objective.masks else None)
+        data = load_data(config, model, objective.mask_token)
     with fsdp.process_group(config):
         adapter = add_adapter(config, model, start.checkpoint) if config.model.adapts else None
         yield AccelerateTrainer(config, accelerator, model, adapter, objective, data, console)
@@ -118,6 +119,7 @@ class AccelerateTrainer(Trainer):
         super().__init__(config, model, objective, data, console, processes_of(accelerator))
         self.accelerator = accelerator
         self.adapter = adapter
+        self.diffuses = not isinstance(objective, NextTokenPrediction)
         backend = config.engine.attention_backend
         if backend not in (None, FLASH):
             set_attention(model, backend)
@@ -244,7 +246,7 @@ class AccelerateTrainer(Trainer):
         """The loss of a micro-batch, a scalar, and its terms [K], divided by `divisors_K` of the global batch."""
         batch, positions = batch.to(self.device), transforms.normalised_positions(positions, divisors_K, self.device)
         mask = batch.model_mask()
-        if not self.objective.masks and mask is not None and mask.dim() == 4:  # of transformers' own classes
+        if not self.diffuses and mask is not None and mask.dim() == 4:  # of transformers' own classes
             mask = mask_for_implementation(mask, self.computing.config._attn_implementation, self.computing.dtype)
         more = {} if batch.self_conditioned is None else {"self_conditioned": batch.self_conditioned}
         return self.head.loss(

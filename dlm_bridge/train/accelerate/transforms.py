@@ -15,6 +15,7 @@ from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.objectives.random_tokens import position_losses
 from dlm_bridge.parallel.batch import loss_bucket
 from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.train.loading import decoder_layers
@@ -117,7 +118,9 @@ def loss_positions(noisy: NoisyBatch) -> LossPositions:
     weights are not divided by the normaliser yet: `normalised_positions` does that."""
     positions = noisy.mask.flatten().nonzero()[:, 0]
     more = loss_bucket(len(positions), noisy.mask.numel()) - len(positions)
-    unpadded = LossPositions(positions, noisy.targets, noisy.weights, noisy.terms, len(noisy.normaliser))
+    unpadded = LossPositions(
+        positions, noisy.targets, noisy.weights, noisy.terms, len(noisy.normaliser), noisy.noise
+    )  # fmt: skip
     return _map_tensors(unpadded, lambda tensor: F.pad(tensor, (0, more)))
 
 
@@ -141,7 +144,8 @@ def _map_tensors(positions: LossPositions, change: Callable[[torch.Tensor], torc
         change(positions.targets),
         change(positions.weights),
         terms,
-        num_terms=positions.num_terms,
+        positions.num_terms,
+        None if positions.noise is None else positions.noise.each(change),
     )
 
 
@@ -181,7 +185,7 @@ class LossHead:
         if self.is_fused:
             assert self._sums is not None
             return output, self._sums
-        losses_M = F.cross_entropy(output[0].float(), positions.targets, reduction="none") * positions.weights
+        losses_M = position_losses(output[0].float(), positions.targets, positions.noise) * positions.weights
         terms = torch.zeros_like(positions.targets) if positions.terms is None else positions.terms
         sums = torch.stack([(losses_M * (terms == term)).sum() for term in range(positions.num_terms)])
         return sums.sum(), sums.detach()

@@ -14,16 +14,17 @@ class ObjectiveOptions:
     """What is minimised."""
 
     name: str | None = option(
-        None, "masked, shifted, block, causal, ...; the family's own by default.", "--objective", tasks=TRAINING,
-        fixed=True,
+        None, "masked, shifted, block, uniform, uniform_hybrid, causal, ...; the model's own by default.",
+        "--objective", tasks=TRAINING, fixed=True,
     )  # fmt: skip
     length_variation: float = option(
         0.01, "Fraction of sequences truncated to a random length.", minimum=0, maximum=1, tasks=TRAINING, fixed=True,
         task_defaults={"sft": 0.0, "rl": 0.0},
     )  # fmt: skip
     loss_weighting: str | None = option(
-        None, "Weight of a masked token: level (1/t), fraction (1/masked part), uniform, cart; the objective's own.",
-        choices=("level", "fraction", "uniform", "cart"), tasks=TRAINING, fixed=True,
+        None, "Weight of a position: level (1/t), fraction (1/masked part), uniform, cart; of random tokens bound, "
+        "clipped, dynamic; the objective's own.",
+        choices=("level", "fraction", "uniform", "cart", "bound", "clipped", "dynamic"), tasks=TRAINING, fixed=True,
     )  # fmt: skip
     loss_normalisation: str | None = option(
         None, "Divisor of the loss: tokens, sequences (a mean over them) or predicted (tokens); the objective's own.",
@@ -32,6 +33,10 @@ class ObjectiveOptions:
     noise_range: str | None = option(
         None, "LOW,HIGH: masking probabilities are uniform between them, not between 0 and 1.", tasks=TRAINING,
         fixed=True,
+    )  # fmt: skip
+    p_uniform: float | None = option(
+        None, "Fraction of random tokens at noise level 1/2, of objective uniform_hybrid.", above=0, below=1,
+        tasks=TRAINING, fixed=True,
     )  # fmt: skip
     edit_probability: float | None = option(
         None, "Fraction of visible tokens replaced by random ones, of objective block_editing.", minimum=0, maximum=1,

@@ -113,8 +113,7 @@ def assemble(
     dtype = mcore_config.DTYPES[config.precision.name]
 
     # The main process reads and packs the data, the others find them in the cache.
-    mask_token = objective.mask_token_id if objective.masks else None
-    data = _first_on_main(lambda: load_data(config, source.model, mask_token))
+    data = _first_on_main(lambda: load_data(config, source.model, objective.mask_token))
 
     with named_refusals(AssertionError):  # of settings, and of NVTE_... variables
         # Layer spec, model and weights; those that the checkpoint sets anyway are not loaded twice.

@@ -213,7 +213,8 @@ class MegatronTrainer(Trainer):
                 for _ in stream_live_weights(bridge.checkpoint, self.chunks):
                     pass
         if self.main:
-            for name in ("mask_token_id", "block_size"):  # which the run may have changed
+            changed = ("mask_token_id", "block_size", *self.objective.model_config)  # by the run, if at all
+            for name in changed:
                 if (value := getattr(self.plain_model.config, name, None)) is not None:
                     setattr(self.sampling_model.config, name, value)
             samples.write(step, self.sampling_model.to(self.device))

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.objectives.registry import mask_token_id
+from dlm_bridge.objectives.registry import mask_token_id, noise_process
 from dlm_bridge.train.accelerate.trainer import run
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
@@ -63,6 +63,11 @@ def assembled(
     model = starting_model(config, start.checkpoint, accelerator.is_main_process)
     check_method(config, model_family(model))
     check_length(config, model)
+    if (noise := noise_process(model.config)) not in (None, "mask"):
+        raise DlmBridgeError(
+            f"--model {config.model.path}: trained with {noise} noise (noise_process in its config.json), whose "
+            "answers have no likelihood that --method could use: rl needs a model of masks"
+        )
     config = with_lora(config, model)
     adapter = add_adapter(config, model, start.checkpoint) if config.model.adapts else None
     token = mask_token_id(model)
