@@ -84,6 +84,10 @@ def evaluate(
     device_map: Annotated[
         str | None, typer.Option(metavar="MAP", help="Several GPUs, CPU and disk: auto.", rich_help_panel=LOADING)
     ] = None,
+    tp_plan: Annotated[
+        str | None,
+        typer.Option(metavar="auto", help="Tensor parallelism over torchrun's processes.", rich_help_panel=LOADING),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or id; the model's own by default.", rich_help_panel=LOADING)
     ] = None,
@@ -116,6 +120,10 @@ def evaluate(
       dlm-bridge eval GSAI-ML/LLaDA-8B-Instruct --tasks sums,orders --limit 32 --output results/
 
       dlm-bridge eval MODEL --tasks gsm8k --chat --set gen_length=256 --set steps=128 --perplexity heldout.txt
+
+    On several GPUs, each with the whole model and a share of the rows (or --tp-plan auto, with a part of the model):
+
+      torchrun --nproc-per-node 8 -m dlm_bridge.cli eval MODEL --tasks gsm8k --output results/
     """
     names = [name.strip() for group in tasks or [] for name in group.split(",") if name.strip()]
     if not names and perplexity is None:
@@ -130,50 +138,49 @@ def evaluate(
         if name in sampler:
             raise DlmBridgeError(f"--set {name}: a task has one text behind each prompt: leave it out")
     # Imported only now: a mistyped option should answer at once.
+    import torch.distributed as dist
     from transformers.utils import logging
 
     from dlm_bridge.evaluation.perplexity import text_perplexity
     from dlm_bridge.evaluation.report import report, write
-    from dlm_bridge.generation.batch_size import plan_batch
-    from dlm_bridge.loading import Placement, load_model
+    from dlm_bridge.generation.batch_size import plan_shared_batch
+    from dlm_bridge.loading import Placement, join_replicas, load_model
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    opened = load_model(
-        model,
-        Placement(device, device_map),
-        dtype=dtype,
-        family=family,
-        revision=revision,
-        like=like,
-        tokenizer=tokenizer,
-    )
-    context = getattr(opened.model.config, "max_position_embeddings", None) or max_length
-    max_length, window = min(max_length, context), min(window, context)
-    if rows is None:
-        plan = plan_batch(opened.model, [max_length], sampler, diffusion=opened.diffusion, scored=True)
-        rows = plan.rows
-        typer.echo(plan.summary, err=True)
-    text = found = None
-    if perplexity is not None:
-        text = text_perplexity(
-            opened.model,
-            opened.tokenizer,
-            perplexity,
-            diffusion=opened.diffusion,
-            samples=mc_samples,
-            window=window,
-            limit=limit,
-            seed=seed,
-            batch_size=rows,
+    placement = Placement(device, device_map, tp_plan=tp_plan, replicated=True)
+    try:
+        opened = load_model(
+            model, placement, dtype=dtype, family=family, revision=revision, like=like, tokenizer=tokenizer
         )
-    if names:
-        from dlm_bridge.evaluation.harness import HarnessSettings, run_tasks
+        replicas = join_replicas(placement)
+        context = getattr(opened.model.config, "max_position_embeddings", None) or max_length
+        max_length, window = min(max_length, context), min(window, context)
+        if rows is None:
+            plan = plan_shared_batch(
+                replicas, opened.model, [max_length], sampler, diffusion=opened.diffusion, scored=True
+            )
+            rows = plan.rows
+            if replicas.leads:
+                typer.echo(plan.summary, err=True)
+        text = found = None
+        if perplexity is not None:
+            text = text_perplexity(
+                opened.model,
+                opened.tokenizer,
+                perplexity,
+                diffusion=opened.diffusion,
+                samples=mc_samples,
+                window=window,
+                limit=limit,
+                seed=seed,
+                batch_size=rows,
+                replicas=replicas,
+            )
+        if names:
+            from dlm_bridge.evaluation.harness import HarnessSettings, run_tasks
 
-        found = run_tasks(
-            opened,
-            names,
-            HarnessSettings(
+            settings_of_tasks = HarnessSettings(
                 samples=mc_samples,
                 batch_size=rows,
                 max_length=max_length,
@@ -182,8 +189,13 @@ def evaluate(
                 shots=shots,
                 chat=chat,
                 sampler=sampler,
-            ),
-        )
+            )
+            found = run_tasks(opened, names, settings_of_tasks, replicas)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if not replicas.leads:
+        return
     settings: dict[str, Any] = {
         "tasks": names,
         "perplexity": None if perplexity is None else str(perplexity),
@@ -192,6 +204,7 @@ def evaluate(
         "chat": chat,
         "mc_samples": mc_samples if opened.diffusion else None,
         "batch_size": rows,
+        "processes": replicas.shares,
         "max_length": max_length,
         "seed": seed,
         "sampler": sampler,

@@ -6,11 +6,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
@@ -20,11 +21,11 @@ from transformers.utils import logging
 from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.convert.atomic import atomic_file
-from dlm_bridge.generation.batch_size import plan_batch
-from dlm_bridge.generation.batching import RowEnded
+from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.display.picture import svg
 from dlm_bridge.generation.display.terminal import live
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, page
+from dlm_bridge.generation.replicas import Replicas
 from dlm_bridge.generation.texts import (
     GeneratedTexts,
     WrittenPrompt,
@@ -37,16 +38,23 @@ from dlm_bridge.generation.texts import (
     seeds_of,
     write_texts,
 )
-from dlm_bridge.loading import LoadedModel, Placement, load_model
+from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
 
 
 def run(request: Request) -> None:
-    """Open the model and sample. Under a launcher all processes do so together and the first one writes."""
+    """Open the model and sample. Under a launcher all processes do so together, with a shard of the model each, or
+    with the whole model and a share of the prompts; the first one writes."""
     logging.set_verbosity_error()  # warnings of transformers' generate are about settings that were checked here
     logging.disable_progress_bar()
     quieten_peft()
     prompts = [] if request.jsonl is None else read_prompts(request.jsonl, request.field, request.chat, request.system)
-    placement = Placement(request.device, request.device_map, request.offload_folder, request.tp_plan)
+    placement = Placement(
+        request.device,
+        request.device_map,
+        request.offload_folder,
+        request.tp_plan,
+        replicated=request.jsonl is not None,  # which many processes can share
+    )
     loaded = load_model(
         request.model,
         placement,
@@ -60,7 +68,7 @@ def run(request: Request) -> None:
         if request.jsonl is None:
             _sample_one(request, loaded, request.settings)
         else:
-            _sample_file(request, loaded, request.settings, prompts)
+            _sample_file(request, loaded, request.settings, prompts, join_replicas(placement))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -98,7 +106,11 @@ def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any])
 
 
 def _sample_file(
-    request: Request, loaded: LoadedModel, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]
+    request: Request,
+    loaded: LoadedModel,
+    settings: dict[str, Any],
+    prompts: Sequence[WrittenPrompt],
+    replicas: Replicas,
 ) -> None:
     span_token = _span_token(loaded, settings)
     tokens = [prompt.encode(loaded.tokenizer, f"{prompt.where}: {request.model}", span_token) for prompt in prompts]
@@ -107,15 +119,19 @@ def _sample_file(
     began = time.perf_counter()
     size = request.batch_size
     if size is None:
-        plan = plan_batch(loaded.model, [len(ids) for ids in tokens], settings, diffusion=loaded.diffusion)
+        lengths = [len(ids) for ids in tokens]
+        plan = plan_shared_batch(replicas, loaded.model, lengths, settings, diffusion=loaded.diffusion)
         size = plan.rows
-        if _is_main():
+        if replicas.leads:
             typer.echo(plan.summary, err=True)
+    if replicas.shares > 1 and _draws_anew(loaded, tokens, settings):
+        settings = {**settings, "seed": replicas.broadcast(int(torch.randint(2**31, (1,))))}  # no two draw the same
     continuous = loaded.diffusion and not settings.get("infill")
     sample = _rows_of_a_continuous_batch if continuous else _rows_of_batches
     total, forwards = 0, _Count()
     with _stdout_or(request) as stream, _progress(len(prompts)) as advance:
-        for number, row in sample(loaded, tokens, settings, size, forwards):
+        rows = sample(loaded, tokens, settings, size, forwards, replicas)
+        for number, row in _in_order(rows) if replicas.shares == 1 else _gathered(rows, forwards, replicas, advance):
             stream.write(json.dumps({**prompts[number].row, **row}, ensure_ascii=False) + "\n")
             stream.flush()
             total += row["tokens"]
@@ -146,42 +162,81 @@ class _Count:
     value: int = 0
 
 
-def _rows_of_a_continuous_batch(
-    loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings: dict[str, Any], size: int, forwards: _Count
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each prompt's number and texts, in the prompts' order, and in `forwards` the forward passes of the model."""
-    batch = batch_of_rows(loaded.model, loaded.tokenizer, prompts, settings, size)
-    copies = batch.rows_waiting // len(prompts)
-    early: dict[int, RowEnded] = {}
+Row = tuple[int, dict[str, Any]]  # the number of its prompt, and what is written of it
+
+
+def _draws_anew(loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> bool:
+    """Whether no seed says what is drawn."""
+    if loaded.diffusion:
+        return seeds_of(loaded.model, prompts, settings) is None
+    return settings.get("seed") is None
+
+
+def _in_order(rows: Iterator[tuple[int, Row]]) -> Iterator[Row]:
+    """Rows by their index, as soon as all before them are there."""
+    early: dict[int, Row] = {}
     following = 0
-    for ended in ended_rows(batch):
-        early[ended.name] = ended
+    for index, row in rows:
+        early[index] = row
         while following in early:
-            row = early.pop(following)
-            text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
-            facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
-            yield following // copies, facts
+            yield early.pop(following)
             following += 1
+
+
+def _gathered(
+    rows: Iterator[tuple[int, Row]], forwards: _Count, replicas: Replicas, advance: Callable[[int], None]
+) -> list[Row]:
+    """The rows of all processes by their index, when all have ended, and in `forwards` the forward passes of all."""
+    own: dict[int, Row] = {}
+    with replicas.named():
+        for index, row in rows:
+            own[index] = row
+            advance(len(own) * replicas.shares)  # the others are about as far
+    forwards.value = sum(replicas.gather(forwards.value))
+    return replicas.collect(own)
+
+
+def _rows_of_a_continuous_batch(
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    settings: dict[str, Any],
+    size: int,
+    forwards: _Count,
+    replicas: Replicas,
+) -> Iterator[tuple[int, Row]]:
+    """The rows of this process's share by their index, as they end, and in `forwards` the model's forward passes."""
+    batch = batch_of_rows(loaded.model, loaded.tokenizer, prompts, settings, size, replicas)
+    copies = sum(replicas.gather(batch.rows_waiting)) // len(prompts)
+    for row in ended_rows(batch):
+        text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
+        facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
+        yield row.name, (row.name // copies, facts)
     forwards.value = batch.forwards
 
 
 def _rows_of_batches(
-    loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings: dict[str, Any], size: int, forwards: _Count
-) -> Iterator[tuple[int, dict[str, Any]]]:
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    settings: dict[str, Any],
+    size: int,
+    forwards: _Count,
+    replicas: Replicas,
+) -> Iterator[tuple[int, Row]]:
     """The same, one batch after the other: autoregressive models, and prompts to fill."""
     seeds = seeds_of(loaded.model, prompts, settings) if loaded.diffusion else None
     copies = len(seeds) // len(prompts) if seeds else 0
-    for start in range(0, len(prompts), size):
+    for start in replicas.share(range(0, len(prompts), size)):
         part = prompts[start : start + size]
         own = seeds[start * copies : (start + size) * copies] if seeds else None
+        drawn = settings
         if not loaded.diffusion and settings.get("seed") is not None:  # batches draw different numbers
-            settings = {**settings, "seed": settings["seed"] + (start > 0)}
-        result = _sample(loaded, part, settings, None, own)
+            drawn = {**settings, "seed": settings["seed"] + start // size}
+        result = _sample(loaded, part, drawn, None, own)
         forwards.value += result.forwards
         each = len(result.texts) // len(part)  # several, with num_return_sequences
         for place, (text, ids, count) in enumerate(zip(result.texts, result.token_ids, result.counts, strict=True)):
             facts = {"text": text, "tokens": count, "forwards": result.forwards, "token_ids": ids}
-            yield start + place // each, facts
+            yield start * each + place, (start + place // each, facts)
 
 
 def _sample(

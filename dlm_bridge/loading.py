@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from dlm_bridge.convert.checkpoints import is_megatron
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line, printable
+from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.hub import ADAPTER_CONFIG, check_plain_file, checkpoint_folder, opening, read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import families, find_family
@@ -31,12 +32,14 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model's weights go: one device, transformers' `device_map` over several, or its tensor parallelism."""
+    """Where a model's weights go: one device, transformers' `device_map` over several, or its tensor parallelism; as
+    `replicated` by a launcher's processes, each one's own device."""
 
     device: str | None = None  # by default the accelerator, or the CPU
     device_map: str | None = None  # one of DEVICE_MAPS, or a JSON object from modules to devices
     offload_folder: str | None = None  # for weights that a device map offloads to disk
     tp_plan: str | None = None  # "auto": the family's own plan, over the launcher's processes
+    replicated: bool = False  # each of the launcher's processes may hold the whole model
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `from_pretrained`. Raises DlmBridgeError for devices that do not exist."""
@@ -49,10 +52,13 @@ class Placement:
             raise DlmBridgeError("--offload-folder is a device map's: give --device-map as well")
         if self.tp_plan is not None:
             return self._tensor_parallel(processes)
-        if processes > 1:
+        if processes > 1 and not self.replicated:
             raise DlmBridgeError(
                 f"{processes} processes would each hold the whole model: add --tp-plan auto, or start one process"
             )
+        if processes > 1:
+            device = self._own_device()
+            return {} if device.type == "cpu" else {"device_map": {"": str(device)}}
         if self.device_map is not None:
             more = {} if self.offload_folder is None else {"offload_folder": self.offload_folder}
             return {"device_map": _device_map(self.device_map), **more}
@@ -73,6 +79,25 @@ class Placement:
                 raise DlmBridgeError(f"--device {self.device}: this machine has {count} of them")
         return device
 
+    def _own_device(self) -> torch.device:
+        """The device of this one of the launcher's processes."""
+        if self.device_map is not None:
+            raise DlmBridgeError(
+                "--device-map spreads a model over all GPUs, and each process would do so: start one process, or "
+                "leave it out for one GPU a process"
+            )
+        device = self._device()
+        if device.type == "cpu":
+            return device
+        if device.index is not None:
+            raise DlmBridgeError(f"--device {self.device}: each process has a GPU of its own: give {device.type}")
+        local, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+        if local >= count:
+            raise DlmBridgeError(
+                f"a process for each GPU, of which this machine has {count}: start no more, or give --device cpu"
+            )
+        return torch.device(device.type, local)
+
     def _tensor_parallel(self, processes: int) -> dict[str, Any]:
         from transformers.distributed import DistributedConfig
 
@@ -81,7 +106,7 @@ class Placement:
         if processes == 1:
             raise DlmBridgeError(
                 "--tp-plan cuts the model over several processes: start them with "
-                "torchrun --nproc-per-node N -m dlm_bridge.cli generate ..."
+                "torchrun --nproc-per-node N -m dlm_bridge.cli ..."
             )
         return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
@@ -136,6 +161,15 @@ def load_model(
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         return _load_adapter(folder, placement, dtype, family, tokenizer)
     return _load_folder(folder, where, wanted, family, os.fspath(path), tokenizer)
+
+
+def join_replicas(placement: Placement) -> Replicas:
+    """The launcher's processes, each with its model loaded: as many replicas, or the shards of one (`tp_plan`)."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return ALONE
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")  # of replicas, which exchange texts and figures alone
+    return Replicas.of_launcher(split=placement.tp_plan is None)
 
 
 def load_tokenizer(place: str | os.PathLike[str], name: str, remedy: str = "") -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import yaml
 from lm_eval import evaluator
 from lm_eval.api.instance import Instance
@@ -21,6 +22,7 @@ from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bound
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
 from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.native import native_settings
+from dlm_bridge.generation.replicas import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.generation.settings import SAMPLING_ONLY, merge_names, resolve_settings
 from dlm_bridge.generation.texts import batch_of_rows, ended_rows, write_texts
 from dlm_bridge.loading import LoadedModel
@@ -60,11 +62,16 @@ class DiffusionHarness(TemplateLM):
     """A diffusion model for the harness: Monte-Carlo likelihood bounds, texts by the family's sampler."""
 
     def __init__(
-        self, opened: LoadedModel, settings: HarnessSettings, greedy_tasks: frozenset[str] = frozenset()
+        self,
+        opened: LoadedModel,
+        settings: HarnessSettings,
+        greedy_tasks: frozenset[str] = frozenset(),
+        replicas: Replicas = ALONE,
     ) -> None:
         """`greedy_tasks` are those whose metrics need to know whether an answer is the greedy one, which takes forward
         passes of its own; for other tasks that is reported as false."""
         super().__init__()
+        self.replicas = replicas
         self.model = opened.model
         self.tokenizer = opened.tokenizer
         self.settings = settings
@@ -96,13 +103,18 @@ class DiffusionHarness(TemplateLM):
         )
         return text
 
+    @in_all_processes
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(bound, whether greedy decoding gives it) of each continuation."""
         found = super().loglikelihood(requests, disable_tqdm=True)
-        return [
-            (value, request.task_name in self.greedy_tasks and is_greedy(self.model, self._pair(*request.args)))
-            for (value, _), request in zip(found, requests, strict=True)
-        ]
+        asked = [number for number, request in enumerate(requests) if request.task_name in self.greedy_tasks]
+        with self.replicas.named():
+            greedy = {
+                place: is_greedy(self.model, self._pair(*requests[asked[place]].args))
+                for place in self.replicas.share(range(len(asked)))
+            }
+        said = dict(zip(asked, self.replicas.collect(greedy), strict=True))
+        return [(value, said.get(number, False)) for number, (value, _) in enumerate(found)]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -110,6 +122,7 @@ class DiffusionHarness(TemplateLM):
         answers = [self._fitted(context, continuation) for _, context, continuation in requests]
         return [(bound.value, False) for bound in self._bounds(answers)]
 
+    @in_all_processes
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The bound of each text, window by window."""
         totals = []
@@ -119,6 +132,7 @@ class DiffusionHarness(TemplateLM):
             totals.append(sum(bound.value for bound in self._bounds(rows)))
         return totals
 
+    @in_all_processes
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts up to the first of the task's stop strings."""
         texts = [""] * len(requests)
@@ -136,13 +150,16 @@ class DiffusionHarness(TemplateLM):
                     "give a longer --max-length"
                 )
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in members]
-            for place, text in self._texts(prompts, {**settings, "num_return_sequences": 1}):
+            with self.replicas.named():
+                found = dict(self._texts(prompts, {**settings, "num_return_sequences": 1}))
+            for place, text in enumerate(self.replicas.collect(found)):
                 texts[members[place]] = _before(text, until)
         return texts
 
     def _texts(self, prompts: list[list[int]], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
-        """Each prompt's number and text, in any order."""
-        batch = batch_of_rows(self.model, self.tokenizer, prompts, settings, self.settings.batch_size)
+        """Each prompt's number and text, in any order, of this process's share of the prompts."""
+        size = self.settings.batch_size
+        batch = batch_of_rows(self.model, self.tokenizer, prompts, settings, size, self.replicas)
         for row in ended_rows(batch):
             yield row.name, self.tokenizer.decode(row.tokens, skip_special_tokens=True)
 
@@ -184,7 +201,9 @@ class DiffusionHarness(TemplateLM):
 
     def _bounds(self, answers: Sequence[Answer]) -> list[Any]:
         settings = self.settings
-        return likelihood_bounds(self.model, answers, settings.samples, settings.seed, settings.batch_size)
+        return likelihood_bounds(
+            self.model, answers, settings.samples, settings.seed, settings.batch_size, self.replicas
+        )
 
     def _pair(self, context: str, continuation: str) -> Answer:
         if context:
@@ -207,7 +226,7 @@ class CanvasHarness(DiffusionHarness):
     """
 
     def _texts(self, prompts: list[list[int]], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
-        for start in range(0, len(prompts), self.settings.batch_size):
+        for start in self.replicas.share(range(0, len(prompts), self.settings.batch_size)):
             own = {**settings, "seed": self.settings.seed + start}  # batches draw different numbers
             part = prompts[start : start + self.settings.batch_size]
             found = write_texts(self.model, self.tokenizer, part, own, diffusion=False)
@@ -229,14 +248,61 @@ class CanvasHarness(DiffusionHarness):
         raise DlmBridgeError(NO_LIKELIHOOD)
 
 
-def run_tasks(opened: LoadedModel, names: Sequence[str], settings: HarnessSettings) -> dict[str, Any]:
+class AutoregressiveHarness(HFLM):
+    """An autoregressive model: the harness's own class, on this process's share of the documents.
+
+    All requests of a document stay together: the harness reuses their common prompt's logits, and repeated texts of it
+    are drawn by one process. What is drawn depends on the number of processes, as it does on the batch size.
+    """
+
+    def __init__(self, opened: LoadedModel, settings: HarnessSettings, replicas: Replicas = ALONE) -> None:
+        super().__init__(
+            pretrained=opened.model,
+            tokenizer=opened.tokenizer,
+            batch_size=settings.batch_size,
+            max_length=settings.max_length,
+            truncation=True,
+        )
+        self.replicas = replicas
+
+    @in_all_processes
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self._of_share(super().loglikelihood, requests, disable_tqdm)
+
+    @in_all_processes
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        return self._of_share(super().loglikelihood_rolling, requests, disable_tqdm)
+
+    @in_all_processes
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        return self._of_share(super().generate_until, requests, disable_tqdm)
+
+    def _of_share(self, method: Callable[..., list[Any]], requests: list[Instance], disable_tqdm: bool) -> list[Any]:
+        documents: dict[tuple[Any, Any], list[int]] = {}
+        for number, request in enumerate(requests):
+            documents.setdefault((request.task_name, request.doc_id), []).append(number)
+        own = [number for numbers in self.replicas.share(list(documents.values())) for number in numbers]
+        with self.replicas.named():
+            hidden = disable_tqdm or not self.replicas.leads
+            found = method([requests[number] for number in own], disable_tqdm=hidden) if own else []
+        return self.replicas.collect(dict(zip(own, found, strict=True)))
+
+
+def run_tasks(
+    opened: LoadedModel, names: Sequence[str], settings: HarnessSettings, replicas: Replicas = ALONE
+) -> dict[str, Any] | None:
     """Results of lm-evaluation-harness ("results" and "versions" by task, "samples", "n-samples"), with "sampled": by
     task, the sampler settings of a diffusion model.
 
-    A name is one of `LOCAL`, a task of lm-evaluation-harness, or a YAML file. Autoregressive models run through its
-    HFLM. Raises DlmBridgeError for an unknown task, or one whose data are not available.
+    With several processes the first one alone runs the harness; all answer its requests, and None is returned in the
+    others. A name is one of `LOCAL`, a task of lm-evaluation-harness, or a YAML file. Autoregressive models run
+    through its HFLM. Raises DlmBridgeError for an unknown task, or one whose data are not available.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if not replicas.leads:
+        torch.manual_seed(settings.seed + replicas.rank * replicas.split)  # of what autoregressive models draw
+        serve(_harness_model(opened, settings, replicas.broadcast(), replicas))
+        return None
     manager = TaskManager(include_defaults=any(_is_harness_task(name) for name in names))
     known = {*LOCAL, *manager.all_tasks}
     for name in names:
@@ -253,9 +319,8 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], settings: HarnessSettin
             raise DlmBridgeError(
                 "--chat: the tokenizer has no chat template: leave it out, or name another --tokenizer"
             )
-        asked = _harness_model(
-            opened, settings, frozenset(name for name, kind in kinds.items() if kind == "loglikelihood")
-        )
+        greedy_tasks = frozenset(name for name, kind in kinds.items() if kind == "loglikelihood")
+        asked = _harness_model(opened, settings, replicas.broadcast(greedy_tasks), replicas)
         with patch.object(evaluator, "get_git_commit_hash", lambda: None):  # it logs an error outside of a repository
             results = evaluator.simple_evaluate(
                 model=asked,
@@ -274,21 +339,18 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], settings: HarnessSettin
             )
     except (OSError, ValueError, KeyError, ConnectionError) as error:
         raise DlmBridgeError(f"--tasks {','.join(names)}: {one_line(error)[:300]}") from error
+    replicas.broadcast()  # the others have answered all requests
     return {**results, "sampled": getattr(asked, "sampled", {})}
 
 
-def _harness_model(opened: LoadedModel, settings: HarnessSettings, greedy_tasks: frozenset[str]) -> Any:
+def _harness_model(
+    opened: LoadedModel, settings: HarnessSettings, greedy_tasks: frozenset[str], replicas: Replicas
+) -> Any:
     if opened.diffusion:
-        return DiffusionHarness(opened, settings, greedy_tasks)
+        return DiffusionHarness(opened, settings, greedy_tasks, replicas)
     if has_canvas(opened.model):
-        return CanvasHarness(opened, settings)
-    return HFLM(
-        pretrained=opened.model,
-        tokenizer=opened.tokenizer,
-        batch_size=settings.batch_size,
-        max_length=settings.max_length,
-        truncation=True,
-    )
+        return CanvasHarness(opened, settings, replicas=replicas)
+    return AutoregressiveHarness(opened, settings, replicas)
 
 
 def _transformers_settings(settings: HarnessSettings) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention_mask import MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, keyed_generator
@@ -83,9 +84,14 @@ def bound_estimator(model: Any) -> BoundEstimator:
 
 @torch.no_grad()
 def likelihood_bounds(
-    model: Any, answers: Sequence[Answer], samples: int, seed: int = 0, batch_size: int = 8
+    model: Any,
+    answers: Sequence[Answer],
+    samples: int,
+    seed: int = 0,
+    batch_size: int = 8,
+    replicas: Replicas = ALONE,
 ) -> list[LikelihoodBound]:
-    """Bound of each answer from `samples` forward passes, `batch_size` rows at a time.
+    """Bound of each answer from `samples` forward passes, `batch_size` rows at a time, on `replicas` together.
 
     The samples of an answer are stratified over the number of masks. Noise is keyed by (seed, sample, prompt): it
     depends on neither order nor batch, and answers to one prompt are compared under the same noise.
@@ -94,16 +100,19 @@ def likelihood_bounds(
     values = np.zeros((len(answers), samples))
     order = sorted(range(len(answers)), key=lambda number: -answers[number].length)
     turns = [(number, sample) for number in order for sample in range(samples) if answers[number].answer]
-    for start in range(0, len(turns), batch_size):
-        part = turns[start : start + batch_size]
-        rows = [answers[number] for number, _ in part]
-        if estimator.objective.noise_process == "mask":
-            masks = [_sample_mask(estimator, answers[number], seed, sample, samples) for number, sample in part]
-            found = _sample_bounds(model, estimator, rows, masks)
-        else:
-            found = _random_token_bounds(model, estimator.objective, rows, [one for _, one in part], samples, seed)
-        for (number, sample), value in zip(part, found, strict=True):
-            values[number, sample] = value
+    with replicas.named():
+        for start in replicas.share(range(0, len(turns), batch_size)):
+            part = turns[start : start + batch_size]
+            rows = [answers[number] for number, _ in part]
+            if estimator.objective.noise_process == "mask":
+                masks = [_sample_mask(estimator, answers[number], seed, sample, samples) for number, sample in part]
+                found = _sample_bounds(model, estimator, rows, masks)
+            else:
+                drawn = [sample for _, sample in part]
+                found = _random_token_bounds(model, estimator.objective, rows, drawn, samples, seed)
+            for (number, sample), value in zip(part, found, strict=True):
+                values[number, sample] = value
+    values = np.sum(replicas.gather(values), axis=0)  # each value is one share's, and 0 in the others
     errors = values.std(axis=1, ddof=1) / math.sqrt(samples) if samples > 1 else np.zeros(len(answers))
     return [
         LikelihoodBound(float(value), float(error)) for value, error in zip(values.mean(axis=1), errors, strict=True)

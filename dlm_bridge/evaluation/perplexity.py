@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.evaluation.likelihood import Answer, likelihood_bounds
 from dlm_bridge.generation.canvases import has_canvas
+from dlm_bridge.generation.replicas import ALONE, Replicas
 
 WINDOW = 1024
 NO_LIKELIHOOD = (
@@ -61,8 +62,9 @@ def text_perplexity(
     limit: int | None = None,
     seed: int = 0,
     batch_size: int = 8,
+    replicas: Replicas = ALONE,
 ) -> Perplexity:
-    """Perplexity of a text file.
+    """Perplexity of a text file, measured by `replicas` together.
 
     The text is split into windows that begin with the last token of the window before; the first begins with the
     tokenizer's first token of a text. At most `limit` windows are evaluated. Raises DlmBridgeError for a file that is
@@ -84,10 +86,10 @@ def text_perplexity(
     read = [token for row in shortened for token in row.answer]
     size = len(text.encode()) if len(shortened) == len(rows) else len(tokenizer.decode(read).encode())
     if diffusion:
-        found = likelihood_bounds(model, shortened, samples, seed, batch_size)
+        found = likelihood_bounds(model, shortened, samples, seed, batch_size, replicas)
         total, spread = -sum(bound.value for bound in found), math.sqrt(sum(bound.error**2 for bound in found))
     else:
-        total, spread = -sum(exact_log_likelihoods(model, shortened, batch_size)), 0.0
+        total, spread = -sum(exact_log_likelihoods(model, shortened, batch_size, replicas)), 0.0
     return Perplexity(
         exact=not diffusion,
         tokens=len(read),
@@ -100,24 +102,34 @@ def text_perplexity(
 
 
 @torch.no_grad()
-def exact_log_likelihoods(model: Any, answers: Sequence[Answer], batch_size: int = 8) -> list[float]:
-    """Log-likelihood of each answer under an autoregressive model, in nats."""
+def exact_log_likelihoods(
+    model: Any, answers: Sequence[Answer], batch_size: int = 8, replicas: Replicas = ALONE
+) -> list[float]:
+    """Log-likelihood of each answer under an autoregressive model, in nats, computed by `replicas` together."""
+    with replicas.named():
+        found = {
+            start + place: value
+            for start in replicas.share(range(0, len(answers), batch_size))
+            for place, value in enumerate(_log_likelihoods(model, answers[start : start + batch_size]))
+        }
+    return replicas.collect(found)
+
+
+def _log_likelihoods(model: Any, rows: Sequence[Answer]) -> list[float]:
+    """Those of one batch."""
     device = model.get_input_embeddings().weight.device
-    found: list[float] = []
-    for start in range(0, len(answers), batch_size):
-        rows = answers[start : start + batch_size]
-        length = max(row.length for row in rows)
-        tokens = torch.zeros(len(rows), length, dtype=torch.long)
-        real, asked = torch.zeros(2, len(rows), length, dtype=torch.bool)
-        for number, row in enumerate(rows):
-            tokens[number, : row.length] = torch.tensor([*row.prompt, *row.answer])
-            real[number, : row.length] = True
-            asked[number, len(row.prompt) : row.length] = True
-        logits = model(input_ids=tokens.to(device), attention_mask=real.to(device), use_cache=False).logits[:, :-1]
-        losses = F.cross_entropy(logits[asked[:, 1:].to(device)].float(), tokens[asked].to(device), reduction="none")
-        owners = asked.nonzero()[:, 0]
-        found += torch.zeros(len(rows), dtype=torch.float64).index_add(0, owners, -losses.double().cpu()).tolist()
-    return found
+    length = max(row.length for row in rows)
+    tokens = torch.zeros(len(rows), length, dtype=torch.long)
+    real, asked = torch.zeros(2, len(rows), length, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        tokens[number, : row.length] = torch.tensor([*row.prompt, *row.answer])
+        real[number, : row.length] = True
+        asked[number, len(row.prompt) : row.length] = True
+    logits = model(input_ids=tokens.to(device), attention_mask=real.to(device), use_cache=False).logits[:, :-1]
+    losses = F.cross_entropy(logits[asked[:, 1:].to(device)].float(), tokens[asked].to(device), reduction="none")
+    owners = asked.nonzero()[:, 0]
+    values = torch.zeros(len(rows), dtype=torch.float64).index_add(0, owners, -losses.double().cpu())
+    return list(values.tolist())
 
 
 def first_token(model: Any, tokenizer: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from dlm_bridge.generation.api import input_device, sampler_spec
 from dlm_bridge.generation.kv_cache import attention_layers
 from dlm_bridge.generation.loop import choose_cache
+from dlm_bridge.generation.replicas import Replicas
 from dlm_bridge.generation.rolling_canvas import cache_columns
 from dlm_bridge.generation.runtime.runner import unwrapped
 from dlm_bridge.generation.settings import resolve_settings
@@ -97,13 +99,20 @@ def plan_batch(
     return BatchPlan(rows if scored else min(rows, len(lengths)), length, cache_bytes, activations, logits, free)
 
 
+def plan_shared_batch(replicas: Replicas, *arguments: Any, **options: Any) -> BatchPlan:
+    """`plan_batch` of these arguments for the batches that `replicas` share: as many rows as all of them hold."""
+    plans: list[BatchPlan] = replicas.gather(plan_batch(*arguments, **options))
+    return min(plans, key=lambda plan: plan.rows)
+
+
 def free_memory(device: torch.device) -> int:
-    """Bytes that new tensors can have: on a GPU what the driver and torch's allocator have, else available memory."""
+    """Bytes that new tensors can have: on a GPU what the driver and torch's allocator have, else this process's part
+    of available memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     available = _meminfo("MemAvailable")
-    return available if available is not None else 2**32
+    return (available if available is not None else 2**32) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _meminfo(name: str) -> int | None:

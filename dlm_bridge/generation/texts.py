@@ -19,6 +19,7 @@ from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowFailed,
 from dlm_bridge.generation.canvas import StopCondition, check_stop_strings
 from dlm_bridge.generation.native import check_prompt, end_tokens, native_settings, sample
 from dlm_bridge.generation.prompts import check_row
+from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds, seeded_generators
 
@@ -167,10 +168,16 @@ def write_texts(
 
 
 def batch_of_rows(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any], max_rows: int
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    settings: Mapping[str, Any],
+    max_rows: int,
+    replicas: Replicas = ALONE,
 ) -> ContinuousBatch:
     """A continuous batch of a diffusion model, to which all prompts are submitted, the longest first, so that rows of
-    similar length run together. A row's name is the prompt's number, times `num_return_sequences` plus the copy's.
+    similar length run together; with `replicas` this process's share of them. A row's name is the prompt's number,
+    times `num_return_sequences` plus the copy's.
 
     With a `seed` the tokens are those of `write_texts` with `seeds_of` all prompts.
     """
@@ -183,7 +190,7 @@ def batch_of_rows(
     batch = ContinuousBatch(
         model, {**own, "tokenizer": tokenizer}, max_rows=min(max_rows, len(rows)), max_length=length, stream=False
     )
-    for number in sorted(range(len(rows)), key=lambda number: -len(rows[number])):
+    for number in replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number]))):
         batch.submit(RowRequest(number, rows[number], seed=None if seeds is None else seeds[number]))
     return batch
 

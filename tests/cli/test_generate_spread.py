@@ -1,15 +1,19 @@
-"""`dlm-bridge generate` on models that are spread: over the processes of a launcher, over the CPU and the disk."""
+"""`dlm-bridge generate` and `eval` over the processes of a launcher, with shards of a model or shares of the rows; and
+a model over the CPU and the disk."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from dlm_bridge.cli.app import main
 from tests.checkpoints import write_tokenizer
+from tests.cli import tp_worker
 from tests.cli.conftest import EOS, MASK, TOKENIZER, Cli
 from tests.cli.pages import Page
 from tests.families import llada2_moe, sdar
@@ -25,7 +29,13 @@ REFUSED = {
     "whole": "2 processes would each hold the whole model: add --tp-plan auto, or start one process",
     "stdin": "--jsonl -: stdin is read by one process only: name a file",
     "adapter": "--tp-plan cuts whole models: merge",
+    "mapped": "--device-map spreads a model over all GPUs",
 }
+# Prompts of different lengths, one of them twice.
+SHARED = [{"prompt": "abc" * length, "id": length} for length in (1, 5, 2, 1, 4)]
+SHARED_MODELS = ("llada", "sdar", "qwen3")
+SAMPLED = ("--gen-length", "12", "--set", "eos_token_id=null", "--temperature", "2", "--batch-size", "2")
+MEASURED = ("--window", "12", "--mc-samples", "3", "--batch-size", "4", "--json")
 
 
 class Said(NamedTuple):
@@ -81,6 +91,9 @@ def two(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Tw
         "2",
         *split,
     )
+    (root / "shared.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SHARED))
+    (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 2)
+    shared = ("--jsonl", root / "shared.jsonl", *SAMPLED)
     commands: dict[str, tuple[Any, ...]] = {
         **{f"greedy {name}": (models[name], *GREEDY, *split) for name in ("llada", "sdar", "llada2", "qwen3")},
         **{f"drawn {name}": (models[name], *DRAWN, *split) for name in ("llada", "sdar", "llada2", "qwen3")},
@@ -92,12 +105,81 @@ def two(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Tw
         "whole": (models["llada"], *GREEDY),
         "stdin": (models["llada"], "--jsonl", "-", *split),
         "adapter": (models["adapter"], *GREEDY, *split),
+        "mapped": (models["llada"], *shared, "--device-map", "auto"),
+        **{
+            f"shared {name}": (models[name], *shared, "--seed", 5, "--output", root / f"{name}.jsonl", "--json")
+            for name in SHARED_MODELS
+        },
+        "unseeded": (models["llada"], *shared, "--set", "num_return_sequences=2"),
+        **{
+            f"measured {name}": (models[name], "--perplexity", root / "text.txt", *MEASURED)
+            for name in ("llada", "qwen3")
+        },
+        tp_worker.FAILING: (models["llada"], *shared, "--seed", 5, "--output", root / "failed.jsonl"),
     }
-    words = {name: list(map(str, command)) for name, command in commands.items()}
+    words = {
+        name: ["eval" if name.startswith("measured") else "generate", *map(str, command)]
+        for name, command in commands.items()
+    }
     (root / "commands.json").write_text(json.dumps(words))
     reports = launch("tests.cli.tp_worker", root)
     assert reports.keys() == words.keys(), reports
     return Two(root, models, {name: [Said(*json.loads(one)) for one in both] for name, both in reports.items()})
+
+
+@pytest.mark.parametrize("name", SHARED_MODELS)
+def test_two_processes_share_the_rows_of_a_file(two: Two, cli: Cli, tmp_path: Path, name: str) -> None:
+    """Each samples a part, and the first one writes what one process writes."""
+    first, second = two.said[f"shared {name}"]
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    output = tmp_path / "out.jsonl"
+    alone = cli.report(
+        two.models[name], "--jsonl", two.root / "shared.jsonl", *SAMPLED, "--seed", 5, "--output", output
+    )
+    assert (two.root / f"{name}.jsonl").read_text() == output.read_text()
+    report = json.loads(first.out)
+    assert [report[key] for key in ("prompts", "tokens")] == [alone[key] for key in ("prompts", "tokens")]
+    if name == "qwen3":  # batches are the same, and each process ran some
+        assert report["forwards"] == alone["forwards"]
+        assert sorted([len(first.drawn), len(second.drawn)]) == [2, 3]
+    assert (second.out, second.err) == ("", "")
+
+
+def test_without_a_seed_no_two_rows_of_a_prompt_are_the_same(two: Two) -> None:
+    """Even where two processes draw them."""
+    first, second = two.said["unseeded"]
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    rows = [json.loads(line) for line in first.out.splitlines()]
+    assert [row["id"] for row in rows] == [1, 1, 5, 5, 2, 2, 1, 1, 4, 4]
+    assert len({row["text"] for row in rows if row["id"] == 1}) == 4
+
+
+@pytest.mark.parametrize("name", ["llada", "qwen3"])
+def test_two_processes_measure_what_one_measures(
+    two: Two, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the bit: each computes every other of one process's batches."""
+    first, second = two.said[f"measured {name}"]
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    words = ["dlm-bridge", "eval", two.models[name], "--perplexity", two.root / "text.txt", *MEASURED]
+    monkeypatch.setattr(sys, "argv", list(map(str, words)))
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 0
+    alone, together = json.loads(capsys.readouterr().out), json.loads(first.out)
+    assert together["perplexity"] == alone["perplexity"]
+    assert together["perplexity"]["windows"] > 2
+    assert (alone["settings"]["processes"], together["settings"]["processes"]) == (1, 2)
+    assert (second.out, second.err) == ("", "")
+
+
+def test_a_process_that_fails_ends_all_by_its_name(two: Two) -> None:
+    """Nothing is written."""
+    first, second = two.said[tp_worker.FAILING]
+    assert (first.code, second.code) == (2, 2)
+    assert second.err == "dlm-bridge: rank 1: a row of this share cannot be sampled\n"
+    assert first.err.startswith("dlm-bridge: rank 1 has ended before its rows were done")
+    assert not list(two.root.glob("*failed*"))
 
 
 @pytest.mark.parametrize("name", ["llada", "sdar", "llada2", "qwen3"])

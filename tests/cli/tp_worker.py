@@ -1,7 +1,8 @@
-"""One of two processes that run `dlm-bridge generate` together, as torchrun starts them.
+"""One of two processes that run `dlm-bridge generate` and `eval` together, as torchrun starts them.
 
 Usage: tp_worker.py FOLDER, where FOLDER/commands.json has the words of each command by its name. Writes of each the
-exit code, stdout, stderr and the tokens that this process drew.
+exit code, stdout, stderr and the tokens that this process drew. A command named FAILING is the last one: the second
+process fails in its share of the rows and ends.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import torch.distributed as dist
 
 from dlm_bridge.cli import generate_run
 from dlm_bridge.cli.app import main as command_line
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.texts import GeneratedTexts, write_texts
+
+FAILING = "failing"
 
 
 def run(words: list[str]) -> list[Any]:
@@ -31,13 +35,17 @@ def run(words: list[str]) -> list[Any]:
         return result
 
     generate_run.write_texts = seen
-    sys.argv = ["dlm-bridge", "generate", *words]
+    sys.argv = ["dlm-bridge", *words]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             command_line()
         except SystemExit as exit_:
             return [exit_.code, out.getvalue(), err.getvalue(), drawn]
     raise AssertionError(f"{words} never ended")
+
+
+def fail(batch: Any) -> Any:
+    raise DlmBridgeError("a row of this share cannot be sampled")
 
 
 def main() -> None:
@@ -48,8 +56,12 @@ def main() -> None:
     report = {}
     for name, words in json.loads((root / "commands.json").read_text()).items():
         torch.manual_seed(rank)  # no process draws what the other does by chance
+        if name == FAILING and rank == 1:
+            generate_run.ended_rows = fail
         report[name] = json.dumps(run(words))
         (root / f"report_{rank}.json").write_text(json.dumps(report))
+        if name == FAILING:
+            return
     end()
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -29,6 +30,7 @@ from dlm_bridge.evaluation.perplexity import exact_log_likelihoods
 from dlm_bridge.loading import LoadedModel, Placement, load_model
 from dlm_bridge.models.modeling_llada import LLaDAConfig, LLaDAModelLM
 from tests.checkpoints import llada_config
+from tests.processes import launch
 
 TEXT = " ".join(f"Question: What is {n} + {n}?\nAnswer: {2 * n}" for n in range(40))
 Eval = Callable[..., dict[str, Any]]
@@ -342,3 +344,60 @@ def test_refusals_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DlmBridgeError, match=r"pip install 'dlm-bridge\[eval\]'"):
         evaluate("no/model", tasks=["orders"])
+
+
+@pytest.mark.slow  # processes that import the harness
+def test_two_processes_evaluate_as_one(
+    run: Eval, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By shares of the rows, and as shards of one model: the same answers and the same figures."""
+    own = {
+        "task": "own",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(FOLDER / "sums.jsonl")}},
+        "test_split": "test",
+        "output_type": "loglikelihood",  # whose metric asks for greedy answers
+        "doc_to_text": "{{question}}\nAnswer:",
+        "doc_to_target": " {{answer}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}],
+    }
+    (tmp_path / "own.yaml").write_text(json.dumps(own))
+    tasks = f"orders,sums,{tmp_path / 'own.yaml'}"
+    words = ["--tasks", tasks, "--limit", "5", "--mc-samples", "3", "--max-length", "128", "--batch-size", "2"]
+    layouts: dict[str, list[str]] = {"shares": [], "shards": ["--tp-plan", "auto"]}
+    commands = {
+        f"{layout} {name}": ["eval", str(folder), *words, *more, "--output", str(tmp_path / f"{layout}-{name}")]
+        for layout, more in layouts.items()
+        for name, folder in folders.items()
+    }
+    root = tmp_path / "two"
+    root.mkdir()
+    (root / "commands.json").write_text(json.dumps(commands))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    said = launch("tests.cli.tp_worker", root)
+    options = {"limit": 5, "mc_samples": 3, "max_length": 128, "batch_size": "2"}
+    alone = {name: run(name, tasks=[tasks], **options) for name in folders}
+    for command in commands:
+        layout, name = command.split()
+        assert command in said, said
+        for rank, one in enumerate(said[command]):
+            code, out, err, _ = json.loads(one)
+            assert code == 0, err
+            assert bool(out) == (rank == 0)
+        folder = tmp_path / f"{layout}-{name}"
+        facts = json.loads((folder / "results.json").read_text())
+        rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        assert facts["settings"]["processes"] == {"shares": 2, "shards": 1}[layout]
+        assert len(rows) == len(alone[name]["samples"]) == 15
+        for row, expected in zip(rows, alone[name]["samples"], strict=True):
+            assert row["doc_id"] == expected["doc_id"]
+            if name == "llada" and layout == "shares":  # batches are the same
+                assert row == expected
+            elif row["task"] == "sums":
+                assert row["filtered_resps"] == expected["filtered_resps"]
+            else:
+                found, wanted = (np.array(one["filtered_resps"], dtype=float) for one in (row, expected))
+                np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        for task, entry in alone[name]["tasks"].items():
+            for metric, value in entry["metrics"].items():
+                assert facts["tasks"][task]["metrics"][metric] == pytest.approx(value, rel=1e-5), (task, metric)

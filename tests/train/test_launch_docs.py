@@ -24,6 +24,7 @@ OTHERS = {
     *("--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"),
     *("--requeue", "--open-mode", "--kill-on-bad-exit", "--dependency", "--gpus-per-task"),
     *("--build-arg", "--tag"),  # of docker
+    *("--device-map", "--jsonl", "--tp-plan"),  # of eval and generate
 }
 COLUMNS = {
     "masked": ("masked", "masked_fraction"),
