@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -111,6 +112,13 @@ def test_round_trip_over_the_grid(tmp_path: Path) -> None:
 def test_round_trip_in_megatrons_legacy_format(tmp_path: Path) -> None:
     layouts = [Layout(tp=2, pp=2), Layout(pp=2, ep=2), Layout(tp=2, ep=2, etp=2)]
     round_trip(write_checkpoint(tmp_path / "hub"), tmp_path, layouts, "torch")
+
+
+def test_a_plain_distributed_checkpoint_is_not_taken_for_megatrons(folder: Path, tmp_path: Path) -> None:
+    """Its keys begin with `model.decoder.layers`, as those of Megatron FSDP do."""
+    torch.distributed.checkpoint.save(tensors_of(folder), checkpoint_id=tmp_path / "state", no_dist=True)
+    Bridge.from_megatron(tmp_path / "state", like=folder).to_hf(tmp_path / "back")
+    assert_same_bits(tensors_of(tmp_path / "back"), tensors_of(folder))
 
 
 def test_keys_and_shapes_are_megatron_bridge_s(megatron: Path) -> None:

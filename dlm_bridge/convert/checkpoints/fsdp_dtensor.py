@@ -24,6 +24,10 @@ from dlm_bridge.mapping.rules import GatedMLP, ParamMapping, Vocabulary
 
 _MODEL = re.compile(r"model0?\.(?:module\.)*")
 _MEGATRON = re.compile(r"(decoder\.|embedding\.word_embeddings\.|output_layer\.|mtp\.)")
+# What no Hub model's names have, of which some begin with "model.decoder." as well.
+_ONLY_MEGATRON = re.compile(
+    r"decoder\.(layers\.\d+\.self_attention|final_layernorm)\.|embedding\.|output_layer\.|mtp\."
+)
 _HALVES = ("_w", "_v")
 
 
@@ -140,4 +144,4 @@ def _fsdp_names(contents: Contents) -> dict[str, str]:
         match = _MODEL.match(key)
         if match and _MEGATRON.match(key[match.end() :]):
             found[key] = key[match.end() :]
-    return found
+    return found if any(map(_ONLY_MEGATRON.match, found.values())) else {}
