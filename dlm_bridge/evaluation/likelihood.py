@@ -29,8 +29,8 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
+from dlm_bridge.objectives.losses import position_losses
 from dlm_bridge.objectives.noise import Purpose, Uniforms, keyed_generator
-from dlm_bridge.objectives.random_tokens import position_losses
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import MaskedDiffusion, ShiftedDiffusion
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,8 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 from dlm_bridge.attention_mask import AttentionPattern, MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import IGNORE_INDEX, CleanBatch, NoisyBatch
+from dlm_bridge.objectives.losses import Certainty, position_losses
 from dlm_bridge.objectives.noise import Uniforms
-from dlm_bridge.objectives.random_tokens import position_losses
 
 Weighting = Literal["level", "fraction", "uniform", "cart", "bound", "clipped", "dynamic"]
 Normalisation = Literal["tokens", "sequences", "predicted"]
@@ -35,7 +35,8 @@ class Objective(abc.ABC):
     "predicted", those with a loss; "sequences", the documents, with each position's weight over the number of
     positions that count in its document (LLaDA's fine-tuning: the mean over answers of any length).
 
-    `noise_range` has the lowest and the highest probability of masking, in place of `eps` and 1.
+    `noise_range` has the lowest and the highest probability of masking, in place of `eps` and 1. `certainty` adds
+    certainty-forcing to the loss of each position, under the same weight.
 
     The class attributes are the objective's capabilities, which engines, planning and evaluation read.
     """
@@ -47,6 +48,7 @@ class Objective(abc.ABC):
     also: ClassVar[tuple[str, ...]] = ()  # families of another attention pattern that support it too
     masks: ClassVar[bool] = True  # False: no mask token is needed
     noise_ranges: ClassVar[bool] = True  # False: it takes no `noise_range`
+    forces_certainty: ClassVar[bool] = True  # False: it takes no `certainty`
     noise_process: ClassVar[NoiseName] = "mask"  # what a position's token becomes
     streams: ClassVar[int] = 1  # 2 for [noisy | clean], in blocks of `block_size`, with its own mask and position ids
     own_positions: ClassVar[bool] = False  # position ids differ from row to row
@@ -64,10 +66,13 @@ class Objective(abc.ABC):
     loss_weighting: Weighting = "level"
     loss_normalisation: Normalisation = "tokens"
     noise_range: tuple[float, float] | None = None
+    certainty: Certainty | None = None
 
     def __post_init__(self) -> None:
         if self.noise_range is not None and not self.noise_ranges:
             raise DlmBridgeError(f"--noise-range: {type(self).__name__} has noise levels of its own")
+        if self.certainty is not None and not self.forces_certainty:
+            raise DlmBridgeError(f"--certainty-weight: {type(self).__name__} has losses besides that of its masks")
         for name, known in (("loss_weighting", self.weightings), ("loss_normalisation", self.normalisations)):
             if getattr(self, name) not in known:
                 raise DlmBridgeError(
@@ -106,7 +111,8 @@ class Objective(abc.ABC):
             counted = counted & (labels != IGNORE_INDEX)
         numbers = None if documents is None else documents.to(input_ids.device)
         targets = input_ids if labels is None else labels
-        return self.corrupt(CleanBatch(input_ids, targets, counted, real, numbers), uniforms)
+        noisy = self.corrupt(CleanBatch(input_ids, targets, counted, real, numbers), uniforms)
+        return noisy if self.certainty is None else replace(noisy, certainty=self.certainty)
 
     @property
     def model_config(self) -> dict[str, Any]:
@@ -124,7 +130,7 @@ class Objective(abc.ABC):
 
     def loss_sum(self, logits_MV: torch.Tensor, noisy: NoisyBatch) -> torch.Tensor:
         """[K] the weighted losses summed over the positions, in fp32. Zero, with a graph, where M is 0."""
-        losses_M = position_losses(logits_MV.float(), noisy.targets, noisy.noise) * noisy.weights
+        losses_M = position_losses(logits_MV.float(), noisy.targets, noisy.noise, noisy.certainty) * noisy.weights
         if noisy.terms is None:
             return losses_M.sum()[None]
         return torch.stack([losses_M[noisy.terms == term].sum() for term in range(len(noisy.normaliser))])

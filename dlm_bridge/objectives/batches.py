@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.attention_mask import MaskDescriptor, document_ids, position_ids_from_padding
+from dlm_bridge.objectives.losses import Certainty
 from dlm_bridge.objectives.random_tokens import NoisePositions
 
 GOLDEN_RATIO = 0.6180339887498949  # its fractional part
@@ -160,6 +161,7 @@ class NoisyBatch:
     pairs: torch.Tensor | None = None  # [B, 1, S, S] bool, in place of `mask_descriptor` where no rule gives it
     self_conditioned: torch.Tensor | None = None  # [B] bool: canvases whose first prediction the decoder is given
     noise: NoisePositions | None = None  # of random tokens; None where the loss is cross-entropy
+    certainty: Certainty | None = None  # added to the cross-entropy
 
     def model_mask(self) -> torch.Tensor | None:
         """The attention mask of a Hub model's forward: [B, L] bool, or [B or 1, 1, S, S] bool (True: may look) where

@@ -36,6 +36,7 @@ class CanvasDiffusion(Objective):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     families: ClassVar[tuple[str, ...]] = ("diffusion_gemma",)
     masks: ClassVar[bool] = False
+    forces_certainty: ClassVar[bool] = False
     streams: ClassVar[int] = 2
     tokens_read: ClassVar[int] = 2
     terms: ClassVar[int] = 2

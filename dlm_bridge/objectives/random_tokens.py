@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 
 def random_tokens(uniform: torch.Tensor, vocabulary_size: int, mask_token_id: int) -> torch.Tensor:
@@ -90,20 +89,6 @@ class NoisePositions:
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> NoisePositions:
         """The same with every tensor changed."""
         return NoisePositions(change(self.tokens), change(self.ratio), change(self.spread), self.mask_token_id)
-
-
-def position_losses(logits_MV: torch.Tensor, targets_M: torch.Tensor, noise: NoisePositions | None) -> torch.Tensor:
-    """[M] the loss of each position before its weight: cross-entropy, under noise of random tokens the divergences of
-    this module's formula."""
-    if noise is None:
-        return F.cross_entropy(logits_MV, targets_M, reduction="none")
-    if noise.mask_token_id >= 0:
-        tokens_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
-        logits_MV = logits_MV.masked_fill(tokens_V == noise.mask_token_id, -torch.inf)
-    x_MV = logits_MV.softmax(dim=-1)
-    clean_M, observed_M = (x_MV.gather(1, tokens[:, None])[:, 0] for tokens in (targets_M, noise.tokens))
-    logs_M = (noise.ratio[:, None] * x_MV).log1p().sum(dim=-1)
-    return divergence(clean_M, observed_M, logs_M, noise.tokens == targets_M, noise.ratio, noise.spread)
 
 
 def divergence(

@@ -108,6 +108,8 @@ class UniformDiffusion(Objective):
 
     masks: ClassVar[bool] = False
     noise_process: ClassVar[NoiseName] = "uniform"
+    noise_ranges: ClassVar[bool] = False
+    forces_certainty: ClassVar[bool] = False
     loss_fraction: ClassVar[float] = 1.0
     weightings: ClassVar[tuple[Weighting, ...]] = ("bound", "clipped")
 
@@ -217,6 +219,7 @@ class NextTokenPrediction(Objective):
     shift: ClassVar[bool] = True
     masks: ClassVar[bool] = False
     noise_ranges: ClassVar[bool] = False
+    forces_certainty: ClassVar[bool] = False
     loss_fraction: ClassVar[float] = 1.0
     weightings: ClassVar[tuple[Weighting, ...]] = ("uniform",)
     normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted", "sequences")

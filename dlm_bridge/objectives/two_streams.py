@@ -113,6 +113,7 @@ class EditingBlockDiffusion(BlockDiffusion):
     entropy of the others. Neither number is published.
     """
 
+    forces_certainty: ClassVar[bool] = False
     loss_fraction: ClassVar[float] = 1.0
     terms: ClassVar[int] = 2
 
@@ -206,6 +207,7 @@ class NemotronDiffusion(TwoStreamObjective):
 
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
+    forces_certainty: ClassVar[bool] = False
     loss_fraction: ClassVar[float] = 1.5
     clean_stream: ClassVar[StreamPattern] = "causal"
     weightings: ClassVar[tuple[Weighting, ...]] = ("level", "uniform")
@@ -251,6 +253,7 @@ class WeDLMDiffusion(TwoStreamObjective):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
     families: ClassVar[tuple[str, ...]] = ("wedlm",)
     own_positions: ClassVar[bool] = True
+    forces_certainty: ClassVar[bool] = False
     noise_ranges: ClassVar[bool] = False
     exact_block_masks: ClassVar[bool] = True
     loss_fraction: ClassVar[float] = 1.5

@@ -11,6 +11,7 @@ import torch
 
 from dlm_bridge.attention_mask import MaskColumn, MaskDescriptor, document_ids
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.losses import Certainty
 from dlm_bridge.objectives.random_tokens import NoisePositions
 from dlm_bridge.parallel.context_parallel import rank_positions
 
@@ -57,6 +58,7 @@ class MicroBatch:
     weights: torch.Tensor  # [M] fp32
     terms: torch.Tensor | None  # [M] int64, as in `NoisyBatch`
     noise: NoisePositions | None = None  # as in `NoisyBatch`
+    certainty: Certainty | None = None  # as in `NoisyBatch`
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device, copied without waiting where the memory is pinned."""
@@ -185,15 +187,15 @@ def _packed(descriptor: torch.Tensor | None, attention_pattern: str, rows: int, 
 
 def _loss_positions(
     noisy: NoisyBatch, mine: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, NoisePositions | None]:
-    """The loss positions, b * S + s, among the positions `mine` [S] of each row, and their targets, weights, terms and
-    noise."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, NoisePositions | None, Certainty | None]:
+    """The loss positions, b * S + s, among the positions `mine` [S] of each row, and their targets, weights, terms,
+    noise and certainty."""
     number = (noisy.mask.flatten().cumsum(0) - 1).view_as(noisy.mask)  # of each position in `targets`
     mask = noisy.mask[:, mine]
     which = number[:, mine][mask]
     terms = None if noisy.terms is None else noisy.terms[which]
     noise = None if noisy.noise is None else noisy.noise.each(lambda tensor: tensor[which])
-    return mask.flatten().nonzero()[:, 0], noisy.targets[which], noisy.weights[which], terms, noise
+    return mask.flatten().nonzero()[:, 0], noisy.targets[which], noisy.weights[which], terms, noise, noisy.certainty
 
 
 def _padded(batch: MicroBatch, most: int) -> MicroBatch:

@@ -1,5 +1,5 @@
 """Fused linear loss of a vocabulary-parallel output layer at the loss positions only, without keeping logits: the
-cross-entropy, and the divergences of noise of random tokens."""
+cross-entropy, with or without certainty-forcing, and the divergences of noise of random tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlm_bridge.objectives.losses import Certainty
 from dlm_bridge.objectives.random_tokens import NoisePositions, divergence
 
 CHUNK_BYTES = 512 << 20  # of fp32 logits at a time
@@ -27,6 +28,7 @@ class LossPositions:
     terms: torch.Tensor | None = None  # [M] int64, which sum a position belongs to; None where there is one
     num_terms: int = 1
     noise: NoisePositions | None = None  # of random tokens; None where the loss is cross-entropy
+    certainty: Certainty | None = None  # added to the cross-entropy
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,9 @@ def _losses(
     for part in _parts(rows, max(1, CHUNK_BYTES // (4 * shard.tokens))):
         logits = _product(hidden[part], columns)
         gradient = None if delta is None else delta[part]
-        if noise is None:
+        if noise is None and loss_positions.certainty is not None:
+            losses[part] = _certain_cross_entropy(logits, targets[part], loss_positions.certainty, shard, gradient)
+        elif noise is None:
             losses[part] = _cross_entropy(logits, targets[part], shard, gradient)
         else:
             here = noise.each(lambda tensor, part=part: tensor[part])  # type: ignore[misc]
@@ -197,6 +201,30 @@ def _cross_entropy(
     if delta_MV is not None:
         _kernel(_gradient, device)(logits_MV, total_M, targets_M, delta_MV)
     return losses_M
+
+
+def _certain_cross_entropy(
+    logits_MV: torch.Tensor,
+    targets_M: torch.Tensor,
+    certainty: Certainty,
+    shard: VocabShard,
+    delta_MV: torch.Tensor | None,
+) -> torch.Tensor:
+    """[M] fp32, the cross-entropy and what `certainty` adds to it; `delta_MV` becomes the gradient of both."""
+    device, targets_M = logits_MV.device.type, targets_M - shard.first
+    found = _gathered(_kernel(_statistics, device)(logits_MV, targets_M), shard)
+    total_M, losses_M = _kernel(_combine, device)(found)
+    right_M = found[:, 2].sum(0) >= found[:, 0].amax(0)
+    scaled = _kernel(_entropy_sums, device)(logits_MV, found[:, 0].amax(0), certainty.temperature)
+    sum_M, mean_M = _gathered(scaled, shard).sum(0)
+    entropies_M = sum_M.log() - mean_M / sum_M
+    if delta_MV is not None:
+        shares_M = torch.where(right_M, certainty.weight / certainty.temperature, 0.0)
+        _kernel(_certain_gradient, device)(
+            logits_MV, total_M, targets_M, found[:, 0].amax(0), sum_M, entropies_M, shares_M, certainty.temperature,
+            delta_MV,
+        )  # fmt: skip
+    return losses_M + torch.where(right_M, certainty.weight * entropies_M, 0.0)
 
 
 def _divergence(
@@ -258,6 +286,34 @@ def _gradient(logits_MV: torch.Tensor, total_M: torch.Tensor, targets_M: torch.T
     tokens = torch.arange(logits_MV.shape[1], device=logits_MV.device)
     target = (tokens == targets_M[:, None]).to(logits_MV.dtype)
     delta_MV.copy_(torch.exp(logits_MV - total_M[:, None]) - target)
+
+
+def _entropy_sums(logits_MV: torch.Tensor, largest_M: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[2, M]: over this rank's tokens the sums of exp(u_j) and of u_j exp(u_j), u the logits below the largest one of
+    all ranks, over the temperature."""
+    below_MV = (logits_MV - largest_M[:, None]) / temperature
+    weights_MV = below_MV.exp()
+    return torch.stack([weights_MV.sum(1), (weights_MV * below_MV).sum(1)])
+
+
+def _certain_gradient(
+    logits_MV: torch.Tensor,
+    total_M: torch.Tensor,
+    targets_M: torch.Tensor,
+    largest_M: torch.Tensor,
+    sum_M: torch.Tensor,
+    entropies_M: torch.Tensor,
+    shares_M: torch.Tensor,
+    temperature: float,
+    delta_MV: torch.Tensor,
+) -> None:
+    """Softmax minus target, minus p_j (log p_j + entropy) times the share, p the softmax at the temperature, into
+    `delta_MV`."""
+    tokens_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
+    target_MV = (tokens_V == targets_M[:, None]).to(logits_MV.dtype)
+    log_p_MV = (logits_MV - largest_M[:, None]) / temperature - sum_M.log()[:, None]
+    certain_MV = shares_M[:, None] * log_p_MV.exp() * (log_p_MV + entropies_M[:, None])
+    delta_MV.copy_(torch.exp(logits_MV - total_M[:, None]) - target_MV - certain_MV)
 
 
 def _logs(logits_MV: torch.Tensor, total_M: torch.Tensor, ratio_M: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import find_family
 from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.losses import Certainty
 from dlm_bridge.objectives.registry import (
     build_objective,
     check_objective,
@@ -227,7 +228,7 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
     if (size := scheduled_block_size(config, step + 1)) is not None:
         model.config.block_size = size
     options = config.objective
-    name = str(options.name)
+    name, weight = str(options.name), options.certainty_weight
     objective = build_objective(
         name,
         noise_token_id(model, name),
@@ -238,6 +239,7 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
         noise_range=options.noise_levels,
         edit_probability=options.edit_probability,
         p_uniform=options.p_uniform,
+        certainty=Certainty(weight, options.certainty_temperature) if weight else None,
     )
     record_noise(config, model.config, objective)
     return config, objective

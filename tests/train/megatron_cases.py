@@ -37,7 +37,7 @@ class Subject:
 # LLaDA's vocabulary of 125 is padded at tp 2; the tied one's output layer is the first stage's embedding.
 SUBJECTS = {
     "masked": Subject("masked", "odd_vocabulary"),
-    "masked-tied": Subject("masked_fraction", "tied"),
+    "masked-tied": Subject("masked_fraction", "tied", options={"certainty_weight": 2.0, "certainty_temperature": 0.5}),
     "masked-moe": Subject("masked", "llada_moe"),
     "shifted": Subject("shifted", "dream"),
     "shifted-moe": Subject("shifted_cart", "rnd1"),

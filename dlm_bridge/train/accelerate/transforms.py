@@ -15,7 +15,7 @@ from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.objectives.random_tokens import position_losses
+from dlm_bridge.objectives.losses import position_losses
 from dlm_bridge.parallel.batch import loss_bucket
 from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.train.loading import decoder_layers
@@ -119,8 +119,14 @@ def loss_positions(noisy: NoisyBatch) -> LossPositions:
     positions = noisy.mask.flatten().nonzero()[:, 0]
     more = loss_bucket(len(positions), noisy.mask.numel()) - len(positions)
     unpadded = LossPositions(
-        positions, noisy.targets, noisy.weights, noisy.terms, len(noisy.normaliser), noisy.noise
-    )  # fmt: skip
+        positions,
+        noisy.targets,
+        noisy.weights,
+        noisy.terms,
+        len(noisy.normaliser),
+        noisy.noise,
+        noisy.certainty,
+    )
     return _map_tensors(unpadded, lambda tensor: F.pad(tensor, (0, more)))
 
 
@@ -146,6 +152,7 @@ def _map_tensors(positions: LossPositions, change: Callable[[torch.Tensor], torc
         terms,
         positions.num_terms,
         None if positions.noise is None else positions.noise.each(change),
+        positions.certainty,
     )
 
 
@@ -185,7 +192,8 @@ class LossHead:
         if self.is_fused:
             assert self._sums is not None
             return output, self._sums
-        losses_M = position_losses(output[0].float(), positions.targets, positions.noise) * positions.weights
+        losses_M = position_losses(output[0].float(), positions.targets, positions.noise, positions.certainty)
+        losses_M = losses_M * positions.weights
         terms = torch.zeros_like(positions.targets) if positions.terms is None else positions.terms
         sums = torch.stack([(losses_M * (terms == term)).sum() for term in range(positions.num_terms)])
         return sums.sum(), sums.detach()

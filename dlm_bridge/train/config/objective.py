@@ -42,6 +42,14 @@ class ObjectiveOptions:
         None, "Fraction of visible tokens replaced by random ones, of objective block_editing.", minimum=0, maximum=1,
         tasks=TRAINING, fixed=True,
     )  # fmt: skip
+    certainty_weight: float = option(
+        0.0, "Weight of the entropy of right predictions (certainty-forcing), 0: none.", minimum=0, tasks=TRAINING,
+        fixed=True,
+    )  # fmt: skip
+    certainty_temperature: float = option(
+        1.0, "Temperature of the prediction whose entropy that is.", above=0, tasks=TRAINING, fixed=True,
+        needs=("--certainty-weight", None),
+    )  # fmt: skip
     mask_annealing_steps: int = option(
         0, "Steps from causal to bidirectional attention.", minimum=0, tasks=TRAINING, fixed=True
     )

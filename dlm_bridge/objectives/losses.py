@@ -1,0 +1,46 @@
+"""What a position costs before its weight: cross-entropy, certainty-forcing, the divergences of random tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from dlm_bridge.objectives.random_tokens import NoisePositions, divergence
+
+
+@dataclass(frozen=True)
+class Certainty:
+    """Certainty-forcing (dParallel, arXiv 2509.26488; LLaDA2's confidence-aware parallel training, arXiv 2512.15745):
+    a position whose clean token has the largest logit costs `weight` times the entropy of the prediction as well.
+
+    Samplers that commit every token above a confidence then commit more of them a step.
+    """
+
+    weight: float
+    temperature: float = 1.0  # of the softmax whose entropy it is
+
+
+def position_losses(
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, noise: NoisePositions | None, certainty: Certainty | None = None
+) -> torch.Tensor:
+    """[M] the loss of each position before its weight: cross-entropy, with `certainty` its entropy as well; under
+    `noise` of random tokens the divergences of `random_tokens`."""
+    if noise is None:
+        losses_M = F.cross_entropy(logits_MV, targets_M, reduction="none")
+        return losses_M if certainty is None else losses_M + certain_entropies(logits_MV, targets_M, certainty)
+    if noise.mask_token_id >= 0:
+        tokens_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
+        logits_MV = logits_MV.masked_fill(tokens_V == noise.mask_token_id, -torch.inf)
+    x_MV = logits_MV.softmax(dim=-1)
+    clean_M, observed_M = (x_MV.gather(1, tokens[:, None])[:, 0] for tokens in (targets_M, noise.tokens))
+    logs_M = (noise.ratio[:, None] * x_MV).log1p().sum(dim=-1)
+    return divergence(clean_M, observed_M, logs_M, noise.tokens == targets_M, noise.ratio, noise.spread)
+
+
+def certain_entropies(logits_MV: torch.Tensor, targets_M: torch.Tensor, certainty: Certainty) -> torch.Tensor:
+    """[M] `certainty.weight` times the entropy where the target has the largest logit, zero elsewhere."""
+    right_M = logits_MV.detach().gather(1, targets_M[:, None])[:, 0] >= logits_MV.detach().amax(dim=-1)
+    entropies_M = torch.special.entr((logits_MV / certainty.temperature).softmax(dim=-1)).sum(dim=-1)
+    return torch.where(right_M, certainty.weight * entropies_M, 0.0)
