@@ -76,6 +76,7 @@ class CanvasHead(LossHead):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
+        self.is_fused = True  # the soft cap included
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.own_forward = model.forward
         model.forward = self._model_forward
