@@ -46,18 +46,19 @@ def register_model_names() -> None:
         own = family.kind == "diffusion" and not family.native
         for name in family.architectures if own else ():
             if not hasattr(transformers, name):
-                setattr(transformers, name, _model_stand_in(name))
+                setattr(transformers, name, _model_stand_in(family, name))
 
 
-def _model_stand_in(name: str) -> type:
-    """A model class that loads what AutoModelForCausalLM does."""
+def _model_stand_in(family: FamilySpec, name: str) -> type:
+    """A model class that loads what AutoModelForCausalLM does, or the family's own class where that knows none."""
 
     class StandIn:
         @classmethod
         def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
             from transformers import AutoModelForCausalLM
 
-            return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+            model_class = AutoModelForCausalLM if family.auto_classes else family.load("model_class")
+            return model_class.from_pretrained(*args, **kwargs)
 
     StandIn.__name__ = name
     return StandIn

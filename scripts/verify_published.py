@@ -32,6 +32,7 @@ SMALLEST = {
     "rnd1": "radicalnumerics/RND1-Base-0910",
     "sdar": "JetLM/SDAR-1.7B-Chat",
     "sdar_moe": "JetLM/SDAR-30B-A3B-Chat",
+    "stable_diffcoder": "ByteDance-Seed/Stable-DiffCoder-8B-Base",
     "wedlm": "tencent/WeDLM-7B-Base",
 }
 HEADER = """# Published checkpoints against their original code

@@ -35,6 +35,7 @@ FAMILY_SPECS = (
     "dlm_bridge.models.rnd1:SPEC",
     "dlm_bridge.models.sdar:SPEC",
     "dlm_bridge.models.sdar_moe:SPEC",
+    "dlm_bridge.models.stable_diffcoder:SPEC",
     "dlm_bridge.models.wedlm:SPEC",
     "dlm_bridge.models.autoregressive:LLAMA",
     "dlm_bridge.models.autoregressive:QWEN2",
@@ -86,10 +87,6 @@ UNSUPPORTED: dict[str, str] = {
         "ModernBERT-Chat is native in transformers; its encoder (LayerNorm, alternating windows, GeGLU) has no mapping"
     ),
     "NemotronLabsDiffusionVLMModel": "Nemotron-Labs-Diffusion-VLM has a vision tower: only text models load here",
-    "StableDiffcoderForCausalLM": (
-        "Stable-DiffCoder calls itself a plain Llama (model_type 'llama'), which AutoModel would run causally; it "
-        "attends in blocks of 4 with mask token 5, which no family here does"
-    ),
 }
 
 
@@ -148,12 +145,15 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise DlmBridgeError(f"{where}: 'architectures' must be a list of class names, not {architectures!r}")
     # A stock class name may hide remote code with another attention pattern: the names in auto_map count, too.
-    for architecture in [*architectures, *_remote_classes(config)]:
+    remote = _remote_classes(config)
+    for architecture in [*architectures, *remote]:
         if architecture in UNSUPPORTED:
             raise DlmBridgeError(f"{where}: architecture {architecture}: {UNSUPPORTED[architecture]}")
     for architecture in architectures:
         if architecture in known:
-            return known[architecture]
+            found = known[architecture]
+            behind = [known[name] for name in remote if name in known] if found.native else []
+            return behind[0] if behind else found
     published = [architecture for architecture, spec in known.items() if not spec.derived_from]
     if not architectures:
         named = f"no 'architectures' (model_type {config.get('model_type')!r})"

@@ -212,12 +212,27 @@ def _hub_config(model: str, family: FamilySpec | None) -> Any:
                 f"--model {model}: its config does not say which family it is: name it with --family "
                 f"({one_line(error).split('. ')[0]})"
             ) from None
+        if family is None and (hidden := _family_behind(config)) is not None:
+            return hidden.load("config_class").from_pretrained(model)
     if family is not None and not isinstance(config, config_class):
         raise DlmBridgeError(
             f"--family {family.name}: the config of {model} names another family, {config.architectures[0]}: "
             "leave --family out"
         )
     return config
+
+
+def _family_behind(hub_config: Any) -> FamilySpec | None:
+    """The diffusion family of a config that transformers reads as another model's, since they share a model type."""
+    if getattr(type(hub_config), "family", None) is not None or not getattr(hub_config, "architectures", None):
+        return None
+    named = {"architectures": hub_config.architectures, "auto_map": getattr(hub_config, "auto_map", None)}
+    try:
+        spec = find_family(named)
+    except DlmBridgeError:  # of no family here
+        return None
+    shared = spec.sampled_here and not spec.auto_classes and spec.model_type == hub_config.model_type
+    return spec if shared else None
 
 
 def check_exists(flag: str, place: str) -> None:

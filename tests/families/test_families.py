@@ -62,13 +62,16 @@ def test_remote_code_behind_a_stock_class_name_is_not_taken_for_it() -> None:
         "auto_map": {"AutoModelForCausalLM": "modeling_seed_diffcoder.StableDiffcoderForCausalLM"},
         "model_type": "llama",
     }
-    with pytest.raises(DlmBridgeError, match=r"StableDiffcoderForCausalLM: .*blocks of 4"):
+    assert find_family(config).name == "stable_diffcoder"
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_mdlm.MDLM"}
+    with pytest.raises(DlmBridgeError, match=r"architecture MDLM: "):
         find_family(config)
     assert find_family({"architectures": ["LlamaForCausalLM"]}).kind == "autoregressive"
 
 
 def test_families_that_a_config_cannot_tell_are_chosen_by_name() -> None:
-    """DiffuLLaMA's config is Llama's; DiffLM's has no model type, so no Auto class can read it."""
+    """DiffuLLaMA's config is Llama's; DiffLM's has no model type, so no Auto class can read it; Stable-DiffCoder's has
+    Llama's model type and a class of its own."""
     for case in all_cases():
         if case.name == "diffullama":
             assert find_family(case.config).name == "llama"
@@ -76,6 +79,8 @@ def test_families_that_a_config_cannot_tell_are_chosen_by_name() -> None:
         if case.name == "difflm":
             assert find_family(case.config).name == "difflm"
             assert "model_type" not in case.config
+        if case.name == "stable_diffcoder":
+            assert find_family(case.config).name == "stable_diffcoder"
 
 
 # ------------------------------------------------------------------------------------------------- loading

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dlm_bridge import loading as loading_module
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.registration import register_model_names
 from dlm_bridge.train import loading
 from tests.checkpoints import write_tokenizer
+from tests.families import stable_diffcoder
 
 REMOTE = {"AutoConfig": "configuration_x.XConfig", "AutoTokenizer": ["tokenization_x.XTokenizer", None]}
 
@@ -40,6 +42,19 @@ def test_nobody_is_asked_to_run_a_folder_s_code(
         (tmp_path / f"{name}.py").write_text("raise SystemExit('remote code was executed')\n")
     assert open_tokenizer(str(tmp_path), "--tokenizer").convert_tokens_to_ids("the") == 257
     assert not asked
+
+
+def test_stable_diffcoder_is_no_causal_llama(tmp_path: Path) -> None:
+    """transformers goes by model_type; here, and for transformers' command line, the class name decides."""
+    import transformers
+
+    case = stable_diffcoder.CASE
+    folder = case.write(tmp_path / "hub")
+    wanted = case.spec.load("model_class")
+    assert type(loading.load_hub_model(str(folder))) is wanted
+    assert type(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)) is LlamaForCausalLM
+    register_model_names()
+    assert type(transformers.StableDiffcoderForCausalLM.from_pretrained(folder)) is wanted
 
 
 def test_a_diffusion_architecture_under_another_model_type_is_refused(tmp_path: Path) -> None:
