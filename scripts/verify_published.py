@@ -21,6 +21,7 @@ from dlm_bridge.models.families import families
 
 # The families whose checkpoints carry code of their own (auto_map), with the smallest of each.
 SMALLEST = {
+    "coda": "Salesforce/CoDA-v0-Instruct",
     "dream": "Dream-org/Dream-v0-Instruct-7B",
     "dream_reasoner": "Dream-org/DreamReasoner-8B",
     "fast_dllm_v2": "Efficient-Large-Model/Fast_dLLM_v2_1.5B",

@@ -22,6 +22,7 @@ FAMILY_SPECS = (
     "dlm_bridge.models.a2d:LLAMA",
     "dlm_bridge.models.a2d:QWEN2",
     "dlm_bridge.models.a2d:QWEN3",
+    "dlm_bridge.models.coda:SPEC",
     "dlm_bridge.models.difflm:SPEC",
     "dlm_bridge.models.diffusion_gemma:SPEC",
     "dlm_bridge.models.diffullama:SPEC",

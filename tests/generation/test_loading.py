@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dlm_bridge import loading as loading_module
@@ -16,7 +17,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.registration import register_model_names
 from dlm_bridge.train import loading
 from tests.checkpoints import write_tokenizer
-from tests.families import stable_diffcoder
+from tests.families import coda, stable_diffcoder
 
 REMOTE = {"AutoConfig": "configuration_x.XConfig", "AutoTokenizer": ["tokenization_x.XTokenizer", None]}
 
@@ -55,6 +56,16 @@ def test_stable_diffcoder_is_no_causal_llama(tmp_path: Path) -> None:
     assert type(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)) is LlamaForCausalLM
     register_model_names()
     assert type(transformers.StableDiffcoderForCausalLM.from_pretrained(folder)) is wanted
+
+
+def test_coda_s_published_order_that_does_not_exist_is_left_out(tmp_path: Path) -> None:
+    folder = coda.CASE.write(tmp_path / "hub")
+    published = {"alg": "original", "alg_temp": 0.2, "eps": 0.001, "mask_token_id": 126, "top_p": None}
+    (folder / "generation_config.json").write_text(json.dumps(published))
+    model = coda.CASE.load(folder)
+    output = model.generate(torch.tensor([[3, 4]]), gen_length=4, steps=4, eos_token_id=None)
+    assert output.shape == (1, 6)
+    assert not (output == 126).any()
 
 
 def test_a_diffusion_architecture_under_another_model_type_is_refused(tmp_path: Path) -> None:
