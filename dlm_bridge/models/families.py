@@ -68,7 +68,8 @@ UNSUPPORTED: dict[str, str] = {
     "DiscreteDiffusionModel": "DiffuGPT is GPT-2 (learned positions, LayerNorm, biases): no body for it here",
     "DreamModel in DreamOn-v0-7B": (
         "DreamOn cannot be told from Dream by its config: it loads, converts and trains as Dream, but its <|expand|> "
-        "and <|delete|> tokens do not change the length of what is sampled"
+        "and <|delete|> tokens do not change the length of what is sampled (the text behind the masks would "
+        "have to move)"
     ),
     "GPT2LMHeadModel": "GPT-2 (also DiffuGPT's base) has learned positions, LayerNorm and biases: no body for it here",
     "Gemma3ForConditionalGeneration": (
@@ -88,6 +89,15 @@ UNSUPPORTED: dict[str, str] = {
         "ModernBERT-Chat is native in transformers; its encoder (LayerNorm, alternating windows, GeGLU) has no mapping"
     ),
     "NemotronLabsDiffusionVLMModel": "Nemotron-Labs-Diffusion-VLM has a vision tower: only text models load here",
+    "Qwen3ForCausalLM in I-DLM": (
+        "I-DLM as NeMo Automodel trains it is saved as a plain Qwen3: it loads and converts as the causal Qwen3 that "
+        "its body is, but its all-masked objective and its introspective strided decoding are not written here"
+    ),
+    "Sumi-7B": "Sumi's class name and code (a Llama-like body, GIDD's uniform noise) are not public on GitHub",
+    "openPangu-R-7B-Diffusion": (
+        "its code (context-causal blocks of 32 on openPangu's body, which has biases) is not public on GitHub, and "
+        "its class name was not seen"
+    ),
 }
 
 
