@@ -330,10 +330,15 @@ def _usage(repo_id: str, family: FamilySpec | None, base: str | None, adapter: d
             f'model = AutoPeftModelForCausalLM.from_pretrained("{repo_id}")',
         ]
     else:
+        imported, name = ["from transformers import AutoModelForCausalLM, AutoTokenizer"], "AutoModelForCausalLM"
+        if family is not None and family.sampled_here and not family.auto_classes:
+            # The Auto classes take it for another model.
+            module, _, name = family.model_class.partition(":")
+            imported = ["from transformers import AutoTokenizer", "", f"from {module} import {name}"]
         lines += [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            *imported,
             "",
-            f'model = AutoModelForCausalLM.from_pretrained("{repo_id}")',
+            f'model = {name}.from_pretrained("{repo_id}")',
             f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")',
         ]
     code = "\n".join(lines)

@@ -20,6 +20,7 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.push import front_matter, push, without_tokens
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
+from tests.families import stable_diffcoder
 
 TOKEN = "hf_SecretSecretSecretSecret0123"
 
@@ -146,6 +147,14 @@ def test_own_readme_is_kept_unless_told_otherwise(hub: Hub, folder: Path) -> Non
     assert "# Mine" not in card
     assert "license: cc-by-4.0" in card
     assert "language: zh" in card
+
+
+def test_the_card_of_a_model_that_the_auto_classes_take_for_another(hub: Hub, tmp_path: Path) -> None:
+    folder = stable_diffcoder.CASE.write(tmp_path / "hub")
+    push(folder, "me/model", overwrite_card=True)
+    card = hub.files["README.md"].decode()
+    assert "from dlm_bridge.models.modeling_stable_diffcoder import StableDiffcoderForCausalLM" in card
+    assert "AutoModelForCausalLM" not in card
 
 
 def test_card_of_a_training_run(hub: Hub, folder: Path, tmp_path: Path) -> None:
