@@ -15,11 +15,11 @@ from dlm_bridge import processes
 from dlm_bridge.cli import (
     adapter,
     convert,
-    convert_to_dlm,
     env,
     eval,
     families,
     generate,
+    new_models,
     plan,
     preprocess,
     push,
@@ -72,7 +72,7 @@ def _root(
 
 
 for group in (
-    convert, verify, convert_to_dlm, preprocess, train, rl, generate, serving, eval, families, plan, env, adapter,
+    convert, verify, new_models, preprocess, train, rl, generate, serving, eval, families, plan, env, adapter,
     push,
 ):  # fmt: skip
     group.register(app)

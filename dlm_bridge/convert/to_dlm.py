@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata
-from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, open_hub
-from dlm_bridge.convert.manifest import ChangedFile, Manifest, TensorRecord, record_of
+from dlm_bridge.convert.checkpoint import HubMetadata
+from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, MadeOfHub, open_hub
 from dlm_bridge.convert.planning import ConversionReport, Options
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.convert.workers import Progress
@@ -132,16 +131,13 @@ def _target(source: HubCheckpoint, name: str | None, child: str | None) -> Famil
     return family_by_name(name)
 
 
-class _Converted(ByNameCheckpoint):
+class _Converted(MadeOfHub):
     """The source's tensors as the target family's, with the mask token's rows."""
-
-    format = "huggingface"
 
     def __init__(
         self, source: HubCheckpoint, target: FamilySpec, token: MaskToken, seed: int, block_size: int | None
     ) -> None:
-        self._source, self._token, self._seed = source, token, seed
-        self._read: dict[str, TensorRecord] = {}
+        self._token, self._seed = token, seed
         texts = dict(token.files)
         config = _config(source, target, token)
         if block_size is not None:
@@ -169,7 +165,7 @@ class _Converted(ByNameCheckpoint):
             shards=[shard for shard in shards if shard.tensors],
         )
         self._stored = {name: source.spec(name) for name in source.reader.names if name not in self._left}
-        super().__init__(source.where, hub)
+        super().__init__(source, hub)
         old, new = source.dims.vocab, self.dims.vocab
         vocabulary = {n for param in self.params if isinstance(param.rule, Vocabulary) for n in param.hub_names}
         self._noisy = vocabulary | {n for n, entry in self.passthrough.items() if entry.copy_of in vocabulary}
@@ -182,7 +178,7 @@ class _Converted(ByNameCheckpoint):
         tensor = self._source.reader.read(name)
         if name not in self._noisy:
             return tensor
-        self._read[name] = record_of(tensor)
+        self._note(name, tensor)
         old, (rows, hidden) = tensor.shape[0], self._stored[name][1]
         noise = Normal(float(self.config.get("initializer_range") or 0.02))
         entry = self.passthrough.get(name)  # a redundant tied head must stay the embedding's copy
@@ -195,19 +191,6 @@ class _Converted(ByNameCheckpoint):
         for row in {self._token.id, *range(old, rows)}:
             result[row] = drawn(row)
         return result
-
-    @property
-    def record(self) -> Manifest | None:
-        return self._source.record
-
-    def stored_record(self, name: str) -> TensorRecord | None:
-        return self._read.pop(name, None)
-
-    def damaged_files(self, workers: int | None = None) -> list[ChangedFile]:
-        return self._source.damaged_files(workers)
-
-    def folders(self) -> list[Path]:
-        return self._source.folders()
 
 
 def _layer(name: str) -> int:

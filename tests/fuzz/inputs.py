@@ -246,9 +246,10 @@ def _resume(engine: str) -> tuple[str, ...]:
     )
 
 
+UPCYCLE = ("upcycle", "{it}", "{out}", "--experts", "2")
 KINDS: dict[str, Kind] = {
     "diffusion": Kind(_diffusion, (*OF_A_HUB_FOLDER, (*VRPO, "--model", "{it}"))),
-    "llama": Kind(_llama, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}"))),
+    "llama": Kind(_llama, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}"), UPCYCLE)),
     "pickled": Kind(_pickled, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}")), "*.bin", ("llama",)),
     "llama_dlm": Kind(_to_dlm, (GENERATE, SFT), needs=("llama",)),
     "adapter": Kind(

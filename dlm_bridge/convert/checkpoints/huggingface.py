@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dlm_bridge.convert.formats.safetensors_file import (
     read_header,
 )
 from dlm_bridge.convert.formats.unpickler import FileTensor, read_torch_file
-from dlm_bridge.convert.manifest import Manifest
+from dlm_bridge.convert.manifest import ChangedFile, Manifest, TensorRecord, record_of
 from dlm_bridge.convert.side_files import list_side_files
 from dlm_bridge.convert.streaming import (
     FileRegion,
@@ -130,6 +131,43 @@ class HubCheckpoint(ByNameCheckpoint):
         headers = {name: range_digest(file.path, 0, file.start) for name, file in self.reader.files.items()}
         wrong = {shard.file for shard in manifest.shards if found.get(shard.file) != shard}
         return sorted(wrong | {name for name, recorded in manifest.files.items() if headers.get(name) != recorded})
+
+
+class MadeOfHub(ByNameCheckpoint):
+    """Another model, made of a Hub folder's tensors as they are read; a subclass lists its own in `_stored`.
+
+    What the source's manifest records is compared with what was read: `_note` keeps the record of a source tensor for
+    the first tensor that is made of it, and `_recorded_as` gives that one's name.
+    """
+
+    format = "huggingface"
+
+    def __init__(self, source: HubCheckpoint, hub: HubMetadata) -> None:
+        super().__init__(source.where, hub)
+        self._source = source
+        self._read: dict[str, TensorRecord] = {}
+
+    def _note(self, name: str, stored: torch.Tensor) -> None:
+        self._read[name] = record_of(stored)
+
+    def _recorded_as(self, name: str) -> str:
+        return name
+
+    @cached_property
+    def record(self) -> Manifest | None:
+        manifest = self._source.record
+        if manifest is None:
+            return None
+        return replace(manifest, tensors={self._recorded_as(name): found for name, found in manifest.tensors.items()})
+
+    def stored_record(self, name: str) -> TensorRecord | None:
+        return self._read.pop(name, None)
+
+    def damaged_files(self, workers: int | None = None) -> list[ChangedFile]:
+        return self._source.damaged_files(workers)
+
+    def folders(self) -> list[Path]:
+        return self._source.folders()
 
 
 @gc_paused()

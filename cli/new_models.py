@@ -1,4 +1,4 @@
-"""`dlm-bridge convert-to-dlm`: conversion of an autoregressive checkpoint to a diffusion one."""
+"""`dlm-bridge convert-to-dlm` and `upcycle`: another model is made of a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dlm_bridge.cli import convert
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
+    """Add the commands to the app."""
     app.command("convert-to-dlm")(convert_to_dlm)
+    app.command("upcycle")(upcycle)
 
 
 def convert_to_dlm(
@@ -59,6 +60,48 @@ def convert_to_dlm(
             seed=seed,
             block_size=block_size,
             dequantize_fp8=dequantize_fp8,
+            revision=revision,
+            workers=workers,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            accept_changed_tensors=accept_changed_tensors,
+            progress=progress,
+        )
+    convert.show_report(report.as_dict(), as_json)
+
+
+def upcycle(
+    source: Annotated[str, typer.Argument(metavar="DENSE_HF", help="Hub folder or Hub id of a dense model.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The Hub folder to write.")],
+    experts: Annotated[int, typer.Option(metavar="N", help="Copies of each MLP.")],
+    top_k: Annotated[int, typer.Option(metavar="K", help="Copies that a token goes through.")] = 2,
+    granularity: Annotated[
+        int, typer.Option(metavar="G", help="Experts that each copy is cut into, a power of two.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Of the routers' noise.")] = 0,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest weight file.")] = "5GB",
+    revision: convert.Revision = None,
+    workers: convert.Workers = None,
+    overwrite: convert.Overwrite = False,
+    accept_changed_tensors: convert.AcceptChanged = False,
+    dry_run: convert.DryRun = False,
+    as_json: convert.Json = False,
+) -> None:
+    """Turn a dense checkpoint into one with experts that computes the same, ready for pretrain.
+
+    Example: dlm-bridge upcycle Qwen/Qwen3-0.6B Qwen3-8x0.6B --experts 8 --top-k 2
+    """
+    from dlm_bridge.convert.to_moe import upcycle as run
+
+    with convert.progress_bar("upcycling") as progress:
+        report = run(
+            source,
+            output,
+            experts,
+            top_k,
+            granularity=granularity,
+            seed=seed,
+            shard_size=shard_size,
             revision=revision,
             workers=workers,
             overwrite=overwrite,
