@@ -196,11 +196,16 @@ def read_config(path: Path) -> dict[str, Any]:
         config = read_json(path)
     except FileNotFoundError:
         raise DlmBridgeError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
-    try:
-        json.dumps(config, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise DlmBridgeError(f"{path}: holds a lone surrogate, which no other file can hold: it is damaged") from None
+    check_characters(config, f"{path}")
     return config
+
+
+def check_characters(value: Any, where: str) -> None:
+    """Raise DlmBridgeError where a JSON value holds half of a character, which no file and no tokenizer can take."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DlmBridgeError(f"{where}: holds a lone surrogate, which is no character: it is damaged") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

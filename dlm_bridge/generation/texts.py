@@ -22,6 +22,7 @@ from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds, seeded_generators
+from dlm_bridge.hub import check_characters
 
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one
 
@@ -340,6 +341,7 @@ def _prompt(line: str, where: str, key: str, chat: bool, system: str | None) -> 
         raise DlmBridgeError(f"{where}: not JSON") from None
     if not isinstance(row, dict):
         raise DlmBridgeError(f"{where}: not a JSON object")
+    check_characters(row, where)
     if key in row:
         text = row[key]
         if not isinstance(text, str):

@@ -151,15 +151,20 @@ def test_no_pipe_in_a_megatron_checkpoint_is_waited_for(qwen3: Path, tmp_path: P
 
 BOMB = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 LONG_NUMBER = b'{"prompt": ' + b"1" * 10_000 + b"}"  # beyond Python's limit of digits
+HALF = rb'{"prompt": "a\ud800"}'  # of a character
 
 
-@pytest.mark.parametrize("line", [BOMB, LONG_NUMBER])
+@pytest.mark.parametrize("line", [BOMB, LONG_NUMBER, HALF])
 def test_bombs_in_data_are_named_by_their_line(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
     with pytest.raises(DlmBridgeError, match=r"rows\.jsonl, line 2"):
         read_prompts(str(tmp_path / "rows.jsonl"), "prompt", False, None)
     with pytest.raises(DlmBridgeError, match="the row"):
         parse_object(line, "the row")
+
+
+def test_both_halves_of_a_character_are_one() -> None:
+    assert parse_object(rb'{"prompt": "\ud83d\ude00"}', "the row") == {"prompt": "\N{GRINNING FACE}"}
 
 
 def test_a_bomb_in_a_run_s_configuration(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from datasets.exceptions import DatasetGenerationError
 
 from dlm_bridge.errors import DlmBridgeError, reading
-from dlm_bridge.hub import check_readable
+from dlm_bridge.hub import check_characters, check_readable
 from dlm_bridge.train.data.blocks import Rows
 
 TEXT_FIELD = "text"
@@ -124,6 +124,8 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
         raise DlmBridgeError(f"{where}: not JSON, one object a line is needed ({error})") from None
     if not isinstance(row, dict):
         raise DlmBridgeError(f"{where}: not JSON, one object a line is needed (it is {type(row).__name__})")
+    if b"\\ud" in line.lower():  # an escape of half of a character, which may stand beside the other half
+        check_characters(row, where)
     return row
 
 
