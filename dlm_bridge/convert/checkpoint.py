@@ -55,6 +55,7 @@ class HubMetadata:
     texts: dict[str, bytes] = field(default_factory=dict)  # side files that lie nowhere: name -> content
     shards: list[ShardRecord] = field(default_factory=list)  # the Hub's own shard map, where known
     passthrough: tuple[str, ...] = ()  # passthrough tensors of a checkpoint that does not store them by name
+    shared: dict[str, str] = field(default_factory=dict)  # of them those that became copies: name -> of which tensor
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the Hub tensors when imported, where known
     derived: tuple[Derived, ...] = ()  # how `config` was made, where the checkpoint names no Hub model
 
@@ -174,12 +175,22 @@ class Checkpoint(ABC):
     def passthrough(self) -> dict[str, Passthrough]:
         """The passthrough tensors that this model has."""
         known = self.mapping.passthrough_names(self.dims)
-        return {name: known[name] for name in self.hub.passthrough if name in known}
+        found = {name: known[name] for name in self.hub.passthrough if name in known}
+        copies = {name: other for name, other in self.hub.shared.items() if name in found}
+        return found | {name: replace(found[name], copy_of=other) for name, other in copies.items()}
 
     @property
     def derived(self) -> dict[str, str]:
         """Passthrough tensors that are not stored, since each is a copy: name -> the tensor that it copies."""
         return {}
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """Passthrough tensors of multi-token prediction layers, and those that a live Megatron model has in their
+        place."""
+        passthrough = self.passthrough
+        named = {name: entry.shared_with for name, entry in passthrough.items() if entry.shared_with}
+        return {name: getattr(passthrough.get(other), "copy_of", other) for name, other in named.items()}
 
     def hub_names(self) -> list[str]:
         """Every Hub tensor of the model."""

@@ -84,6 +84,7 @@ class Manifest:
     files: dict[str, str] = field(default_factory=dict)  # weight file -> digest of its items' digests, or its header's
     left_out: list[str] = field(default_factory=list)
     carried: list[str] = field(default_factory=list)
+    shared: dict[str, str] = field(default_factory=dict)  # carried tensor -> the trained one that is given back for it
     # Tensor or file of the source -> what was "recorded" and what "found", where they differed and were accepted.
     changed: dict[str, dict[str, Any]] = field(default_factory=dict)
     fingerprint: str = ""  # of source and options, by which a resume knows that it was finished

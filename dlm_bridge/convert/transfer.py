@@ -234,6 +234,7 @@ class Transfer(ABC):
             side_files=side_file_digests(folder, skip={*_NO_SIDE_FILES, *self.plan.report.files}),
             left_out=list(hub.excluded),
             carried=list(source.passthrough),
+            shared=source.hub.shared,
             fingerprint=self.journal.fingerprint if source.folders() else "",
             changed={**({} if source.record is None else source.record.changed), **self.changed},
         )

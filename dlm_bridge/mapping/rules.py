@@ -406,6 +406,7 @@ class Passthrough:
 
     `name` may hold `{layer}`, which then stands for every layer that meets `when`, or with `mtp` for every multi-token
     prediction layer. `copy_of` names the tensor that it must equal (a redundant tied head); a difference is an error.
+    `shared_with` names the tensor that a live Megatron model has in its place, which a run trains for both.
     """
 
     name: str
@@ -413,6 +414,7 @@ class Passthrough:
     copy_of: str = ""
     in_model: bool = True  # whether the transformers model has it
     mtp: bool = False
+    shared_with: str = ""
 
     def entries(self, dims: Dims) -> Iterator[Passthrough]:
         """One for each Hub tensor that the template stands for."""

@@ -250,8 +250,10 @@ def mtp_rules(layer: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 def mtp_passthrough(layer: str) -> tuple[Passthrough, ...]:
     """The Hub's own copies of embedding and head in each MTP layer, which Megatron shares with the model."""
-    names = (layer + "embed_tokens.weight", layer + "shared_head.head.weight")
-    return tuple(Passthrough(name, in_model=False, mtp=True) for name in names)
+    shared = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    return tuple(
+        Passthrough(layer + name, in_model=False, mtp=True, shared_with=other) for name, other in shared.items()
+    )
 
 
 def mtp_layers(config: dict[str, Any]) -> int:

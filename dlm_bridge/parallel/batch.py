@@ -43,6 +43,21 @@ class PackedDocuments:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What a multi-token prediction layer of depth k = 1, 2, ... reads and predicts: at position i the embedding of
+    token i + k, and where token i + k + 1 has a loss and is of the same document, that token. M as in `MicroBatch`."""
+
+    input_ids: torch.Tensor  # [B, S] int64
+    loss_positions: torch.Tensor  # [M] int64, b * S + s, ascending up to the padding
+    targets: torch.Tensor  # [M] int64
+    weights: torch.Tensor  # [M] fp32: the tokens' own, of the next-token loss
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Prediction:
+        """The same with every tensor changed."""
+        return Prediction(**{name: change(tensor) for name, tensor in vars(self).items()})
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The inputs and targets of a forward pass. S is this context parallel rank's part of a row, M the number of its
     loss positions, padded to one of a few sizes (index 0, weight 0) so that there are few shapes."""
@@ -59,6 +74,7 @@ class MicroBatch:
     terms: torch.Tensor | None  # [M] int64, as in `NoisyBatch`
     noise: NoisePositions | None = None  # as in `NoisyBatch`
     certainty: Certainty | None = None  # as in `NoisyBatch`
+    predictions: tuple[Prediction, ...] = ()  # of depth 1, 2, ...
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device, copied without waiting where the memory is pinned."""
@@ -76,6 +92,7 @@ class MicroBatch:
             elif isinstance(value, NoisePositions):
                 value = value.each(change)
             values[name] = change(value) if isinstance(value, torch.Tensor) else value
+        values["predictions"] = tuple(prediction.each(change) for prediction in self.predictions)
         return MicroBatch(**values)
 
 
@@ -87,14 +104,16 @@ def micro_batch(
     cp_size: int = 1,
     packed: bool = False,
     absolute: bool = False,
+    depths: int = 0,
 ) -> MicroBatch:
     """A rank's part of `noisy`, on the CPU.
 
     `attention_pattern` and `block_size` are the model's, for batches without a rule of their own. With `packed`
     (Transformer Engine, without context parallelism) the rows become one row of documents for a kernel of variable
     length; else documents and padding become a mask descriptor. `absolute`: the model's attention goes by the
-    positions themselves, not only by how far apart they are (queries scaled by position). Raises DlmBridgeError where
-    the sequence length does not divide, and where documents alone do not describe the mask.
+    positions themselves, not only by how far apart they are (queries scaled by position). `depths`: the number of
+    multi-token prediction layers. Raises DlmBridgeError where the sequence length does not divide, and where documents
+    alone do not describe the mask.
     """
     rows, length = noisy.input_ids.shape
     descriptor = _descriptor(noisy, attention_pattern, block_size)
@@ -112,14 +131,17 @@ def micro_batch(
         whole = _loss_positions(noisy, torch.arange(length))
         documents = _packed(descriptor, attention_pattern, rows, length)
         ids = noisy.input_ids.reshape(1, -1)
-        return _padded(MicroBatch(ids, None, None, documents, *whole), rows * length)
+        predictions = _predictions(noisy, torch.arange(length), depths)
+        flat = tuple(dataclasses.replace(each, input_ids=each.input_ids.reshape(1, -1)) for each in predictions)
+        return _padded(MicroBatch(ids, None, None, documents, *whole, predictions=flat), rows * length)
     order = rank_positions(length, cp_size, streams)
     mine = order[cp_rank]
     attention = None if descriptor is None else descriptor[:, order.flatten()]
     if noisy.pairs is not None:
         attention = noisy.pairs[:, :, order.flatten()][..., order.flatten()]
     shown = None if cp_size == 1 and torch.equal(positions, plain) else positions[:, mine]
-    local = MicroBatch(noisy.input_ids[:, mine], shown, attention, None, *_loss_positions(noisy, mine))
+    ids, predictions = noisy.input_ids[:, mine], _predictions(noisy, mine, depths)
+    local = MicroBatch(ids, shown, attention, None, *_loss_positions(noisy, mine), predictions=predictions)
     return _padded(local, rows * len(mine))
 
 
@@ -198,15 +220,50 @@ def _loss_positions(
     return mask.flatten().nonzero()[:, 0], noisy.targets[which], noisy.weights[which], terms, noise, noisy.certainty
 
 
+def _predictions(noisy: NoisyBatch, mine: torch.Tensor, depths: int) -> tuple[Prediction, ...]:
+    """Those of depth 1 to `depths` at the positions `mine` [S] of each row; token 0 stands for what is beyond it."""
+    if depths == 0:
+        return ()
+    if noisy.mask_descriptor is not None:
+        documents = noisy.mask_descriptor.codes[..., MaskColumn.DOCUMENT]
+    else:
+        real = noisy.attention_mask
+        documents = document_ids(torch.ones_like(noisy.input_ids) if real is None else real)
+    documents = documents.expand_as(noisy.input_ids)
+    number = (noisy.mask.flatten().cumsum(0) - 1).view_as(noisy.mask)  # of each position in `targets`
+    found = []
+    for depth in range(1, depths + 1):
+        same = _from_later(documents, depth, -1) == documents  # padding is below 0, and each a document of its own
+        mask = (_from_later(noisy.mask, depth, 0) & same & (documents >= 0))[:, mine]
+        which = _from_later(number, depth, 0)[:, mine][mask]
+        ids = _from_later(noisy.input_ids, depth, 0)[:, mine]
+        positions = mask.flatten().nonzero()[:, 0]
+        found.append(Prediction(ids, positions, noisy.targets[which], noisy.weights[which]))
+    return tuple(found)
+
+
+def _from_later(values_BL: torch.Tensor, depth: int, beyond: int) -> torch.Tensor:
+    """The values of the position `depth` later, `beyond` where the row has ended."""
+    return torch.nn.functional.pad(values_BL[:, depth:], (0, min(depth, values_BL.shape[1])), value=beyond)
+
+
 def _padded(batch: MicroBatch, most: int) -> MicroBatch:
-    """The batch with its loss positions padded to a bucket."""
-    more = loss_bucket(len(batch.loss_positions), most) - len(batch.loss_positions)
+    """The batch with its loss positions, and those of each depth, padded to a bucket."""
     names = ("loss_positions", "targets", "weights") + (() if batch.terms is None else ("terms",))
-
-    def pad(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(tensor, (0, more))
-
+    pad = _bucket_padding(batch.loss_positions, most)
     padded: dict[str, Any] = {name: pad(getattr(batch, name)) for name in names}
     if batch.noise is not None:
         padded["noise"] = batch.noise.each(pad)
-    return dataclasses.replace(batch, **padded)
+    return dataclasses.replace(batch, **padded, predictions=tuple(_padded_depth(p, most) for p in batch.predictions))
+
+
+def _padded_depth(prediction: Prediction, most: int) -> Prediction:
+    pad = _bucket_padding(prediction.loss_positions, most)
+    names = ("loss_positions", "targets", "weights")
+    return dataclasses.replace(prediction, **{name: pad(getattr(prediction, name)) for name in names})
+
+
+def _bucket_padding(positions_M: torch.Tensor, most: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What pads a tensor [M] of so many loss positions to a bucket."""
+    more = loss_bucket(len(positions_M), most) - len(positions_M)
+    return lambda tensor: torch.nn.functional.pad(tensor, (0, more))

@@ -55,6 +55,9 @@ def model_config(
     parallel = parallel or ContextParallelConfig()
     layout.check(dims)
     parallel.check(dims, layout)
+    predicting = overrides.get("mtp_num_layers")
+    if predicting not in (None, dims.mtp):
+        raise DlmBridgeError(f"mtp_num_layers {predicting}: the model has {dims.mtp} multi-token prediction layers")
     if mapping.hub_only:
         raise DlmBridgeError(f"megatron-core cannot hold this model: {mapping.hub_only}")
     described = mapping.settings(config)
@@ -89,7 +92,7 @@ def model_config(
         # megatron-core trains experts under tensor parallelism only so.
         "sequence_parallel": dims.experts > 0 and layout.tp > 1,
         "cuda_graph_scope": [],  # the whole layer; megatron-core's own default warns that it is deprecated
-        "pipeline_model_parallel_layout": _pipeline(layout, dims.layers),
+        "pipeline_model_parallel_layout": _pipeline(layout, dims.layers, overrides.get("mtp_num_layers") or 0),
         # Interleaved stages send forwards and backwards at once. In one batch, which is the default, two stages that
         # are each other's neighbour on both sides would take the one for the other.
         "overlap_p2p_comm": layout.vp > 1,
@@ -168,12 +171,13 @@ def _check_latent_attention(transformer: TransformerConfig) -> None:
         )
 
 
-def _pipeline(layout: Layout, layers: int) -> list[list[str]] | None:
-    """`layout.stages` in megatron-core's terms: the virtual stages in the order of their layers."""
+def _pipeline(layout: Layout, layers: int, predicting: int) -> list[list[str]] | None:
+    """`layout.stages` in megatron-core's terms: the virtual stages in the order of their layers, and so many
+    multi-token prediction layers on the last."""
     if layout.pp == 1:
         return None
     stages = layout.stages(layers)
     rows = [["decoder"] * len(stages[pp][vp]) for vp in range(layout.vp) for pp in range(layout.pp)]
     rows[0].insert(0, "embedding")
-    rows[-1].append("loss")
+    rows[-1] += ["mtp"] * predicting + ["loss"]
     return rows

@@ -76,6 +76,11 @@ try:
         from megatron.core.transformer.moe.router import TopKRouter
         from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
         from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+        from megatron.core.transformer.multi_token_prediction import (
+            MultiTokenPredictionBlockSubmodules,
+            MultiTokenPredictionLayer,
+            MultiTokenPredictionLayerSubmodules,
+        )
         from megatron.core.transformer.spec_utils import ModuleSpec
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig

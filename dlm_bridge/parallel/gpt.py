@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel.batch import MicroBatch
+from dlm_bridge.parallel.batch import MicroBatch, Prediction
 from dlm_bridge.parallel.core import GPTModel
 from dlm_bridge.parallel.mcore_patches.modules import (
     LossPositionsLayer,
@@ -31,7 +32,6 @@ from dlm_bridge.parallel.self_attention import (
 IGNORED_SETTINGS = {
     "defer_embedding_wgrad_compute": "the output layer keeps no logits for later",
     "fused_single_qkv_rope": "the engine has a kernel of its own for it, where it can",
-    "mtp_num_layers": "the engine builds no multi-token prediction layers",
     "overlap_moe_expert_parallel_comm": "that schedule has an output layer and a loss of its own",
 }
 
@@ -50,6 +50,7 @@ def model_inputs(batch: MicroBatch, num_terms: int = 1) -> dict[str, Any]:
         "loss_positions": LossPositions(
             batch.loss_positions, batch.targets, batch.weights, batch.terms, num_terms, batch.noise, batch.certainty
         ),
+        "predictions": batch.predictions,
     }
 
 
@@ -61,6 +62,8 @@ class BridgeGPTModel(GPTModel):
     output is fp32 anyway.
     """
 
+    _next_ids: torch.Tensor | None = None  # [D, B, S] during a forward pass: of multi-token prediction layers
+
     def __init__(self, *args: Any, vocab: int, **kwargs: Any) -> None:
         with patched_gradient_accumulation():
             super().__init__(*args, **kwargs)
@@ -71,7 +74,7 @@ class BridgeGPTModel(GPTModel):
         show_blocks_to_routers(self.decoder.layers)
         if self.post_process:
             patch_output_layer(self.output_layer, vocab)
-            for layer in self.decoder.layers[-1:]:
+            for layer in [] if self.mtp_process else self.decoder.layers[-1:]:
                 patch_last_layer(layer, self.config)
 
     def forward(
@@ -81,6 +84,7 @@ class BridgeGPTModel(GPTModel):
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: Any = None,
         loss_positions: LossPositions | None = None,
+        predictions: Sequence[Prediction] = (),
     ) -> Any:
         """This stage's hidden states; on the last stage logits, or the loss at the `loss_positions`.
 
@@ -89,21 +93,48 @@ class BridgeGPTModel(GPTModel):
             position_ids: [B or 1, S]; None for 0..S-1, or for those of `packed_seq_params`.
             attention_mask: mask descriptor or dense mask, as of `parallel.attention`.
             packed_seq_params: megatron-core's PackedSeqParams.
+            predictions: what each multi-token prediction layer, where there are any, reads and predicts. In training
+                mode their loss is part of the loss.
 
         Returns:
             logits: [B, S, V / tp] fp32 of every position, -inf at padded columns.
-            loss, sums: with `loss_positions`; see `output_layer.linear_cross_entropy`.
+            loss, sums: with `loss_positions`; see `output_layer.linear_cross_entropy`. With multi-token prediction
+                the loss is L + factor / D (L_1 + ... + L_D) for D depths (DeepSeek-V3, arXiv 2412.19437, section
+                2.2), and the last of the sums is (L_1 + ... + L_D) / D.
         """
+        predicts = self.mtp_process and self.training and loss_positions is not None
+        self._next_ids = torch.stack([each.input_ids for each in predictions]) if predicts else None
         last = self._loss_positions_layer() if loss_positions is not None and len(loss_positions.positions) else None
         with nullcontext() if last is None or loss_positions is None else last.at(loss_positions.positions):
             hidden_SBH = super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
         if not self.post_process:
             return hidden_SBH
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if loss_positions is not None and predicts:
+            hidden_SBH, *of_depths = hidden_SBH.chunk(1 + len(predictions))
+            loss, sums = self.output_layer(hidden_SBH, weight, loss_positions=loss_positions)
+            return self._with_predictions(loss, sums, of_depths, predictions, weight)
         if loss_positions is not None:
             return self.output_layer(hidden_SBH, weight, loss_positions=loss_positions, selected=last is not None)
         logits_SBV, _ = self.output_layer(hidden_SBH, weight)
         return logits_SBV.transpose(0, 1).contiguous().float()
+
+    def _with_predictions(
+        self,
+        loss: torch.Tensor,
+        sums: torch.Tensor,
+        of_depths: Sequence[torch.Tensor],
+        predictions: Sequence[Prediction],
+        weight: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss with that of the hidden states [S, B, H] of each depth, and the sums with their mean."""
+        mean = torch.zeros_like(sums[:1])
+        for hidden_SBH, each in zip(of_depths, predictions, strict=True):
+            positions = LossPositions(each.loss_positions, each.targets, each.weights)
+            more, sum_1 = self.output_layer(hidden_SBH, weight, loss_positions=positions)
+            loss = loss + more * (self.config.mtp_loss_scaling_factor / len(predictions))
+            mean = mean + sum_1 / len(predictions)
+        return loss, torch.cat([sums, mean])
 
     def _loss_positions_layer(self) -> LossPositionsLayer | None:
         """The last layer, where it can compute the loss positions only."""
@@ -127,8 +158,29 @@ class BridgeGPTModel(GPTModel):
         """The rotary embedding, which every layer of latent attention has for itself; None for a stage without any."""
         if not self.config.multi_latent_attention:
             return self.rotary_pos_emb
-        return next((layer.self_attention.rotary_pos_emb.own for layer in self.decoder.layers), None)
+        layers = [*self.decoder.layers, *(self.mtp.layers if self.mtp_process else ())]
+        layers = [getattr(layer, "transformer_layer", layer) for layer in layers]
+        return next((layer.self_attention.rotary_pos_emb.own for layer in layers), None)
 
-    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Leave the hidden states as they are: `forward` calls the output layer."""
-        return hidden_states
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """The hidden states [S, B, H] as they are, or followed by those of each depth [(1 + D) S, B, H]: `forward`
+        calls the output layer."""
+        if self._next_ids is None:
+            return hidden_states
+        found: torch.Tensor = self.mtp(
+            input_ids=self._next_ids,
+            position_ids=None,
+            hidden_states=hidden_states,
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            embedding=self.embedding,
+        )
+        return found

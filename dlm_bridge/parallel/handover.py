@@ -36,15 +36,19 @@ def stream_hf_weights(checkpoint: Checkpoint, megatron_model: Any) -> Iterator[t
     Collective: every rank iterates to the end, and every rank gets every tensor, on the model's device and in the
     model's dtype. At most one tensor is gathered at a time, and what is yielded is a copy. `megatron_model` is this
     rank's chunks (a GPTModel or a list, wrapped for data parallelism or not). Padded vocabulary rows are left out.
-    What the live model lacks (passthrough tensors, multi-token prediction layers) comes last, from `checkpoint`,
-    which it was built from. Raises DlmBridgeError where the model and the mapping do not cover each other.
+    What the live model lacks (passthrough tensors, multi-token prediction layers unless it was built with them) comes
+    last, from `checkpoint`, which it was built from. Raises DlmBridgeError where the model and the mapping do not
+    cover each other.
     """
-    yield from stream_live_weights(checkpoint, megatron_model)
+    seen = set()
+    for name, tensor in stream_live_weights(checkpoint, megatron_model):
+        seen.add(name)
+        yield name, tensor
     for param in checkpoint.params:
-        if param.is_mtp:
+        if param.is_mtp and seen.isdisjoint(param.hub_names):
             yield from zip(param.hub_names, checkpoint.read_param(param), strict=True)
     for name, entry in _passthrough(checkpoint).items():
-        if not entry.copy_of:
+        if not entry.copy_of and name not in seen:
             yield name, checkpoint.read(name)
 
 
@@ -53,14 +57,17 @@ def stream_live_weights(checkpoint: Checkpoint, megatron_model: Any) -> Iterator
     """`stream_hf_weights` without what the live model lacks: nothing is read."""
     chunks = list(megatron_model) if isinstance(megatron_model, Sequence | torch.nn.ModuleList) else [megatron_model]
     gather = _Gather(unwrapped(chunks))
-    params = _live_params(checkpoint)
+    params = _live_params(checkpoint) + [
+        param for param in checkpoint.params if param.is_mtp and param.megatron_name in gather.owners
+    ]
     gather.check(params, tied=checkpoint.dims.tied)
-    passthrough = _passthrough(checkpoint)
+    copies = {copy: entry.copy_of for copy, entry in _passthrough(checkpoint).items() if entry.copy_of}
+    copies |= checkpoint.shared if any(param.is_mtp for param in params) else {}
     for param in params:
         for name, tensor in zip(param.hub_names, param.to_hub(gather(param)), strict=True):
             yield name, tensor.contiguous()
-            for copy, entry in passthrough.items():
-                if entry.copy_of == name:
+            for copy, of in copies.items():
+                if of == name:
                     yield copy, tensor.contiguous()
 
 
@@ -92,7 +99,7 @@ def refresh_hf_model(checkpoint: Checkpoint, hf_model: PreTrainedModel, megatron
 
 
 def _live_params(checkpoint: Checkpoint) -> list[ParamMapping]:
-    """The parameters of a live model, which like transformers' has no multi-token prediction layers."""
+    """The parameters of a live model, without multi-token prediction layers, which transformers' models lack."""
     return [param for param in checkpoint.mapping.params(checkpoint.dims) if not param.is_mtp]
 
 

@@ -8,9 +8,12 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.attention import MASK_TYPES, check_attention_pattern
 from dlm_bridge.parallel.core import (
+    ColumnParallelLinear,
     IdentityOp,
     MLASelfAttentionSubmodules,
     ModuleSpec,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayerSubmodules,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
@@ -25,6 +28,7 @@ from dlm_bridge.parallel.mcore_patches.modules import (
     LocalHeadNorm,
     LocalRMSNorm,
     LocalRouter,
+    PredictionLayer,
     ReplicatedLinear,
     TransformerEngineActivation,
 )
@@ -65,6 +69,19 @@ def block_spec(config: TransformerConfig, attention_pattern: str, vp_stage: int 
     mine = range(first, first + get_num_layers_to_build(config, vp_stage))
     layers = [sparse if _has_experts(config, layer) else dense for layer in mine]
     return TransformerBlockSubmodules(layers, layer_norm=_transformer_engine_norm() if engine else LocalRMSNorm)
+
+
+def prediction_spec(config: TransformerConfig, attention_pattern: str) -> MultiTokenPredictionBlockSubmodules:
+    """The multi-token prediction layers, which are on the last pipeline stage: each has a layer like the model's last
+    one."""
+    engine = uses_transformer_engine()
+    layer = _layer(config, attention_pattern, engine, experts=config.num_moe_experts)
+    norm = _transformer_engine_norm() if engine else LocalRMSNorm
+    linear = _transformer_engine_linear() if engine else ColumnParallelLinear
+    modules = MultiTokenPredictionLayerSubmodules(norm, norm, linear, layer, norm)
+    return MultiTokenPredictionBlockSubmodules(
+        [ModuleSpec(PredictionLayer, submodules=modules)] * config.mtp_num_layers
+    )
 
 
 def uses_transformer_engine() -> bool:
@@ -152,3 +169,9 @@ def _transformer_engine_norm() -> Any:
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
+
+
+def _transformer_engine_linear() -> Any:
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    return TEColumnParallelLinear

@@ -15,7 +15,7 @@ from dlm_bridge.parallel.config import model_config
 from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.gpt import BridgeGPTModel
-from dlm_bridge.parallel.layer_spec import block_spec
+from dlm_bridge.parallel.layer_spec import block_spec, prediction_spec
 from dlm_bridge.parallel.weights import check_source, load, stored_dtype
 
 
@@ -32,7 +32,8 @@ def build_megatron_model(
     Every process of the layout calls it; process groups are initialised where they are not yet. Each rank reads only
     the tensors of its own pipeline stages. Inputs and outputs of a model are those of `BridgeGPTModel.forward`. The
     vocabulary is padded to a multiple of tp; padded columns enter no softmax. Multi-token prediction layers are left
-    out. Parameters carry the attributes that megatron-core's data parallelism and optimizers read.
+    out, unless `mtp_num_layers` is their number: they add to the loss in training, and do nothing else. Parameters
+    carry the attributes that megatron-core's data parallelism and optimizers read.
 
     Args:
         dtype: as of `Bridge.to_megatron`; None keeps the stored one. Tensors with a dtype of their own (a router in
@@ -53,12 +54,16 @@ def build_megatron_model(
     groups.initialize(layout, parallel=parallel)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
+    pattern = checkpoint.family.attention_pattern
     for vp_stage in range(layout.vp) if layout.vp > 1 else [None]:
+        last = stage == layout.pp - 1 and vp_stage in (None, layout.vp - 1)
+        predicts = last and config.transformer.mtp_num_layers
         model = BridgeGPTModel(
             config.transformer,
-            block_spec(config.transformer, checkpoint.family.attention_pattern, vp_stage),
+            block_spec(config.transformer, pattern, vp_stage),
             pre_process=stage == 0 and not vp_stage,
-            post_process=stage == layout.pp - 1 and vp_stage in (None, layout.vp - 1),
+            post_process=last,
+            mtp_block_spec=prediction_spec(config.transformer, pattern) if predicts else None,
             vp_stage=vp_stage,
             vocab=checkpoint.dims.vocab,
             **config.arguments,

@@ -29,6 +29,8 @@ from dlm_bridge.parallel.mcore_patches.optimizers import (
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+MTP_LAYERS = "mtp.layers."
+_LAYER = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d+)(\.transformer_layer\.|\.)(.+)")
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 
@@ -48,17 +50,18 @@ def live_tensors(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
 
 
 def _global_name(chunk: Any, name: str) -> str:
-    prefix = "decoder.layers."
-    if not name.startswith(prefix):
+    match = _LAYER.fullmatch(name)
+    if match is None or (match[1] == MTP_LAYERS and match[3] == "."):  # norms and projection of prediction layers
         return name
-    index, _, rest = name.removeprefix(prefix).partition(".")
-    layer = chunk.decoder.layers[int(index)]
+    in_decoder, index, rest = match[1] != MTP_LAYERS, int(match[2]), match[4]
+    layer = chunk.decoder.layers[index] if in_decoder else chunk.mtp.layers[index].transformer_layer
     for local, stored in layer.submodules_config.sharded_state_dict_keys_map.items():
         if rest.startswith(local):
             rest = stored + rest.removeprefix(local)
     if rest.startswith("mlp.experts."):
         rest = expert_name(rest, layer.mlp.local_expert_indices[0])
-    return f"{prefix}{layer.layer_number - 1}.{rest}"
+    number = layer.layer_number - 1 if in_decoder else index  # all of the latter are on one stage
+    return f"{match[1]}{number}{match[3]}{rest}"
 
 
 def expert_name(name: str, first: int) -> str:

@@ -206,7 +206,13 @@ def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
     """Raise DlmBridgeError for what megatron-core, and the engine on it, do not support of this model and layout."""
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import NotInstalledError
-    from dlm_bridge.train.megatron.mcore_config import DTYPES, check_experts, check_mcore_config, check_sequence
+    from dlm_bridge.train.megatron.mcore_config import (
+        DTYPES,
+        check_experts,
+        check_mcore_config,
+        check_sequence,
+        prediction_fields,
+    )
     from dlm_bridge.train.megatron.settings import passed_on
 
     with contextlib.suppress(NotInstalledError):  # it may be installed where the run is
@@ -216,6 +222,7 @@ def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
     check_sequence(config)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.parallel.sharded_sequence} | passed_on(config, "transformer")
+    own |= prediction_fields(config, 0 if config.model.from_scratch else dims.mtp)
     with contextlib.suppress(NotInstalledError):
         model_config(
             model.family.mapping,

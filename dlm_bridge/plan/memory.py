@@ -111,7 +111,8 @@ def notes(model: PlannedModel, run: PlannedRun) -> list[str]:
     found = []
     if model.left_out_mtp:
         found.append(
-            f"{model.left_out_mtp} multi-token prediction layer(s) are left out: training keeps them on the CPU"
+            f"{model.left_out_mtp} multi-token prediction layer(s) are not counted: trained, each needs what a layer "
+            "and the output layer need, on the last stage, and there an embedding; else they are kept on the CPU"
         )
     if run.global_batch_size is None:
         found.append(f"no --global-batch-size: {run.micro_batches} micro-batches a step are assumed")

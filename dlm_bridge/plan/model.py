@@ -35,7 +35,7 @@ def _cached(method: Method) -> Method:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model for planning. `dims` leave out multi-token prediction layers, which no training here has."""
+    """A model for planning. `dims` leave out multi-token prediction layers, of which a note says so."""
 
     name: str
     family: FamilySpec

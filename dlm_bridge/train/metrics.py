@@ -48,6 +48,9 @@ MAKE_ROOM = "make room there, then --resume"
 LINE_EVERY = 15.0  # seconds between two lines where there is no terminal
 
 
+OPTIONAL = ("eval_loss", "mtp_loss")  # of `StepMetrics`, left out where there is none
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """One step's line in metrics.jsonl."""
@@ -62,6 +65,7 @@ class StepMetrics:
     mfu: float | None  # fraction of the devices' bf16 peak; null on CPU, in fp32 and on unknown devices
     peak_memory: int | None = None  # bytes, the largest of all devices so far; null on CPU
     eval_loss: float | None = None  # only after steps with an evaluation
+    mtp_loss: float | None = None  # of multi-token prediction, where that is trained: a mean over its layers
 
     @property
     def was_evaluated(self) -> bool:
@@ -81,9 +85,7 @@ class StepMetrics:
         return summary
 
     def to_json(self) -> str:
-        values = {
-            key: value for key, value in asdict(self).items() if not key.startswith("eval_") or value is not None
-        }
+        values = {key: value for key, value in asdict(self).items() if key not in OPTIONAL or value is not None}
         if values["grad_norm"] is not None and not math.isfinite(values["grad_norm"]):
             values["grad_norm"] = None  # JSON has no infinity
         return json.dumps(values)

@@ -366,7 +366,7 @@ class Trainer(TrainingLoop):
     @abc.abstractmethod
     def forward_backward(self, batches: list[Any], divisors_K: torch.Tensor) -> torch.Tensor:
         """Accumulate the gradients of the global batch's loss; its terms [K], float64 on the device, summed over all
-        processes and divided by `divisors_K`."""
+        processes and divided by `divisors_K`, and with multi-token prediction its loss, before the weight."""
 
     @abc.abstractmethod
     def optimizer_step(self) -> tuple[bool, torch.Tensor]:
@@ -387,7 +387,7 @@ class Trainer(TrainingLoop):
         """The metrics of a step, once the device has finished it. Raises DlmBridgeError where the loss or the gradient
         norm is not finite: the next step may have started by then, but no checkpoint has been written."""
         (*losses, norm), seconds = metrics.read()
-        loss = sum(losses)
+        loss, predicted = sum(losses[: self.objective.terms]), losses[self.objective.terms :]
         if not math.isfinite(loss):
             raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
         if finite and not math.isfinite(norm):
@@ -406,6 +406,7 @@ class Trainer(TrainingLoop):
             tokens_per_s_per_device=tokens_per_s / devices,
             mfu=None if peak is None else tokens_per_s * self.flops_per_token / peak,
             peak_memory=peak_memory,
+            mtp_loss=predicted[0] if predicted else None,
         )
 
     # -- evaluation

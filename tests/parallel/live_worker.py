@@ -198,7 +198,7 @@ def what_would_be_ignored_is_refused(files: Files) -> None:
     bridge = Bridge.from_hf(files.hub("odd_vocabulary"))
     with pytest.raises(DlmBridgeError, match="gradient_accumulation_fusion needs Transformer Engine: leave it off"):
         build_megatron_model(bridge.checkpoint, Layout(tp=2), gradient_accumulation_fusion=True)
-    with pytest.raises(DlmBridgeError, match=r"mtp_num_layers would be ignored \(the engine builds no multi-token"):
+    with pytest.raises(DlmBridgeError, match="mtp_num_layers 1: the model has 0"):
         build_megatron_model(bridge.checkpoint, Layout(tp=2), mtp_num_layers=1)
     (chunk,) = build_megatron_model(bridge.checkpoint, Layout(tp=2))
     with pytest.raises(

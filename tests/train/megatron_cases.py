@@ -50,6 +50,8 @@ SUBJECTS = {
     "causal": Subject("causal", "qwen2"),
     "causal-moe": Subject("causal", "mixtral"),
     "latent": Subject("causal", "deepseek_v3"),
+    "predicting": Subject("causal", PREDICTING, options={"mtp_loss_scaling_factor": 0.5}),
+    "predicting-latent": Subject("causal", "deepseek_v3", {"num_nextn_predict_layers": 2}),
     # Auxiliary losses whose sums do not depend on which rows run together.
     "balanced-moe": Subject(
         "masked", "llada_moe", options={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "length_variation": 0.0}
@@ -83,7 +85,8 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 EXPERTS_ONLY = ("ep2", "etp2", "tp2-etp1-sp", "ep2-tp2-sp", "ep2-tp2-etp1-sp", "ep2-pp2", "ep2-cp2")
 # Two cuts at once, or none: a few of the subjects, since each cut alone has all of them.
-SAMPLED = ("masked-tied", "block-moe", "wedlm")
+SAMPLED = ("masked-tied", "block-moe", "wedlm", "predicting")
+SLOW = ("predicting", "predicting-latent")  # in no layout quickly; runs with them are in megatron_worker.py
 WHOLE = ("tp2", "tp2-sp", "pp2", "pp2-vp2", "cp2", "ep2", "ep2-tp2-sp")
 
 # What megatron-core cannot do, and what the engine says of it.
@@ -115,7 +118,7 @@ def cells(processes: int, quick: bool | None = None) -> list[Cell]:
         for turn, (name, subject) in enumerate(SUBJECTS.items(), number):
             if (layout in EXPERTS_ONLY and not subject.experts) or (layout not in WHOLE and name not in SAMPLED):
                 continue
-            chosen = layout not in WHOLE or turn % 2 == 0
+            chosen = name not in SLOW and (layout not in WHOLE or turn % 2 == 0)
             for packed in (False, True):
                 if quick is None or quick == (chosen and packed == (turn // 2 % 2 == 1)):
                     found.append(Cell(name, packed, layout))

@@ -21,6 +21,7 @@ from tests.train.megatron_cases import STEPS, Cell, Files, cells
 WORLDS = (1, 2, 4)
 # Adam's steps of gradients that are next to nothing are noise, but for an epsilon that is larger than they are.
 EXPERTS = {"subject": "masked-moe", "steps": 6, "adam_eps": 1e-3}
+PREDICTED = {"subject": "predicting", "from_scratch": False, "steps": 4, "adam_eps": 1e-3, "save_interval": 2}
 LATENT = {"subject": "latent", "steps": 4, "adam_eps": 1e-3, "save_interval": 2, "eval_interval": 2}
 
 Plan = dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]
@@ -65,6 +66,7 @@ def _alone() -> Plan:
         "causal": ("trains", ("causal",), {"subject": "causal", "steps": 6}),
         "experts": ("trains", ("experts",), EXPERTS),
         "latent attention": ("trains", ("latent",), LATENT),
+        "prediction": ("trains", ("predicted",), PREDICTED),
         "experts stop": ("trains", ("experts-alone",), {**EXPERTS, "steps": 3}),
         "experts stop, unsharded": (
             "trains",
@@ -91,6 +93,7 @@ def _two(files: Files) -> Plan:
         "save_interval": 1,
         "keep_last": 1,
         "async_save": True,
+        "mtp_loss_scaling_factor": 0.0,
     }
     return {
         "prediction layers": ("trains", ("predicting",), {**predicting, "layout": "ep2", "steps": 2}),
@@ -119,9 +122,12 @@ def _two(files: Files) -> Plan:
             for cell, modules, how, options in (
                 (Cell("scaled-queries", True, "tp2-sp"), "layers", "full", {}),
                 (Cell("latent", True, "pp2"), "layers", "full", {}),
+                (Cell("predicting", True, "pp2"), "layers", "full", {}),
                 (Cell("latent", True, "tp2-sp"), "heads", "selective", {"recompute_modules": "mla_up_proj"}),
             )
         },
+        "prediction stops": ("trains", ("predicted-cut",), {**PREDICTED, "layout": "ep2", "steps": 2}),
+        "prediction, ep2 then pp2": (resumed, ("predicted-cut", "predicted"), {**PREDICTED, "layout": "pp2"}),
         "latent attention stops": ("trains", ("latent-cut",), {**LATENT, "layout": "tp2-sp", "steps": 2}),
         "latent attention, tp2-sp then pp2": (resumed, ("latent-cut", "latent"), {**LATENT, "layout": "pp2"}),
         "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),

@@ -23,6 +23,7 @@ from dlm_bridge import Bridge
 from dlm_bridge.cli.app import app
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import read_rows
+from tests.convert.helpers import hub_tensors
 from tests.processes import assert_ok, forked, launch
 from tests.train.conftest import read_metrics
 from tests.train.megatron_cases import STEPS, Files
@@ -87,6 +88,23 @@ def test_prediction_layers_come_back_as_they_were(files: Files, said: Said, tmp_
     found.to_hf(tmp_path / "exported")
     assert json.loads((tmp_path / "exported/config.json").read_text())["num_nextn_predict_layers"] == 1
     assert CliRunner().invoke(app, ["verify", str(tmp_path / "exported"), str(found.checkpoint.root)]).exit_code == 0
+
+
+def test_prediction_layers_that_are_trained_come_back_so(files: Files, said: Said, tmp_path: Path) -> None:
+    """Under the Hub's names, from a run that was resumed at another layout; the loss of theirs is a figure of its
+    own."""
+    found, before = Bridge.from_megatron(files.run("predicted-cut") / "checkpoints"), files.hub("predicting")
+    found.to_hf(tmp_path / "exported")
+    exported, source = hub_tensors(tmp_path / "exported"), hub_tensors(before)
+    shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (exported, source)]
+    assert shapes[0] == shapes[1]
+    trained = {name for param in found.checkpoint.params if param.is_mtp for name in param.hub_names}
+    still = {name for name in source if torch.equal(exported[name], source[name])}
+    assert len(trained) > 30
+    assert all(name.endswith("correction_bias") for name in still)
+    own, other = (read_metrics(files.run(run)) for run in ("predicted", "predicted-cut"))
+    assert [row["mtp_loss"] for row in own] == pytest.approx([row["mtp_loss"] for row in other], rel=1e-4)
+    assert all("mtp_loss" not in row for row in read_metrics(files.run("predicting")))
 
 
 def test_the_config_says_what_was_trained(files: Files, said: Said, tmp_path: Path) -> None:

@@ -14,10 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from typer.testing import CliRunner
 
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.cli.app import app
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
+from tests.checkpoints import write_hub_folder
+from tests.convert.helpers import hub_tensors
 from tests.families import dream, fast_dllm_v2, nemotron_labs_diffusion, sdar
 from tests.train.chats import chatty, conversation, write_rows
 from tests.train.conftest import VOCAB, Run, read_metrics
@@ -375,3 +380,58 @@ def test_a_run_with_transformer_engines_activation_saves_and_resumes(
     resumed = on_megatron(tmp_path / "run", resume=True, steps=4)
     assert built
     assert [row["loss"] for row in resumed] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_prediction_layers_are_not_trained_from_the_middle_of_a_run(tmp_path: Path, on_megatron: Run) -> None:
+    """The optimizer has no state of theirs there. The other way round they stay as they were trained."""
+    from tests.interop.cases import PREDICTING, models
+
+    models()[PREDICTING].write(tmp_path / "hub")
+    options = {"model": str(tmp_path / "hub"), "from_scratch": False, "data": ["mock"], "eval_interval": 0}
+    on_megatron(tmp_path / "run", steps=1, mtp_loss_scaling_factor=0.0, **options)
+    with pytest.raises(DlmBridgeError, match="--mtp-loss-scaling-factor 0"):
+        on_megatron(tmp_path / "run", resume=True, steps=2, **options)
+    on_megatron(tmp_path / "other", steps=1, **options)
+    trained = Bridge.from_megatron(tmp_path / "other/checkpoints")
+    before = {
+        name: trained.read(name) for param in trained.checkpoint.params if param.is_mtp for name in param.hub_names
+    }
+    rows = on_megatron(tmp_path / "other", resume=True, steps=2, mtp_loss_scaling_factor=0.0, **options)
+    assert ["mtp_loss" in row for row in rows] == [True, False]
+    again = Bridge.from_megatron(tmp_path / "other/checkpoints")
+    assert again.checkpoint.iteration == "iter_0000002"
+    assert all(torch.equal(again.read(name), tensor) for name, tensor in before.items())
+
+
+def test_what_prediction_layers_share_is_given_back_as_trained(tmp_path: Path, on_megatron: Run) -> None:
+    """The Hub has a copy of embedding and head in each of those layers, the model one tensor."""
+    case = next(case for case in AUTOREGRESSIVE if case.label == "glm4-moe")
+    source = hub_tensors(case.write(tmp_path / "hub"))
+    options = {"model": str(tmp_path / "hub"), "from_scratch": False, "data": ["mock"], "steps": 1, "lr": 1e-2}
+    options |= {"eval_interval": 0, "objective": None}
+    on_megatron(tmp_path / "run", **options)
+    Bridge.from_megatron(tmp_path / "run/checkpoints").to_hf(tmp_path / "exported")
+    found = hub_tensors(tmp_path / "exported")
+    assert found.keys() == source.keys()
+    layer = f"model.layers.{case.config['num_hidden_layers']}."
+    for name, other in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        assert torch.equal(source[f"{layer}{name}.weight"], source[f"{other}.weight"])
+        assert torch.equal(found[f"{layer}{name}.weight"], found[f"{other}.weight"])
+        assert not torch.equal(found[f"{other}.weight"], source[f"{other}.weight"])
+    assert not torch.equal(found[f"{layer}eh_proj.weight"], source[f"{layer}eh_proj.weight"])
+
+    Bridge.from_megatron(tmp_path / "run/checkpoints").to_megatron(tmp_path / "resharded", Layout(tp=2))
+    for place in ("run/checkpoints", "resharded"):
+        assert CliRunner().invoke(app, ["verify", str(tmp_path / "exported"), str(tmp_path / place)]).exit_code == 0
+
+    source[f"{layer}embed_tokens.weight"][0, 0] += 1
+    config = json.loads((tmp_path / "hub/config.json").read_text())
+    write_hub_folder(tmp_path / "apart", config, source)
+    options |= {"model": str(tmp_path / "apart")}
+    with pytest.raises(DlmBridgeError, match=rf"{layer}embed_tokens\.weight differs from model\.embed_tokens\.weight"):
+        on_megatron(tmp_path / "other", **options)
+    on_megatron(tmp_path / "carried", **options, mtp_loss_scaling_factor=0.0)
+    Bridge.from_megatron(tmp_path / "carried/checkpoints").to_hf(tmp_path / "again")
+    carried = hub_tensors(tmp_path / "again")
+    assert all(torch.equal(carried[name], source[name]) for name in source if name.startswith(layer))

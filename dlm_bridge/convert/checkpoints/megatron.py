@@ -141,6 +141,7 @@ class MegatronCheckpoint(Checkpoint):
             excluded=tuple(manifest.left_out),
             shards=manifest.shards,
             passthrough=tuple(manifest.carried),
+            shared=manifest.shared,
             dtypes={name: WEIGHT_DTYPES[record.dtype] for name, record in manifest.tensors.items()},
         )
 

@@ -243,6 +243,14 @@ MODULE_PATCHES = (
         code="modules:BlockRouter",
     ),
     Patch(
+        target="MultiTokenPredictionLayer._get_embeddings",
+        what="the embeddings of given tokens",
+        why="it would move each rank's part of a row, and across documents",
+        source="transformer/multi_token_prediction.py:681",
+        when=_anywhere("multi-token prediction layers"),
+        code="modules:PredictionLayer",
+    ),
+    Patch(
         target="multi_latent_attention.TELinear",
         what="a replicated linear layer in plain torch",
         why="without Transformer Engine the name is None",

@@ -16,6 +16,7 @@ from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import (
     ColumnParallelLinear,
     MoEAllGatherTokenDispatcher,
+    MultiTokenPredictionLayer,
     TopKRouter,
     TransformerConfig,
     TransformerLayer,
@@ -290,6 +291,22 @@ def patch_token_dispatchers(model: torch.nn.Module) -> None:
         dispatcher = getattr(module, "token_dispatcher", None)
         if type(dispatcher) is MoEAllGatherTokenDispatcher:
             dispatcher.__class__ = AllGatherDispatcher
+
+
+class PredictionLayer(MultiTokenPredictionLayer):
+    """A multi-token prediction layer at given tokens. megatron-core's moves each rank's part of a row by one token,
+    whatever document the next one is of."""
+
+    def _get_embeddings(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        embedding: Callable[..., torch.Tensor],
+        hidden_states: torch.Tensor,
+        packed_seq_params: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """The `input_ids` [D, B, S] of this and all later depths without this one's, and this one's embeddings."""
+        return input_ids[1:], position_ids, embedding(input_ids[0], position_ids), hidden_states
 
 
 class LossPositionsLayer(TransformerLayer):

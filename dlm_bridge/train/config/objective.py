@@ -65,6 +65,9 @@ class ObjectiveOptions:
     moe_expert_bias_update_rate: float = megatron_option(
         0.0, "Update rate of routers' expert bias, 0: constant.", minimum=0
     )
+    mtp_loss_scaling_factor: float = megatron_option(
+        0.1, "Weight of the multi-token prediction loss, 0: those layers stay as they are.", minimum=0
+    )
 
     @cached_property
     def noise_levels(self) -> tuple[float, float] | None:

@@ -3,8 +3,8 @@
 Weights and optimizer state are saved by megatron-core as global tensors, so that a run resumes on another layout. Each
 iteration is written under a hidden name and renamed when it is complete; the tracker file names complete ones only.
 
-Multi-token prediction (MTP) layers are not trained: every checkpoint of a run keeps them as they were. Each rank holds
-a part of them on the CPU, from the start, because the source of the run may be gone when it saves.
+Multi-token prediction (MTP) layers that are not trained stay in every checkpoint of a run as they were. Each rank
+holds a part of them on the CPU, from the start, because the source of the run may be gone when it saves.
 """
 
 from __future__ import annotations
@@ -78,6 +78,10 @@ NAME = re.compile(r"iter_(\d{7,})")
 NEW_HUB_FILES = ".hub-"  # a folder of them, until they are complete
 WRITER_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 ANY_LAYOUT = "fully_reshardable"  # megatron-core's word for an optimizer state that is loaded on any layout
+UNTRAINED_MTP = (
+    "its multi-token prediction layers were not trained: resume with --mtp-loss-scaling-factor 0, or export it and "
+    "start from that"
+)
 STATE = "dlm_bridge_run"  # the key of our own values in `common.pt`
 
 
@@ -146,25 +150,34 @@ def check_resumable(folder: Path, config: TrainConfig) -> None:
             fsdp_checkpoints.check_size(folder, config.parallel.tp)
 
 
-def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any) -> None:
+def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any, predicts: bool = False) -> None:
     """Write what every iteration shares, the Hub side of the model: config, tokenizer, side files, the manifest. One
-    process calls it, when a run starts."""
+    process calls it, when a run starts; `predicts`: with multi-token prediction. Raises DlmBridgeError where a tensor
+    of those layers differs from the one that a run shares with them."""
     folder = checkpoint_root(output) / HUB_FOLDER
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its first checkpoint
     checkpoint = source.bridge.checkpoint
+    shared = checkpoint.shared if predicts else {}
+    for name, other in shared.items():
+        if not torch.equal(checkpoint.read(name), checkpoint.read(other)):
+            raise DlmBridgeError(
+                f"{checkpoint.where}: {name} differs from {other}, and megatron-core has one tensor for both: set "
+                "--mtp-loss-scaling-factor 0, which leaves the multi-token prediction layers as they are"
+            )
     with disk_errors(folder, how_to_go_on(None)):
         folder.mkdir(parents=True)
         write_side_files(checkpoint, folder, None, None)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
-        own = [name for name, entry in checkpoint.passthrough.items() if not entry.copy_of]
+        own = [name for name, entry in checkpoint.passthrough.items() if not entry.copy_of and name not in shared]
         write_passthrough(folder / CARRIED_FILE, {name: checkpoint.read_passthrough(name) for name in own})
-        write_hub_config(output, source)
+        write_hub_config(output, source, predicts)
 
 
-def write_hub_config(output: Path, source: MegatronSource) -> None:
-    """Write the model's config.json as it is now, and the manifest that repeats it. Each replaces its file as a whole:
-    no iteration could be read without them. Raises DlmBridgeError where the disk refuses."""
+def write_hub_config(output: Path, source: MegatronSource, predicts: bool = False) -> None:
+    """Write the model's config.json as it is now, and the manifest that repeats it; `predicts` as of
+    `write_hub_files`. Each replaces its file as a whole: no iteration could be read without them. Raises
+    DlmBridgeError where the disk refuses."""
     root, checkpoint = checkpoint_root(output), source.bridge.checkpoint
     hub = root / HUB_FOLDER
     with (
@@ -184,6 +197,7 @@ def write_hub_config(output: Path, source: MegatronSource) -> None:
             shards=list(checkpoint.hub.shards),
             side_files={f"{HUB_FOLDER}/{name}": digest for name, digest in files.items()},
             carried=list(checkpoint.passthrough),
+            shared=checkpoint.shared if predicts else checkpoint.hub.shared,
         ).write(new)
         for name, folder in ((CONFIG_FILE, hub), (MANIFEST, root)):
             sync(new / name)
@@ -213,7 +227,7 @@ class CheckpointManager:
         self.chunks = chunks
         self.optimizer = optimizer
         self.keep_last = config.checkpoint.keep_last
-        self.mtp = read_mtp_shard(source)
+        self.mtp = {} if chunks[0].config.mtp_num_layers else read_mtp_shard(source)
         self.queue = AsyncCallsQueue() if config.checkpoint.async_save else None
         self.pending: Path | None = None  # what the background writes
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
@@ -378,7 +392,8 @@ def named_load_errors(folder: Path) -> Iterator[None]:
     except DlmBridgeError:
         raise
     except (Exception, CheckpointException) as error:
-        raise DlmBridgeError(f"{folder}: cannot be resumed from: {_reason(error)}") from error
+        remedy = UNTRAINED_MTP if "optimizer.state.param.mtp." in str(error) else ""
+        raise DlmBridgeError(f"{folder}: cannot be resumed from: {remedy or _reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -441,7 +456,10 @@ def sharded_mtp(shard: MTPShard) -> dict[str, ShardedTensor]:
     }
 
 
-def describe_mtp(layers: int) -> str:
-    """The line for the console about so many layers that are not trained."""
+def describe_mtp(layers: int, factor: float) -> str:
+    """The line for the console about so many multi-token prediction layers."""
     many = "s are" if layers > 1 else " is"
-    return f"{layers} multi-token prediction layer{many} not trained: every checkpoint keeps what it came with"
+    what = (
+        f"trained, with {factor:g} of the loss" if factor else "not trained: every checkpoint keeps what it came with"
+    )
+    return f"{layers} multi-token prediction layer{many} {what}"

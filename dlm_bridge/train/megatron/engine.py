@@ -70,7 +70,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
             if local is None and (note := go_on_without(start.output)):
                 console.print(printable(note), markup=False, highlight=False, soft_wrap=True)
             if start.checkpoint is None:
-                checkpoints.write_hub_files(start.output, trainer.source, trainer.tokenizer)
+                checkpoints.write_hub_files(start.output, trainer.source, trainer.tokenizer, trainer.depths > 0)
             checkpoints.remove_leftovers(start.output)
             write_config(trainer.config, start.output)
     trainer.announce(step, f"; {describe_layout(config)}")

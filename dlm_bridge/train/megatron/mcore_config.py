@@ -62,6 +62,7 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         "bias_dropout_fusion": not on_cpu,
         "apply_rope_fusion": has_te and _supports_fused_rope(bridge, objective),
         **_recompute_fields(config, has_te),
+        **prediction_fields(config, bridge.dims.mtp),
     }
     # Interleaved stages communicate one by one; two stages need the overlapped schedule.
     if parallel.vp > 1 and parallel.pp > 2 and not parallel.overlap_communication:
@@ -89,6 +90,19 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         tokens = config.data.global_batch_size * config.data.seq_length * objective.tokens_read
         fields |= _moe_fields(config, has_te, tokens, _dispatcher(config, described["moe_router_topk"], passed))
     return fields | passed
+
+
+def prediction_fields(config: TrainConfig, layers: int) -> dict[str, Any]:
+    """The fields of so many multi-token prediction layers, where they are trained. Raises DlmBridgeError."""
+    factor, fsdp = config.objective.mtp_loss_scaling_factor, config.parallel.fsdp
+    if not layers or not factor:
+        return {}
+    if fsdp is not None:
+        raise DlmBridgeError(
+            f"--fsdp {fsdp}: multi-token prediction reads embedding and head again, which Megatron FSDP may have "
+            "freed by then: set --mtp-loss-scaling-factor 0, which leaves those layers as they are"
+        )
+    return {"mtp_num_layers": layers, "mtp_loss_scaling_factor": factor}
 
 
 def _supports_fused_rope(bridge: Bridge, objective: Objective) -> bool:

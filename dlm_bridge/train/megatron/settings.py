@@ -71,6 +71,7 @@ OURS: dict[str, dict[str, str]] = {
         "moe_router_load_balancing_type": "--moe-aux-loss",
         "moe_aux_loss_coeff": "--moe-aux-loss-coeff",
         "moe_z_loss_coeff": "--moe-z-loss-coeff",
+        "mtp_loss_scaling_factor": "--mtp-loss-scaling-factor",
     },
     "ddp": {
         "use_distributed_optimizer": "--distributed-optimizer",
@@ -113,6 +114,7 @@ OF_THE_MODEL = (
     "layernorm_zero_centered_gamma", "use_fused_weighted_squared_relu",
     "apply_residual_connection_post_layernorm", "glu_linear_offset",
     "activation_func_clamp_value", "no_rope_freq", "linear_attention_freq", "window_attn_skip_freq",
+    "mtp_num_layers",
 )  # fmt: skip
 # Functions that the engine gives megatron-core.
 CALLABLES = (
@@ -132,6 +134,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"), _GRAPHS),
         **dict.fromkeys(("perform_initialization", "init_model_with_meta_device", "use_cpu_initialization"), _LOADS),
         "delay_wgrad_compute": _DELAYED,
+        "mtp_standalone": "multi-token prediction layers are on the last stage, with the loss",
         "moe_router_topk_limited_devices": "the routing would depend on --ep, and no export carries it",
     },
     "ddp": {

@@ -68,6 +68,7 @@ class MegatronTrainer(Trainer):
         )
         self.schedule = get_forward_backward_func()
         self.attention_pattern = source.bridge.family.attention_pattern
+        self.depths: int = chunks[0].config.mtp_num_layers or 0  # of multi-token prediction
         self.packs_documents = self._packs_documents()
         self.stragglers = self._straggler_detector() if config.logging.straggler_interval else None
         self.producing = threading.Lock()
@@ -75,7 +76,8 @@ class MegatronTrainer(Trainer):
     def announce(self, step: int, layout: str = "") -> None:
         super().announce(step, layout)
         if self.main and (layers := self.source.bridge.dims.mtp):
-            self.console.print(describe_mtp(layers), highlight=False, soft_wrap=True)
+            line = describe_mtp(layers, self.config.objective.mtp_loss_scaling_factor)
+            self.console.print(line, highlight=False, soft_wrap=True)
 
     def run(self, step: int) -> Path:
         if self.config.logging.sample_interval and self.main:
@@ -108,9 +110,8 @@ class MegatronTrainer(Trainer):
         rank, size = parallel_state.get_context_parallel_rank(), self.config.parallel.cp
         block_size = getattr(self.plain_model.config, "block_size", None)
         absolute = scales_queries(self.chunks[0].config)
-        parts = [
-            micro_batch(batch, self.attention_pattern, block_size, rank, size, packed, absolute) for batch in noisy
-        ]
+        form = (self.attention_pattern, block_size, rank, size, packed, absolute, self.depths)
+        parts = [micro_batch(batch, *form) for batch in noisy]
         return [part.pin() for part in parts] if self.device.type == "cuda" else parts
 
     def between_steps(self) -> None:
@@ -154,8 +155,9 @@ class MegatronTrainer(Trainer):
     ) -> torch.Tensor:
         """Run megatron-core's pipeline schedule over the micro-batches of a step.
 
-        Returns the loss sums of the global batch over `divisors_K`, [K] float64 on the device and on every rank;
-        unless `forward_only` their gradients, summed over all ranks, are in the chunks' buffers.
+        Returns the loss sums of the global batch over `divisors_K`, [K] float64 on the device and on every rank, and
+        in training with multi-token prediction one more, of its loss; unless `forward_only` their gradients, summed
+        over all ranks, are in the chunks' buffers.
         """
         weight_K = _copy_async(1 / divisors_K, self.device)
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device)
@@ -163,7 +165,10 @@ class MegatronTrainer(Trainer):
         def forward(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
             batch = next(data).to(self.device)
             weights = batch.weights * (weight_K if batch.terms is None else weight_K[batch.terms])
-            batch = dataclasses.replace(batch, weights=weights)
+            predictions = tuple(
+                dataclasses.replace(each, weights=each.weights * weight_K[0]) for each in batch.predictions
+            )
+            batch = dataclasses.replace(batch, weights=weights, predictions=predictions)
             with contextlib.nullcontext() if self.stragglers is None or forward_only else self.stragglers.timed():
                 return model(**model_inputs(batch, len(weight_K))), loss
 
@@ -181,7 +186,8 @@ class MegatronTrainer(Trainer):
             micro_batch_size=rows,
             forward_only=forward_only,
         )
-        sums_K = torch.zeros(len(divisors_K), dtype=torch.float64, device=self.device)
+        extra = int(self.depths > 0 and not forward_only)
+        sums_K = torch.zeros(len(divisors_K) + extra, dtype=torch.float64, device=self.device)
         if results and parallel_state.get_tensor_model_parallel_rank() == 0:
             sums_K += torch.stack(results).double().sum(dim=0)
         dist.all_reduce(sums_K)
@@ -231,7 +237,7 @@ class MegatronTrainer(Trainer):
         if self.config.objective.block_sizes:
             with raised_everywhere():
                 if self.main:
-                    write_hub_config(self.output, self.source)
+                    write_hub_config(self.output, self.source, self.depths > 0)
         # A save in the background forks this process, where no thread should hold a lock.
         with self.producing, self.gathered_weights():
             return self.checkpoints.save(step, {"train_blocks": len(self.train)})
