@@ -128,7 +128,8 @@ class Bench:
 
     def evaluate(self, name: str, folder: Path) -> list[dict[str, Any]]:
         """A line for each threshold."""
-        model = AutoModelForCausalLM.from_pretrained(folder).to(self.device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        model.to(self.device).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         prompts = torch.tensor([tokenizer(self.prompt(pair))["input_ids"] for pair in self.held], device=self.device)
         answers = [tokenizer(self.answer(pair))["input_ids"] for pair in self.held]

@@ -54,18 +54,23 @@ def test_the_loss_is_the_published_one_but_for_the_divisor(name: str, certainty:
     assert loss == pytest.approx(F.cross_entropy(logits, noisy.targets).item() + certainty.weight * right * entropy)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("certainty", SETTINGS)
 @pytest.mark.parametrize("rows", [20, 100])  # more than it keeps gradients of logits for
 def test_the_fused_output_layer_has_the_same_loss_and_gradients(
-    rows: int, certainty: Certainty, monkeypatch: pytest.MonkeyPatch
+    rows: int, certainty: Certainty, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_layer, "CHUNK_BYTES", 4 * VOCAB * 9)  # nine rows at a time
     generator = torch.Generator().manual_seed(0)
     objective = build_objective("masked", MASK, certainty=certainty)
-    noisy = objective.noise(torch.randint(0, MASK, (2, rows), generator=generator), Uniforms.keyed(0, 1, [0, 1], rows))
+    noisy = objective.noise(
+        torch.randint(0, MASK, (2, rows), generator=generator), Uniforms.keyed(0, 1, [0, 1], rows)
+    ).to(torch.device(device))
     count = len(noisy.targets)
-    values = torch.randn(count, 8, generator=generator), torch.randn(VOCAB, 8, generator=generator)
-    positions = LossPositions(torch.arange(count), noisy.targets, noisy.weights, certainty=noisy.certainty)
+    values = [torch.randn(size, 8, generator=generator).to(device) for size in (count, VOCAB)]
+    positions = LossPositions(
+        torch.arange(count, device=device), noisy.targets, noisy.weights, certainty=noisy.certainty
+    )
     found = []
     for fused in (True, False):
         hidden, weight = (value.clone().requires_grad_() for value in values)

@@ -150,22 +150,25 @@ def test_where_no_signal_is_left_the_loss_is_none() -> None:
     assert (objective.loss_sum(logits, noisy).abs() / noisy.normaliser).item() < 1e-2
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("name", ["uniform", "uniform_hybrid"])
-def test_the_fused_output_layer_has_the_same_loss_and_gradients(name: str, wide: bool) -> None:
+def test_the_fused_output_layer_has_the_same_loss_and_gradients(name: str, wide: bool, device: str) -> None:
     """Against autograd through logits; `wide`: with more rows than it keeps gradients of logits for."""
     generator = torch.Generator().manual_seed(0)
     rows = 100 if wide else 20
     objective = build_objective(name, MASK, config=CONFIG, loss_weighting="bound")
     noisy = objective.noise(
         torch.randint(6, VOCAB, (2, rows // 2), generator=generator), Uniforms.keyed(0, 1, [0, 1], rows // 2)
-    )
-    values = torch.randn(rows, 8, generator=generator), torch.randn(VOCAB, 8, generator=generator)
+    ).to(torch.device(device))
+    values = [torch.randn(size, 8, generator=generator).to(device) for size in (rows, VOCAB)]
     found = []
     for fused in (True, False):
         hidden, weight = (value.clone().requires_grad_() for value in values)
         if fused:
-            positions = LossPositions(torch.arange(rows), noisy.targets, noisy.weights, noise=noisy.noise)
+            positions = LossPositions(
+                torch.arange(rows, device=device), noisy.targets, noisy.weights, noise=noisy.noise
+            )
             loss, _ = linear_cross_entropy(hidden, weight, positions, VocabShard(0, VOCAB))
         else:
             loss = objective.loss_sum(hidden.double() @ weight.double().T, noisy)[0]
