@@ -14,6 +14,7 @@ from torch import nn
 
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_plain
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, opening, read_config
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.train.config import TrainConfig
@@ -22,13 +23,14 @@ from dlm_bridge.train.config.options import comma_separated
 from dlm_bridge.train.loading import decoder_layers, model_family
 
 BASE = "base.json"  # beside an adapter: the base that it was trained on
+EXPERTS = "experts"  # a target: the routed experts, whose weights are one stack a layer
 STEP = 0  # of the seed of a new adapter's weights: before the first step
 SAMPLED = 64  # rows of the embedding, and elements of each, in a base's fingerprint
 
 
 def with_lora(config: Config, model: Any) -> Config:
-    """The configuration with its adapter's settings resolved. Raises DlmBridgeError for targets that are not linear
-    layers of the model, and for an adapter that is not plain LoRA or names another base."""
+    """The configuration with its adapter's settings resolved. Raises DlmBridgeError for targets that are no linear
+    layers of the model nor its experts, and for an adapter that is not plain LoRA or names another base."""
     if config.model.adapter is not None:
         check_adapter(Path(config.model.adapter), config.model.path)
     if not config.model.lora_rank:
@@ -38,6 +40,10 @@ def with_lora(config: Config, model: Any) -> Config:
     targets = comma_separated(config.model.lora_targets) or list(family.lora_targets)
     for target in targets:
         _check_target(model, target)
+    if EXPERTS in targets and config.model.lora_dropout:
+        raise DlmBridgeError(f"--lora-dropout: PEFT has none for {EXPERTS}: leave one of them out")
+    if EXPERTS in targets and config.parallel.shards:
+        raise DlmBridgeError(f"--lora-targets {EXPERTS}: FSDP2 would shard their stacks: use data parallelism")
     alpha = 2.0 * config.model.lora_rank if config.model.lora_alpha is None else config.model.lora_alpha
     return config.replace(lora_targets=",".join(targets), lora_alpha=alpha)
 
@@ -54,10 +60,16 @@ class Adapter:
         """The trained parameters, by PEFT's names."""
         return {name: weight for name, weight in self.peft.named_parameters() if weight.requires_grad}
 
+    def _with_copies(self) -> dict[str, torch.Tensor]:
+        """The trained parameters under each of their names: PEFT's own loading shares none."""
+        named = self.peft.named_parameters(remove_duplicate=False)
+        return {name: weight for name, weight in named if weight.requires_grad}
+
     def described(self) -> str:
         """One line about the trained parameters."""
         settings, weights = self.peft.peft_config["default"], self.parameters()
-        kinds = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in weights})
+        modules = [name.split(".lora_")[0].removesuffix(".base_layer") for name in weights]
+        kinds = sorted({module.rpartition(".")[2] for module in modules})
         numbers = sum(weight.numel() for weight in weights.values())
         return (
             f"LoRA of rank {settings.r}, alpha {settings.lora_alpha:g}, in {len(weights) // 2} linear layers "
@@ -67,7 +79,7 @@ class Adapter:
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write PEFT's adapter_config.json and adapter_model.safetensors, and the base's fingerprint; `state_dict`
         replaces `parameters()` where these are sharded."""
-        tensors = self.parameters() if state_dict is None else state_dict
+        tensors = self._with_copies() if state_dict is None else state_dict
         self.peft.save_pretrained(folder, state_dict=dict(tensors), save_embedding_layers=False)
         (folder / BASE).write_text(json.dumps({"base": self.base, "fingerprint": self.fingerprint}, indent=2) + "\n")
 
@@ -84,7 +96,7 @@ def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> 
     folder = folder or (None if config.model.adapter is None else Path(config.model.adapter))
     on_meta = model.get_input_embeddings().weight.is_meta
     found = None if on_meta else fingerprint(model)
-    settings = _new(config)
+    settings = _new(config, model)
     torch.manual_seed(torch_seed(config.data.seed, STEP, 0))
     where = f"--adapter {folder}" if folder is not None else "--lora-rank"
     with opening(folder or config.model.path, f"{where}: is no adapter of --model {config.model.path}"):
@@ -100,7 +112,19 @@ def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> 
             left = [*result.unexpected_keys, *(name for name in result.missing_keys if ".lora_" in name)]
             if left:
                 raise ValueError(f"{left[0]} is not in both")
+    if has_canvas(model):
+        _share_between_towers(model)
     return Adapter(peft, _base_name(config.model.path), found)
+
+
+def _share_between_towers(model: Any) -> None:
+    """DiffusionGemma's encoder and decoder are one text tower: one adapter changes both."""
+    for encoder, decoder in zip(model.model.encoder.language_model.layers, model.model.decoder.layers, strict=True):
+        twins = dict(encoder.named_modules())
+        for name, module in decoder.named_modules():
+            for part in ("lora_A", "lora_B"):
+                for adapter, factor in getattr(module, part, {}).items():
+                    getattr(twins[name], part)[adapter].weight = factor.weight
 
 
 def check_adapter(folder: Path, base: str) -> None:
@@ -108,7 +132,7 @@ def check_adapter(folder: Path, base: str) -> None:
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_WEIGHTS).is_file():
         raise DlmBridgeError(f"--adapter {folder}: no PEFT adapter there ({ADAPTER_CONFIG} and {ADAPTER_WEIGHTS})")
     settings = read_config(folder / ADAPTER_CONFIG)
-    check_plain(settings, folder / ADAPTER_CONFIG)
+    check_plain(settings, folder / ADAPTER_CONFIG, experts=True)
     named = settings.get("base_model_name_or_path")
     if named != base and all(isinstance(name, str) and HUB_ID.fullmatch(name) for name in (named, base)):
         raise DlmBridgeError(f"--adapter {folder}: is an adapter of {named}, not of --model {base}")
@@ -129,21 +153,42 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _new(config: TrainConfig) -> Any:
+def _new(config: TrainConfig, model: Any) -> Any:
     from peft import LoraConfig
 
+    names = comma_separated(config.model.lora_targets)
+    targets: Any = [name for name in names if name != EXPERTS]
+    if targets and has_canvas(
+        model
+    ):  # not the vision tower, nor the self-conditioning block, whose layers have the same names
+        linear = "|".join(targets)
+        targets = rf"model\.(decoder|encoder\.language_model)\.layers\.\d+\.(self_attn|mlp)\.({linear})"
     alpha = config.model.lora_alpha or 1.0
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=None if has_canvas(model) else "CAUSAL_LM",
         r=max(1, config.model.lora_rank),
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=config.model.lora_dropout,
-        target_modules=comma_separated(config.model.lora_targets),
+        target_modules=targets,
+        target_parameters=expert_stacks(model) if EXPERTS in names else None,
+    )
+
+
+def expert_stacks(model: Any) -> list[str]:
+    """The last two parts of the names of the experts' stacked weights."""
+    return sorted(
+        {
+            ".".join(name.split(".")[-2:])
+            for layer in decoder_layers(model)
+            for name, weight in layer.named_parameters()
+            if weight.dim() == 3 and "experts." in name
+        }
     )
 
 
 def _check_target(model: Any, target: str) -> None:
-    """Raise DlmBridgeError unless `target` is the last part of the name of a linear layer in the decoder layers."""
+    """Raise DlmBridgeError unless `target` is the last part of the name of a linear layer in the decoder layers, or
+    EXPERTS where they have stacks of them."""
     layers = decoder_layers(model)
     linear = {
         name.rpartition(".")[2]
@@ -151,13 +196,16 @@ def _check_target(model: Any, target: str) -> None:
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear)
     }
-    if target in linear:
+    stacks = expert_stacks(model)
+    if target in linear or (target == EXPERTS and stacks):
         return
-    stacks = [name for layer in layers for name, weight in layer.named_parameters() if weight.dim() == 3]
     why = "the model has no such linear layer in its decoder layers"
+    if target == EXPERTS:
+        why = "the model has no routed experts"
     if any(target in name.replace("gate_up_proj", "gate_proj.up_proj") for name in stacks):
-        why = "the experts' weights are one stack, which PEFT's LoRA of linear layers does not hold"
-    raise DlmBridgeError(f"--lora-targets {target}: {why}: choose of {', '.join(sorted(linear))}")
+        why = f"the experts' weights are one stack: they are the target {EXPERTS}"
+    known = sorted(linear) + [EXPERTS] * bool(stacks)
+    raise DlmBridgeError(f"--lora-targets {target}: {why}: choose of {', '.join(known)}")
 
 
 def _check_fingerprint(folder: Path, found: str | None, model: str) -> None:

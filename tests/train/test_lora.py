@@ -203,9 +203,24 @@ def test_targets_of_families(
         run(tmp_path / "other", **options, lora_targets=refused[0])
 
 
+def test_the_experts_of_a_family(tmp_path: Path, run: Run) -> None:
+    case, rank = sdar_moe.CASE, OPTIONS["lora_rank"]
+    options = {**OPTIONS, "task": "pretrain", "model": str(case.write(tmp_path / "model")), "data": ["mock"]}
+    options |= {"mask_token_id": 99, "steps": 2, "seq_length": case.length, "lora_targets": "q_proj,experts"}
+    run(tmp_path / "run", **options)
+    factors = _adapter(tmp_path / "run", 2)
+    experts = {name: tensor for name, tensor in factors.items() if ".experts." in name}
+    assert (len(factors), len(experts)) == (2 * 4 * 3, 2 * 4 * 2)  # of four layers
+    assert all(tensor.abs().max() > 0 for tensor in experts.values())
+    assert all(rank * case.config["num_experts"] in tensor.shape for tensor in experts.values())
+    with pytest.raises(DlmBridgeError, match=r"--lora-targets experts: .*FSDP"):
+        run(tmp_path / "sharded", **options, sharding="fsdp")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"lora_targets": "experts"}, "--lora-targets experts: the model has no routed experts"),
         ({"from_scratch": True}, "--from-scratch with an adapter"),
         ({"lora_rank": -1}, "--lora-rank"),
         ({"lora_dropout": 1.0}, r"--lora-dropout must be in \[0, 1\)"),

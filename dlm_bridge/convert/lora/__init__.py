@@ -88,7 +88,7 @@ class MergedCheckpoint(Checkpoint):
         return tuple(self._merged(name, tensor) for name, tensor in zip(param.hub_names, tensors, strict=True))
 
     def read_passthrough(self, name: str) -> torch.Tensor:
-        return self._base.read_passthrough(name)
+        return self._merged(name, self._base.read_passthrough(name), self.passthrough[name].copy_of)
 
     def check(self) -> list[str]:
         changed = len(self._adapter.facts.modules)
@@ -108,8 +108,9 @@ class MergedCheckpoint(Checkpoint):
         own = self._adapter.facts.folder
         return [*self._base.folders(), *([own] if own else [])]
 
-    def _merged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name not in self._adapter.facts.modules:
+    def _merged(self, name: str, tensor: torch.Tensor, copy_of: str = "") -> torch.Tensor:
+        weight = copy_of or name
+        if weight not in self._adapter.facts.modules:
             return tensor
         self._stored[name] = record_of(tensor)
-        return (tensor.float() + self._adapter.delta(name)).to(tensor.dtype)
+        return (tensor.float() + self._adapter.delta(weight)).to(tensor.dtype)

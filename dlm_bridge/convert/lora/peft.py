@@ -53,6 +53,7 @@ class AdapterInfo:
     folder: Path | None = None  # where the side files lie
     files: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)  # further modules of PEFT with the factors of a weight
 
 
 class LoraAdapter(ABC):
@@ -128,6 +129,7 @@ class PeftAdapter(LoraAdapter):
         self._path = folder / ADAPTER_WEIGHTS
         self._entries: dict[tuple[str, str], TensorEntry] = {}
         modules: dict[str, str] = {}
+        copies, shared = copies_of(base), []
         for entry in entries:
             match = _NAME.fullmatch(entry.name)
             if match is None:
@@ -138,7 +140,10 @@ class PeftAdapter(LoraAdapter):
                     f"{where}: tensor {entry.name}: {base.where} has no linear layer {module}: is it its base model?"
                 )
             weight = weights[module]
-            adapted_param(base, weight, where)
+            adapted_param(base, copies.get(weight, weight), where)
+            if weight in copies:
+                shared.append((module, entry, copies[weight], part))
+                continue
             if modules.setdefault(weight, module) != module or (weight, part) in self._entries:
                 raise DlmBridgeError(f"{where}: two modules change {weight}")
             self._entries[weight, part] = entry
@@ -151,6 +156,12 @@ class PeftAdapter(LoraAdapter):
                 raise DlmBridgeError(f"{where}: lora_{missing[0]} of {modules[weight]} is missing")
             a, b = (self._entries[weight, part].shape for part in LORA_FACTORS)
             check_shapes(base, weight, a, b, rank, where)
+        for _, entry, weight, part in shared:
+            twin = self._entries.get((weight, part))
+            if twin is None or not torch.equal(*(self._read(one) for one in (entry, twin))):
+                raise DlmBridgeError(
+                    f"{where}: tensor {entry.name} is not that of {weight}, the same weight: train both as one"
+                )
         dtypes = {entry.dtype for entry in entries}
         if len(dtypes) > 1:
             names = sorted(map(dtype_name, dtypes))
@@ -167,13 +178,16 @@ class PeftAdapter(LoraAdapter):
             config=config,
             folder=folder,
             files=side.kept,
+            copies={module: weight for module, _, weight, _ in shared},
         )
 
     def changed(self) -> list[ChangedFile]:
         return changed_weights(self._path.parent)
 
     def tensor(self, weight: str, part: LoraFactor) -> torch.Tensor:
-        entry = self._entries[weight, part]
+        return self._read(self._entries[weight, part])
+
+    def _read(self, entry: TensorEntry) -> torch.Tensor:
         return read_tensor(self._path, entry.offset, entry.dtype, entry.shape)
 
 
@@ -189,7 +203,7 @@ def write_peft_folder(adapter: LoraAdapter, folder: Path) -> int:
         copy_files(facts.folder, [name for name in facts.files if name != ADAPTER_CONFIG], folder)
     tensors = {
         f"base_model.model.{module}.lora_{part}.weight": adapter.tensor(weight, part).contiguous()
-        for weight, module in facts.modules.items()
+        for module, weight in [*((module, weight) for weight, module in facts.modules.items()), *facts.copies.items()]
         for part in LORA_FACTORS
     }
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -221,11 +235,17 @@ def plain_config(rank: int, alpha: float, modules: Iterable[str], base: str | No
 
 def weights_of_modules(base: Checkpoint) -> dict[str, str]:
     """Module name -> Hub weight, by the Hub's own names and by those of the family's transformers class."""
-    names = [name for name in base.param_of if name.endswith(".weight")]
+    names = [name for name in (*base.param_of, *copies_of(base)) if name.endswith(".weight")]
     found = {name.removesuffix(".weight"): name for name in names}
     for name, module in body_names(base.family, names).items():
         found.setdefault(module.removesuffix(".weight"), name)
     return found
+
+
+def copies_of(base: Checkpoint) -> dict[str, str]:
+    """Hub weight that a checkpoint need not hold -> the one that it is a copy of."""
+    known = base.mapping.passthrough_names(base.dims)
+    return {name: entry.copy_of for name, entry in known.items() if entry.copy_of and name not in base.param_of}
 
 
 def body_names(family: FamilySpec, names: Iterable[str]) -> dict[str, str]:
@@ -241,12 +261,12 @@ def body_names(family: FamilySpec, names: Iterable[str]) -> dict[str, str]:
     return {name: rename_source_key(name, renamings, [])[0] for name in names}
 
 
-def check_plain(config: dict[str, Any], path: Path) -> None:
-    """Raise DlmBridgeError unless adapter_config.json says plain LoRA."""
+def check_plain(config: dict[str, Any], path: Path, experts: bool = False) -> None:
+    """Raise DlmBridgeError unless adapter_config.json says plain LoRA, with `experts` also of stacked experts."""
     if config.get("peft_type") != "LORA":
         raise DlmBridgeError(f"{path}: peft_type {config.get('peft_type')!r}: only LORA adapters are converted")
     for key in _REFUSED:
-        if config.get(key):
+        if config.get(key) and not (experts and key == "target_parameters"):
             raise DlmBridgeError(
                 f"{path}: {key} = {json.dumps(config[key])[:80]} cannot be converted, only plain LoRA"
             )

@@ -50,7 +50,7 @@ class ModelOptions:
         0.0, "Dropout before the adapter.", minimum=0, below=1, needs=("--lora-rank", None)
     )
     lora_targets: str | None = accelerate_option(
-        None, "Linear layers with an adapter: q_proj,v_proj; the family's by default.", needs=("--lora-rank", None),
+        None, "Layers with an adapter: q_proj,v_proj,experts; the family's by default.", needs=("--lora-rank", None),
         fixed=True,
     )  # fmt: skip
     lora_quantize: str | None = accelerate_option(
