@@ -24,6 +24,7 @@ from tests import launcher
 
 torch.set_num_threads(1)
 launcher.skip_fsync()
+launcher.share_gloo_device()
 
 import typer.main  # noqa: E402
 import typer.testing  # noqa: E402

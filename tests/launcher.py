@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,6 +90,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever is printed is no answer
     skip_fsync()
     import_all()
+    share_gloo_device()
     with contextlib.suppress(KeyboardInterrupt):
         for line in sys.stdin:
             answers.write(json.dumps(_run(json.loads(line))) + "\n")
@@ -98,6 +100,25 @@ def main() -> None:
 def skip_fsync() -> None:
     """In this process and in those that are forked from it: what tests write need not survive a power cut."""
     os.fsync = lambda fd: None  # type: ignore[assignment]
+
+
+def share_gloo_device() -> None:
+    """In this process, and in each that is forked from it, all of gloo's groups have one device. A device is a thread
+    that wakes 100 times a second, and it stays with its group: a process that trains again and again, whose models
+    keep their groups, has hundreds of them."""
+    from torch.distributed import ProcessGroupGloo as Gloo
+
+    made = functools.cache(lambda process: Gloo.create_default_device())
+    make = Gloo.__init__
+
+    def __init__(  # noqa: N807
+        group: Any, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
+    ) -> None:
+        options = Gloo._Options()
+        options._timeout, options._devices = timeout, [made(os.getpid())]
+        make(group, store, rank, size, options)
+
+    Gloo.__init__ = __init__
 
 
 def import_all() -> None:
