@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import json
 import pickle
 import re
 import subprocess
@@ -40,6 +41,35 @@ def run(code: str, *args: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
+# Runs each code of a JSON list in a process of its own, forked from one that has imported what takes longest and has
+# no part in what the codes are about; prints a JSON list of exit codes and what each said.
+FORKS = """
+import json, os, sys, tempfile, traceback
+import huggingface_hub, safetensors.torch, tokenizers, torch
+
+assert not {"dlm_bridge", "transformers"} & set(sys.modules)
+told = []
+for code in json.loads(sys.argv.pop(1)):
+    with tempfile.TemporaryFile("w+") as file:
+        child = os.fork()
+        if child == 0:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            status = 1
+            try:
+                exec(code, {})
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        file.seek(0)
+        told.append((status, file.read()))
+print(json.dumps(told))
+"""
+
+
 def test_import_specs_and_help_load_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "numpy", "accelerate", "datasets", "megatron", "huggingface_hub"}
     assert not heavy & set(run("import dlm_bridge, sys; print(*sys.modules)").split())
@@ -74,48 +104,63 @@ def test_commands_load_no_more_than_they_need(llada: Path, tmp_path: Path) -> No
     assert (tmp_path / "hub" / "config.json").is_file()
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import dlm_bridge; from transformers import AutoConfig, AutoModel, AutoModelForCausalLM",
-        "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM; import dlm_bridge",
-        # The body imports the Auto classes while it is itself being imported.
-        "import dlm_bridge; import transformers.models.llama.modeling_llama;"
-        "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM",
-        pytest.param(
-            "import transformers; import dlm_bridge; from transformers import LlamaForCausalLM;"
-            "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["before", "after", "before-body", "between"],
-)
-def test_auto_classes_know_the_families_in_either_order(imports: str, llada: Path) -> None:
-    code = f"""{imports}
-import sys, logging
+AUTO = "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM"
+ORDERS = {
+    "before": f"import dlm_bridge; {AUTO}",
+    "after": f"{AUTO}; import dlm_bridge",
+    # The body imports the Auto classes while it is itself being imported.
+    "before-body": f"import dlm_bridge; import transformers.models.llama.modeling_llama; {AUTO}",
+    "between": f"import transformers; import dlm_bridge; from transformers import LlamaForCausalLM; {AUTO}",
+}
+LOAD = """
+import sys
 path = sys.argv[1]
 print(type(AutoConfig.from_pretrained(path)).__name__)
 print(type(AutoModel.from_pretrained(path)).__name__)
 print(type(AutoModelForCausalLM.from_pretrained(path)).__name__)
 """
-    assert run(code, str(llada)).split() == ["LLaDAConfig", "LLaDAModelLM", "LLaDAModelLM"]
-
-
-def test_model_from_an_unpickled_config(llada: Path) -> None:
-    code = """
+UNPICKLE = """
 import pickle, sys
 from transformers import AutoModelForCausalLM
-with open(sys.argv[1], 'rb') as file:
+with open(sys.argv[2], 'rb') as file:
     config = pickle.load(file)
 print(type(AutoModelForCausalLM.from_config(config)).__name__)
 """
+UNTESTED = """
+from dlm_bridge import plugins
+import logging, sys
+logging.basicConfig(stream=sys.stdout)
+plugins.version = {"torch": "1.0", "transformers": "9.9"}.__getitem__
+assert "transformers" not in sys.modules
+from transformers import AutoConfig
+"""
+
+
+@pytest.fixture(scope="module")
+def told(llada: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """The exit code of each of the codes above, and what it said, in a process of its own."""
     from transformers import AutoConfig
 
     import dlm_bridge  # noqa: F401
 
-    file = llada.parent / "config.pickle"
-    file.write_bytes(pickle.dumps(AutoConfig.from_pretrained(llada)))
-    assert run(code, str(file)).split() == ["LLaDAModelLM"]
+    pickled = tmp_path_factory.mktemp("pickled") / "config.pickle"
+    pickled.write_bytes(pickle.dumps(AutoConfig.from_pretrained(llada)))
+    codes = {name: f"{imports}\n{LOAD}" for name, imports in ORDERS.items()}
+    codes |= {"unpickle": UNPICKLE, "untested": UNTESTED}
+    found = json.loads(run(FORKS, json.dumps(list(codes.values())), str(llada), str(pickled)))
+    return {name: (code, said) for name, (code, said) in zip(codes, found, strict=True)}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_auto_classes_know_the_families_in_either_order(order: str, told: dict[str, tuple[int, str]]) -> None:
+    code, said = told[order]
+    assert code == 0, said
+    lines = [line for line in said.splitlines() if line.startswith("LLaDA")]
+    assert lines == ["LLaDAConfig", "LLaDAModelLM", "LLaDAModelLM"], said
+
+
+def test_model_from_an_unpickled_config(told: dict[str, tuple[int, str]]) -> None:
+    assert told["unpickle"] == (0, "LLaDAModelLM\n")
 
 
 def test_every_package_is_installed() -> None:
@@ -227,16 +272,9 @@ def test_untested_versions_are_named_once(monkeypatch: pytest.MonkeyPatch, caplo
     assert not caplog.records
 
 
-def test_untested_versions_are_named_when_the_families_are_registered() -> None:
-    code = """
-from dlm_bridge import plugins
-import logging, sys
-logging.basicConfig(stream=sys.stdout)
-plugins.version = {"torch": "1.0", "transformers": "9.9"}.__getitem__
-assert "transformers" not in sys.modules
-from transformers import AutoConfig
-"""
-    said = run(code)
+def test_untested_versions_are_named_when_the_families_are_registered(told: dict[str, tuple[int, str]]) -> None:
+    code, said = told["untested"]
+    assert code == 0, said
     assert "torch 1.0 is untested" in said
     assert "transformers 9.9 is untested" in said
 
