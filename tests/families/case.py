@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from dlm_bridge import Layout
@@ -101,6 +102,11 @@ def all_cases() -> list[FamilyCase]:
             loaded = importlib.import_module(f"tests.families.{module.name}")
             cases += getattr(loaded, "CASES", None) or [loaded.CASE]
     return cases
+
+
+def some_slow(cases: Iterable[FamilyCase], *slow: str) -> list[Any]:
+    """Parameters of a test: those cases that show nothing more than others do are left to `make test-slow`."""
+    return [pytest.param(case, id=case.id, marks=[pytest.mark.slow] * (case.id in slow)) for case in cases]
 
 
 def layouts(family: FamilySpec, config: dict[str, Any], every: bool) -> list[Layout]:

@@ -56,14 +56,16 @@ def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
     root = tmp_path_factory.mktemp("tensor_parallel")
     patterns: set[str] = set()
     for case in all_cases():
-        first = case.spec.attention_pattern not in patterns  # with every cache; the others with their default
+        first = (
+            case.spec.attention_pattern not in patterns
+        )  # with every cache, and drawn; the others with their default
         patterns.add(case.spec.attention_pattern)
         input_ids = torch.randint(0, 100, (2, case.length), generator=torch.Generator().manual_seed(1))
         model = case.load(case.write(root / case.id))
         with torch.no_grad():
             logits = model(input_ids).logits
         tokens = every_cache(model, input_ids) if first else {None: sampled(model, input_ids)}
-        saved = {"input_ids": input_ids, "logits": logits, "sampled": tokens}
+        saved = {"input_ids": input_ids, "logits": logits, "sampled": tokens, "first": first}
         torch.save(saved, root / f"{case.id}.pt")
     llada = root / "llada"
     write_tokenizer(llada, {"tokenizer_class": "PreTrainedTokenizerFast"})

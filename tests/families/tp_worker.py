@@ -33,7 +33,8 @@ def check(case: FamilyCase, root: Path) -> str:
     torch.testing.assert_close(logits, saved["logits"], atol=1e-5, rtol=1e-5)
     for cache, tokens in saved["sampled"].items():
         assert torch.equal(sampled(model, saved["input_ids"], cache), tokens), cache
-    check_drawn(model, saved["input_ids"])
+    if saved["first"]:
+        check_drawn(model, saved["input_ids"])
     cut = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor) and held(parameter)]
     return OK if len(cut) >= 2 * model.config.num_hidden_layers else f"only these are cut: {cut}"
 

@@ -120,8 +120,14 @@ def check_rows(model: Any, settings: dict[str, Any], rows: list[RowRequest], **o
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [  # greedy and drawn by turns; make test-slow has the others
+        pytest.param(name, temperature, marks=[pytest.mark.slow] * (bool(temperature) == bool(number % 2)))
+        for number, name in enumerate(CASES)
+        for temperature in (0.0, 0.8)
+    ],
+)
 def test_each_row_is_what_it_is_alone(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = build(name)
     settings |= {"temperature": temperature, "eos_token_id": None}

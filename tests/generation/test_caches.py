@@ -15,7 +15,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import commit_rules, loop, predictors
 from dlm_bridge.generation.predictors import BlockCachePredictor
 from dlm_bridge.generation.runtime import attention, graphs
-from tests.families.case import FamilyCase
+from tests.families.case import FamilyCase, some_slow
 from tests.generation.conftest import MASK, prompts
 from tests.generation.test_families import DIFFUSION
 
@@ -60,7 +60,7 @@ def logits_of(
         return model.generate(**settings), seen
 
 
-@pytest.mark.parametrize("case", WITH_BLOCK_CACHE, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", some_slow(WITH_BLOCK_CACHE, "llada2_moe-2.2"))
 def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths, some of which end early and leave the batch; every step's logits are compared."""
     model, mask = load_case(case, tmp_path)
@@ -115,7 +115,7 @@ def test_caching_a_block_takes_no_forward_pass_of_its_own(tmp_path: Path) -> Non
         assert output.tokens_per_forward == block / steps
 
 
-@pytest.mark.parametrize("case", WITH_BLOCK_CACHE, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", some_slow(WITH_BLOCK_CACHE, "llada2_moe-2.2"))
 def test_a_block_is_cached_as_by_a_forward_pass_of_its_own(
     case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

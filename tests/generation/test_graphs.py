@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from dlm_bridge.generation.runtime import graphs, runner
-from tests.families.case import FamilyCase
+from tests.families.case import FamilyCase, some_slow
 from tests.families.nemotron_labs_diffusion import CASES as SELF_SPECULATING
 from tests.generation.conftest import load, prompts
 from tests.generation.recorded import stand_in
@@ -212,7 +212,7 @@ EXPERTS = [case for case in DIFFUSION if case.spec.name in ("llada_moe", "sdar_m
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", some_slow(EXPERTS, "llada2_moe-2.2"))
 def test_experts(case: FamilyCase, execution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward with experts is recorded: batched products in fp32, and grouped ones in bf16, which is the default.
 

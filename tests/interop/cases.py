@@ -123,10 +123,12 @@ def layout_of(name: str) -> str:
     return "ep2" if models()[name].has_experts else "tp2"
 
 
-def imports() -> list[tuple[str, str]]:
-    """(model, layout) of every import that megatron-core then loads."""
+def imports(every: bool = False) -> list[tuple[str, str]]:
+    """(model, layout) of the imports that megatron-core then loads. `every`: of the families that are left out."""
+    if every:
+        return [(name, layout_of(name)) for name in families() if name not in SAVED]
     of_llada = [(name, layout) for layout in ("tp2", "pp2", "pp2_vp2") for name in LLADA]
-    return [*of_llada, *((name, layout_of(name)) for name in families())]
+    return [*of_llada, *((name, layout_of(name)) for name in SAVED)]
 
 
 # Experts in each way of holding them, leading dense layers, shared experts and router biases; a mask in every way.
@@ -140,7 +142,7 @@ SAVED = (*EXPERTS, "sdar", "qwen2", "deepseek_v3")
 
 def saved(every: bool = False) -> list[tuple[str, str]]:
     """What megatron-core itself saves and `export` then reads: padded at tp 2, tied over two stages at pp 2. `every`:
-    of the families that are left out, each of which it loads."""
+    of the families that are left out."""
     if every:
         return [(name, layout_of(name)) for name in families() if name not in SAVED]
     of_llada = [("gqa", "tp2"), ("gqa", "pp2"), ("odd_vocabulary", "tp2"), ("tied", "tp2"), ("tied", "pp2")]
@@ -226,16 +228,21 @@ def saves(every: bool = False) -> Checks:
     }
 
 
+def loads(every: bool = False) -> Checks:
+    """Of the checkpoints of `imports`."""
+    return {
+        f"load[{model}-{layout}]": ("imported_checkpoint_loads_strictly", {"model": model, "layout": layout})
+        for model, layout in imports(every)
+    }
+
+
 def _disk_checks() -> Checks:
     checks = saves()
     for model, layout in saved():
         if model in LLADA:
             case = {"model": model, "layout": layout}
             checks[f"refresh[{model}-{layout}]"] = ("changed_weights_refresh_the_hub_model", case)
-    for model, layout in imports():
-        case = {"model": model, "layout": layout}
-        checks[f"load[{model}-{layout}]"] = ("imported_checkpoint_loads_strictly", case)
-    return checks
+    return checks | loads()
 
 
 class Files:

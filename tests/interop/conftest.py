@@ -23,11 +23,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
         model.write(files.hub(name))
         if name not in REFUSED:
             _write_reference(files, name, model)
-    for name, layout in imports():
-        bridge = Bridge.from_hf(files.hub(name), family=models()[name].family)
-        bridge.to_megatron(files.imported(name, layout), IMPORTED[layout])
+    _import(files, imports())
     _write_half_precision(files)
     return files
+
+
+def _import(files: Files, wanted: list[tuple[str, str]]) -> None:
+    for name, layout in wanted:
+        bridge = Bridge.from_hf(files.hub(name), family=models()[name].family)
+        bridge.to_megatron(files.imported(name, layout), IMPORTED[layout])
 
 
 def _write_half_precision(files: Files) -> None:
@@ -61,6 +65,7 @@ def report(files: Files) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="session")
-def other_saves(files: Files) -> dict[str, list[str]]:
-    """The same of the saves that are left out."""
-    return launch("tests.interop.saves_worker", files.root)
+def other_report(files: Files) -> dict[str, list[str]]:
+    """The same of the families that are left out."""
+    _import(files, imports(every=True))
+    return launch("tests.interop.families_worker", files.root)

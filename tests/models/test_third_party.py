@@ -229,6 +229,7 @@ def ran(installed: dict[str, str], root: Path) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_family_load_sample_and_convert(ran: subprocess.CompletedProcess[str]) -> None:
     assert ran.returncode == 0, ran.stderr
     assert any("acme-dlm" in line and "dlm_bridge.samplers" in line for line in ran.stderr.splitlines())
@@ -245,6 +246,7 @@ def test_what_cannot_be_registered_is_named_and_left_out(installed: dict[str, st
         assert any(all(word in line for word in words) for line in warnings), warnings
 
 
+@pytest.mark.slow
 def test_the_objective_of_the_package_trains_its_family(ran: subprocess.CompletedProcess[str], root: Path) -> None:
     assert "'masked' of dlm_bridge.objectives is taken" in ran.stderr
     assert (root / "run/checkpoints/step-0000001").is_dir()

@@ -14,7 +14,7 @@ from dlm_bridge.serving.batches import row_sampler
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import TextRequest
 from dlm_bridge.serving.scheduler import Committed, Ended, Extended, Failed, Row, Scheduler
-from tests.families.case import FamilyCase
+from tests.families.case import FamilyCase, some_slow
 from tests.generation.test_caches import load_case
 from tests.generation.test_families import DIFFUSION
 from tests.serving.conftest import PATIENCE_S, wait_until
@@ -121,7 +121,9 @@ def test_autoregressive_rows_of_equal_settings_share_a_batch(qwen3: Any) -> None
 UNSERVED = ("llada_moe", "dream", "fast_dllm_v2", "wedlm", "nemotron_labs_diffusion", "a2d_qwen3")
 
 
-@pytest.mark.parametrize("case", [case for case in DIFFUSION if case.id in UNSERVED], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", some_slow((case for case in DIFFUSION if case.id in UNSERVED), "fast_dllm_v2", "nemotron_labs_diffusion")
+)
 def test_families_that_no_engine_serves(case: FamilyCase, tmp_path: Path) -> None:
     model, mask = load_case(case, tmp_path)
     served, told = ServedModel(LoadedModel(model, None, case.spec.name, True), "tiny", {}, 100), Told()

@@ -23,7 +23,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
 from dlm_bridge.train.config.options import OptionError
 from tests.families import a2d, dream, sdar, wedlm
-from tests.families.case import FamilyCase
+from tests.families.case import FamilyCase, some_slow
 from tests.train.conftest import Run, without_speed
 
 GIVEN: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "seq_length": 14}
@@ -127,7 +127,7 @@ def test_a_run_anneals_whatever_its_cut(tmp_path: Path, run: Run) -> None:
     _check_resume(tmp_path, run, whole, options)
 
 
-@pytest.mark.parametrize("case", [sdar.CASES[0], wedlm.CASES[0], a2d.CASES[0]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some_slow((sdar.CASES[0], wedlm.CASES[0], a2d.CASES[0]), "wedlm"))
 def test_a_run_grows_its_blocks(case: FamilyCase, tmp_path: Path, run: Run) -> None:
     options = {**_options(case, tmp_path / "model"), "block_schedule": "0:2,3:7"}
     if case.spec.objective == "masked":

@@ -58,7 +58,9 @@ class Key:
         self.__dict__.update(vars(held))
 
 
-@pytest.mark.parametrize("name", ["gqa", "llada_moe", "llada2_moe", PREDICTING])
+@pytest.mark.parametrize(
+    "name", ["gqa", "llada2_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llada_moe", PREDICTING))]
+)
 def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
     from dlm_bridge.train.megatron import checkpoints, fsdp_checkpoints
 

@@ -99,7 +99,9 @@ def test_accelerate(size: int, tmp_path: Path, run: Run, monkeypatch: pytest.Mon
     check_goes_on(output, "step-0000002", rows, run)
 
 
-@pytest.mark.parametrize(("size", "background"), [(500, False), (8_000, False), (8_000, True)])
+@pytest.mark.parametrize(
+    ("size", "background"), [(500, False), pytest.param(8_000, False, marks=pytest.mark.slow), (8_000, True)]
+)
 def test_megatron(
     size: int, background: bool, tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,8 +126,12 @@ def test_a_damaged_one_is_skipped(name: str, copy: Path, whole: Path, train: Tra
 
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "fp32"}, {"precision": "fp16"}, {"distributed_optimizer": False}, {"optimizer": "sgd"}],
-    ids=lambda options: next(f"{key}={value}" for key, value in options.items()),
+    [
+        pytest.param({"precision": "fp32"}, id="fp32", marks=pytest.mark.slow),
+        pytest.param({"precision": "fp16"}, id="fp16"),
+        pytest.param({"distributed_optimizer": False}, id="unsharded"),
+        pytest.param({"optimizer": "sgd"}, id="sgd", marks=pytest.mark.slow),
+    ],
 )
 def test_other_optimizers(options: dict[str, Any], train: Train, tmp_path: Path) -> None:
     pytest.importorskip("nvidia_resiliency_ext")

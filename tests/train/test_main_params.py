@@ -91,12 +91,11 @@ def test_checkpoints_hold_main_params_whole(
 @pytest.mark.parametrize(
     ("prefix", "changes"),
     [
-        ("param", {}),
-        ("param", {"megatron": [AWARE]}),
-        ("fp32_param", {"distributed_optimizer": False}),
-        ("fp32_param", {"optimizer": "sgd"}),
+        pytest.param("param", {}, id="sharded"),
+        pytest.param("param", {"megatron": [AWARE]}, id="aware", marks=pytest.mark.slow),
+        pytest.param("fp32_param", {"distributed_optimizer": False}, id="unsharded"),
+        pytest.param("fp32_param", {"optimizer": "sgd"}, id="sgd", marks=pytest.mark.slow),
     ],
-    ids=["sharded", "aware", "unsharded", "sgd"],
 )
 def test_main_params_beside_parameters_in_fp32_have_their_own_names(
     prefix: str, changes: dict[str, Any], tmp_path: Path, bf16_run: Run

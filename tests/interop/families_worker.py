@@ -1,0 +1,15 @@
+"""Of the checks of `worker` the saves and loads of the families that it leaves out.
+
+python -m tests.interop.families_worker FOLDER      with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.interop.cases import loads, saves
+from tests.interop.worker import main
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), saves(every=True) | loads(every=True))
