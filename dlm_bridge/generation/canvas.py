@@ -256,6 +256,11 @@ class Canvas:
         """[A, S], False at padding."""
         return self.places(rows) >= 0
 
+    def lengths(self, rows: list[int] | None, end: int) -> tuple[int, ...]:
+        """The number of real columns of each row, of the canvas' first `end`."""
+        chosen = self.rows if rows is None else rows
+        return tuple(max(0, min(self.stops[row], end) - self.origins[row]) for row in chosen)
+
     def _wanted(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
         """[A, N], True at the row's `gen_length` new tokens."""
         new_AN = self._columns[columns] - self.first_new(rows)[:, None]

@@ -32,7 +32,7 @@ class StaticKVCache:
         self._layers = layers
         self._buffers = buffers
         # (query heads per KV head, head size) of the layers
-        self.shapes: set[tuple[int, int]] = {(layer.num_key_value_groups, _head_sizes(layer)[0]) for layer in layers}
+        self.shapes: set[tuple[int, int]] = {(layer.num_key_value_groups, head_sizes(layer)[0]) for layer in layers}
 
     @classmethod
     def allocate(cls, model: Any, rows: int, width: int) -> StaticKVCache:
@@ -45,13 +45,13 @@ class StaticKVCache:
             shards = 1 if hasattr(layer, "query_key_value") else processes
             heads = model.config.num_attention_heads // shards
             shape = (rows, heads // layer.num_key_value_groups, width)
-            sizes, device = _head_sizes(layer), _device(layer)
+            sizes, device = head_sizes(layer), _device(layer)
             keys, values = (torch.zeros(*shape, size, dtype=model.dtype, device=device) for size in sizes)
             buffers.append((keys, values))
         return cls(layers, buffers)
 
-    def attach(self, rows: int) -> None:
-        """Give the layers the buffers of the first so many rows."""
+    def attach(self, rows: int | None) -> None:
+        """Give the layers the buffers of the first so many rows; None: of all."""
         for layer, (keys, values) in zip(self._layers, self._buffers, strict=True):
             layer.kv_keys, layer.kv_values = keys[:rows], values[:rows]
 
@@ -76,6 +76,11 @@ class StaticKVCache:
                 width = buffer.shape[2] - abs(by)
                 moved = buffer.narrow(2, max(-by, 0), width).clone()
                 buffer.narrow(2, max(by, 0), width).copy_(moved)
+
+    @property
+    def width(self) -> int:
+        """Columns of the buffers."""
+        return self._buffers[0][0].shape[2]
 
     @staticmethod
     def write(buffer: torch.Tensor, columns: torch.Tensor, new: torch.Tensor) -> None:
@@ -196,7 +201,7 @@ def is_attention(module: nn.Module) -> bool:
     return hasattr(module, "num_key_value_groups")
 
 
-def _head_sizes(layer: Any) -> tuple[int, int]:
+def head_sizes(layer: Any) -> tuple[int, int]:
     """Of keys and of values, which are narrower in latent attention."""
     if hasattr(layer, "kv_lora_rank"):
         return layer.qk_head_dim, layer.v_head_dim

@@ -115,7 +115,8 @@ class Predictor:
         if not self.canvas.padded:  # without a mask attention runs the faster kernel
             return CanvasView(tokens, None, None, columns.start, end)
         positions, real = self._positions(rows, end)
-        return CanvasView(tokens, real, positions[:, columns], columns.start, end)
+        lengths = self.canvas.lengths(rows, end) if columns == slice(0, end) else None
+        return CanvasView(tokens, real, positions[:, columns], columns.start, end, lengths=lengths)
 
     def _compact_logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
         """Logits [A, N, V] by a forward pass in which every row begins in the first column."""
@@ -123,7 +124,8 @@ class Predictor:
         run = self.columns_to_run(end, shift=shift)
         chosen = canvas.rows if rows is None else rows
         origin_A1 = canvas.origin(rows)[:, None]
-        length = max(min(canvas.stops[row], end) - canvas.origins[row] for row in chosen)
+        lengths = canvas.lengths(rows, end)
+        length = max(lengths)
         if canvas.tokens.is_cuda:  # few shapes
             length = min(-(-length // COMPACT_MULTIPLE) * COMPACT_MULTIPLE, canvas.cache_width - 1)
         if run == slice(0, end):
@@ -148,7 +150,15 @@ class Predictor:
             tokens_AQ = torch.cat([tokens_AQ, tokens_AQ.masked_fill(condition_AQ, canvas.mask_token_id)])
             attended_AK, place_AQ, from_AN = attended_AK.repeat(2, 1), place_AQ.repeat(2, 1), from_AN.repeat(2, 1)
             cached_AQ = None if cached_AQ is None else cached_AQ.repeat(2, 1)
-        view = CanvasView(tokens_AQ, attended_AK, place_AQ.clamp(min=0), end=length, columns=cached_AQ)
+            lengths = lengths * 2
+        view = CanvasView(
+            tokens_AQ,
+            attended_AK,
+            place_AQ.clamp(min=0),
+            end=length,
+            columns=cached_AQ,
+            lengths=lengths if run == slice(0, end) else None,
+        )
         self.cache.write(columns.stop)
         logits = self._runner.logits_at(view, from_AN)
         if not self.cfg_scale:
@@ -176,6 +186,7 @@ class Predictor:
             tokens=torch.cat([view.tokens, unconditional]),
             attention_mask=mask if mask is None else mask.repeat(2, *[1] * (mask.dim() - 1)),
             position_ids=positions if positions is None else positions.repeat(2, 1),
+            lengths=None if view.lengths is None else view.lengths * 2,
         )
 
     def _condition(self, rows: list[int] | None, columns: slice) -> torch.Tensor:

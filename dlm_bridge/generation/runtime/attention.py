@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from dlm_bridge.generation.kv_cache import StaticKVCache
+from dlm_bridge.generation.runtime.varlen import attend_packed, write_packed
 
 NAME = "dlm_bridge_cached"
 
@@ -38,6 +39,8 @@ def attend(
     kv_end: int | None = None,
     kv_length: torch.Tensor | None = None,
     kv_block: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
@@ -49,12 +52,19 @@ def attend(
         attention_mask: [B, 1, Q or 1, K] boolean, True: attended to. None: all keys are.
         kv_columns: [Q], or [B, Q] by row: the cache columns that keys and values are written to. None: no cache.
         kv_end, kv_length, kv_block: which cache columns are attended to; see `attend_cached`.
+        cu_seqlens, max_seqlen: rows are packed, see `varlen.attend_packed`; `kv_columns` is that of `write_packed`.
         sliding_window: a query attends only to keys less than so many columns away, on either side.
         softcap: scores are softly capped at so much, positive or negative.
 
     Returns:
         [B, Q, heads, D].
     """
+    if cu_seqlens is not None:
+        assert max_seqlen is not None
+        assert softcap is None
+        if kv_columns is not None:
+            write_packed(key, value, module.kv_keys, module.kv_values, kv_columns)
+        return attend_packed(query, key, value, cu_seqlens, max_seqlen, scaling, sliding_window), None
     if sliding_window is not None or softcap is not None:
         limits: dict[str, Any] = {"columns": kv_columns, "end": kv_end, "length": kv_length, "block": kv_block}
         return _limited(module, query, key, value, attention_mask, scaling, sliding_window, softcap, **limits), None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.fx.experimental import _config as shape_config
 from transformers.utils import logging
 
 from dlm_bridge.generation.kv_cache import StaticKVCache
 from dlm_bridge.generation.runtime import attention, fused_linear
+from dlm_bridge.generation.runtime.varlen import packed_shape, padded_cu_seqlens
 
 logger = logging.get_logger(__name__)
 
@@ -27,17 +29,20 @@ MAX_COMPILED_VARIANTS = 128
 
 @dataclass(frozen=True)
 class BodyInputs:
-    """Inputs of a model body: A rows of Q columns."""
+    """Inputs of a model body: A rows of Q columns, or one row of T packed tokens (`varlen.PackedRows`)."""
 
     tokens: torch.Tensor  # [A, Q]
     mask: torch.Tensor | None  # [A, 1, Q or 1, K]
     positions: torch.Tensor  # [A, Q]
-    columns: torch.Tensor | None = None  # [Q] or [A, Q], where keys and values are cached; None: no cache
+    # [Q] or [A, Q], where keys and values are cached, of packed tokens as in `varlen.write_packed`; None: no cache
+    columns: torch.Tensor | None = None
     # Which cached columns are attended to; see `attention.attend_cached`.
     end: int | None = None
     length: torch.Tensor | None = None
     block: int | None = None
     variant: str = ""  # distinguishes forward passes of one shape
+    cu_seqlens: torch.Tensor | None = None  # of packed rows
+    max_seqlen: int | None = None
 
 
 @dataclass
@@ -80,7 +85,7 @@ class GraphedBody:
             (execution == "compiled") == self._compile_layers
             and batch_size_for(rows) <= self._rows
             and (width > 0) == (self._width > 0)
-            and width <= self._width
+            and (width < self._width or not width)
             and _state(model) == self._state
         )
 
@@ -110,7 +115,7 @@ class GraphedBody:
         try:
             if self._compile_layers:
                 if not self._compiled:
-                    self._compiled = [torch.compile(layer._call_impl, dynamic=None) for layer in layers]
+                    self._compiled = [_compiled(layer._call_impl) for layer in layers]
                 for layer, compiled in zip(layers, self._compiled, strict=True):
                     layer._compiled_call_impl = compiled
             with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_VARIANTS):
@@ -125,13 +130,18 @@ class GraphedBody:
     def __call__(self, inputs: BodyInputs, *, record: bool) -> torch.Tensor:
         """[A, Q, H]; see `run_body`. The next forward pass may overwrite the result. Without `record` just these rows
         run: rows of a graph beyond the batch write to the buffers, where other rows may have theirs."""
-        rows, width = inputs.tokens.shape
+        rows = len(inputs.tokens)
         inputs = self._with_length_tensor(inputs)
         if not record:
             return run_body(self._model, self.buffers, inputs)
-        batch = self._batch_for(rows)
+        if inputs.cu_seqlens is None:
+            batch = self._batch_for(rows)
+        else:
+            batch, inputs = 1, self._with_shared_shape(inputs)
+        width = inputs.tokens.shape[1]
         shapes = (None if one is None else tuple(one.shape[1:]) for one in (inputs.mask, inputs.columns))
-        key = (batch, width, inputs.end, inputs.length is None, inputs.block, inputs.variant, *shapes)
+        kind = (inputs.end, inputs.length is None, inputs.block, inputs.variant, inputs.max_seqlen)
+        key = (batch, width, *kind, *shapes)
         recorded = self._recorded.get(key)
         if recorded is None:
             if not self._records:
@@ -143,7 +153,7 @@ class GraphedBody:
                 self._seen.add(key)
                 return run_body(self._model, self.buffers, filled)[:rows]
         self._recorded.move_to_end(key)
-        for name in ("tokens", "mask", "positions", "columns", "length"):
+        for name in ("tokens", "mask", "positions", "columns", "length", "cu_seqlens"):
             static, new = getattr(recorded.inputs, name), getattr(inputs, name)
             if new is not None:
                 static[: len(new)].copy_(new)
@@ -162,6 +172,24 @@ class GraphedBody:
             mask = torch.nn.functional.pad(mask, (0, self._width - mask.shape[-1]))
         length = torch.full((1,), end, dtype=torch.int32, device=columns.device)
         return replace(inputs, mask=mask, end=self._width, length=length)
+
+    def _with_shared_shape(self, inputs: BodyInputs) -> BodyInputs:
+        """Packed rows with tokens added behind them, in a row of their own, so that batches share a graph."""
+        assert inputs.cu_seqlens is not None
+        assert inputs.max_seqlen is not None
+        tokens, longest = packed_shape(inputs.tokens.shape[1], inputs.max_seqlen)
+        added = tokens - inputs.tokens.shape[1]
+        columns = inputs.columns
+        if columns is not None:  # keys and values of added tokens go to a column that no canvas has
+            columns = torch.nn.functional.pad(columns, (0, added), value=self._width - 1)
+        return replace(
+            inputs,
+            tokens=torch.nn.functional.pad(inputs.tokens, (0, added)),
+            positions=torch.nn.functional.pad(inputs.positions, (0, added)),
+            columns=columns,
+            cu_seqlens=padded_cu_seqlens(inputs.cu_seqlens, self._rows, tokens),
+            max_seqlen=longest,
+        )
 
     def _batch_for(self, rows: int) -> int:
         """The batch shrinks once it is half empty: each size is recorded separately."""
@@ -189,6 +217,21 @@ class GraphedBody:
         return recorded
 
 
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's compiled call. Padded batches have few shapes; of packed rows one code serves every number of tokens,
+    from the first one on."""
+    padded, packed = torch.compile(call, dynamic=None), torch.compile(call, dynamic=True)
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cu_seqlens") is None:
+            return padded(*args, **kwargs)
+        # The number of tokens may happen to be that of a weight's rows: it is not the same dimension.
+        with shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            return packed(*args, **kwargs)
+
+    return compiled
+
+
 def batch_size_for(rows: int) -> int:
     """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds so many rows."""
     size = 1 << (rows - 1).bit_length()
@@ -198,7 +241,7 @@ def batch_size_for(rows: int) -> int:
 def run_body(model: Any, buffers: StaticKVCache | None, inputs: BodyInputs) -> torch.Tensor:
     """[A, Q, H], the last hidden states of a model whose attention function is `attention.attend`."""
     if buffers is not None:
-        buffers.attach(len(inputs.tokens))
+        buffers.attach(len(inputs.tokens) if inputs.cu_seqlens is None else None)
     output = model.model(
         input_ids=inputs.tokens,
         attention_mask=inputs.mask,
@@ -208,13 +251,15 @@ def run_body(model: Any, buffers: StaticKVCache | None, inputs: BodyInputs) -> t
         kv_end=inputs.end,
         kv_length=inputs.length,
         kv_block=inputs.block,
+        cu_seqlens=inputs.cu_seqlens,
+        max_seqlen=inputs.max_seqlen,
     )
     return output.last_hidden_state
 
 
 def _padded_copy(inputs: BodyInputs, batch: int) -> BodyInputs:
     """A copy of the inputs with so many rows."""
-    columns, length = inputs.columns, inputs.length
+    columns, length, cu_seqlens = inputs.columns, inputs.length, inputs.cu_seqlens
     if columns is not None:
         columns = columns.clone() if columns.dim() == 1 else _pad_rows(columns, batch)
     return replace(
@@ -224,6 +269,7 @@ def _padded_copy(inputs: BodyInputs, batch: int) -> BodyInputs:
         positions=_pad_rows(inputs.positions, batch),
         columns=columns,
         length=None if length is None else length.clone(),
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.clone(),
     )
 
 

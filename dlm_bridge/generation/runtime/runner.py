@@ -15,6 +15,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.kv_cache import KVCache, is_attention
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, batch_size_for, run_body
+from dlm_bridge.generation.runtime.varlen import PackedRows, supports_packing
 
 Execution = Literal["eager", "graph", "compiled"]
 EXECUTIONS: tuple[Execution, ...] = ("eager", "graph", "compiled")
@@ -37,16 +38,19 @@ class CanvasView:
     # The mask alone says which cached columns before the view are attended to.
     block: int | None = None
     variant: str = ""  # distinguishes forward passes of one shape, such as with and without an adapter
+    # Tokens of each row, where the mask is [A, Q] and Q all columns that are attended to: such rows can be packed.
+    lengths: tuple[int, ...] | None = None
 
 
 class ModelRunner:
     """Runs the model for a predictor, and counts the forward passes."""
 
-    def __init__(self, model: Any, body: GraphedBody | None, cache: KVCache) -> None:
+    def __init__(self, model: Any, body: GraphedBody | None, cache: KVCache, *, packs: bool = False) -> None:
         self.forwards = 0
         self._model = model
         self._body = body
         self._cache = cache
+        self._packs = packs  # rows of different lengths run without their padding
 
     @classmethod
     @contextmanager
@@ -76,8 +80,9 @@ class ModelRunner:
         """
         plain = unwrapped(model)
         execution = _resolve_execution(model, plain, execution)
+        packs = _graph_obstacle(model, plain) is None and supports_packing(plain)
         if execution == "eager" and not cache.stores:
-            return cls(model, None, cache)
+            return cls(model, None, cache, packs=packs)
         if not supports_kv_cache(model):
             raise DlmBridgeError(
                 f"{type(model).__name__} runs more than the attention layers of a transformers body (a prompt-"
@@ -85,10 +90,10 @@ class ModelRunner:
             )
         if execution == "eager":
             cache.allocate(plain, rows, width)
-            return cls(plain, None, cache)
+            return cls(plain, None, cache, packs=packs)
         body = _graphed_body(plain, execution, rows=rows, width=width if cache.stores else 0)
         cache.buffers = body.buffers
-        runner = cls(plain, body, cache)
+        runner = cls(plain, body, cache, packs=packs)
         body.holder = weakref.ref(runner) if hold else None
         return runner
 
@@ -126,12 +131,16 @@ class ModelRunner:
 
     def logits(self, view: CanvasView, columns: slice) -> torch.Tensor:
         """[A, N, V] logits of canvas columns of the view, in the model's dtype."""
+        if self._packs and view.lengths is not None:
+            return self._packed_logits(view, columns)
         if self.plain:
             return self._own_forward(view, columns)
         return self.head(self.hidden(view), slice(columns.start - view.first, columns.stop - view.first))
 
     def logits_at(self, view: CanvasView, places: torch.Tensor) -> torch.Tensor:
         """[A, N, V] logits at [A, N] places of the view, counted from its first column."""
+        if self._packs and view.lengths is not None:
+            return self._packed_logits(view, places)
         if self.plain:
             return self._own_forward(view, places)
         return self.head_at(self.hidden(view), places)
@@ -166,6 +175,43 @@ class ModelRunner:
         """[A, N, V] logits of each row's own places among these hidden states."""
         indices = places_AN[..., None].expand(-1, -1, hidden_AQH.shape[-1])
         return self.head(hidden_AQH.gather(1, indices), slice(None))
+
+    def _packed_logits(self, view: CanvasView, places: slice | torch.Tensor) -> torch.Tensor:
+        """[A, N, V] logits at the view's places, by a forward pass without its padding, where logits are arbitrary."""
+        self.forwards += 1
+        model = unwrapped(self._model)
+        assert view.attention_mask is not None
+        assert view.position_ids is not None
+        assert view.lengths is not None
+        rows = PackedRows.of(view.attention_mask, view.lengths)
+        inputs = BodyInputs(
+            rows.pack(view.tokens),
+            None,
+            rows.pack(view.position_ids),
+            self._packed_columns(view, rows),
+            cu_seqlens=rows.cu_seqlens,
+            max_seqlen=rows.max_seqlen,
+        )
+        if self._body is not None:
+            hidden = self._body(inputs, record=True)
+        else:
+            with _cached_attention(model):
+                hidden = run_body(model, self._cache.buffers, inputs)
+        place_AN = rows.place[:, places] if isinstance(places, slice) else rows.place.gather(1, places)
+        logits: torch.Tensor = model.lm_head(hidden[0, place_AN])
+        return logits
+
+    def _packed_columns(self, view: CanvasView, rows: PackedRows) -> torch.Tensor | None:
+        """Where keys and values of packed tokens are cached, as in `varlen.write_packed`."""
+        buffers = self._cache.buffers
+        if buffers is None:
+            return None
+        count, width = view.tokens.shape
+        columns_AQ = view.columns
+        if columns_AQ is None:
+            columns_AQ = torch.arange(width, device=view.tokens.device).expand(count, -1)
+        first_A1 = torch.arange(count, device=view.tokens.device)[:, None] * buffers.width
+        return rows.pack(first_A1 + columns_AQ)
 
     def _own_forward(self, view: CanvasView, logits_to_keep: slice | torch.Tensor) -> torch.Tensor:
         self.forwards += 1
@@ -247,7 +293,8 @@ def _graphed_body(model: Any, execution: Execution, *, rows: int, width: int) ->
     if body is None or not body.serves(model, execution, rows, width):
         _graphed_bodies.pop(model, None)
         body = None  # its buffers are freed before the new ones are allocated
-        body = GraphedBody(model, execution == "compiled", rows=batch_size_for(rows), width=-(-width // 64) * 64)
+        width = (width // 64 + 1) * 64 if width else 0  # with a column that no canvas has
+        body = GraphedBody(model, execution == "compiled", rows=batch_size_for(rows), width=width)
         _graphed_bodies[model] = body
     body.begin()
     return body

@@ -1,0 +1,182 @@
+"""Variable-length attention: rows of different lengths without their padding.
+
+The real tokens of a padded batch [A, Q] stand side by side in one row [1, T]. Linear layers, norms and experts treat
+each token by itself, so that they skip the padding as well; attention is told where a row's tokens begin.
+
+Attention runs `torch.nn.attention.varlen` where it can, on a CUDA device in half precision. Elsewhere rows are padded
+for the attention itself: by default nothing is packed there (`supports_packing`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from dlm_bridge.generation.kv_cache import attention_layers, head_sizes
+
+MAX_HEAD_SIZE = 256  # of the kernel
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Where the T real tokens of a view of A rows and Q columns stand when they are packed."""
+
+    source: torch.Tensor  # [T] their places in the flattened view
+    place: torch.Tensor  # [A, Q] the inverse; of padding the place of some real token
+    cu_seqlens: torch.Tensor  # [A + 1] int32: row i has the packed tokens from entry i up to entry i + 1
+    max_seqlen: int  # no row is longer
+
+    @classmethod
+    def of(cls, real_AQ: torch.Tensor, lengths: Sequence[int]) -> PackedRows:
+        """Pack the places where `real_AQ` is True. `lengths`, their number in each row, costs no device sync."""
+        total = sum(lengths)
+        real = real_AQ.bool().flatten()
+        place = real.long().cumsum(0) - 1
+        source = torch.empty(total + 1, dtype=torch.long, device=real.device)
+        source.scatter_(0, torch.where(real, place, total), torch.arange(len(real), device=real.device))
+        ends = real_AQ.bool().sum(dim=1).cumsum(0)
+        return cls(
+            source[:total], place.clamp(min=0).view(real_AQ.shape), pad(ends, (1, 0)).int(), max(lengths, default=0)
+        )
+
+    def pack(self, values_AQ: torch.Tensor) -> torch.Tensor:
+        """[1, T]"""
+        return values_AQ.flatten()[self.source][None]
+
+
+def packed_shape(tokens: int, longest: int) -> tuple[int, int]:
+    """(tokens, longest row) of the recorded forward pass that serves so many tokens.
+
+    At most a sixteenth more tokens, in 16 sizes for each doubling, so that batches share graphs. What is added is not
+    longer than the longest row.
+    """
+    step = max(64, (1 << (tokens - 1).bit_length()) // 32)
+    return -(-tokens // step) * step, max(128, 1 << (max(longest, step) - 1).bit_length())
+
+
+def padded_cu_seqlens(cu_seqlens: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
+    """[rows + 2]: with empty rows behind the others, and one of all that is added to make so many tokens."""
+    empty = cu_seqlens[-1:].expand(rows + 1 - len(cu_seqlens))
+    return torch.cat([cu_seqlens, empty, cu_seqlens.new_full((1,), tokens)])
+
+
+def supports_packing(model: Any) -> bool:
+    """Whether `torch.nn.attention.varlen` runs the attention of the model, a transformers body on one device."""
+    device = next(model.parameters()).device
+    if device.type != "cuda" or torch.version.cuda is None or _varlen_attn() is None:
+        return False
+    if not torch.backends.cuda.is_flash_attention_available() or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        return False
+    sizes = {head_sizes(layer) for layer in attention_layers(model)}
+    return all(keys == values and keys % 8 == 0 and keys <= MAX_HEAD_SIZE for keys, values in sizes)
+
+
+@functools.cache
+def _varlen_attn() -> Callable[..., Any] | None:
+    """PyTorch's function, with grouped queries; None where there is none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on
+        return functools.partial(varlen_attn, enable_gqa=True)
+    return varlen_attn
+
+
+@torch.library.custom_op("dlm_bridge::attend_packed", mutates_args=())
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention within each packed row. [1, T, heads, D].
+
+    One operator, so that compiled layers are the same whatever runs it.
+
+    Args:
+        query, key, value: [1, heads, T, D], and twice [1, KV heads, T, D].
+        cu_seqlens, max_seqlen: as in `PackedRows`; the last row may be padding.
+        window: a query attends only to keys less than so many places away, on either side.
+    """
+    kernel = _varlen_attn() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+    if kernel is None:
+        return attend_padded(query, key, value, cu_seqlens, max_seqlen, scaling, window)
+    near = -1 if window is None else window - 1
+    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output: torch.Tensor = kernel(
+        *packed, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, window_size=(near, near)
+    )
+    return output[None].contiguous()
+
+
+@attend_packed.register_fake
+def _(query: Any, key: Any, value: Any, *_: Any) -> Any:
+    batch, heads, width, _size = query.shape
+    return query.new_empty(batch, width, heads, value.shape[-1])
+
+
+def attend_padded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """`attend_packed` with PyTorch's attention, over rows padded on the right."""
+    places_L = torch.arange(max_seqlen, device=query.device)
+    source_AL = cu_seqlens[:-1, None] + places_L
+    real_AL = source_AL < cu_seqlens[1:, None]
+    source_AL = source_AL.clamp(max=query.shape[2] - 1)
+    shared = query.shape[1] // key.shape[1]
+    query_AHLD, key_AHLD, value_AHLD = (
+        tensor[0].repeat_interleave(copies, dim=0)[:, source_AL].transpose(0, 1)
+        for tensor, copies in ((query, 1), (key, shared), (value, shared))
+    )
+    mask = (real_AL | (places_L == 0))[:, None, None, :]  # an empty row attends to something
+    if window is not None:
+        mask = mask & ((places_L[:, None] - places_L).abs() < window)
+    output_AHLD = scaled_dot_product_attention(query_AHLD, key_AHLD, value_AHLD, attn_mask=mask, scale=scaling)
+    token_T = torch.arange(query.shape[2], device=query.device)
+    row_T = torch.searchsorted(cu_seqlens[1:].contiguous(), token_T.int(), right=True)
+    output: torch.Tensor = output_AHLD[row_T, :, token_T - cu_seqlens[row_T]]
+    return output[None].contiguous()
+
+
+@torch.library.custom_op("dlm_bridge::write_packed", mutates_args=("key_cache", "value_cache"))
+def write_packed(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    columns: torch.Tensor,
+) -> None:
+    """Store packed keys and values [1, KV heads, T, D] in a layer's buffers [rows, KV heads, width, D].
+
+    Args:
+        columns: [1, T], row * width + column.
+    """
+    width = key_cache.shape[2]
+    rows_T, columns_T = columns[0] // width, columns[0] % width
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        cache.transpose(1, 2).index_put_((rows_T, columns_T), new[0].transpose(0, 1))
+
+
+@write_packed.register_fake
+def _(*_: Any) -> None:
+    return None
