@@ -2,6 +2,7 @@
 
     python benchmarks/throughput.py --size 135m --batch 16 64 256
     python benchmarks/throughput.py --size 8b --batch 64 --ways plain graph continuous --cache dual --threshold 0.9
+    python benchmarks/throughput.py --size 1.7b --ways eager graph compiled --padding masked packed
     python benchmarks/throughput.py --size tiny --prompts 12 --new-tokens 16 --batch 4 --repeats 1    # a CPU will do
 
 LLaDA's body in four shapes with random weights in bf16, or --model, a Hub folder or id, or --config, a config.json.
@@ -12,6 +13,9 @@ one a step unless --threshold says otherwise. The ways:
   every position, `topk` once a row. It has no cache and no threshold.
 - eager, graph, compiled: `generate` in batches in the file's order.
 - continuous: `ContinuousBatch`, longest prompts first, in --continuous-execution.
+
+With `--padding masked packed` every way but `plain` runs twice: padding masked in attention, which is what happens
+where `torch.nn.attention.varlen` does not run, and rows packed without their padding.
 
 With --answers ragged each prompt has its own number of new tokens, from a quarter of --new-tokens to all of it, as
 where rows end at their end of sequence: a batch in lockstep runs them all to its longest, a continuous one does not.
@@ -36,8 +40,9 @@ import torch
 import dlm_bridge  # noqa: F401
 from dlm_bridge.generation import release
 from dlm_bridge.generation.batching import ContinuousBatch, RowRequest
+from dlm_bridge.generation.runtime import runner
 
-COLUMNS = ("way", "batch", "seconds", "first run", "tokens/s", "ratio", "forwards", "peak GiB")
+COLUMNS = ("way", "padding", "batch", "seconds", "first run", "tokens/s", "ratio", "forwards", "peak GiB")
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_hidden_size": 128, "vocab": 512},
     "135m": {"d_model": 576, "n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "mlp_hidden_size": 1536, "vocab": 49152},
@@ -58,6 +63,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab": 126464,
     },
 }
+SUPPORTS_PACKING = runner.supports_packing
 WAYS = ("plain", "eager", "graph", "compiled", "continuous")
 
 
@@ -87,18 +93,24 @@ class Bench:
             for way in self.options.ways:
                 if way == "graph" and self.device != "cuda":
                     continue
-                release(self.model)
-                if self.device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                seconds, first, forwards = self.measure(lambda way=way, batch=batch: self.sample(way, batch))
-                plain = seconds if way == "plain" else plain
-                self.report(way, batch, seconds, first, forwards, plain)
+                for padding in ("masked",) if way == "plain" else self.options.padding:
+                    runner.supports_packing = SUPPORTS_PACKING if padding == "packed" else lambda model: False
+                    release(self.model)
+                    if self.device == "cuda":
+                        torch.cuda.reset_peak_memory_stats()
+                    seconds, first, forwards = self.measure(lambda way=way, batch=batch: self.sample(way, batch))
+                    plain = seconds if way == "plain" else plain
+                    self.report(way, padding, batch, seconds, first, forwards, plain)
 
-    def report(self, way: str, batch: int, seconds: float, first: float, forwards: int, plain: float | None) -> None:
+    def report(
+        self, way: str, padding: str, batch: int, seconds: float, first: float, forwards: int, plain: float | None
+    ) -> None:
         peak = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if self.device == "cuda" else "-"
         ratio = "-" if plain is None else f"{plain / seconds:.2f}"
         rate = sum(self.new) / seconds
-        values = (way, batch, f"{seconds:.2f}", f"{first:.2f}", f"{rate:,.0f}", ratio, forwards, peak)
+        if padding == "packed" and not SUPPORTS_PACKING(self.model):
+            padding = "masked"
+        values = (way, padding, batch, f"{seconds:.2f}", f"{first:.2f}", f"{rate:,.0f}", ratio, forwards, peak)
         print("| " + " | ".join(map(str, values)) + " |", flush=True)
         if self.options.json:
             with self.options.json.open("a") as file:
@@ -222,6 +234,7 @@ def main() -> None:
         "--ways", choices=WAYS, nargs="+", default=["plain", "eager", "graph", "compiled", "continuous"]
     )
     parser.add_argument("--continuous-execution", choices=("eager", "graph", "compiled"))
+    parser.add_argument("--padding", choices=("masked", "packed"), nargs="+", default=["packed"])
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--shortest", type=int, default=40)
     parser.add_argument("--longest", type=int, default=240)
