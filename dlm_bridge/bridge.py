@@ -67,7 +67,14 @@ class Bridge:
         family: str | None = None,
     ) -> Bridge:
         """A Megatron checkpoint of any format, or a plain distributed one. `like` (Hub folder or id) or `hf_config` (a
-        config.json) names the Hub model of one that was not written by dlm-bridge."""
+        config.json) names the Hub model of one that was not written by dlm-bridge. Raises DlmBridgeError, also for an
+        adapter's."""
+        from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
+
+        if (Path(root) / ADAPTER_MANIFEST).is_file():
+            raise DlmBridgeError(
+                f"{root}: is an adapter without its base: dlm-bridge adapter export --base MODEL --merge"
+            )
         return cls(open_megatron(root, like, hf_config, family))
 
     @property

@@ -64,6 +64,7 @@ try:
         from megatron.core.tensor_parallel.mappings import (
             copy_to_tensor_model_parallel_region,
             gather_from_sequence_parallel_region,
+            reduce_from_tensor_model_parallel_region,
             reduce_scatter_to_sequence_parallel_region,
         )
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
@@ -86,7 +87,11 @@ try:
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
         from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
         from megatron.core.transformer.utils import is_layer_window_attention
-        from megatron.core.utils import unwrap_model
+        from megatron.core.utils import (
+            make_sharded_tensor_for_checkpoint,
+            make_tp_sharded_tensor_for_checkpoint,
+            unwrap_model,
+        )
 except ImportError as error:
     raise DlmBridgeError(f"megatron-core {version} cannot be used: {one_line(error)}") from error
 

@@ -253,8 +253,9 @@ class MegatronSource:
 
 
 def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> MegatronSource:
-    """The source that `--model` names, or on a resume the run's own `checkpoint`. Raises DlmBridgeError."""
-    if checkpoint is not None:
+    """The source that `--model` names, or on a resume the run's own `checkpoint`, but for an adapter's base. Raises
+    DlmBridgeError."""
+    if checkpoint is not None and not config.model.adapts:
         bridge = Bridge.from_megatron(checkpoint)
     elif config.model.from_scratch:
         bridge = Bridge.from_scratch(config.model.path, config.data.seed, family=config.model.family)

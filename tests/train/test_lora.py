@@ -230,7 +230,7 @@ def test_the_experts_of_a_family(tmp_path: Path, run: Run) -> None:
         ({"adapter": "somewhere"}, "--adapter has a rank of its own"),
         ({"lora_rank": 0, "adapter": "nowhere"}, "--adapter nowhere: no PEFT adapter there"),
         ({"lora_targets": "lm_head"}, "--lora-targets lm_head: the model has no such linear layer in its decoder"),
-        ({"engine": "megatron"}, "--lora-rank needs --engine accelerate"),
+        ({"engine": "megatron", "lora_dropout": 0.1}, "--lora-dropout needs --engine accelerate"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, tune: Any, changes: dict[str, Any], message: str) -> None:

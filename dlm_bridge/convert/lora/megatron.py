@@ -115,18 +115,10 @@ def write_megatron_adapter(
         if facts.folder is not None:
             copy_files(facts.folder, facts.files, folder / HUB_FOLDER)
         manifest = {
-            "format_version": _VERSION,
-            "family": base.family.name,
-            "base": base.hub.source,
-            "style": chosen,
-            "rank": facts.rank,
-            "alpha": facts.alpha,
-            # Megatron scales with alpha / dim; this is its alpha for the same product (rank-stabilised LoRA's too).
-            "megatron_alpha": facts.scale * facts.rank,
-            "dtype": dtype_name(facts.dtype),
+            **adapter_manifest(
+                base, facts.rank, facts.alpha, facts.scale, facts.dtype, facts.modules, facts.config, chosen
+            ),
             "layout": layout.as_dict(),
-            "modules": facts.modules,
-            "adapter_config": facts.config,
             "tensors": digests,
         }
         (folder / ADAPTER_MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", "utf-8")
@@ -143,6 +135,33 @@ def write_megatron_adapter(
         dtype=dtype_name(facts.dtype),
         layout=layout.as_dict(),
     )
+
+
+def adapter_manifest(
+    base: Checkpoint,
+    rank: int,
+    alpha: float,
+    scale: float,
+    dtype: torch.dtype,
+    modules: dict[str, str],
+    config: dict[str, Any],
+    style: Style = "canonical",
+) -> dict[str, Any]:
+    """What ADAPTER_MANIFEST says of an adapter, without digests of its tensors."""
+    return {
+        "format_version": _VERSION,
+        "family": base.family.name,
+        "base": base.hub.source,
+        "style": style,
+        "rank": rank,
+        "alpha": alpha,
+        # Megatron scales with alpha / dim; this is its alpha for the same product (rank-stabilised LoRA's too).
+        "megatron_alpha": scale * rank,
+        "dtype": dtype_name(dtype),
+        "modules": modules,
+        "adapter_config": config,
+        "tensors": {},
+    }
 
 
 def is_megatron_adapter(path: Path) -> bool:

@@ -159,6 +159,15 @@ class TrainConfig:
             ):
                 if excluded:
                     raise OptionError("--fsdp", f"{parallel.fsdp} with {excluded}: {reason}: leave one of them out")
+        if self.model.adapts:
+            for excluded, reason in (
+                (f"--fsdp {parallel.fsdp}" if parallel.fsdp else "", "megatron-core's FSDP shards no frozen weights"),
+                ("--local-folder" if self.checkpoint.local_folder else "", "local checkpoints do not hold adapters"),
+                ("--sample-interval" if self.logging.sample_interval else "", "it samples from the base's weights"),
+                ("--precision fp8" if self.precision.name == "fp8" else "", "adapters have no FP8 products there"),
+            ):
+                if excluded:
+                    raise OptionError("--engine", f"megatron with an adapter and {excluded}: {reason}: leave it out")
         if self.checkpoint.local_folder is not None:
             for flag, given in (
                 ("--fsdp", parallel.fsdp is not None),

@@ -40,16 +40,16 @@ class ModelOptions:
     from_scratch: bool = option(
         False, "Initialise from config.json and --seed.", negative="--from-weights", tasks=TRAINING
     )
-    lora_rank: int = accelerate_option(
+    lora_rank: int = option(
         0, "Train a LoRA adapter of this rank instead of the weights, 0: none.", minimum=0, fixed=True
     )
-    lora_alpha: float | None = accelerate_option(
+    lora_alpha: float | None = option(
         None, "Its scale times its rank; twice the rank by default.", above=0, needs=("--lora-rank", None), fixed=True
     )
     lora_dropout: float = accelerate_option(
         0.0, "Dropout before the adapter.", minimum=0, below=1, needs=("--lora-rank", None)
     )
-    lora_targets: str | None = accelerate_option(
+    lora_targets: str | None = option(
         None, "Layers with an adapter: q_proj,v_proj,experts; the family's by default.", needs=("--lora-rank", None),
         fixed=True,
     )  # fmt: skip
@@ -57,7 +57,7 @@ class ModelOptions:
         None, "Quantize the base's linear layers to 4bit (NF4) or 8bit, with bitsandbytes.", choices=("4bit", "8bit"),
         fixed=True,
     )  # fmt: skip
-    adapter: str | None = accelerate_option(None, "Folder of a PEFT LoRA adapter of --model to continue.", fixed=True)
+    adapter: str | None = option(None, "Folder of a PEFT LoRA adapter of --model to continue.", fixed=True)
 
     @property
     def adapts(self) -> bool:

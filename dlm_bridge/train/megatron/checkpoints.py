@@ -49,6 +49,7 @@ from dlm_bridge.parallel.core import (
     parallel_state,
     unwrap_model,
 )
+from dlm_bridge.parallel.lora import LiveFactor, adapter_state
 from dlm_bridge.parallel.mcore_patches.modules import patch_grouped_linear_state
 from dlm_bridge.parallel.mcore_patches.optimizers import (
     drop_offload_settings,
@@ -221,13 +222,17 @@ class CheckpointManager:
         chunks: Sequence[Any],
         optimizer: Any,
         source: Checkpoint,
+        factors: Sequence[Sequence[LiveFactor]] | None = None,
     ) -> None:
-        """`source` is what the run started from, of which the layers that are not trained are kept."""
+        """`source` is what the run started from, of which the layers that are not trained are kept. With `factors`,
+        by chunk, an iteration holds that adapter alone."""
         self.root = checkpoint_root(Path(config.checkpoint.output))
         self.chunks = chunks
         self.optimizer = optimizer
         self.keep_last = config.checkpoint.keep_last
-        self.mtp = {} if chunks[0].config.mtp_num_layers else read_mtp_shard(source)
+        self.factors = factors
+        own = factors is not None or chunks[0].config.mtp_num_layers  # of an adapter's base, or trained
+        self.mtp = {} if own else read_mtp_shard(source)
         self.queue = AsyncCallsQueue() if config.checkpoint.async_save else None
         self.pending: Path | None = None  # what the background writes
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
@@ -266,7 +271,7 @@ class CheckpointManager:
         if self.fsdp:
             fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer, self.mtp)
             return None
-        weights_and_optimizer = sharded_state(self.chunks, self.optimizer, is_loading=False)
+        weights_and_optimizer = sharded_state(self.chunks, self.optimizer, is_loading=False, factors=self.factors)
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **weights_and_optimizer}
         state["mtp"] = sharded_mtp(self.mtp)
         start_results_queue()
@@ -322,12 +327,12 @@ class CheckpointManager:
         with named_load_errors(folder):
             if self.fsdp:
                 return fsdp_checkpoints.load(folder, self.chunks[0], self.optimizer)
-            request = sharded_state(self.chunks, self.optimizer, is_loading=True)
+            request = sharded_state(self.chunks, self.optimizer, is_loading=True, factors=self.factors)
             parts = optimizer_state.optimizer_request(self.optimizer, request.pop(optimizer_state.OPTIMIZER_KEY))
             wanted = optimizer_state.copy_tree(parts)
             state = dist_checkpointing.load({**request, optimizer_state.REQUEST_KEY: parts}, str(folder))
         restore = partial(optimizer_state.restore_optimizer, self.optimizer, wanted, state)
-        restore_state(folder, self.chunks, self.optimizer, state, restore)
+        restore_state(folder, self.chunks, self.optimizer, state, restore, whole=self.factors is None)
         return dict(state[STATE])
 
     def _publish(self, folder: Path, step: int) -> None:
@@ -346,18 +351,23 @@ class CheckpointManager:
 
 
 def sharded_state(
-    chunks: Sequence[Any], optimizer: Any, is_loading: bool, sharding: str = ANY_LAYOUT
+    chunks: Sequence[Any],
+    optimizer: Any,
+    is_loading: bool,
+    sharding: str = ANY_LAYOUT,
+    factors: Sequence[Sequence[LiveFactor]] | None = None,
 ) -> dict[str, Any]:
-    """Weights and optimizer state of a rank, sharded as megatron-core saves them. `sharding` is its word for that of
-    the distributed optimizer."""
+    """Weights and optimizer state of a rank, sharded as megatron-core saves them, or of an adapter its `factors` in
+    place of the weights. `sharding` is its word for that of the distributed optimizer."""
     metadata = {
         **_content_metadata(sharding),
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model = {
-        key: chunk.sharded_state_dict(metadata=metadata)
-        for key, chunk in zip(_chunk_keys(chunks), unwrap_model(list(chunks)), strict=True)
-    }
+    if factors is None:
+        states = [chunk.sharded_state_dict(metadata=metadata) for chunk in unwrap_model(list(chunks))]
+    else:
+        states = [adapter_state(each, metadata["dp_cp_group"]) for each in factors]
+    model = dict(zip(_chunk_keys(chunks), states, strict=True))
     with unpadded_param_index_map(optimizer), patched_checkpoints(optimizer):
         state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     if not is_loading:
@@ -366,22 +376,27 @@ def sharded_state(
 
 
 def restore_state(
-    folder: Path, chunks: Sequence[Any], optimizer: Any, state: dict[str, Any], restore_optimizer: Callable[[], None]
+    folder: Path,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    state: dict[str, Any],
+    restore_optimizer: Callable[[], None],
+    whole: bool = True,
 ) -> None:
-    """Set weights to those of a loaded `state`, and let `restore_optimizer` do so with the optimizer. Raises
-    DlmBridgeError that names the `folder`."""
+    """Set weights to those of a loaded `state`, which without `whole` has an adapter's alone, and let
+    `restore_optimizer` do so with the optimizer. Raises DlmBridgeError that names the `folder`."""
     named = list(zip(_chunk_keys(chunks), unwrap_model(list(chunks)), strict=True))
     try:
         weights = {key: fp8_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in named}
         for key, chunk in named:
-            chunk.load_state_dict(weights[key], strict=True)
+            chunk.load_state_dict(weights[key], strict=whole)
         with patched_checkpoints(optimizer):
             restore_optimizer()
     except DlmBridgeError as error:
         raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
     for key, chunk in named:
         # Again: an offloading optimizer initialises its state by a step with random gradients.
-        chunk.load_state_dict(weights[key], strict=True)
+        chunk.load_state_dict(weights[key], strict=whole)
 
 
 @contextlib.contextmanager

@@ -26,8 +26,10 @@ from dlm_bridge.parallel.weights import load_main_params
 from dlm_bridge.train.checkpoints import ResumePoint, raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import open_megatron_source
+from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.megatron import checkpoints, mcore_config
 from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints, go_on_without, open_local
+from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.trainer import MegatronTrainer, connect_schedule
 from dlm_bridge.train.setup import (
@@ -70,7 +72,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
             if local is None and (note := go_on_without(start.output)):
                 console.print(printable(note), markup=False, highlight=False, soft_wrap=True)
             if start.checkpoint is None:
-                checkpoints.write_hub_files(start.output, trainer.source, trainer.tokenizer, trainer.depths > 0)
+                trainer.write_shared_files()
             checkpoints.remove_leftovers(start.output)
             write_config(trainer.config, start.output)
     trainer.announce(step, f"; {describe_layout(config)}")
@@ -106,6 +108,8 @@ def assemble(
     # Model source, objective and data.
     source = open_megatron_source(config, checkpoint)
     config, objective = resolve_objective(config, source.model, step)
+    config = with_lora(config, source.model)
+    adapter = LoraRun.of(config, source)
     mcore_config.check_sizes(config, objective)
 
     # Configuration of megatron-core.
@@ -117,9 +121,10 @@ def assemble(
 
     with named_refusals(AssertionError):  # of settings, and of NVTE_... variables
         # Layer spec, model and weights; those that the checkpoint sets anyway are not loaded twice.
-        load_weights = checkpoint is None or not checkpoint_sets_all_weights(config)
+        load_weights = checkpoint is None or adapter is not None or not checkpoint_sets_all_weights(config)
         weights, layout, context = source.bridge.checkpoint, config.parallel.layout, config.parallel.context
         chunks = build_megatron_model(weights, layout, dtype, context, load_weights, **overrides)
+        factors = None if adapter is None else adapter.add(chunks)
         # Wrapping, optimizer, schedule.
         wrapped = wrap_chunks(chunks, config)
         optimizer = build_optimizer(wrapped, config)
@@ -129,7 +134,7 @@ def assemble(
     if checkpoint is None and dtype != torch.float32:
         load_main_params(wrapped, optimizer, source.bridge.checkpoint)
 
-    trainer = MegatronTrainer(config, source, wrapped, optimizer, objective, data, console, local)
+    trainer = MegatronTrainer(config, source, wrapped, optimizer, objective, data, console, local, adapter, factors)
     if local is not None and local.step is not None:
         trainer.load_local_checkpoint()
     elif checkpoint is not None:

@@ -93,9 +93,10 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
 
 
 def prediction_fields(config: TrainConfig, layers: int) -> dict[str, Any]:
-    """The fields of so many multi-token prediction layers, where they are trained. Raises DlmBridgeError."""
+    """The fields of so many multi-token prediction layers, where they are trained: not beside an adapter, whose base
+    stays as it is. Raises DlmBridgeError."""
     factor, fsdp = config.objective.mtp_loss_scaling_factor, config.parallel.fsdp
-    if not layers or not factor:
+    if not layers or not factor or config.model.adapts:
         return {}
     if fsdp is not None:
         raise DlmBridgeError(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel import platform
@@ -24,6 +24,7 @@ from dlm_bridge.parallel.batch import MicroBatch, micro_batch
 from dlm_bridge.parallel.core import finalize_model_grads, get_forward_backward_func, parallel_state
 from dlm_bridge.parallel.gpt import model_inputs
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_live_weights
+from dlm_bridge.parallel.lora import LiveFactor
 from dlm_bridge.parallel.mcore_patches.fused_step import FusedOptimizerStep
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 from dlm_bridge.parallel.self_attention import scales_queries
@@ -32,8 +33,15 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.data.loader import BatchSampler
 from dlm_bridge.train.loading import MegatronSource
-from dlm_bridge.train.megatron.checkpoints import CheckpointManager, describe_mtp, write_hub_config
+from dlm_bridge.train.megatron.checkpoints import (
+    CheckpointManager,
+    checkpoint_root,
+    describe_mtp,
+    write_hub_config,
+    write_hub_files,
+)
 from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints
+from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.mcore_config import DTYPES
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
@@ -54,6 +62,8 @@ class MegatronTrainer(Trainer):
         data: tuple[Samples, Samples, Any],
         console: Console,
         local: LocalCheckpoints | None = None,
+        adapter: LoraRun | None = None,
+        factors: list[list[LiveFactor]] | None = None,  # of the adapter, by chunk
     ) -> None:
         super().__init__(config, source.model, objective, data, console, _processes())
         self.local = local
@@ -61,7 +71,8 @@ class MegatronTrainer(Trainer):
         self.chunks = chunks
         self.optimizer = optimizer
         self.platform = platform.current()
-        self.checkpoints = CheckpointManager(config, chunks, optimizer, source.bridge.checkpoint)
+        self.adapter = adapter
+        self.checkpoints = CheckpointManager(config, chunks, optimizer, source.bridge.checkpoint, factors)
         self.gc_schedule = GCSchedule()
         self.clipped_step = ClippedOptimizerStep(
             optimizer, config.optimizer.clip_grad, config.parallel.fsdp is not None
@@ -75,7 +86,9 @@ class MegatronTrainer(Trainer):
 
     def announce(self, step: int, layout: str = "") -> None:
         super().announce(step, layout)
-        if self.main and (layers := self.source.bridge.dims.mtp):
+        if self.main and self.adapter is not None:
+            self.console.print(printable(self.adapter.described()), highlight=False, soft_wrap=True)
+        elif self.main and (layers := self.source.bridge.dims.mtp):
             line = describe_mtp(layers, self.config.objective.mtp_loss_scaling_factor)
             self.console.print(line, highlight=False, soft_wrap=True)
 
@@ -233,8 +246,15 @@ class MegatronTrainer(Trainer):
 
     # -- checkpoints
 
+    def write_shared_files(self) -> None:
+        """Write what the run's checkpoints share. One process calls it, when a run starts."""
+        if self.adapter is None:
+            write_hub_files(self.output, self.source, self.tokenizer, self.depths > 0)
+        else:
+            self.adapter.write_manifest(checkpoint_root(self.output), DTYPES[self.config.precision.name])
+
     def save_checkpoint(self, step: int) -> Path:
-        if self.config.objective.block_sizes:
+        if self.config.objective.block_sizes and self.adapter is None:
             with raised_everywhere():
                 if self.main:
                     write_hub_config(self.output, self.source, self.depths > 0)

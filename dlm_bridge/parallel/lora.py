@@ -1,0 +1,227 @@
+"""LoRA adapters of a live megatron-core model, beside its linear layers, under tensor and sequence parallelism.
+
+Each Hub weight has its own adapter, as in PEFT, also where Megatron joins several in one linear layer (query, key and
+value; gate and up): the canonical style of Megatron Bridge, under whose names they are stored.
+
+    layer           its input            A                      B                      between A and B
+    cut by rows     all columns          whole on every rank    cut by rows            gathered along the sequence
+    cut by columns  a rank's columns     cut by columns         whole on every rank    summed over ranks
+
+so that what tensor parallel ranks exchange is of the adapter's rank, never of the layer's width. With sequence
+parallelism the sum is scattered along the sequence, as the layer's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.lora.megatron import AdapterTensor, adapter_tensors
+from dlm_bridge.convert.lora.peft import LORA_FACTORS, LoraFactor, check_all_layers
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.fused import FusedQKV
+from dlm_bridge.mapping.rules import QKV, ParamMapping
+from dlm_bridge.parallel.core import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+    parallel_state,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+ADAPTER = ".adapter."  # in the names of its parameters
+InitialValues = Callable[[str, LoraFactor], torch.Tensor]  # of a Hub weight's factor
+
+
+@dataclass(frozen=True)
+class LiveFactor:
+    """A factor that this rank holds, all of it or its shard along `axis`."""
+
+    tensor: AdapterTensor
+    name: str  # of the parameter in its chunk
+    parameter: nn.Parameter
+    axis: int | None
+
+    def sharded(self, dp_cp_group: Any) -> Any:
+        """As megatron-core saves it."""
+        param = self.tensor.param
+        offsets = tuple((place, index, size) for place, (index, size) in enumerate(param.stack))
+        groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": dp_cp_group}
+        if self.axis is None:
+            return make_sharded_tensor_for_checkpoint(
+                self.parameter, param.megatron_key, prepend_offsets=offsets, **groups
+            )
+        return make_tp_sharded_tensor_for_checkpoint(
+            self.parameter, param.megatron_key, self.axis, prepend_offsets=offsets, **groups
+        )
+
+
+def add_adapters(
+    chunks: Sequence[Any], base: Checkpoint, weights: Sequence[str], rank: int, scale: float, initial: InitialValues
+) -> list[list[LiveFactor]]:
+    """Freeze the parameters of this rank's chunks, and give their linear layers of these Hub weights an adapter each
+    with `initial` values. The factors of each chunk.
+
+    Raises DlmBridgeError for a weight that Megatron's adapters cannot change.
+    """
+    if any(chunk.config.multi_latent_attention for chunk in chunks):
+        raise DlmBridgeError(f"{base.where}: --lora-rank with --engine megatron has no multi-latent attention")
+    check_all_layers(base, weights, base.where)
+    joined = {weight for weight in weights if isinstance(base.param_of[weight].rule, FusedQKV)}  # on the Hub already
+    apart = [weight for weight in weights if weight not in joined]
+    tensors = adapter_tensors(base, apart, rank, "canonical", base.where)
+    tensors += adapter_tensors(base, sorted(joined), rank, "fused", base.where)
+    factors = {(tensor.weights[0], tensor.part): tensor for tensor in tensors}
+    by_layer: dict[int | None, list[ParamMapping]] = {}
+    for param in dict.fromkeys(base.param_of[weight] for weight in weights):
+        if param.rule.tp_axis is None:
+            raise DlmBridgeError(f"{base.where}: {param.hub_names[0]} is whole on every rank, which has no adapter")
+        by_layer.setdefault(param.layer, []).append(param)
+    found = []
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        live: list[LiveFactor] = []
+        for number, layer in enumerate(chunk.decoder.layers):
+            for param in by_layer.get(layer.layer_number - 1, ()):
+                place = _module(param)
+                adapter = LinearAdapter(param, factors, rank, scale, initial, layer.get_submodule(place))
+                prefix = f"decoder.layers.{number}.{place}"
+                live += [
+                    LiveFactor(tensor, f"{prefix}{ADAPTER}{name}", parameter, axis)
+                    for name, tensor, parameter, axis in adapter.members
+                ]
+        found.append(live)
+    return found
+
+
+class LinearAdapter(nn.Module):
+    """The adapters of one linear layer: of each Hub weight in it A [rank, columns] and B [rows, rank], or shards.
+
+    A forward hook of the layer adds `scale * B A x` to its output, part by part in the order of its rows.
+    """
+
+    def __init__(
+        self,
+        param: ParamMapping,
+        factors: Mapping[tuple[str, LoraFactor], AdapterTensor],
+        rank: int,
+        scale: float,
+        initial: InitialValues,
+        linear: Any,
+    ) -> None:
+        """`linear` is the layer that holds `param`, whose submodule this becomes."""
+        super().__init__()
+        self.rank, self.scale = rank, scale
+        self.by_rows = param.rule.tp_axis == 0
+        self.sequence_parallel = linear.config.sequence_parallel
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        # In the rows of a joined layer query, key and value alternate, once a query group.
+        self.groups = linear.config.num_query_groups // tp if isinstance(param.rule, QKV) else 1
+        self.norm_eps = linear.config.layernorm_epsilon
+        self.rows: list[int] = []  # of each Hub weight, on this rank
+        self.factors: list[tuple[_Factor, _Factor] | None] = []
+        self.members: list[tuple[str, AdapterTensor, nn.Parameter, int | None]] = []
+        like = linear.weight
+        for weight, (rows, _) in zip(param.hub_names, param.hub_shapes, strict=True):
+            self.rows.append(rows // tp if self.by_rows else rows)
+            if (weight, "A") not in factors:
+                self.factors.append(None)
+                continue
+            pair = []
+            for part, axis in zip(LORA_FACTORS, (1, 0), strict=True):
+                sharded = (axis == 0) == self.by_rows
+                tensor = factors[weight, part]
+                values = tensor.param.to_megatron([initial(weight, part)])
+                if sharded:
+                    values = tensor.param.shard(values, tp_rank, tp)
+                factor: Any = nn.Parameter(values.to(like.device, like.dtype, copy=True).contiguous())
+                # megatron-core's words: of a shard, and of what ranks have whole but see a part of the sequence with
+                factor.tensor_model_parallel = sharded
+                factor.partition_dim, factor.partition_stride = (axis if sharded else -1), 1
+                factor.sequence_parallel = self.sequence_parallel and not sharded
+                name = tensor.param.megatron_name.partition(ADAPTER)[2]
+                pair.append(_register(self, name, factor))
+                self.members.append((name, tensor, factor, axis if sharded else None))
+            self.factors.append((pair[0], pair[1]))
+        linear.add_module(ADAPTER.strip("."), self)
+        linear.register_forward_hook(_add_to_output)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, B, rows]: what is added to the layer's output, of its input."""
+        given = [pair for pair in self.factors if pair is not None]
+        inner = F.linear(x, torch.cat([a() for a, _ in given]))
+        if self.by_rows:
+            gather = gather_from_sequence_parallel_region if self.sequence_parallel else _copied
+        else:
+            gather = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else _reduced
+        each = iter(gather(inner).split(self.rank, dim=-1))
+        added = [None if pair is None else F.linear(next(each), pair[1]()) for pair in self.factors]
+        first = next(part for part in added if part is not None)
+        parts = [
+            first.new_zeros(*first.shape[:-1], rows) if part is None else part
+            for part, rows in zip(added, self.rows, strict=True)
+        ]
+        if self.groups > 1 and len(parts) > 1:
+            parts = [part.unflatten(-1, (self.groups, -1)) for part in parts]
+            return self.scale * torch.cat(parts, dim=-1).flatten(-2)
+        return self.scale * torch.cat(parts, dim=-1)
+
+
+def adapter_state(factors: Sequence[LiveFactor], dp_cp_group: Any) -> dict[str, Any]:
+    """The factors of a chunk as megatron-core saves them."""
+    return {factor.name: factor.sharded(dp_cp_group) for factor in factors}
+
+
+def _add_to_output(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
+    x = inputs[0]
+    if (weight := getattr(linear, "layer_norm_weight", None)) is not None:  # Transformer Engine's layer normalises
+        scale = 1 + weight if linear.zero_centered_gamma else weight
+        x = F.rms_norm(x, (x.shape[-1],), scale.to(x.dtype), linear.adapter.norm_eps)
+    return (output[0] + linear.adapter(x), *output[1:])
+
+
+def _copied(inner: torch.Tensor) -> torch.Tensor:
+    """The same on all ranks, which each have a part of its gradient."""
+    return copy_to_tensor_model_parallel_region(inner)
+
+
+def _reduced(inner: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks."""
+    return reduce_from_tensor_model_parallel_region(inner)
+
+
+def _module(param: ParamMapping) -> str:
+    """The place of a parameter's linear layer in its transformer layer."""
+    return param.megatron_name.split(".", 3)[3].removesuffix(".weight")
+
+
+class _Factor(nn.Module):
+    """Called for its weight, so that the hook runs in which megatron-core waits for the weight's all-gather."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> _Factor:
+    """Give the module a submodule for the parameter, whose name ends with `.weight`."""
+    *path, last, _ = name.split(".")
+    for step in path:
+        if step not in dict(module.named_children()):
+            module.add_module(step, nn.Module())
+        module = module.get_submodule(step)
+    factor = _Factor(parameter)
+    module.add_module(last, factor)
+    return factor

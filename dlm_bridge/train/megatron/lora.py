@@ -1,0 +1,111 @@
+"""LoRA adapters in the Megatron engine: their weights, initial values, and the run's folder as their checkpoint.
+
+An iteration holds the adapter and its optimizer state alone; the base is what `--model` names, on a resume too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dlm_bridge.convert.atomic import atomic_file, disk_errors
+from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.lora import open_adapter
+from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST, adapter_manifest
+from dlm_bridge.convert.lora.peft import LoraAdapter, LoraFactor, body_names, plain_config
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.initialisation import Normal, initialise
+from dlm_bridge.parallel.lora import LiveFactor, add_adapters
+from dlm_bridge.train.checkpoints import how_to_go_on
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import comma_separated
+from dlm_bridge.train.loading import MegatronSource
+
+
+@dataclass(frozen=True)
+class LoraRun:
+    """The adapter of a run. `modules` maps each changed Hub weight to its module's name in PEFT."""
+
+    base: Checkpoint
+    modules: dict[str, str]
+    rank: int
+    alpha: float
+    scale: float
+    seed: int
+    start: LoraAdapter | None  # of `--adapter`
+
+    @classmethod
+    def of(cls, config: TrainConfig, source: MegatronSource) -> LoraRun | None:
+        """Of a configuration that `with_lora` gave; None where the weights themselves are trained. Raises
+        DlmBridgeError."""
+        if not config.model.adapts:
+            return None
+        base, seed = source.bridge.checkpoint, config.data.seed
+        if config.model.adapter is not None:
+            start = open_adapter(Path(config.model.adapter), base)
+            facts = start.facts
+            return cls(base, facts.modules, facts.rank, facts.alpha, facts.scale, seed, start)
+        rank, alpha = config.model.lora_rank, config.model.lora_alpha
+        assert alpha is not None, "with_lora has set it"
+        modules = _modules(base, source.model, comma_separated(config.model.lora_targets))
+        return cls(base, modules, rank, alpha, alpha / rank, seed, None)
+
+    def add(self, chunks: list[Any]) -> list[list[LiveFactor]]:
+        """The adapter in this rank's chunks, which are frozen; its factors, by chunk. Raises DlmBridgeError."""
+        return add_adapters(chunks, self.base, list(self.modules), self.rank, self.scale, self._initial)
+
+    def write_manifest(self, root: Path, dtype: torch.dtype) -> None:
+        """Make a run's folder of checkpoints that of an adapter. One process calls it, when a run starts."""
+        config = plain_config(self.rank, self.alpha, self.modules.values(), self.base.hub.source.get("name"))
+        if self.start is not None:
+            config = dict(self.start.facts.config)
+        manifest = adapter_manifest(self.base, self.rank, self.alpha, self.scale, dtype, self.modules, config)
+        with disk_errors(root, how_to_go_on(None)):
+            root.mkdir(parents=True, exist_ok=True)
+            with atomic_file(root / ADAPTER_MANIFEST, overwrite=True) as stream:
+                stream.write(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+
+    def described(self) -> str:
+        """One line about what is trained."""
+        kinds = sorted({module.rpartition(".")[2] for module in self.modules.values()})
+        numbers = sum(self.rank * sum(self.base.spec(weight)[1]) for weight in self.modules)
+        return (
+            f"LoRA of rank {self.rank}, alpha {self.alpha:g}, in {len(self.modules)} linear layers "
+            f"({', '.join(kinds)}): {numbers:,} parameters are trained"
+        )
+
+    def _initial(self, weight: str, part: LoraFactor) -> torch.Tensor:
+        """Of a new adapter: A with the variance of PEFT's, from (seed, name) alone, and B zero."""
+        if self.start is not None:
+            return self.start.tensor(weight, part)
+        rows, columns = self.base.spec(weight)[1]
+        if part == "B":
+            return torch.zeros(rows, self.rank)
+        return initialise(f"{weight}:lora_A", (self.rank, columns), Normal(1 / math.sqrt(3 * columns)), self.seed)
+
+
+def _modules(base: Checkpoint, model: Any, targets: list[str]) -> dict[str, str]:
+    """The Hub weights that these targets name, with their modules' names in PEFT. Raises DlmBridgeError."""
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    names = [name for name, param in base.param_of.items() if param.layer is not None and not param.is_mtp]
+    modules = {name: body.removesuffix(".weight") for name, body in body_names(base.family, names).items()}
+    named = {name: module for name, module in modules.items() if module.rpartition(".")[2] in targets}
+    for target in targets:
+        if not any(module.rpartition(".")[2] == target for module in named.values()):
+            raise DlmBridgeError(
+                f"--lora-targets {target}: with --engine megatron adapters are of linear layers in attention and "
+                "dense layers, routed experts have none: leave it out, or use --engine accelerate"
+            )
+    for name, module in named.items():
+        if base.param_of[name].expert is not None or module not in linear:
+            raise DlmBridgeError(
+                f"--lora-targets {module.rpartition('.')[2]}: with --engine megatron routed experts, such as {name}, "
+                "have no adapters: choose layers of the attention"
+            )
+    return named
