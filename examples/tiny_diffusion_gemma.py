@@ -45,5 +45,7 @@ vision = {
 config = DiffusionGemmaConfig(
     text_config=text, vision_config=vision, canvas_length=8, image_token_id=257, boi_token_id=258, eoi_token_id=259
 )
-DiffusionGemmaForBlockDiffusion(config).save_pretrained("tiny-gemma")
+model = DiffusionGemmaForBlockDiffusion(config)
+model.save_pretrained("tiny-gemma")
 tokenizer.save_pretrained("tiny-gemma")
+print(f"tiny-gemma: {model.num_parameters():,} parameters")
