@@ -99,13 +99,9 @@ def _show_reasons(console: object, found: Recommendation) -> None:
     best, hardware = found.best, found.hardware
     speed = best.run.batch * best.run.seq_length / best.time.total / best.run.gpus
     console.print(Text(f"recommended of {found.considered:,} layouts: " + _flags(found)))
-    console.print(Text(f"estimated {best.time.total:.2f} s a step, {speed:,.0f} tokens/s/GPU, at:"))
-    console.print(
-        Text(
-            f"  {hardware.flops / 1e12:.0f} TFLOP/s, NVLink {hardware.nvlink / 1e9:.0f} GB/s among "
-            f"{hardware.per_node} GPUs, network {hardware.network / 1e9:.0f} GB/s a GPU"
-        )
-    )
+    console.print(Text(f"estimated {best.time.total:.2f} s a step, {speed:,.0f} tokens/s/GPU, assuming"))
+    for line in hardware.assumptions():
+        console.print(Text(f"  {line}"))
     for reason in found.reasons:
         console.print(Text(f"- {reason}"))
     for line in found.comparison:

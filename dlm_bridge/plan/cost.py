@@ -1,9 +1,10 @@
 """Estimate of a step's time: matrix products and attention, exposed communication, the pipeline bubble.
 
-Each figure is counted work divided by a rate of `Hardware`. The bubble is (pp - 1) / (micro-batches x vp) of the ideal
+Each figure is counted work divided by a rate of `Hardware`: FLOPs of matrix products and attention, bytes of what
+runs between them and of communication. The bubble is (pp - 1) / (micro-batches x vp) of the ideal
 time (Narayanan et al., arXiv 2104.04473, section 2.2); tensor parallel volumes follow Korthikanti et al. (arXiv
-2205.05198, section 4.2.2), ZeRO's arXiv 1910.02054, section 7. The estimates rank layouts; they do not predict
-throughput.
+2205.05198, section 4.2.2), ZeRO's arXiv 1910.02054, section 7. docs/planning.md compares the estimates
+with published runs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dlm_bridge.plan.run import Hardware, PlannedRun
 
 # Passes over each token copy in memory: permutation and back, forward and backward, and reading it.
 _EXPERT_PASSES = 10
+_BACKWARD_ATTENTION = 2.5  # times forward: FlashAttention's backward pass makes five products to its two
 _OPTIMIZER_BYTES = 30  # per parameter: AdamW reads and writes weights, gradient and moments
 
 
@@ -94,10 +96,11 @@ def _layer(model: PlannedModel, run: PlannedRun, hardware: Hardware, moe: bool) 
     experts = _expert_seconds(model, run, hardware) if moe else 0.0
     attention = _attention_flops(model, run) / (hardware.flops * hardware.attention_efficiency)
     products = 2 * dense * run.tokens / _rate(run, hardware)
-    forward = max(products + attention + experts, hardware.layer_latency)
-    work = _Work(compute=3 * forward)
+    between = elementwise_bytes(model, run, moe) * run.tokens / hardware.memory_rate
+    forward = max(products + attention + experts + between, hardware.layer_latency)
+    work = _Work(compute=3 * forward + (_BACKWARD_ATTENTION - 2) * attention)
     work.tensor_parallel = _tensor_parallel(model, run, hardware)
-    work.context_parallel = _context_parallel(model, run, hardware, 3 * attention)
+    work.context_parallel = _context_parallel(model, run, hardware, (1 + _BACKWARD_ATTENTION) * attention)
     work.expert_parallel = _expert_parallel(model, run, hardware) if moe else 0.0
     if run.recompute == "full":
         share = 1.0 if run.recompute_layers is None else min(1.0, run.recompute_layers * layout.pp / dims.layers)
@@ -114,8 +117,30 @@ def _rate(run: PlannedRun, hardware: Hardware) -> float:
 
 
 def _speedup(run: PlannedRun) -> float:
-    """Relative to bf16: FP8 matrix products have twice the rate, but need casts."""
-    return {"fp8": 1.5, "fp32": 0.06}.get(run.precision, 1.0)
+    """Of matrix products, relative to bf16. `elementwise_bytes` has FP8's casts."""
+    return {"fp8": 2.0, "fp32": 0.06}.get(run.precision, 1.0)
+
+
+def elementwise_bytes(model: PlannedModel, run: PlannedRun, moe: bool) -> float:
+    """Bytes that a layer's fused kernels between the matrix products and attention read and write forward, per token
+    on one rank; twice that backward.
+
+    Two norms read and write the hidden states, two residual additions read two tensors and write one, rotary
+    embeddings read and write queries and keys, SwiGLU reads gate and up and writes one tensor. Under FP8 the input of
+    each product is read once more and written twice, as it is and transposed. Those of routed experts are in
+    `_EXPERT_PASSES`.
+    """
+    dims, layout = model.dims, run.layout
+    width = 4 if run.precision == "fp32" else 2
+    sequence = layout.tp if run.sharded_sequence else 1
+    keys = dims.q_rows if model.latent_attention else dims.kv_rows
+    ffn = dims.shared_ffn if moe else dims.ffn
+    moved = width * (2 * 2 + 2 * 3) * dims.hidden / sequence
+    moved += width * (2 * (dims.q_rows + keys) + 3 * ffn) / layout.tp
+    if run.precision == "fp8":
+        values = model.size("values") if model.latent_attention else dims.q_rows
+        moved += (width + 2) * (2 * dims.hidden + (values + ffn) / layout.tp)
+    return moved
 
 
 def _attention_flops(model: PlannedModel, run: PlannedRun) -> float:
@@ -132,7 +157,7 @@ def _expert_seconds(model: PlannedModel, run: PlannedRun, hardware: Hardware) ->
     flops = 2 * 3 * dims.hidden * dims.moe_ffn / layout.expert_tp * rows
     # With few rows per expert, reading the weights dominates.
     weights = 3 * dims.hidden * dims.moe_ffn / layout.expert_tp * dims.experts / layout.ep * 2
-    moved = (_EXPERT_PASSES / 3 * 2 * dims.hidden * rows + weights) / hardware.memory_bandwidth
+    moved = (_EXPERT_PASSES / 3 * 2 * dims.hidden * rows + weights) / hardware.memory_rate
     return flops / (hardware.flops * hardware.expert_efficiency * _speedup(run)) + moved
 
 
@@ -205,7 +230,7 @@ def _selective(
         seconds += experts + dispatch
     if {"layernorm", "moe_act"} & modules and moe:
         width = 4 * model.dims.hidden + 6 * model.dims.moe_ffn * copies(model, run)
-        seconds += width * run.tokens / hardware.memory_bandwidth
+        seconds += width * run.tokens / hardware.memory_rate
     return seconds
 
 
@@ -253,7 +278,7 @@ def _data_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware, ove
             volume = (run.gradient_bytes + 2 * times + (2 * times if times > 1 else 0)) * count * share
             total += volume / hardware.bandwidth(span)
             sharded = run.distributed_optimizer or run.fsdp is not None
-            update += _OPTIMIZER_BYTES * (count / replicas if sharded else count) / hardware.memory_bandwidth
+            update += _OPTIMIZER_BYTES * (count / replicas if sharded else count) / hardware.memory_rate
         seconds, worst = max(seconds, total), max(worst, update)
     behind = overlapped * (run.micro_batches if run.fsdp == "optim_grads_params" else 1)
     return max(0.1 * seconds, seconds - behind), worst

@@ -84,7 +84,7 @@ class Recommendation:
             "recommended": self.best.as_dict(),
             "reasons": list(self.reasons),
             "layouts_considered": self.considered,
-            "assumptions": vars(self.hardware),
+            "assumptions": vars(self.hardware) | {"notes": self.hardware.assumptions()},
             "given": None if self.given is None else self.given.as_dict(),
             "comparison": list(self.comparison),
         }

@@ -46,9 +46,10 @@ class Hardware:
     """One kind of GPU and its network; rates in FLOP/s, and in bytes/s per direction, per GPU.
 
     The defaults are the data sheet rates of an 80 GB H100 SXM with NVLink 4 and one 400 Gb/s port per GPU. The
-    efficiencies are the fractions of them that large kernels reach (a matrix product of `small_rows` rows reaches half
-    of that); `layer_latency` is the time in seconds to launch one layer's forward kernels, `message_latency` that of
-    one pipeline message or collective.
+    efficiencies are the fractions that kernels were measured to sustain on one H200 (docs/planning.md): a large matrix
+    product 654 of 989 TFLOP/s under the power limit (one of `small_rows` rows half of that), attention 550 to 700,
+    memory 4.36 of 4.8 TB/s. `layer_latency` is the time in seconds to launch one layer's forward kernels,
+    `message_latency` that of one pipeline message or collective.
     """
 
     memory: int = 80 * 10**9
@@ -57,9 +58,10 @@ class Hardware:
     network: float = 50e9
     memory_bandwidth: float = 3.35e12
     per_node: int = 8
-    matmul_efficiency: float = 0.6
+    matmul_efficiency: float = 0.66
     small_rows: int = 256
-    attention_efficiency: float = 0.5
+    attention_efficiency: float = 0.6
+    memory_efficiency: float = 0.91
     expert_efficiency: float = 0.5
     link_efficiency: float = 0.75
     layer_latency: float = 3e-4
@@ -68,6 +70,27 @@ class Hardware:
     def bandwidth(self, ranks: int) -> float:
         """Bytes/s per GPU of a group of neighbouring ranks: NVLink inside a node, else the network."""
         return (self.nvlink if ranks <= self.per_node else self.network) * self.link_efficiency
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s that kernels read and write."""
+        return self.memory_bandwidth * self.memory_efficiency
+
+    def assumptions(self) -> list[str]:
+        """What every estimated time rests on, a sentence each."""
+        return [
+            f"a GPU: {self.flops / 1e12:.0f} TFLOP/s in bf16 and twice that in FP8, of which matrix products sustain "
+            f"{self.matmul_efficiency:.0%}, experts' {self.expert_efficiency:.0%}, attention (never in FP8) "
+            f"{self.attention_efficiency:.0%}; memory {self.memory_bandwidth / 1e12:.2f} TB/s, of which "
+            f"{self.memory_efficiency:.0%}",
+            f"links: NVLink {self.nvlink / 1e9:.0f} GB/s among {self.per_node} GPUs, network {self.network / 1e9:.0f} "
+            f"GB/s a GPU whatever the number of nodes, of which {self.link_efficiency:.0%}; "
+            f"{1e6 * self.message_latency:.0f} us a message or collective",
+            "tensor and expert parallel collectives are not hidden; the last micro-batch hides the reduction of "
+            "gradients and the gathering of weights, attention hides context parallelism, each but for a tenth",
+            "the pipeline's bubble is (pp - 1) / (vp x micro-batches) of the slowest stage's work",
+            "no failure, no slow GPU, no checkpoint, no waiting for data",
+        ]
 
 
 OVERHEADS = Overheads()

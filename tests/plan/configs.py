@@ -9,7 +9,7 @@ from tests.checkpoints import LLADA_CONFIG
 from tests.families.a2d import QWEN3
 
 
-def _llama(hidden: int, ffn: int, layers: int, heads: int, groups: int = 8) -> dict[str, Any]:
+def llama(hidden: int, ffn: int, layers: int, heads: int, groups: int = 8) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -46,9 +46,9 @@ def _mixtral(hidden: int, ffn: int, layers: int, heads: int, vocab: int) -> dict
     }
 
 
-LLAMA_3_8B = _llama(4096, 14336, 32, 32)
-LLAMA_3_70B = _llama(8192, 28672, 80, 64)
-LLAMA_31_405B = _llama(16384, 53248, 126, 128)
+LLAMA_3_8B = llama(4096, 14336, 32, 32)
+LLAMA_3_70B = llama(8192, 28672, 80, 64)
+LLAMA_31_405B = llama(16384, 53248, 126, 128)
 MIXTRAL_8X7B = _mixtral(4096, 14336, 32, 32, 32000)
 MIXTRAL_8X22B = _mixtral(6144, 16384, 56, 48, 32768)
 DEEPSEEK_V3: dict[str, Any] = {
