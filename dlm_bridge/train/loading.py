@@ -277,11 +277,12 @@ def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> Megatr
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a Hub model, by the class names in transformers' `_no_split_modules`."""
+    """The decoder layers of a Hub model, sharded or not, by the class names in transformers' `_no_split_modules`."""
     names = {
         name
         for module in model.modules()
         if isinstance(listed := getattr(module, "_no_split_modules", None), list | tuple | set)
         for name in listed
     }
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # FSDP replaces a module's class by one whose name starts so.
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]

@@ -48,7 +48,12 @@ MAKE_ROOM = "make room there, then --resume"
 LINE_EVERY = 15.0  # seconds between two lines where there is no terminal
 
 
-OPTIONAL = ("eval_loss", "mtp_loss")  # of `StepMetrics`, left out where there is none
+OPTIONAL = (
+    "eval_loss",
+    "mtp_loss",
+    "param_norm",
+    "layer_grad_norms",
+)  # of `StepMetrics`, left out where there is none
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class StepMetrics:
     peak_memory: int | None = None  # bytes, the largest of all devices so far; null on CPU
     eval_loss: float | None = None  # only after steps with an evaluation
     mtp_loss: float | None = None  # of multi-token prediction, where that is trained: a mean over its layers
+    param_norm: float | None = None  # of all trained parameters, after the step; only every `--norm-interval` steps
+    layer_grad_norms: dict[str, float | None] | None = None  # by layer, before clipping; with it
 
     @property
     def was_evaluated(self) -> bool:

@@ -121,8 +121,12 @@ class Trackers:
             self.trackers.append(tracker)
 
     def log(self, row: StepMetrics) -> None:
-        """The metrics of a step, without those that are None. Raises DlmBridgeError where the disk refuses."""
-        values = {key: value for key, value in dataclasses.asdict(row).items() if value is not None and key != "step"}
+        """The metrics of a step, without those that are None, those of layers as KEY/LAYER. Raises DlmBridgeError
+        where the disk refuses."""
+        values = {key: value for key, value in dataclasses.asdict(row).items() if key != "step"}
+        for layer, norm in (values.pop("layer_grad_norms") or {}).items():
+            values[f"layer_grad_norms/{layer}"] = norm
+        values = {key: value for key, value in values.items() if value is not None}
         with disk_errors(self.output, MAKE_ROOM):
             for tracker in self.trackers:
                 tracker.log(values, step=row.step)

@@ -45,6 +45,7 @@ from dlm_bridge.train.metrics import (
     plot_loss,
 )
 from dlm_bridge.train.monitoring import TextSamples, Trackers
+from dlm_bridge.train.norms import LayerNorms
 from dlm_bridge.train.profiling import StepProfiler
 from dlm_bridge.train.schedule import batch_sampler, learning_rate
 
@@ -310,9 +311,14 @@ class Trainer(TrainingLoop):
         lr = learning_rate(self.config, step)
         self.set_learning_rate(lr)
         sums_K = self.forward_backward(batches.batches, divisors_K)
+        norms = self.layer_norms if self._measures_norms(step) else None
+        squares = None if norms is None else norms.gradient_squares()
         finite, norm = self.optimizer_step()
-        metrics = DeferredMetrics(torch.cat([sums_K, norm.detach().to(sums_K)[None]]), timer)
-        return functools.partial(self._step_metrics, step, lr, metrics, finite, self.peak_memory()), stop
+        values = [sums_K, norm.detach().to(sums_K)[None]]
+        if norms is not None and squares is not None:
+            values.append(norms.norms(squares))
+        metrics = DeferredMetrics(torch.cat(values), timer)
+        return functools.partial(self._step_metrics, step, lr, metrics, finite, self.peak_memory(), norms), stop
 
     def produce(self, step: int) -> StepBatches:
         """The batches of a training step, made in the background and ahead of it.
@@ -377,16 +383,33 @@ class Trainer(TrainingLoop):
             The gradient norm before clipping, a scalar on the device.
         """
 
+    @functools.cached_property
+    @abc.abstractmethod
+    def layer_norms(self) -> LayerNorms:
+        """What measures the norms of `--norm-interval`."""
+
+    def _measures_norms(self, step: int) -> bool:
+        interval = self.config.logging.norm_interval
+        return interval > 0 and step % interval == 0
+
     @abc.abstractmethod
     def peak_memory(self) -> int | None:
         """Bytes that the device with the largest peak has allocated at once so far; None on CPU."""
 
     def _step_metrics(
-        self, step: int, lr: float, metrics: DeferredMetrics, finite: bool, peak_memory: int | None
+        self,
+        step: int,
+        lr: float,
+        metrics: DeferredMetrics,
+        finite: bool,
+        peak_memory: int | None,
+        norms: LayerNorms | None,
     ) -> StepMetrics:
         """The metrics of a step, once the device has finished it. Raises DlmBridgeError where the loss or the gradient
         norm is not finite: the next step may have started by then, but no checkpoint has been written."""
-        (*losses, norm), seconds = metrics.read()
+        values, seconds = metrics.read()
+        measured = None if norms is None else norms.named(values[-len(norms.layers) - 1 :])
+        *losses, norm = values if norms is None else values[: -len(norms.layers) - 1]
         loss, predicted = sum(losses[: self.objective.terms]), losses[self.objective.terms :]
         if not math.isfinite(loss):
             raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
@@ -407,6 +430,8 @@ class Trainer(TrainingLoop):
             mfu=None if peak is None else tokens_per_s * self.flops_per_token / peak,
             peak_memory=peak_memory,
             mtp_loss=predicted[0] if predicted else None,
+            param_norm=None if measured is None else measured.param_norm,
+            layer_grad_norms=None if measured is None else measured.layer_grad_norms,
         )
 
     # -- evaluation

@@ -145,6 +145,7 @@ RUN: dict[str, Any] = {
     "length_variation": 0.2,
     "eval_interval": 5,
     "save_interval": 4,
+    "norm_interval": 3,
 }
 
 

@@ -47,7 +47,7 @@ def writes_reference(files: Files, cell: Cell) -> None:
 
 
 def equals_one_process(files: Files, cell: Cell, **changes: Any) -> None:
-    """Loss, gradient norm, every gradient, and the validation loss after a step."""
+    """Loss, norms of gradients and parameters, every gradient, and the validation loss after a step."""
     if (reason := refusal(cell)) is not None:
         with pytest.raises(DlmBridgeError, match=reason):
             _measured(files.options(cell))
@@ -297,7 +297,7 @@ def run_cli(files: Files, options: dict[str, Any], *flags: str) -> tuple[int, st
 def _measured(options: dict[str, Any]) -> dict[str, Any]:
     """The figures of one step, and by how much it moved every Hub tensor."""
     _fit_groups(options)
-    config = TrainConfig.from_flags(**options)
+    config = TrainConfig.from_flags(**options, norm_interval=1)
     trainer = engine.assemble(config, Console(quiet=True))
     trainer.prefetcher = Prefetcher(trainer.produce, 1, depth=1)
     try:
@@ -311,6 +311,7 @@ def _measured(options: dict[str, Any]) -> dict[str, Any]:
     if dist.get_rank() == 0:
         moved = {name: after[name] - trainer.source.bridge.read(name) for name in after}
     figures = {"loss": row.loss, "grad_norm": row.grad_norm, "eval_loss": eval_loss}
+    figures |= {"param_norm": row.param_norm, "layer_grad_norms": row.layer_grad_norms}
     return figures | ({} if row.mtp_loss is None else {"mtp_loss": row.mtp_loss}) | {"moved": moved}
 
 

@@ -162,7 +162,7 @@ def bad_input(files: Files, processes: int) -> Plan:
     alone: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "world-size": ("needs a multiple of 2 processes, but 1 run", {"tp": 2}, ()),
         "fsdp-pp": ("megatron-core's FSDP has no pipeline", {"fsdp": "optim", "pp": 2}, ()),
-        "fsdp-cpu": ("megatron-core's FSDP needs a GPU", {"fsdp": "optim_grads_params"}, ()),
+        "fsdp-cpu": ("megatron-core's FSDP needs a GPU", {"fsdp": "optim_grads_params", "norm_interval": 0}, ()),
         "fsdp-sgd": ("megatron-core's FSDP has AdamW only", {"fsdp": "optim", "optimizer": "sgd"}, ()),
         "fp8": ("--precision fp8 needs Transformer Engine", {"precision": "fp8"}, ()),
         "a2a": ("--cp-comm-type a2a needs Transformer Engine", {"cp_comm_type": "a2a"}, ()),

@@ -45,6 +45,7 @@ OPTIONS: dict[str, Any] = {
     "save_interval": 0,
     "save_steps": "1",  # so that what goes on from there shows its optimizer's state in the last loss
     "eval_interval": 3,
+    "norm_interval": 2,
     "split": "75,25,0",
 }
 
@@ -110,6 +111,10 @@ def equals(root: Path, subject: str, name: str, like: str | None = None, **chang
         for key in ("loss", "grad_norm", "eval_loss"):
             if key in expected:
                 assert abs(row[key] / expected[key] - 1) < 1e-5, (row["step"], key, row[key], expected[key])
+        for key in ("param_norm", "layer_grad_norms"):
+            assert (key in row) == (key in expected) == (row["step"] == 2)
+            if key in row:
+                assert row[key] == pytest.approx(expected[key], rel=1e-4), (key, row, expected)
     if os.environ["RANK"] == "0":
         found, wanted = (torch.load(root / f"{each}.pt") for each in (name, like))
         assert len(found) == len(wanted) > 10

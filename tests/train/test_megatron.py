@@ -58,7 +58,16 @@ def test_both_engines_agree(name: str, subject: str, steps: int, files: Files, s
     wanted = read_metrics(files.run(name))[:steps]
     assert [row["step"] for row in found] == [row["step"] for row in wanted]
     for one, two in zip(found, wanted, strict=True):
-        for figure in {"loss", "grad_norm", "lr", "eval_loss", "tokens"} & two.keys():
+        assert ("param_norm" in one) == ("param_norm" in two) == (one["step"] % 3 == 0)
+        for figure in {
+            "loss",
+            "grad_norm",
+            "lr",
+            "eval_loss",
+            "tokens",
+            "param_norm",
+            "layer_grad_norms",
+        } & two.keys():
             assert one[figure] == pytest.approx(two[figure], rel=1e-4), (figure, one, two)
 
 

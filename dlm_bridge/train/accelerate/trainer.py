@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -36,6 +37,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.loading import starting_model
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
+from dlm_bridge.train.norms import HubLayerNorms
 from dlm_bridge.train.setup import (
     Config,
     RunStart,
@@ -184,6 +186,13 @@ class AccelerateTrainer(Trainer):
         if self.half is not None:
             self.half.refresh()
         return self.accelerator.scaler is None, norm
+
+    @functools.cached_property
+    def layer_norms(self) -> HubLayerNorms:
+        processes = self.processes
+        return HubLayerNorms(
+            self.plain_model, self.device, processes.rank, processes.cpu_group, self.accelerator.scaler
+        )
 
     def peak_memory(self) -> int | None:
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None

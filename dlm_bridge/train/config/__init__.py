@@ -156,6 +156,7 @@ class TrainConfig:
                 ("--optimizer-cpu-offload" if optimizer.cpu_offload else "", "megatron-core's FSDP does not offload"),
                 ("" if parallel.distributed_optimizer else "--no-distributed-optimizer", "FSDP shards the optimizer"),
                 ("--async-save" if self.checkpoint.async_save else "", "FSDP's checkpoints are written at once"),
+                ("--norm-interval" if self.logging.norm_interval else "", "norms of its shards are not measured"),
             ):
                 if excluded:
                     raise OptionError("--fsdp", f"{parallel.fsdp} with {excluded}: {reason}: leave one of them out")

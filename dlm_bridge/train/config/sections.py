@@ -341,6 +341,10 @@ class LoggingOptions:
     profile_steps: str | None = option(
         None, "Steps A:B of which rank 0 writes a trace to DIR/profile, such as 10:12.", tasks=TRAINING
     )
+    norm_interval: int = option(
+        0, "Steps between norms of parameters and of each layer's gradients in metrics.jsonl, 0: never.", minimum=0,
+        tasks=TRAINING,
+    )  # fmt: skip
     trackers: str | None = option(None, "tensorboard, wandb, or both with a comma.")
     straggler_interval: int = megatron_option(0, "Steps between reports of the slowest rank, 0: none.", minimum=0)
 

@@ -43,6 +43,7 @@ from dlm_bridge.train.megatron.checkpoints import (
 from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints
 from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.mcore_config import DTYPES
+from dlm_bridge.train.megatron.norms import MegatronLayerNorms
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
 from dlm_bridge.train.ranks import StragglerDetector
@@ -155,6 +156,10 @@ class MegatronTrainer(Trainer):
 
     def optimizer_step(self) -> tuple[bool, torch.Tensor]:
         return self.clipped_step()
+
+    @functools.cached_property
+    def layer_norms(self) -> MegatronLayerNorms:
+        return MegatronLayerNorms(self.chunks, self.optimizer, self.device, self.processes.cpu_group)
 
     def peak_memory(self) -> int | None:
         if self.platform.name == "cpu":
