@@ -111,16 +111,23 @@ class Cell:
 
 def cells(processes: int, quick: bool | None = None) -> list[Cell]:
     """Every cell on so many processes, a layout after the other: groups are made once for each. Those that are `quick`
-    have a subject in every other layout and a layout for every other subject, with the rows packed or not by turns;
-    the others are the rest."""
+    have every third subject in a layout of two processes and one subject in a layout of four, in each layout others,
+    with the rows packed or not by turns; the others are the rest."""
     found = []
     for number, layout in enumerate(LAYOUTS if processes == 2 else LARGE):
-        for turn, (name, subject) in enumerate(SUBJECTS.items(), number):
-            if (layout in EXPERTS_ONLY and not subject.experts) or (layout not in WHOLE and name not in SAMPLED):
-                continue
-            chosen = name not in SLOW and (layout not in WHOLE or turn % 2 == 0)
+        names = [
+            name
+            for name, subject in SUBJECTS.items()
+            if (subject.experts or layout not in EXPERTS_ONLY) and (layout in WHOLE or name in SAMPLED)
+        ]
+        brief = [name for name in names if name not in SLOW]
+        chosen = brief[number % 3 :: 3] if layout in WHOLE else brief
+        if processes > 2:
+            chosen = [brief[number % len(brief)]]
+        for name in names:
             for packed in (False, True):
-                if quick is None or quick == (chosen and packed == (turn // 2 % 2 == 1)):
+                is_quick = name in chosen and packed == ((number + chosen.index(name)) % 2 == 1)
+                if quick is None or quick == is_quick:
                     found.append(Cell(name, packed, layout))
     return found
 
@@ -132,7 +139,7 @@ def refusal(cell: Cell) -> str | None:
     return None
 
 
-STEPS = 16  # of an uninterrupted run
+STEPS = 12  # of an uninterrupted run
 
 # A run of many steps on weights from nothing; the vocabulary of 125 is padded at tp 2.
 RUN: dict[str, Any] = {

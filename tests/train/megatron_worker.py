@@ -23,6 +23,13 @@ WORLDS = (1, 2, 4)
 EXPERTS = {"subject": "masked-moe", "steps": 6, "adam_eps": 1e-3}
 PREDICTED = {"subject": "predicting", "from_scratch": False, "steps": 4, "adam_eps": 1e-3, "save_interval": 2}
 LATENT = {"subject": "latent", "steps": 4, "adam_eps": 1e-3, "save_interval": 2, "eval_interval": 2}
+IMPORTED = Cell("masked", False, "one")
+RECOMPUTED: tuple[tuple[Cell, str, str, dict[str, Any]], ...] = (
+    (Cell("scaled-queries", True, "tp2-sp"), "layers", "full", {}),
+    (Cell("latent", True, "pp2"), "layers", "full", {}),
+    (Cell("predicting", True, "pp2"), "layers", "full", {}),
+    (Cell("latent", True, "tp2-sp"), "heads", "selective", {"recompute_modules": "mla_up_proj"}),
+)
 
 Plan = dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]
 
@@ -50,7 +57,9 @@ def layouts(processes: int, quick: bool) -> Plan:
     """The quick cells on so many processes, or the others; on one, what they are compared with."""
     if processes > 1:
         return {str(cell): ("equals_one_process", (cell,), {}) for cell in cells(processes, quick)}
-    rows = {(cell.subject, cell.packed) for number in (2, 4) for cell in cells(number)}
+    rows = {(cell.subject, cell.packed) for number in (2, 4) for cell in cells(number, quick)}
+    if quick:
+        rows |= {(cell.subject, cell.packed) for cell in (IMPORTED, *(cell for cell, *_ in RECOMPUTED))}
     return {
         f"one process: {subject}{' packed' * packed}": ("writes_reference", (Cell(subject, packed, "one"),), {})
         for subject, packed in sorted(rows)
@@ -61,7 +70,7 @@ def _alone() -> Plan:
     found = layouts(1, quick=True)
     blocks = {"block_schedule": "0:4,3:8", "mask_token_id": 98, "steps": 4, "save_interval": 2}
     return found | {
-        "imported": ("starts_from_an_imported_checkpoint", (Cell("masked", False, "one"),), {}),
+        "imported": ("starts_from_an_imported_checkpoint", (IMPORTED,), {}),
         "whole": ("trains", ("whole",), {}),
         "causal": ("trains", ("causal",), {"subject": "causal", "steps": 6}),
         "experts": ("trains", ("experts",), EXPERTS),
@@ -119,12 +128,7 @@ def _two(files: Files) -> Plan:
         "killed at tp2-sp, then pp2": (resumed, ("killed",), {"layout": "pp2"}),
         **{
             f"{cell} computed again: {modules}": ("equals_one_process", (cell,), {"recompute": how, **options})
-            for cell, modules, how, options in (
-                (Cell("scaled-queries", True, "tp2-sp"), "layers", "full", {}),
-                (Cell("latent", True, "pp2"), "layers", "full", {}),
-                (Cell("predicting", True, "pp2"), "layers", "full", {}),
-                (Cell("latent", True, "tp2-sp"), "heads", "selective", {"recompute_modules": "mla_up_proj"}),
-            )
+            for cell, modules, how, options in RECOMPUTED
         },
         "prediction stops": ("trains", ("predicted-cut",), {**PREDICTED, "layout": "ep2", "steps": 2}),
         "prediction, ep2 then pp2": (resumed, ("predicted-cut", "predicted"), {**PREDICTED, "layout": "pp2"}),
