@@ -39,6 +39,7 @@ class DiffusionGenerateOutput(ModelOutput):
 
     Args:
         sequences: [B, prompt + new] token ids.
+        row_ends: [B], the column of `sequences` behind each row's last token, which may be the one that ended it.
         forwards: forward passes of the model (guidance counts as one, of twice the rows), those that chose among
             `span_lengths` included.
         tokens_per_forward: new tokens of a row, as far as its end, per forward pass that it took part in; the mean
@@ -48,6 +49,7 @@ class DiffusionGenerateOutput(ModelOutput):
     """
 
     sequences: torch.Tensor | None = None
+    row_ends: torch.Tensor | None = None
     forwards: int | None = None
     tokens_per_forward: float | None = None
     time: float | None = None
@@ -100,8 +102,9 @@ def generate(
         [B, P + new] token ids, with `num_return_sequences` n [B * n, P + new], on the device of the model's
         embedding. Prompts that were padded on the right come back padded on the left, so that the new tokens always
         are `output[:, P:]`. Behind its first end-of-sequence token a row is filled with `pad_token_id`, and the
-        longest row ends the output; without stopping, new is `gen_length`. With `return_dict_in_generate=True` a
-        `DiffusionGenerateOutput`.
+        longest row ends the output; without stopping, new is `gen_length`. A sampler that inserts and deletes tokens
+        ends a row where its text ends; of prompts to fill, a row's text begins where its prompt does and is followed
+        by padding. With `return_dict_in_generate=True` a `DiffusionGenerateOutput`.
 
     Raises:
         DlmBridgeError: a setting or an input that the sampler cannot run, with the remedy.
@@ -148,6 +151,7 @@ def generate(
     row_forwards = result.row_forwards + row_trials * settings.num_return_sequences
     return DiffusionGenerateOutput(
         sequences=result.sequences,
+        row_ends=result.row_ends,
         forwards=result.forwards + trials,
         tokens_per_forward=int(result.new_tokens) / max(row_forwards, 1),
         time=time.perf_counter() - began,

@@ -58,7 +58,8 @@ class RowEnded:
 
     Args:
         tokens: its new tokens, up to and including the one that ends it.
-        finish_reason: "stop": an end-of-sequence token or a stop string; "length": `gen_length` tokens.
+        finish_reason: "stop": an end-of-sequence token or a stop string, or fewer than `gen_length` tokens of a
+            sampler that chooses the length; "length": `gen_length` tokens.
         forwards: forward passes that the row took part in.
     """
 
@@ -151,7 +152,8 @@ class RowReporter:
                 continue
             if self._stream:
                 self._report(row, tokens, len(tokens))
-            reason: Literal["stop", "length"] = "length" if end is None else "stop"
+            short = len(tokens) < row.gen_length  # of a sampler whose rows grow and shrink
+            reason: Literal["stop", "length"] = "length" if end is None and not short else "stop"
             self._events.append(RowEnded(name, tuple(kept), reason, row.forwards))
         canvas.ended.clear()
 
@@ -167,6 +169,7 @@ class RowReporter:
     def _report(self, row: RunningRow, tokens: list[int], final: int) -> None:
         """Report what has changed in a row, of whose new tokens the first `final` cannot change any more."""
         mask = row.plan.settings.limits.masked_token_id
+        tokens = tokens + [mask] * (row.gen_length - len(tokens))
         places = [place for place, (a, b) in enumerate(zip(row.tokens, tokens, strict=True)) if a != b and b != mask]
         if places:
             changed = tuple(tokens[place] for place in places)

@@ -23,7 +23,8 @@ class DenoisingStep:
         rows: rows of the batch that took part in this step.
         tokens: [B, P + gen_length] token ids, prompts padded on the left, the mask token where nothing is committed.
             Tokens behind a row's end are not part of the output. (A sampler without mask tokens shows its noise.)
-        committed: [B, P + gen_length] bool, True where this step committed or changed a token.
+        committed: [B, P + gen_length] bool, True where this step committed or changed a token; of samplers that insert
+            and delete tokens, also where it moved one.
         confidence: [B, P + gen_length] float32, the model's probability of the token in the step that committed it, of
             the logits after guidance and constraints, before temperature and filters. NaN at masks and in prompts.
     """
@@ -127,6 +128,8 @@ class CallbackHandler:
             names = tuple(canvas.names[row] for row in rows)
             masked = tokens == canvas.mask_token_id  # perhaps again: a rule may take a token back
             committed = tokens.ne(self._previous) & ~masked
+            if canvas.grows:
+                committed &= ~canvas.behind_rows()
             probabilities_AN = gather_tokens(
                 logits_ANV.softmax(dim=-1, dtype=torch.float32), canvas.take(rows, columns)
             )

@@ -102,6 +102,8 @@ class BlockLayout:
         whole: one block of any length, also of a prompt to fill.
         spare: mask columns behind the last new token, part of the last block.
         closing: a token that stands in the last new column from the start.
+        first_masks: rows begin with so many new tokens, of at most `gen_length`, and then grow and shrink
+            (`Canvas.resize`). None: they keep their length.
     """
 
     block_length: int
@@ -109,10 +111,18 @@ class BlockLayout:
     whole: bool = False
     spare: int = 0
     closing: int | None = None
+    first_masks: int | None = None
 
 
 class Canvas:
-    """B rows of S columns. Complete rows leave it, so B shrinks while the sampler runs."""
+    """B rows of S columns. Complete rows leave it, so B shrinks while the sampler runs.
+
+    Attributes:
+        origins: the column of each row's first token.
+        starts: of its first new token behind the prompt.
+        ends: the column behind its last token.
+        stops: the column behind the last one that it may have; other than `ends` only of rows that grow and shrink.
+    """
 
     def __init__(
         self,
@@ -140,7 +150,15 @@ class Canvas:
         if layout.aligned:
             stop = first - (first - stop) // block * block  # whole blocks
         self.width = stop + (closing is not None)
-        self.stops = [self.width] * batch  # the column behind each row's last one
+        holes = prompt.holes or ((),) * batch
+        self.stops, self.ends = [self.width] * batch, [self.width] * batch
+        self.grows = layout.first_masks is not None
+        if layout.first_masks is not None:
+            first_masks = 0 if limits.inside else min(layout.first_masks, gen_length)
+            self.ends = [start + first_masks for start in self.starts]
+            replaced = [len(gaps) if limits.inside else 0 for gaps in holes]
+            room = [gen_length if gaps or not limits.inside else 0 for gaps in holes]
+            self.stops = [start + more - less for start, more, less in zip(self.starts, room, replaced, strict=True)]
         if prompt.holes:
             first, block = (0, stop) if layout.whole else (first % block, block)
         self.blocks = [slice(begin, min(begin + block, stop)) for begin in range(first, stop, block)]
@@ -148,7 +166,8 @@ class Canvas:
             self.blocks.insert(0, slice(0, first))
         self.mask_token_id = mask_token_id = limits.masked_token_id
         self._pad_token_id = pad_token_id
-        self._stop_condition = stop_condition
+        # What follows a mask inside a prompt is given: it does not end a row.
+        self._stop_condition = StopCondition((), device) if limits.inside else stop_condition
 
         self.tokens = torch.full((batch, self.width), mask_token_id, device=device)
         for row, (origin, length) in enumerate(zip(self.origins, lengths, strict=True)):
@@ -159,10 +178,11 @@ class Canvas:
         self._starts = torch.tensor(self.starts, device=device)
         self._index: tuple[list[int], torch.Tensor] | None = None
         self._places = self._columns - torch.tensor(self.origins, device=device)[:, None]
+        self._measure_rows()
         self._output = torch.full((batch, self.prompt_width + gen_length), pad_token_id, device=device)
         self._output[:, : self.prompt_width] = prompt.tokens
+        self._output_ends = [self._output.shape[1]] * batch  # the column of the output behind each row's last one
         self.names: list[Any] = list(range(batch))  # which row of the batch each row of the canvas is
-        holes = prompt.holes or ((),) * batch
         self.holes = [{origin + hole for hole in gaps} for origin, gaps in zip(self.origins, holes, strict=True)]
         self._is_hole: torch.Tensor | None = None  # [B, S]; None: no prompt has a hole
         if any(self.holes):
@@ -186,7 +206,7 @@ class Canvas:
 
     @property
     def padded(self) -> bool:
-        return any(self.origins)
+        return any(self.origins) or any(end != self.width for end in self.ends)
 
     def still_wanted(self, rows: list[int]) -> list[int]:
         """Those of these rows that have not been cancelled."""
@@ -224,9 +244,13 @@ class Canvas:
             self.tokens[index] = self.tokens[index].scatter(1, columns, tokens_AN)
 
     def behind_prompt(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
-        """[A, N], True at the columns that are not given: behind the row's prompt, or masks in it."""
+        """[A, N], True at the columns that are not given: behind the row's prompt up to its end, or masks in it."""
         columns_AN = self.columns(rows, columns)
         behind_AN = columns_AN >= self.first_new(rows)[:, None]
+        if self.grows and self._is_hole is not None:  # what follows the prompt's masks is given and moves with them
+            behind_AN = torch.zeros_like(behind_AN)
+        elif self._some_end_early:
+            behind_AN &= columns_AN < (self._ends if rows is None else self._ends[self.index(rows)])[:, None]
         if self._is_hole is None:
             return behind_AN
         return behind_AN | (self._is_hole if rows is None else self._is_hole[self.index(rows)]).gather(1, columns_AN)
@@ -253,13 +277,38 @@ class Canvas:
         return self._places if rows is None else self._places[self.index(rows)]
 
     def real(self, rows: list[int] | None) -> torch.Tensor:
-        """[A, S], False at padding."""
-        return self.places(rows) >= 0
+        """[A, S], False at padding on either side."""
+        return self._real if rows is None else self._real[self.index(rows)]
 
     def lengths(self, rows: list[int] | None, end: int) -> tuple[int, ...]:
         """The number of real columns of each row, of the canvas' first `end`."""
         chosen = self.rows if rows is None else rows
-        return tuple(max(0, min(self.stops[row], end) - self.origins[row]) for row in chosen)
+        return tuple(max(0, min(self.ends[row], end) - self.origins[row]) for row in chosen)
+
+    def resize(self, rows: list[int], columns: slice, copies_AN: torch.Tensor) -> torch.Tensor:
+        """Insert and delete tokens of these rows, which get longer and shorter: what follows moves.
+
+        Args:
+            columns: contains every column that changes, and all behind it.
+            copies_AN: 0 where the token is deleted, 2 where it becomes two masks, else 1. A row has to stay within its
+                `stops`.
+
+        Returns:
+            [A, N], where the token in each column was before.
+        """
+        index, count = self.index(rows), copies_AN.shape[1]
+        places_AN = torch.arange(count, device=copies_AN.device).repeat(len(rows), 1)
+        source_AN = torch.searchsorted(copies_AN.cumsum(dim=1), places_AN, right=True).clamp(max=count - 1)
+        for row, growth in zip(rows, (copies_AN - 1).sum(dim=1).tolist(), strict=True):
+            self.ends[row] += growth
+        self._measure_rows()
+        doubled_AN = copies_AN.gather(1, source_AN) > 1
+        nothing_AN = places_AN + columns.start >= self._ends[index][:, None]
+        tokens_AN = self.take(rows, columns).gather(1, source_AN)
+        self.put(rows, columns, tokens_AN.masked_fill(doubled_AN | nothing_AN, self.mask_token_id))
+        if self._is_hole is not None:
+            self._is_hole[index, columns] = self._is_hole[index, columns].gather(1, source_AN) & ~nothing_AN
+        return source_AN
 
     def _wanted(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
         """[A, N], True at the row's `gen_length` new tokens."""
@@ -311,27 +360,38 @@ class Canvas:
         self.origins = [self.origins[row] for row in stay]
         self.starts = [self.starts[row] for row in stay]
         self.stops = [self.stops[row] for row in stay]
+        self.ends = [self.ends[row] for row in stay]
         self.names = [self.names[row] for row in stay]
         self.holes = [self.holes[row] for row in stay]
+        self._measure_rows()
         if self._is_hole is not None:
             self._is_hole = self._is_hole[stay]
         return stay
 
     def output(self) -> torch.Tensor:
         """[B, P + new], prompts padded on the left, with padding behind each row's end, as wide as the longest row."""
-        if not self._stop_condition.active:
+        if not self._stop_condition.active and not self.grows:
             return self._output
         after_BS = self._after_end(self._output)
         width = int((~after_BS).sum(dim=1).max())
         return self._output.masked_fill(after_BS, self._pad_token_id)[:, :width]
 
+    def output_ends(self) -> torch.Tensor:
+        """[B], the column of the output behind each row's last token."""
+        return (~self._after_end(self._output)).sum(dim=1)
+
     def new_tokens(self) -> torch.Tensor:
         """Number of new tokens of all rows, each as far as its end, as a tensor: reading it would sync."""
-        return (~self._after_end(self._output)[:, self.prompt_width :]).sum() + self._hole_count
+        given = self._output.shape[0] * self.prompt_width - self._hole_count
+        return self.output_ends().sum() - given
 
     def snapshot(self) -> torch.Tensor:
-        """[B, P + gen_length], the current tokens of every row of the batch, in the columns of the output."""
+        """[B, P + gen_length], the current tokens of every row of the batch, in the columns of the output; padding
+        behind rows that grow and shrink."""
         tokens = self._output.clone()
+        if self.grows:
+            for row in self.rows:
+                tokens[self.names[row], self._left(row) :] = self._pad_token_id
         for row in self.rows:
             self._copy(row, self.tokens[row], tokens)
         return tokens
@@ -365,12 +425,27 @@ class Canvas:
 
     def _copy(self, row: int, values_S: torch.Tensor, output_BS: torch.Tensor) -> None:
         """Copy a row's values from the columns of the canvas to those of the output."""
-        own = values_S[self.origins[row] : self.starts[row] + self._gen_length]
+        own = values_S[self.origins[row] : min(self.ends[row], self.starts[row] + self._gen_length)]
         left = self._left(row)
         output_BS[self.names[row], left : left + len(own)] = own
+        self._output_ends[self.names[row]] = left + len(own)
+
+    def behind_rows(self) -> torch.Tensor:
+        """[B, P + gen_length], True behind the last token that each row has in the last snapshot."""
+        ends_B1 = torch.tensor(self._output_ends, device=self._output.device)[:, None]
+        return torch.arange(self._output.shape[1], device=self._output.device) >= ends_B1
 
     def _after_end(self, output_BS: torch.Tensor) -> torch.Tensor:
-        """[B, P + gen_length], True behind the first new token that ends the row."""
+        """[B, P + gen_length], True behind the row, or behind the first new token that ends it."""
         new_BS = (torch.arange(output_BS.shape[1], device=output_BS.device) >= self.prompt_width).expand_as(output_BS)
         ends_BS = self._stop_condition.marks(output_BS, new_BS, self.mask_token_id)
-        return ends_BS.long().cumsum(dim=1) - ends_BS.long() > 0
+        after_BS = ends_BS.long().cumsum(dim=1) - ends_BS.long() > 0
+        return after_BS | self.behind_rows() if self.grows else after_BS
+
+    def _measure_rows(self) -> None:
+        """The tensors that follow from the rows' ends."""
+        self._ends = torch.tensor(self.ends, dtype=torch.long, device=self.tokens.device)
+        self._some_end_early = any(end != self.width for end in self.ends)
+        self._real = self._places >= 0
+        if self._some_end_early:
+            self._real = self._real & (self._columns < self._ends[:, None])

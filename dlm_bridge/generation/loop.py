@@ -35,12 +35,14 @@ class SamplingResult:
         forwards: forward passes of the model.
         row_forwards: sum over the forward passes of the rows that took part.
         new_tokens: number of new tokens of all rows, each as far as its end.
+        row_ends: [B], the column behind each row's last token.
     """
 
     sequences: torch.Tensor
     forwards: int
     row_forwards: int
     new_tokens: torch.Tensor
+    row_ends: torch.Tensor
 
 
 def denoise(
@@ -93,7 +95,9 @@ def denoise(
                     break
     sequences = canvas.output()
     callbacks.end(sequences)
-    return SamplingResult(sequences, predictor.forwards, callbacks.row_forwards, canvas.new_tokens())
+    return SamplingResult(
+        sequences, predictor.forwards, callbacks.row_forwards, canvas.new_tokens(), canvas.output_ends()
+    )
 
 
 def choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | None) -> KVCache:

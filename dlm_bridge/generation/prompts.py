@@ -23,6 +23,7 @@ class PromptLimits:
         gen_length: new tokens behind the prompt.
         context: the longest sequence that the model was made for, in tokens; None: any.
         infill: the mask tokens of a prompt are to be filled; without it there may be none.
+        inside: the new tokens take the place of these masks; there are none behind the prompt.
     """
 
     mask_token_id: int | None
@@ -30,6 +31,7 @@ class PromptLimits:
     gen_length: int
     context: int | None
     infill: bool = False
+    inside: bool = False
 
     @property
     def masked_token_id(self) -> int:
@@ -83,7 +85,7 @@ class PromptBatch:
             return cls(tokens, tuple(pads), rows)
         mask = limits.mask_token_id
         holes = tuple(tuple(i for i, token in enumerate(row) if token == mask) for row in rows)
-        if not limits.gen_length and not any(holes):
+        if (limits.inside or not limits.gen_length) and not any(holes):
             raise DlmBridgeError(f"infill: no row of input_ids holds the mask token {mask}: nothing to fill")
         return cls(tokens, tuple(pads), rows, holes)
 
@@ -153,6 +155,13 @@ def check_row(prompt: Sequence[int], name: str, limits: PromptLimits) -> None:
     outside = next((token for token in prompt if not 0 <= token < limits.vocabulary_size), None)
     if outside is not None:
         raise DlmBridgeError(f"{name} holds token {outside}, outside the vocabulary of {limits.vocabulary_size}")
+    if limits.inside:
+        masks = sum(token == mask for token in prompt)
+        if masks > new:
+            raise DlmBridgeError(
+                f"{name} holds {masks} masks, gen_length allows {new} tokens in their place: raise it"
+            )
+        count -= masks
     if limits.context is not None and count + new > limits.context:
         room = limits.context - count
         remedy = f"use gen_length {room} or less" if room > 0 else f"shorten the prompt by at least {1 - room}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, Columns, StopCondition
+from dlm_bridge.generation.canvas import BlockLayout, Canvas, StopCondition
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class RollingCanvas(Canvas):
         cache_width: columns that a KV cache of committed blocks has; a forward pass reads no more.
 
     Attributes:
-        ended: rows that have left since the caller last emptied the list, each with its `gen_length` new tokens.
+        ended: rows that have left since the caller last emptied the list, each with its new tokens, at most
+            `gen_length`.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class RollingCanvas(Canvas):
         self.origins: list[int] = []
         self.starts: list[int] = []
         self.stops: list[int] = []
+        self.ends: list[int] = []
+        self.grows = layout.first_masks is not None
         self.gen_lengths: list[int] = []
         self.holes: list[set[int]] = []
         self.ended: list[tuple[Hashable, list[int]]] = []
@@ -73,10 +76,6 @@ class RollingCanvas(Canvas):
         self._is_hole = None
         self._next = 0  # where the next block begins
         self._refresh()
-
-    @property
-    def padded(self) -> bool:
-        return any(self.origins) or any(stop != self.width for stop in self.stops)
 
     def still_wanted(self, rows: list[int]) -> list[int]:
         return [row for row in rows if self.names[row] not in self.cancelled]
@@ -119,6 +118,7 @@ class RollingCanvas(Canvas):
         self.origins = [column + by for column in self.origins]
         self.starts = [column + by for column in self.starts]
         self.stops = [column + by for column in self.stops]
+        self.ends = [column + by for column in self.ends]
         self._next += by
         self._refresh()
 
@@ -132,6 +132,9 @@ class RollingCanvas(Canvas):
         stops = [start + row.gen_length + layout.spare for start, row in zip(starts, entering, strict=True)]
         if layout.aligned:
             stops = [self._next - (self._next - stop) // block * block for stop in stops]  # whole blocks
+        ends = stops
+        if layout.first_masks is not None:
+            ends = [min(start + layout.first_masks, stop) for start, stop in zip(starts, stops, strict=True)]
         width = max(stops + self.stops)
         tokens = torch.full((len(entering), width), self.mask_token_id)
         for row, (one, origin, start, stop) in enumerate(zip(entering, origins, starts, stops, strict=True)):
@@ -142,7 +145,8 @@ class RollingCanvas(Canvas):
         others = torch.nn.functional.pad(others, (0, width - others.shape[1]), value=self.mask_token_id)
         self.tokens = torch.cat([tokens.to(others.device), others])
         self.names = [row.name for row in entering] + self.names
-        self.origins, self.starts, self.stops = origins + self.origins, starts + self.starts, stops + self.stops
+        self.origins, self.starts = origins + self.origins, starts + self.starts
+        self.stops, self.ends = stops + self.stops, ends + self.ends
         self.gen_lengths = [row.gen_length for row in entering] + self.gen_lengths
         self.holes = [set() for _ in self.names]
         self._refresh()
@@ -164,20 +168,11 @@ class RollingCanvas(Canvas):
         for row, tokens in zip(over, self.tokens[over].tolist(), strict=True):
             if self.names[row] not in self.cancelled:
                 start = self.starts[row]
-                self.ended.append((self.names[row], tokens[start : start + self.gen_lengths[row]]))
+                end = min(start + self.gen_lengths[row], self.ends[row])
+                self.ended.append((self.names[row], tokens[start:end]))
         self.cancelled -= {self.names[row] for row in over}
         self._select_rows([row for row, ends in enumerate(done) if not ends])
         return [row for row, ends in enumerate(done) if not ends]
-
-    def behind_prompt(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
-        """As `Canvas.behind_prompt`, and before the row's end."""
-        columns_AN = self.columns(rows, columns)
-        ends_A = self._ends if rows is None else self._ends[self.index(rows)]
-        return (columns_AN >= self.first_new(rows)[:, None]) & (columns_AN < ends_A[:, None])
-
-    def real(self, rows: list[int] | None) -> torch.Tensor:
-        """[A, S], False at padding on either side."""
-        return self._real if rows is None else self._real[self.index(rows)]
 
     def masks(self, block: slice) -> list[int]:
         return [
@@ -197,7 +192,7 @@ class RollingCanvas(Canvas):
 
     def _select_rows(self, stay: list[int]) -> None:
         self.tokens = self.tokens[stay]
-        for name in ("names", "origins", "starts", "stops", "gen_lengths", "holes"):
+        for name in ("names", "origins", "starts", "stops", "ends", "gen_lengths", "holes"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in stay])
         self._refresh()
@@ -206,11 +201,9 @@ class RollingCanvas(Canvas):
         """The tensors that follow from the rows' columns."""
         device = self.tokens.device
         self.width = self.tokens.shape[1]
-        geometry = torch.tensor(
-            [self.origins, self.starts, self.stops, self.gen_lengths], dtype=torch.long, device=device
-        )
-        origins_B, self._starts, self._ends, self._lengths = geometry.unbind()
+        geometry = torch.tensor([self.origins, self.starts, self.gen_lengths], dtype=torch.long, device=device)
+        origins_B, self._starts, self._lengths = geometry.unbind()
         self._columns = torch.arange(self.width, device=device)
         self._places = self._columns - origins_B[:, None]
-        self._real = (self._places >= 0) & (self._columns < self._ends[:, None])
+        self._measure_rows()
         self._index = None

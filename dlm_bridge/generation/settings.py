@@ -72,7 +72,8 @@ class GenerationSettings:
     """The resolved and checked settings of a call.
 
     Args:
-        limits: what a prompt may hold; its `gen_length` is 0 with `infill` unless new tokens are asked for.
+        limits: what a prompt may hold; its `gen_length` is 0 with `infill` unless new tokens are asked for, or the
+            sampler chooses how many take a mask's place.
         span_lengths: lengths to try for each span of masks; empty: the given ones.
         shift: the model's logits[i - 1] predict token i.
         eos_token_ids: empty: no stopping.
@@ -131,7 +132,8 @@ def resolve_settings(
     temperature = _temperature(sources)
     _refuse_unsupported(sources, temperature, kind)
     infill = bool(_find(sources, "infill", False)[0])
-    gen_length = _gen_length(sources, prompt_width, infill)
+    inside = infill and kind.resizes
+    gen_length = _gen_length(sources, prompt_width, infill and not inside)
     parameters = {name: _parameter(sources, name, kind) for name in kind.parameters()}
     parameters |= {"gen_length": gen_length, "temperature": temperature}
     block_name = kind.block_parameter()
@@ -151,6 +153,7 @@ def resolve_settings(
             "the model's config names no mask token: pass mask_token_id, or algorithm='uniform' to a model that was "
             "trained with random tokens instead"
         )
+    context = getattr(config, "max_position_embeddings", None)
     eos = eos_token_ids(_find(sources, "eos_token_id", getattr(config, "eos_token_id", None))[0])
     named = [ids for source in sources if (ids := eos_token_ids(source.values.get("eos_token_id")))]
     pad_token_id, _ = _find(sources, "pad_token_id", getattr(config, "pad_token_id", None))
@@ -164,9 +167,7 @@ def resolve_settings(
         raise DlmBridgeError("output_history is a part of the returned dict: pass return_dict_in_generate=True too")
     return GenerationSettings(
         sampler=kind(**parameters),
-        limits=PromptLimits(
-            mask_token_id, config.vocab_size, gen_length, getattr(config, "max_position_embeddings", None), infill
-        ),
+        limits=PromptLimits(mask_token_id, config.vocab_size, gen_length, context, infill, inside),
         span_lengths=_span_lengths(_find(sources, "span_lengths", None)[0], infill, family, kind),
         shift=family.shift,
         eos_token_ids=eos,

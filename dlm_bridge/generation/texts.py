@@ -155,10 +155,13 @@ def write_texts(
     rows = output.sequences.cpu()
     seconds = time.perf_counter() - began  # the tokens have arrived
     copies = len(rows) // len(prompts)  # of each prompt
-    lengths = _lengths(rows[:, width:], _stop_condition(model, tokenizer, settings))
+    ends = output.row_ends
+    if ends is None:
+        lengths = _lengths(rows[:, width:], _stop_condition(model, tokenizer, settings))
+        ends = [width + length for length in lengths]
     pairs = [
-        _text_ids(row, prompts[number // copies], width, length, settings, output.mask_token_id)
-        for number, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True))
+        _text_ids(row, prompts[number // copies], width, end, settings, output.mask_token_id)
+        for number, (row, end) in enumerate(zip(rows.tolist(), ends, strict=True))
     ]
     token_ids, counts = tuple(ids for ids, _ in pairs), tuple(count for _, count in pairs)
     texts = tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids)
@@ -228,16 +231,16 @@ def _text_ids(
     row: Sequence[int],
     prompt: Sequence[int],
     width: int,
-    length: int,
+    end: int,
     settings: Mapping[str, Any],
     mask_token_id: int | None,
 ) -> tuple[tuple[int, ...], int]:
     """The tokens of a row's text, and the number of new ones. A row is padding and prompt up to `width`, then new
-    tokens, of which `length` are the row's own."""
+    tokens, up to `end`."""
     if not settings.get("infill"):
-        return tuple(row[width : width + length]), length
-    unpadded = settings.get("span_lengths")  # a single row
-    filled = tuple(row if unpadded else row[width - len(prompt) : width + length])
+        return tuple(row[width:end]), end - width
+    begin = 0 if settings.get("span_lengths") else width - len(prompt)  # with span_lengths a single row
+    filled = tuple(row[begin:end])
     return filled, len(filled) - sum(token != mask_token_id for token in prompt)
 
 
@@ -245,6 +248,7 @@ def _text_ids(
 class _Output:
     sequences: torch.Tensor  # [B, P + new]
     forwards: int
+    row_ends: list[int] | None = None  # by `generate`: the column behind each row's last token
     tokens_per_forward: float | None = None  # where `generate` counts it
     mask_token_id: int | None = None
 
@@ -264,7 +268,8 @@ def _diffusion(
     if streamer is not None:
         given["streamer"] = streamer
     output = model.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **given)
-    return _Output(output.sequences, output.forwards, output.tokens_per_forward, mask_token(model, settings))
+    ends = output.row_ends.tolist()
+    return _Output(output.sequences, output.forwards, ends, output.tokens_per_forward, mask_token(model, settings))
 
 
 def _stop_condition(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> StopCondition:

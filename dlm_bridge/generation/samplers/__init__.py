@@ -193,6 +193,8 @@ class Sampler(ABC):
         shortens_block: the default block length is at most `gen_length`, unless the model is block-causal.
         needs_mask: False if it works without a mask token.
         infills: can fill masks inside a prompt.
+        resizes: it chooses a row's length, at most `gen_length` new tokens; of a prompt to fill, these take the place
+            of its masks.
         takes_commit_rule: a `commit_rule` of the caller's can replace its own.
         noise_processes: the noise that a model can be trained with, where its config records that.
     """
@@ -206,6 +208,7 @@ class Sampler(ABC):
     shortens_block: ClassVar[bool] = False
     needs_mask: ClassVar[bool] = True
     infills: ClassVar[bool] = True
+    resizes: ClassVar[bool] = False
     takes_commit_rule: ClassVar[bool] = True
     noise_processes: ClassVar[tuple[NoiseName, ...]] = ("mask",)
 
