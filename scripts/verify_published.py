@@ -24,6 +24,7 @@ SMALLEST = {
     "coda": "Salesforce/CoDA-v0-Instruct",
     "dream": "Dream-org/Dream-v0-Instruct-7B",
     "dream_reasoner": "Dream-org/DreamReasoner-8B",
+    "dreamon": "Dream-org/DreamOn-v0-7B",
     "fast_dllm_v2": "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
     "illada": "GSAI-ML/iLLaDA-8B-Base",
     "llada": "GSAI-ML/LLaDA-8B-Base",

@@ -28,6 +28,7 @@ FAMILY_SPECS = (
     "dlm_bridge.models.diffullama:SPEC",
     "dlm_bridge.models.dream:SPEC",
     "dlm_bridge.models.dream_reasoner:SPEC",
+    "dlm_bridge.models.dreamon:SPEC",
     "dlm_bridge.models.fast_dllm_v2:SPEC",
     "dlm_bridge.models.illada:SPEC",
     "dlm_bridge.models.llada2_moe:SPEC",
@@ -66,11 +67,6 @@ UNSUPPORTED: dict[str, str] = {
     "DFlashDraftModel": "DFlash models draft for another model's speculative decoding and cannot run alone",
     "DiffEncoderModel": "Efficient-DLM's facts (mask token 151662, blocks of 32) were not checked against its code",
     "DiscreteDiffusionModel": "DiffuGPT is GPT-2 (learned positions, LayerNorm, biases): no body for it here",
-    "DreamModel in DreamOn-v0-7B": (
-        "DreamOn cannot be told from Dream by its config: it loads, converts and trains as Dream, but its <|expand|> "
-        "and <|delete|> tokens do not change the length of what is sampled (the text behind the masks would "
-        "have to move)"
-    ),
     "GPT2LMHeadModel": "GPT-2 (also DiffuGPT's base) has learned positions, LayerNorm and biases: no body for it here",
     "Gemma3ForConditionalGeneration": (
         "Gemma 3 from 4B on has a vision tower: only text models (Gemma3ForCausalLM) load here"
@@ -164,7 +160,7 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
         if architecture in known:
             found = known[architecture]
             behind = [known[name] for name in remote if name in known] if found.native else []
-            return behind[0] if behind else found
+            return behind[0] if behind else _told_apart(found, config)
     published = [architecture for architecture, spec in known.items() if not spec.derived_from]
     if not architectures:
         named = f"no 'architectures' (model_type {config.get('model_type')!r})"
@@ -173,6 +169,12 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
         named = f"unknown architecture {architectures[0]}"
         near = difflib.get_close_matches(architectures[0], known, n=3, cutoff=0.3) or published
     raise DlmBridgeError(f"{where}: {named}; known are {', '.join(near)}, or name the family with --family")
+
+
+def _told_apart(found: FamilySpec, config: MappingABC[str, Any]) -> FamilySpec:
+    """The family with the architectures of `found` that a key of the config tells, or `found` itself."""
+    others = (spec for spec in families() if spec.told_from is not None and spec.told_from[0] == found.name)
+    return next((spec for spec in others if spec.told_from and config.get(spec.told_from[1]) is not None), found)
 
 
 def _remote_classes(config: MappingABC[str, Any]) -> list[str]:

@@ -49,6 +49,8 @@ class FamilySpec:
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     training: tuple[str, ...] = ("accelerate", "megatron")  # the engines that train it as published
     checked_against: str = ""
+    # (family, key of config.json): a checkpoint of that family's architectures with the key is one of this family.
+    told_from: tuple[str, str] | None = None
     derived_from: str = ""  # the autoregressive family whose body it has, of what `convert-to-dlm` makes
 
     def __post_init__(self) -> None:

@@ -83,6 +83,41 @@ def dream_budget(logits: Logits, prompt: list[int], gen: int, mask: int, *, step
     return row
 
 
+def dreamon(
+    logits: Logits, row: list[int], most: int, mask: int, *, alg: str, expand: int, delete: int,
+    broadcast: bool = False, budget: int | None = None, count: int = 1,
+) -> tuple[list[int], int]:  # fmt: skip
+    """The text, of which at most `most` tokens take the place of the masks in `row`, and the number of forwards."""
+    row, forwards = list(row), 0
+    longest = len(row) - row.count(mask) + most
+    budget = 2 * (longest - row.index(mask)) if budget is None else budget
+    while mask in row:
+        found = logits(row).clone()
+        forwards += 1
+        room = min(budget, longest - len(row))
+        if not room:
+            found[:, expand] = -torch.inf
+        open_ = [i for i, token in enumerate(row) if token == mask]
+        probabilities = {i: found[i].softmax(-1) for i in open_}
+        score = {
+            "maskgit_plus": lambda p: float(p.max()),
+            "topk_margin": lambda p: float(p.sort().values[-1] - p.sort().values[-2]),
+            "entropy": lambda p: float((p * (p + 1e-10).log()).sum()),
+        }[alg]
+        chosen = sorted(open_, key=lambda i: -score(probabilities[i]))[:count]
+        result = {i: [int(probabilities[i].argmax())] for i in chosen}
+        gone = [i for i in chosen if result[i] == [delete]]
+        if broadcast and gone:
+            gone = [i for i in open_ if i >= min(gone)]
+        result |= {i: [] for i in gone}
+        for i in sorted(chosen):
+            if result[i] == [expand]:
+                result[i] = [mask] * (1 + (room > 0))
+                budget, room = budget - (room > 0), max(room - 1, 0)
+        row = [token for i, old in enumerate(row) for token in result.get(i, [old])]
+    return row, forwards
+
+
 def fast_dllm(
     logits: Logits, prompt: list[int], gen: int, mask: int, *, block: int, threshold: Any = None, factor: Any = None,
     factor_exact: bool = False,

@@ -32,6 +32,9 @@ def expected(model: Any, algorithm: str, row: list[int], mask: int) -> list[int]
         )[0].tolist()  # fmt: skip
     if algorithm == "dream":
         return samplers.dream(bidirectional, row, GEN, mask, steps=GEN, alg="entropy")
+    if algorithm == "dreamon":
+        tokens = {"expand": model.config.expand_token_id, "delete": model.config.eos_token_id}
+        return samplers.dreamon(bidirectional, row + [mask] * 4, GEN, mask, alg="entropy", **tokens)[0]
     if algorithm == "diffullama":  # in one step everything is revealed
         return row + bidirectional(row + [mask] * GEN)[len(row) :].argmax(-1).tolist()
     if algorithm == "rnd1":
@@ -86,9 +89,10 @@ def test_a_family_samples_by_its_own_algorithm(case: FamilyCase, tmp_path: Path)
     rows = [[2, 3, 5, 7, 11], [13, 17, 19]]
     ids = torch.tensor([rows[0], [0, 0, *rows[1]]])
     real = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
-    output = model.generate(ids, attention_mask=real, **arguments).tolist()
-    assert output[0] == expected(model, algorithm, rows[0], mask)
-    assert output[1][2:] == expected(model, algorithm, rows[1], mask)
+    output = model.generate(ids, attention_mask=real, return_dict_in_generate=True, **arguments)
+    lines = [line[:end] for line, end in zip(output.sequences.tolist(), output.row_ends.tolist(), strict=True)]
+    assert lines[0] == expected(model, algorithm, rows[0], mask)
+    assert lines[1][2:] == expected(model, algorithm, rows[1], mask)
 
 
 @pytest.mark.parametrize("case", DIFFUSION, ids=lambda case: case.id)

@@ -17,7 +17,8 @@ from tests.generation.standin import MASK, StandIn, family, ragged
 from tests.generation.test_callbacks import Watcher
 from tests.generation.test_samplers import CASES, build
 
-FILLING = [name for name, (facts, _, _) in CASES.items() if SAMPLERS[facts.sampler["algorithm"]].infills]
+KINDS = {name: SAMPLERS[facts.sampler["algorithm"]] for name, (facts, _, _) in CASES.items()}
+FILLING = [name for name, kind in KINDS.items() if kind.infills and not kind.resizes]
 MASK_OF_FOUR = 3  # of a scripted model with four tokens
 # A row of several may begin with a hole, and the longest may be filled first.
 HOLES = ((0, 2, 3), (0, 10), (1,), (1, 2, 3, 4, 5), ())

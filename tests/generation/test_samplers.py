@@ -58,6 +58,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {},
         {"block_length": 4, "alg": "entropy", "steps": 30, "alg_temp": 0.3},
     ),
+    "dreamon": (
+        family(name="dreamon", shift=True, algorithm="dreamon"),
+        {},  # of one length: test_dreamon.py has the others
+        {"number_of_mask": 12, "expand_token_id": 44, "delete_token_id": 45, "suppress_tokens": [44, 45]},
+    ),
     "hierarchical": (family(algorithm="hierarchical"), {}, {"block_length": 6, "threshold": 0.5}),
     "hierarchical-blocks": (family("block_causal", algorithm="hierarchical"), BLOCK, {"threshold": 0.5}),
     "credit-blocks": (family("block_causal", algorithm="credit"), BLOCK, {"threshold": 0.5}),

@@ -38,6 +38,7 @@ _BUILT_IN = {
     "bd3lm": "bd3lm:BD3LMSampler",
     "dream": "dream:DreamSampler",
     "dream_block": "dream_block:DreamBlockSampler",
+    "dreamon": "dreamon:DreamOnSampler",
     "diffullama": "diffullama:DiffuLLaMASampler",
     "rnd1": "rnd1:RND1Sampler",
     "sdar": "sdar:SDARSampler",

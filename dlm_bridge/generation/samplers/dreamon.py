@@ -1,0 +1,180 @@
+"""DreamOn's sampler (arXiv 2602.01326): masks become tokens, two masks, or nothing, so that a span finds its length.
+
+    canvas = prompt + [MASK] * number_of_mask, or a prompt with masks in it;  budget = expand_budget
+    until nothing is masked:
+        tokens = draw(softmax(logits / temperature), top_p, top_k), never <|expand|> where the row already has
+            gen_length tokens or the budget is used up
+        score = minus the entropy (alg "entropy"), probability of the token ("maskgit_plus"), lead ("topk_margin")
+        commit the number_transfer_tokens masks with the highest scores
+            # alg_temp > 0: draw them from softmax(score / alg_temp) without replacement
+        <|delete|>, which is the end-of-text token: the mask goes, and what follows moves to the left
+            # pad_delete_to_right ("deletion broadcasting"): with it all masks behind it
+        <|expand|>: two masks take the mask's place, what follows moves to the right;  budget -= 1
+
+Source: generation_utils.py of Dream-org/DreamOn-v0-7B as public copies have it, and eval/generator.py, DreamLM/DreamOn
+8a0a549. There one more <|expand|> in a step than there is room for cuts the text off at its end; here its mask stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.canvas import BlockLayout, to_device
+from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext, Step, TopScoresRule, probability
+from dlm_bridge.generation.constraints import Constraints
+from dlm_bridge.generation.kv_cache import KVCache
+from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers.dream import margin, negative_entropy
+from dlm_bridge.generation.token_sampling import TokenSampling, propose_tokens
+
+SCORES = {"entropy": negative_entropy, "maskgit_plus": probability, "topk_margin": margin}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DreamOnSampler(Sampler):
+    """DreamOn's `diffusion_generate`.
+
+    Args:
+        gen_length: the most tokens that may take the place of the masks.
+        number_of_mask: masks that new tokens behind a prompt begin with; of a prompt to fill, its own masks count.
+        alg: the order in which positions are committed, see above.
+        alg_temp: above 0, positions are drawn instead of ranked.
+        number_transfer_tokens: positions that a step commits.
+        expand_budget: expansions of a row; None: two for each token that fits from its first mask on.
+        pad_delete_to_right: a deletion deletes all masks of the row that follow as well.
+        expand_token_id, delete_token_id: by default those of the model's config (the latter as its eos_token_id).
+    """
+
+    name: ClassVar[str] = "dreamon"
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    families: ClassVar[tuple[str, ...]] = ("dreamon",)
+    takes_commit_rule: ClassVar[bool] = False
+    resizes: ClassVar[bool] = True
+
+    gen_length: int = parameter(64, minimum=1)
+    number_of_mask: int = parameter(4, minimum=1)
+    alg: str = parameter("entropy", choices=("entropy", "maskgit_plus", "topk_margin"))
+    alg_temp: float | None = parameter(None, minimum=0)
+    number_transfer_tokens: int = parameter(1, minimum=1)
+    expand_budget: int | None = parameter(None, minimum=0)
+    pad_delete_to_right: bool = parameter(False)
+    expand_token_id: int = parameter(151667, minimum=0)
+    delete_token_id: int = parameter(151643, minimum=0)
+
+    @classmethod
+    def model_parameters(cls, config: Any) -> dict[str, Any]:
+        ids = {"expand_token_id": getattr(config, "expand_token_id", None)}
+        ids["delete_token_id"] = getattr(config, "eos_token_id", None)
+        return {name: token for name, token in ids.items() if isinstance(token, int)}
+
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        return SamplerSpec(
+            layout=BlockLayout(self.gen_length, whole=True, first_masks=self.number_of_mask),
+            rule=ExpandDeleteRule(self),
+            sampling=TokenSampling(self.temperature, self.top_k, self.top_p, order=("temperature", "top_p", "top_k")),
+            predictor=UncachedPredictor,
+        )
+
+
+class UncachedPredictor(Predictor):
+    """Without a KV cache: tokens move."""
+
+    caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache,)
+
+
+class ExpandDeleteRule(DenoisingRule):
+    """Commits the best masks and carries out the deletions and expansions among them, until no masks are left."""
+
+    edits = True
+
+    def __init__(self, sampler: DreamOnSampler) -> None:
+        self._sampler = sampler
+        self._best = TopScoresRule(SCORES[sampler.alg], lambda masks: [], sampler.alg_temp)
+
+    def constrained(self, constraints: Constraints) -> DenoisingRule:
+        constraints.refuse_text("tokens move while a row is sampled")
+        return self
+
+    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
+        canvas, sampler = context.canvas, self._sampler
+        self._check_tokens(context.vocabulary_size)
+        masked_AN = canvas.masked(None, block)
+        active = [row for row, masks in enumerate(masked_AN.any(dim=1).tolist()) if masks]
+        firsts = (block.start + masked_AN.int().argmax(dim=1)).tolist()
+        budgets = [2 * (stop - first) for stop, first in zip(canvas.stops, firsts, strict=True)]
+        if sampler.expand_budget is not None:
+            budgets = [sampler.expand_budget] * len(budgets)
+        index = 0
+        while active:
+            room = [min(budgets[row], canvas.stops[row] - canvas.ends[row]) for row in active]
+            step, logits = self._propose(context, active, block, room, index)
+            picked_AN = self._best.select(step)
+            deleted_AN, expanded_AN = self._edits(step, picked_AN, room)
+            committed_AN = picked_AN & (step.tokens != sampler.expand_token_id)
+            canvas.put(context.selected(active), block, torch.where(committed_AN, step.tokens, step.before))
+            read = torch.stack([picked_AN.any(dim=1), deleted_AN.any(dim=1), expanded_AN.sum(dim=1)]).tolist()
+            for row, expansions in zip(active, read[2], strict=True):
+                budgets[row] -= expansions
+            if any(read[1]) or any(read[2]):
+                source_AN = canvas.resize(active, block, 1 - deleted_AN.long() + expanded_AN.long())
+                logits = logits.gather(1, source_AN[..., None].expand_as(logits))
+            context.callbacks.step(canvas, active, block, logits, context.predictor.forwards, final=False)
+            index += 1
+            masks = canvas.masked(context.selected(active), block).any(dim=1).tolist()
+            # Scores of NaN commit nothing: such a row ends with its masks, which is refused later.
+            active = [row for row, left, some in zip(active, masks, read[0], strict=True) if left and some]
+            yield
+            active = canvas.still_wanted(active)
+
+    def _check_tokens(self, vocabulary: int) -> None:
+        ids = {name: getattr(self._sampler, name) for name in ("expand_token_id", "delete_token_id")}
+        for name, token in ids.items():
+            if token >= vocabulary:
+                raise DlmBridgeError(f"{name} {token} is outside the vocabulary of {vocabulary}: pass another")
+
+    def _propose(
+        self, context: SamplerContext, active: list[int], block: slice, room: list[int], index: int
+    ) -> tuple[Step, torch.Tensor]:
+        """The step's proposals, and its logits, without <|expand|> in rows without room."""
+        canvas, rows = context.canvas, context.selected(active)
+        logits = context.predict(active, block)
+        full_A = to_device(room, logits.device) == 0
+        if not all(room):
+            logits = logits.clone()
+            logits[..., self._sampler.expand_token_id].masked_fill_(full_A[:, None], -torch.inf)
+        shaped, tokens = propose_tokens(logits, canvas, active, block, context.sampling, context.noise)
+        before, new = canvas.take(rows, block), canvas.behind_prompt(rows, block)
+        step = Step(
+            rows=active,
+            index=index,
+            num_transfer_tokens=[self._sampler.number_transfer_tokens] * len(active),
+            logits=logits,
+            shaped=shaped,
+            tokens=tokens,
+            before=before,
+            masked=(before == canvas.mask_token_id) & new,
+            new=new,
+            columns=block,
+            width=context.predictor.end(block),
+            origins=[canvas.origins[row] for row in active],
+            stops=[canvas.stops[row] for row in active],
+            noise=context.noise,
+            mask_token_id=canvas.mask_token_id,
+        )
+        return step, logits
+
+    def _edits(self, step: Step, picked_AN: torch.Tensor, room: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """[A, N] twice: True at what is deleted, and at what becomes two masks."""
+        deleted_AN = picked_AN & (step.tokens == self._sampler.delete_token_id)
+        if self._sampler.pad_delete_to_right:
+            deleted_AN = step.masked & (deleted_AN.cumsum(dim=1) > 0)
+        expanded_AN = picked_AN & (step.tokens == self._sampler.expand_token_id) & ~deleted_AN
+        room_A1 = to_device(room, picked_AN.device)[:, None]
+        return deleted_AN, expanded_AN & (expanded_AN.cumsum(dim=1) <= room_A1)
