@@ -1,14 +1,17 @@
-"""Certainty-forcing: accuracy and forward passes per token of a small model before, with and without it.
+r"""Certainty-forcing and trajectory distillation: accuracy and forward passes per token of a small model with each.
 
     python benchmarks/certainty.py                                   on one GPU, some minutes
-    python benchmarks/certainty.py --digits 2 --steps 60 --more 30 --size tiny --batch 64 --rows 32     on a CPU
+    python benchmarks/certainty.py --digits 2 --steps 60 --more 30 --size tiny --batch 64 --rows 32 --examples 2000 \
+        --recorded 64 --keep                                         on a CPU
 
-A model is trained from nothing to add two numbers (`dlm-bridge sft`, objective masked). Two runs go on from its last
-checkpoint, one in the same way ("plain"), one with `--certainty-weight` ("certain"). Each is sampled greedily
-on sums that no training row holds, by Fast-dLLM's rule: a step commits every token above a threshold, the best at
-least. A line for each model and threshold: exact answers, digits that are right, forward passes per token. The last
-line compares equal accuracies: the fewest forward passes per token of "certain" among the thresholds at which it is
-as accurate as "plain" at its best, and those of "plain" at that best. With --json FILE each line is appended there.
+A model is trained from nothing to add two numbers (`dlm-bridge sft`, objective masked). Four runs go on from its last
+checkpoint: in the same way ("plain"), with `--certainty-weight` ("certain"), with objective trajectory on what the
+model itself wrote for `--recorded` training prompts, a token a step, where it was right ("trajectory"), and with both
+("both"). Each is sampled greedily on sums that no training row holds, by Fast-dLLM's rule: a step commits every token
+above a threshold, the best at least. A line for each model and threshold: exact answers, digits that are right,
+forward passes per token. The last lines compare equal accuracies: the fewest forward passes per token of a run among
+the thresholds at which it is as accurate as "plain" at its best, and those of "plain" at that best. With --json FILE
+each line is appended there.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3000, help="of the first run")
-    parser.add_argument("--more", type=int, default=1500, help="of the two that go on from it")
+    parser.add_argument("--more", type=int, default=1500, help="of those that go on from it")
+    parser.add_argument("--recorded", type=int, default=50_000, help="prompts whose trajectories are recorded")
+    parser.add_argument("--keep", action="store_true", help="keep wrong answers among the trajectories too")
     parser.add_argument("--weight", type=float, default=2.0)
     parser.add_argument("--temperature", type=float, default=0.5)
     parser.add_argument("--json", type=Path)
@@ -55,9 +60,19 @@ def main() -> None:
         base = bench.train("base", bench.folder / "seed", options.steps, "--from-scratch")
         certainty = ("--certainty-weight", str(options.weight), "--certainty-temperature", str(options.temperature))
         found = {"base": bench.evaluate("base", base)}
-        for name, flags in (("plain", ()), ("certain", certainty)):
-            found[name] = bench.evaluate(name, bench.train(name, base, options.more, *flags))
-        bench.compare(found["plain"], found["certain"])
+        recorded = bench.record(base)
+        runs: dict[str, tuple[Path | None, tuple[str, ...]]] = {
+            "plain": (None, ()),
+            "certain": (None, certainty),
+            "trajectory": (recorded, ()),
+            "both": (recorded, certainty),
+        }
+        for name, (trajectories, flags) in runs.items():
+            found[name] = bench.evaluate(
+                name, bench.train(name, base, options.more, *flags, trajectories=trajectories)
+            )
+        for name in list(runs)[1:]:
+            bench.compare(name, found["plain"], found[name])
 
 
 class Bench:
@@ -102,24 +117,47 @@ class Bench:
     def answer(self, pair: tuple[int, int]) -> str:
         return f"{sum(pair):0{self.options.digits + 1}d}"
 
-    def train(self, name: str, model: Path, steps: int, *flags: str) -> Path:
+    def train(self, name: str, model: Path, steps: int, *flags: str, trajectories: Path | None = None) -> Path:
         """The last checkpoint of a run."""
         output = self.folder / name
         precision = "bf16" if self.device == "cuda" else "fp32"
         command = [sys.executable, "-m", "dlm_bridge.cli", "sft", "--model", str(model), "--output", str(output)]
-        command += ["--data", str(self.folder / "sums.jsonl"), "--split", "100,0,0", "--seq-length", str(self.length)]
-        command += ["--objective", "masked", "--eos-padding", "none", "--precision", precision, "--lr", "1e-3"]
+        command += ["--data", str(trajectories or self.folder / "sums.jsonl"), "--split", "100,0,0"]
+        command += ["--objective", "trajectory" if trajectories else "masked", "--seq-length", str(self.length)]
+        command += ["--eos-padding", "none", "--precision", precision, "--lr", "1e-3"]
         command += ["--global-batch-size", str(self.options.batch), "--steps", str(steps), "--warmup-steps", "20"]
         command += ["--save-interval", str(steps), "--eval-interval", "0", *flags]
-        result = subprocess.run(command, check=False, capture_output=True, text=True)
-        if result.returncode:
-            raise SystemExit(f"the run {name} failed:\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}")
+        self.call(name, command)
         losses = [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
         print(
             f"{name}: {steps} steps, loss {losses[0]:.3f} to {sum(losses[-20:]) / len(losses[-20:]):.3f}", flush=True
         )
         (checkpoint,) = (output / "checkpoints").glob("step-*")
         return checkpoint
+
+    def record(self, model: Path) -> Path:
+        """The trajectories of the right answers that a model gives to training prompts."""
+        prompts, output, kept = (self.folder / f"{name}.jsonl" for name in ("prompts", "answers", "trajectories"))
+        held, length = set(self.held), self.options.digits + 2
+        pairs = [pair for pair in self.known if pair not in held][: self.options.recorded]
+        prompts.write_text("".join(json.dumps({"prompt": self.prompt(pair)}) + "\n" for pair in pairs))
+        command = [sys.executable, "-m", "dlm_bridge.cli", "generate", str(model), "--jsonl", str(prompts)]
+        command += ["--output", str(output), "--batch-size", str(self.options.batch), "--commit-steps"]
+        command += [*("--gen-length", str(length)), *("--steps", str(length)), *("--block-length", str(length))]
+        self.call("generate", command)
+        with output.open() as lines, kept.open("w") as file:
+            count = 0
+            for pair, line in zip(pairs, lines, strict=True):
+                if self.options.keep or json.loads(line)["text"].replace(" ", "") == self.answer(pair):
+                    file.write(line)
+                    count += 1
+        print(f"trajectories: {count} of {len(pairs)}", flush=True)
+        return kept
+
+    def call(self, name: str, command: list[str]) -> None:
+        result = subprocess.run(command, check=False, capture_output=True, text=True)
+        if result.returncode:
+            raise SystemExit(f"the run {name} failed:\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}")
 
     @property
     def length(self) -> int:
@@ -152,15 +190,15 @@ class Bench:
             lines.append(line)
         return lines
 
-    def compare(self, plain: list[dict[str, Any]], certain: list[dict[str, Any]]) -> None:
+    def compare(self, name: str, plain: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
         best = max(plain, key=lambda line: (line["exact"], -line["forwards_per_token"]))
-        equal = [line for line in certain if line["exact"] >= best["exact"]]
+        equal = [line for line in other if line["exact"] >= best["exact"]]
         fewest = min(equal, key=lambda line: line["forwards_per_token"], default=None)
         line = {
             "plain_exact": best["exact"],
             "plain_forwards_per_token": best["forwards_per_token"],
-            "certain_exact": None if fewest is None else fewest["exact"],
-            "certain_forwards_per_token": None if fewest is None else fewest["forwards_per_token"],
+            f"{name}_exact": None if fewest is None else fewest["exact"],
+            f"{name}_forwards_per_token": None if fewest is None else fewest["forwards_per_token"],
         }
         self.print(line)
 

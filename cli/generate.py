@@ -76,6 +76,12 @@ def _command() -> Callable[..., None]:
         "batch_size": Annotated[
             str, Option(metavar="N|auto", help="Of --jsonl: rows that are sampled together; auto: as memory allows.")
         ],
+        "commit_steps": Annotated[
+            bool,
+            Option(
+                "--commit-steps", help="Of --jsonl: write prompt_token_ids and commit_steps, for sft on trajectories."
+            ),
+        ],
         "output": Annotated[Path | None, Option(metavar="FILE", help="Write there, whole or not at all.")],
         "overwrite": Annotated[bool, Option("--overwrite", help="Replace --output, --html and --svg.")],
         "show": Annotated[bool, Option("--show", help="Watch the denoising, where stdout is a terminal.")],
@@ -129,7 +135,7 @@ def _command() -> Callable[..., None]:
         "field": "prompt",
         "batch_size": "8",
         "dtype": "keep",
-        **dict.fromkeys(("chat", "infill", "overwrite", "show", "as_json"), False),
+        **dict.fromkeys(("chat", "infill", "commit_steps", "overwrite", "show", "as_json"), False),
     }
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)

@@ -46,6 +46,7 @@ class Request:
     jsonl: str | None
     field: str
     batch_size: int | None  # None: as many as memory allows
+    commit_steps: bool
     output: Path | None
     overwrite: bool
     show: bool
@@ -73,6 +74,10 @@ class Request:
                     raise DlmBridgeError(f"{option} is of one prompt, --jsonl of many: give one of them")
             if self.as_json and self.output is None:
                 raise DlmBridgeError("--json with --jsonl sums up what --output FILE has: give one")
+        if self.commit_steps and (self.jsonl is None or self.settings.get("infill")):
+            raise DlmBridgeError(
+                "--commit-steps records the answers of a file of prompts: give --jsonl, and no --infill"
+            )
         if self.system is not None and not self.chat:
             raise DlmBridgeError("--system is a message of a chat: give --chat as well")
         if self.jsonl == "-" and int(os.environ.get("WORLD_SIZE", "1")) > 1:

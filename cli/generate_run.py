@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -21,6 +22,7 @@ from transformers.utils import logging
 from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.convert.atomic import atomic_file
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.display.picture import svg
 from dlm_bridge.generation.display.terminal import live
@@ -35,6 +37,7 @@ from dlm_bridge.generation.texts import (
     ended_rows,
     mask_token,
     read_prompts,
+    recorded_rows,
     seeds_of,
     write_texts,
 )
@@ -128,6 +131,12 @@ def _sample_file(
         settings = {**settings, "seed": replicas.broadcast(int(torch.randint(2**31, (1,))))}  # no two draw the same
     continuous = loaded.diffusion and not settings.get("infill")
     sample = _rows_of_a_continuous_batch if continuous else _rows_of_batches
+    if request.commit_steps:
+        if not loaded.diffusion:
+            raise DlmBridgeError(
+                f"--commit-steps: {request.model} is not sampled by dlm_bridge, whose steps it records"
+            )
+        sample = partial(_rows_of_a_continuous_batch, recorded=True)
     total, forwards = 0, _Count()
     with _stdout_or(request) as stream, _progress(len(prompts)) as advance:
         rows = sample(loaded, tokens, settings, size, forwards, replicas)
@@ -203,14 +212,20 @@ def _rows_of_a_continuous_batch(
     size: int,
     forwards: _Count,
     replicas: Replicas,
+    recorded: bool = False,
 ) -> Iterator[tuple[int, Row]]:
-    """The rows of this process's share by their index, as they end, and in `forwards` the model's forward passes."""
-    batch = batch_of_rows(loaded.model, loaded.tokenizer, prompts, settings, size, replicas)
+    """The rows of this process's share by their index, as they end, and in `forwards` the model's forward passes;
+    `recorded` with their trajectories."""
+    batch = batch_of_rows(loaded.model, loaded.tokenizer, prompts, settings, size, replicas, stream=recorded)
     copies = sum(replicas.gather(batch.rows_waiting)) // len(prompts)
-    for row in ended_rows(batch):
+    rows = recorded_rows(batch) if recorded else ((row, None) for row in ended_rows(batch))
+    for row, steps in rows:
         text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
         facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
-        yield row.name, (row.name // copies, facts)
+        number = row.name // copies
+        if steps is not None:
+            facts |= {"prompt_token_ids": list(prompts[number]), "commit_steps": steps}
+        yield row.name, (number, facts)
     forwards.value = batch.forwards
 
 

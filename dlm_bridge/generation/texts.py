@@ -15,7 +15,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.api import input_device
-from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowFailed, RowRequest
+from dlm_bridge.generation.batching import ContinuousBatch, Event, RowCommits, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.canvas import StopCondition, check_stop_strings
 from dlm_bridge.generation.native import check_prompt, end_tokens, native_settings, sample
 from dlm_bridge.generation.prompts import check_row
@@ -178,10 +178,11 @@ def batch_of_rows(
     settings: Mapping[str, Any],
     max_rows: int,
     replicas: Replicas = ALONE,
+    stream: bool = False,
 ) -> ContinuousBatch:
     """A continuous batch of a diffusion model, to which all prompts are submitted, the longest first, so that rows of
     similar length run together; with `replicas` this process's share of them. A row's name is the prompt's number,
-    times `num_return_sequences` plus the copy's.
+    times `num_return_sequences` plus the copy's. `stream` reports every step, which `recorded_rows` needs.
 
     With a `seed` the tokens are those of `write_texts` with `seeds_of` all prompts.
     """
@@ -192,7 +193,7 @@ def batch_of_rows(
     own = {name: value for name, value in settings.items() if name not in ("num_return_sequences", "seed")}
     length = max(map(len, prompts)) + found.limits.gen_length
     batch = ContinuousBatch(
-        model, {**own, "tokenizer": tokenizer}, max_rows=min(max_rows, len(rows)), max_length=length, stream=False
+        model, {**own, "tokenizer": tokenizer}, max_rows=min(max_rows, len(rows)), max_length=length, stream=stream
     )
     for number in replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number]))):
         batch.submit(RowRequest(number, rows[number], seed=None if seeds is None else seeds[number]))
@@ -201,13 +202,28 @@ def batch_of_rows(
 
 def ended_rows(batch: ContinuousBatch) -> Iterator[RowEnded]:
     """Run the batch until it is idle; its rows as they end. Raises DlmBridgeError for a row that fails."""
+    return (event for event in _events(batch) if isinstance(event, RowEnded))
+
+
+def recorded_rows(batch: ContinuousBatch) -> Iterator[tuple[RowEnded, list[int]]]:
+    """The same of a batch that streams, each with its trajectory: the commit step of each of its tokens, counted from
+    1 over the forward passes that the row took part in; of a token that a later step changed, that step."""
+    steps: dict[Any, dict[int, int]] = {}
+    for event in _events(batch):
+        if isinstance(event, RowCommits):
+            steps.setdefault(event.name, {}).update(dict.fromkeys(event.places, event.step))
+        elif isinstance(event, RowEnded):
+            found = steps.pop(event.name, {})
+            yield event, [found[place] for place in range(len(event.tokens))]
+
+
+def _events(batch: ContinuousBatch) -> Iterator[Event]:
     try:
         while not batch.idle:
             for event in batch.advance():
                 if isinstance(event, RowFailed):
                     raise event.error
-                if isinstance(event, RowEnded):
-                    yield event
+                yield event
     finally:
         batch.close()
 

@@ -50,6 +50,7 @@ class Objective(abc.ABC):
     noise_ranges: ClassVar[bool] = True  # False: it takes no `noise_range`
     forces_certainty: ClassVar[bool] = True  # False: it takes no `certainty`
     noise_process: ClassVar[NoiseName] = "mask"  # what a position's token becomes
+    trajectories: ClassVar[bool] = False  # it needs the tokens' commit steps
     streams: ClassVar[int] = 1  # 2 for [noisy | clean], in blocks of `block_size`, with its own mask and position ids
     own_positions: ClassVar[bool] = False  # position ids differ from row to row
     exact_block_masks: ClassVar[bool] = False  # masks round(n p) tokens of a block, not each with probability p
@@ -91,6 +92,7 @@ class Objective(abc.ABC):
         labels: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
+        commit_steps: torch.Tensor | None = None,
     ) -> NoisyBatch:
         """Mask a clean batch.
 
@@ -101,6 +103,7 @@ class Objective(abc.ABC):
             attention_mask: [B, L], zero at padding, which is never masked and not counted.
             documents: [B, L] int, of packed rows: a number for each document, equal at its tokens and other than its
                 neighbours'. Each is noised, positioned and attended as if it stood alone, at its own `document_level`.
+            commit_steps: [B, L] int, the step of a recorded trajectory that committed each token, -1 where none did.
         """
         uniforms = uniforms.to(input_ids.device)
         real = None if attention_mask is None else attention_mask.to(input_ids.device).bool()
@@ -111,7 +114,8 @@ class Objective(abc.ABC):
             counted = counted & (labels != IGNORE_INDEX)
         numbers = None if documents is None else documents.to(input_ids.device)
         targets = input_ids if labels is None else labels
-        noisy = self.corrupt(CleanBatch(input_ids, targets, counted, real, numbers), uniforms)
+        steps = None if commit_steps is None else commit_steps.to(input_ids.device).long()
+        noisy = self.corrupt(CleanBatch(input_ids, targets, counted, real, numbers, steps), uniforms)
         return noisy if self.certainty is None else replace(noisy, certainty=self.certainty)
 
     @property

@@ -26,6 +26,7 @@ class CleanBatch:
     counted: torch.Tensor  # [B, L] bool: only these may be masked
     real: torch.Tensor | None  # [B, L] bool, false at padding; None where no position is padding
     document_numbers: torch.Tensor | None  # [B, L] document numbers of packed rows; None for one document a row
+    commit_steps: torch.Tensor | None = None  # [B, L] int64, -1 outside a trajectory; None where none is recorded
 
     def repeated(self, times: int) -> CleanBatch:
         """The same rows, `times` over."""
@@ -35,6 +36,7 @@ class CleanBatch:
             self.counted.repeat(times, 1),
             None if self.real is None else self.real.repeat(times, 1),
             None if self.document_numbers is None else self.document_numbers.repeat(times, 1),
+            None if self.commit_steps is None else self.commit_steps.repeat(times, 1),
         )
 
     @property

@@ -22,6 +22,11 @@ from dlm_bridge.objectives.single_stream import (
     ShiftedDiffusion,
     UniformDiffusion,
 )
+from dlm_bridge.objectives.trajectory import (
+    BlockTrajectoryDistillation,
+    ShiftedTrajectoryDistillation,
+    TrajectoryDistillation,
+)
 from dlm_bridge.objectives.two_streams import (
     BlockDiffusion,
     ComplementaryBlockDiffusion,
@@ -79,6 +84,9 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
     "nemotron": ObjectiveSpec(NemotronDiffusion),
     "wedlm": ObjectiveSpec(WeDLMDiffusion),
     "canvas": ObjectiveSpec(CanvasDiffusion),
+    "trajectory": ObjectiveSpec(TrajectoryDistillation),
+    "trajectory_shifted": ObjectiveSpec(ShiftedTrajectoryDistillation),
+    "trajectory_block": ObjectiveSpec(BlockTrajectoryDistillation),
     "uniform": ObjectiveSpec(UniformDiffusion),
     "uniform_hybrid": ObjectiveSpec(HybridDiffusion),
     "causal": ObjectiveSpec(NextTokenPrediction),

@@ -80,6 +80,8 @@ def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
     kind = find_objective(name).kind
     if kind.answer_blocks:
         _check_canvases(config, family)
+    if kind.trajectories and config.task != "sft":
+        raise DlmBridgeError(f"--objective {name}: trajectories are recorded of answers: train it with dlm-bridge sft")
     if config.objective.block_sizes and kind.streams == 1:
         known = ", ".join(other for other, spec in objectives().items() if spec.kind.streams == 2)
         raise DlmBridgeError(f"--block-schedule: objective '{name}' has no blocks: objectives with blocks are {known}")
@@ -146,7 +148,9 @@ def load_conversations(
     """The training and validation samples and the tokenizer of a configuration from `with_family_defaults`. Raises
     DlmBridgeError."""
     tokenizer = load_tokenizer(config)
-    check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], mask_token)
+    kind = find_objective(str(config.objective.name)).kind
+    vocabulary_size = model.get_input_embeddings().weight.shape[0]
+    check_tokenizer(tokenizer, vocabulary_size, mask_token)
     settings = ConversationSettings(
         seq_length=config.data.seq_length,
         mask_token_id=mask_token,
@@ -155,7 +159,9 @@ def load_conversations(
         eos_padding=cast(EosPadding, config.data.eos_padding),
         block_size=_largest_block(config, model),
         train_on_prompt=bool(config.data.train_on_prompt),
-        answer_blocks=find_objective(str(config.objective.name)).kind.answer_blocks,
+        answer_blocks=kind.answer_blocks,
+        trajectories=kind.trajectories,
+        vocabulary_size=vocabulary_size,
     )
 
     def cut(part: Part, shares: Shares) -> tuple[Blocks, Blocks]:

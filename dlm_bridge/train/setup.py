@@ -239,6 +239,8 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
         noise_range=options.noise_levels,
         edit_probability=options.edit_probability,
         p_uniform=options.p_uniform,
+        trajectory_steps=options.trajectory_steps,
+        trajectory_block=options.trajectory_block,
         certainty=Certainty(weight, options.certainty_temperature) if weight else None,
     )
     record_noise(config, model.config, objective)

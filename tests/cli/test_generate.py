@@ -187,6 +187,38 @@ def test_a_file_of_prompts_is_sampled_in_batches(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_commit_steps_are_those_of_each_rows_denoising(cli: Cli, llada: Path, qwen3: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    texts = ["the cat", "a much longer line than that", "x"]
+    source.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    words = ["--gen-length", 8, "--steps", 6, "--set", "block_length=4"]
+    plain = cli(llada, "--jsonl", source, *words)[1]
+    assert cli(llada, "--jsonl", source, *words, "--commit-steps", "--output", target)[0] == 0
+    written = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["token_ids"] for row in written] == [json.loads(line)["token_ids"] for line in plain.splitlines()]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(llada), AutoTokenizer.from_pretrained(llada)
+    for text, row in zip(texts, written, strict=True):
+        ids = tokenizer(text)["input_ids"]
+        output = model.generate(
+            torch.tensor([ids]), gen_length=8, steps=6, block_length=4, output_history=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        steps = [0] * 8
+        for step in output.history:
+            for place in step.committed[0, len(ids) :].nonzero()[:, 0].tolist():
+                steps[place] = step.forwards
+        assert row["prompt_token_ids"] == ids
+        assert row["commit_steps"] == steps[: len(row["token_ids"])]
+        assert len(set(steps)) == 6
+    for options, named in ((["--prompt", "x"], "--jsonl"), (["--jsonl", source, "--infill"], "--infill")):
+        code, _, err = cli(llada, *options, "--commit-steps")
+        assert code == 2
+        assert named in err
+    code, _, err = cli(qwen3, "--jsonl", source, "--gen-length", 4, "--commit-steps")
+    assert code == 2
+    assert "--commit-steps" in err
+
+
 def test_a_seed_gives_a_file_the_same_texts_in_batches_of_any_size(cli: Cli, llada: Path, tmp_path: Path) -> None:
     """A prompt that comes twice is continued in two ways, whether both are in one batch or not."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

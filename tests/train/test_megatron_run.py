@@ -76,18 +76,7 @@ def on_megatron(values: dict[str, Any]) -> Any:
 def test_sft_has_the_losses_of_the_accelerate_engine(
     name: str, packing: bool, tmp_path: Path, run: Run, on_megatron: Run, seed_folder: Path, tokenizer: Any
 ) -> None:
-    chat = chatty(copy.deepcopy(tokenizer))
-    folder = tmp_path / "model"
-    chat.save_pretrained(folder)
-    case = CASES[name]
-    if case is None:
-        config = json.loads((seed_folder / "config.json").read_text()) | {"max_sequence_length": 128}
-    else:
-        # transformers' own bodies give the embedding of a padding token no gradient, were it EOS too.
-        pad = None if name in ("autoregressive", "latent") else 0
-        ids = {"vocab_size": VOCAB, "mask_token_id": chat.mask_token_id, "eos_token_id": 0, "pad_token_id": pad}
-        config = {**case.config, **ids, "max_position_embeddings": 256}
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = _model(name, tmp_path / "model", seed_folder, tokenizer)
     rows = write_rows(tmp_path / "chats.jsonl", [conversation(number) for number in range(24)])
     options = {
         "task": "sft",
@@ -110,6 +99,68 @@ def test_sft_has_the_losses_of_the_accelerate_engine(
         ), key
     assert len(ours) == 3
     assert "eval_loss" in ours[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "objective", "packing"),
+    [("llada", "trajectory", True), ("dream", "trajectory_shifted", False), ("sdar", "trajectory_block", True)],
+)
+def test_trajectories_have_the_losses_of_the_accelerate_engine(
+    name: str,
+    objective: str,
+    packing: bool,
+    tmp_path: Path,
+    run: Run,
+    on_megatron: Run,
+    seed_folder: Path,
+    tokenizer: Any,
+) -> None:
+    folder = _model(name, tmp_path / "model", seed_folder, tokenizer)
+    recorded = [
+        {
+            "prompt_token_ids": [20 + number, 30],
+            "token_ids": [40 + number % 7, 41, 60 + number, 43, 44, 45][: 3 + number % 4],
+            "commit_steps": [2, 1, 2, 4, 3, 4][: 3 + number % 4],
+        }
+        for number in range(24)
+    ]
+    options = {
+        "task": "sft",
+        "model": str(folder),
+        "data": [str(write_rows(tmp_path / "rows.jsonl", recorded))],
+        "objective": objective,
+        "packing": packing,
+        "seq_length": 16,
+        "micro_batch_size": 2,
+        "steps": 3,
+        "lr": 1e-3,
+        "save_interval": 0,
+        "eval_interval": 3,
+        "split": "60,40,0",
+    }
+    ours, theirs = on_megatron(tmp_path / "megatron", **options), run(tmp_path / "accelerate", **options)
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert [row[key] for row in ours if key in row] == pytest.approx(
+            [row[key] for row in theirs if key in row], rel=1e-4
+        ), key
+    assert ours[0]["loss"] > 0
+
+
+def _model(name: str, folder: Path, seed_folder: Path, tokenizer: Any) -> Path:
+    """A folder with the config.json of a case and a tokenizer with a chat template."""
+    chat = chatty(copy.deepcopy(tokenizer))
+    chat.save_pretrained(folder)
+    case = CASES[name]
+    if case is None:
+        config = json.loads((seed_folder / "config.json").read_text()) | {"max_sequence_length": 128}
+    else:
+        # transformers' own bodies give the embedding of a padding token no gradient, were it EOS too.
+        pad = None if name in ("autoregressive", "latent") else 0
+        ids = {"vocab_size": VOCAB, "mask_token_id": chat.mask_token_id, "eos_token_id": 0, "pad_token_id": pad}
+        config = {**case.config, **ids, "max_position_embeddings": 256}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def test_no_checkpoint_of_non_finite_weights(tmp_path: Path, on_megatron: Run) -> None:

@@ -206,7 +206,8 @@ def test_no_objective_depends_on_how_the_batch_is_cut(name: str) -> None:
 
     def sums(first: int, last: int) -> torch.Tensor:
         uniforms = Uniforms.keyed(5, 3, range(100 + first, 100 + last), 10)
-        noisy = objective.noise(tokens[first:last], uniforms, labels[first:last])
+        steps = tokens[first:last] // 3 if objective.trajectories else None
+        noisy = objective.noise(tokens[first:last], uniforms, labels[first:last], commit_steps=steps)
         assert len(noisy.normaliser) == objective.terms
         logits = _logits(noisy.input_ids)[noisy.mask]
         return torch.stack([objective.loss_sum(logits, noisy).double(), noisy.normaliser])

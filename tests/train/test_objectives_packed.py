@@ -72,6 +72,13 @@ def _packed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, U
     return ids, labels, real, documents, Uniforms.keyed(2, 1, [10, 11], LENGTH)
 
 
+def _commit_steps(objective: Objective) -> torch.Tensor | None:
+    """Those of the two rows, where the objective has trajectories."""
+    if not objective.trajectories:
+        return None
+    return torch.randint(0, 6, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
 def _alone(uniforms: Uniforms, row: int, number: int, start: int, length: int, first_block: int) -> Uniforms:
     """The numbers that a document of a packed row drew."""
     block = torch.zeros(1, length)
@@ -94,14 +101,20 @@ def test_a_packed_row_costs_what_its_documents_cost_alone(name: str, weighting: 
     """Loss sums and normalisers, of a toy model whose logits depend on what a position sees and where it stands."""
     objective = _objective(name, weighting, normalisation)
     ids, labels, real, documents, uniforms = _packed()
-    packed = _sums(objective, objective.noise(ids, uniforms, labels, real, documents))
+    steps = _commit_steps(objective)
+    packed = _sums(objective, objective.noise(ids, uniforms, labels, real, documents, steps))
     alone = torch.zeros_like(packed)
     for row, lengths in enumerate(LENGTHS):
         start = first_block = 0
         for number, length in enumerate(lengths):
             columns = slice(start, start + length)
             own = _alone(uniforms, row, number, start, length, first_block)
-            noisy = objective.noise(ids[row : row + 1, columns], own, labels[row : row + 1, columns])
+            noisy = objective.noise(
+                ids[row : row + 1, columns],
+                own,
+                labels[row : row + 1, columns],
+                commit_steps=None if steps is None else steps[row : row + 1, columns],
+            )
             alone += _sums(objective, noisy)
             start += length
             first_block += -(-length // CONFIG.block_size)
@@ -113,8 +126,9 @@ def test_a_packed_row_costs_what_its_documents_cost_alone(name: str, weighting: 
 def test_one_document_a_row_is_no_packing(name: str) -> None:
     objective = build_objective(name, MASK, config=CONFIG, length_variation=0.5)
     ids, labels, real, _, uniforms = _packed()
-    plain = objective.noise(ids, uniforms, labels, real)
-    one = objective.noise(ids, uniforms, labels, real, torch.full_like(ids, 9))
+    steps = _commit_steps(objective)
+    plain = objective.noise(ids, uniforms, labels, real, commit_steps=steps)
+    one = objective.noise(ids, uniforms, labels, real, torch.full_like(ids, 9), steps)
     for field in ("input_ids", "mask", "counted", "targets", "weights", "normaliser"):
         assert torch.equal(getattr(one, field), getattr(plain, field)), field
     torch.testing.assert_close(_sums(objective, one), _sums(objective, plain))

@@ -42,6 +42,14 @@ class ObjectiveOptions:
         None, "Fraction of visible tokens replaced by random ones, of objective block_editing.", minimum=0, maximum=1,
         tasks=TRAINING, fixed=True,
     )  # fmt: skip
+    trajectory_steps: int | None = option(
+        None, "Steps of a trajectory whose tokens have a loss, of objective trajectory; drawn otherwise.", minimum=1,
+        tasks=("sft",), fixed=True,
+    )  # fmt: skip
+    trajectory_block: int | None = option(
+        None, "Answer tokens of a block: every mask of the first open one has a loss (d3LLM).", minimum=1,
+        tasks=("sft",), fixed=True,
+    )  # fmt: skip
     certainty_weight: float = option(
         0.0, "Weight of the entropy of right predictions (certainty-forcing), 0: none.", minimum=0, tasks=TRAINING,
         fixed=True,

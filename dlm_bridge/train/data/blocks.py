@@ -17,6 +17,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
+from dlm_bridge.objectives.trajectory import NOT_RECORDED
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Rows:
     labels: torch.Tensor | None = None  # [B, L] int64, -100 where a token is never masked nor counted; None: all count
     attention_mask: torch.Tensor | None = None  # [B, L] bool, false at padding; None where every token is real
     documents: torch.Tensor | None = None  # [B, L] int, the document of each token; None: one per row
+    commit_steps: torch.Tensor | None = None  # [B, L] int, -1 outside a recorded trajectory; None: none is recorded
 
 
 MOCK = "mock"
@@ -170,6 +172,7 @@ _ABSENT: dict[str, Callable[[Rows], torch.Tensor]] = {
     "labels": lambda rows: rows.input_ids,
     "attention_mask": lambda rows: torch.ones_like(rows.input_ids, dtype=torch.bool),
     "documents": lambda rows: torch.zeros_like(rows.input_ids),
+    "commit_steps": lambda rows: torch.full_like(rows.input_ids, NOT_RECORDED),
 }
 
 

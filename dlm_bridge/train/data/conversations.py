@@ -17,6 +17,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.objectives.batches import IGNORE_INDEX
+from dlm_bridge.objectives.trajectory import NOT_RECORDED
 from dlm_bridge.train.data.blocks import Rows
 from dlm_bridge.train.data.documents import (
     JSON_SUFFIXES,
@@ -31,6 +32,7 @@ from dlm_bridge.train.data.documents import (
 )
 
 FIELDS = "'messages', or 'prompt' and 'completion'"
+RECORDED = ("prompt_token_ids", "token_ids", "commit_steps")  # of a row of `generate --jsonl --commit-steps`
 # A template that marks the assistant's tokens.
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -50,6 +52,7 @@ class Example:
     input_ids: list[int]
     answer: list[bool]  # what is trained on
     where: str
+    steps: list[int] | None = None  # the commit step of each token, -1 of the prompt's; None: not recorded
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class _RenderedConversation:
 def encode_conversations(records: Sequence[DataRow], tokenizer: Any) -> Iterator[Example]:
     """The conversations of some rows, in order: {"messages": [...]}, where the assistant's messages are answers;
     or {"prompt", "completion"}, two texts, with an EOS token after them, or two lists of messages, of which the second
-    is answer. `tools` in a row are the template's.
+    is answer. `tools` in a row are the template's. A row with `commit_steps` is tokens already: see `RECORDED`.
 
     Raises:
         DlmBridgeError: a row without these fields, one that the template refuses, or one without an answer, each with
@@ -90,6 +93,8 @@ def encode_conversations(records: Sequence[DataRow], tokenizer: Any) -> Iterator
 
 def _read(record: DataRow, tokenizer: Any) -> _RenderedConversation | Example:
     fields = {name: value for name, value in record.fields.items() if value is not None}
+    if "commit_steps" in fields:
+        return _recorded(fields, record.where)
     if "messages" in fields:
         messages = _messages(fields["messages"], "messages", record.where)
         if (last := messages[-1]["role"]) != "assistant":
@@ -108,6 +113,24 @@ def _read(record: DataRow, tokenizer: Any) -> _RenderedConversation | Example:
     before = _messages(prompt, "prompt", record.where)
     messages = before + _messages(completion, "completion", record.where)
     return _conversation(messages, len(before), fields.get("tools"), record.where, tokenizer)
+
+
+def _recorded(fields: Mapping[str, Any], where: str) -> Example:
+    """A sampled answer as the tokens that it was sampled as."""
+    for name in RECORDED:
+        values = fields.get(name)
+        if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**31 for value in values):
+            has = f"'{name}' is not a list of whole numbers" if name in fields else f"no '{name}'"
+            raise DlmBridgeError(f"{where}: {has}, which a row with 'commit_steps' has")
+    prompt, answer, steps = (fields[name] for name in RECORDED)
+    if len(answer) != len(steps):
+        raise DlmBridgeError(f"{where}: 'commit_steps' has {len(steps)} numbers for the {len(answer)} of 'token_ids'")
+    return Example(
+        [*prompt, *answer],
+        [*[False] * len(prompt), *[True] * len(answer)],
+        where,
+        [*[NOT_RECORDED] * len(prompt), *steps],
+    )
 
 
 def _messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
@@ -209,6 +232,8 @@ class ConversationSettings:
     block_size: int = 1  # of eos_padding "block"
     train_on_prompt: bool = False
     answer_blocks: bool = False  # blocks count from a row's one answer; of several the last is trained
+    trajectories: bool = False  # rows have commit steps, which are read
+    vocabulary_size: int | None = None  # of the model, which no token may be beyond
 
 
 @dataclass(frozen=True)
@@ -229,6 +254,7 @@ class ConversationBlocks:
         counts_end = self.settings.eos_padding == "row"
         answer, real = (np.full(shape, counts_end) for _ in range(2))
         documents = np.zeros(shape, dtype=np.int32)
+        steps = np.full(shape, NOT_RECORDED, dtype=np.int64) if self.settings.trajectories else None
         found = self.table[list(indices)]
         for row, (ids, answered, lengths) in enumerate(
             zip(found["input_ids"], found["answer"], found["lengths"], strict=True)
@@ -237,11 +263,16 @@ class ConversationBlocks:
             answer[row, : len(ids)] = answered
             real[row, : len(ids)] = True
             documents[row, : len(ids)] = np.repeat(np.arange(len(lengths)), lengths)
+            if steps is not None:
+                recorded = found["steps"][row]
+                steps[row, : len(ids)] = recorded
+                steps[row, len(ids) :] = recorded[-1] if counts_end else NOT_RECORDED
         return Rows(
             torch.from_numpy(tokens),
             labels=torch.from_numpy(np.where(answer, tokens, IGNORE_INDEX)),
             attention_mask=None if real.all() else torch.from_numpy(real),
             documents=torch.from_numpy(documents) if self.settings.packing else None,
+            commit_steps=None if steps is None else torch.from_numpy(steps),
         )
 
 
@@ -257,6 +288,8 @@ def load_conversation_blocks(
     """
     check_eos(tokenizer, "fills rows")
     columns = {"input_ids": "int32", "answer": "bool", "lengths": "int32"}
+    if settings.trajectories:
+        columns["steps"] = "int32"
     table = cached(
         _conversation_rows,
         datasets.Features({name: datasets.List(datasets.Value(kind)) for name, kind in columns.items()}),
@@ -302,13 +335,14 @@ def _conversation_rows(
 ) -> Iterator[dict[str, Any]]:
     examples = _fitting(sources, tokenizer, settings)
     rows = _pack_best_fit(examples, settings.seq_length) if settings.packing else ([example] for example in examples)
-    empty = True
+    empty, traced = True, settings.trajectories
     for row in rows:
         empty = False
         yield {
             "input_ids": list(itertools.chain.from_iterable(example.input_ids for example in row)),
             "answer": list(itertools.chain.from_iterable(example.answer for example in row)),
             "lengths": [len(example.input_ids) for example in row],
+            **({"steps": list(itertools.chain(*(example.steps or () for example in row)))} if traced else {}),
         }
     if empty:
         raise DlmBridgeError(f"--data {', '.join(map(str, sources))}: no rows to train on")
@@ -319,8 +353,10 @@ def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSe
     limit, dropped, several = settings.seq_length, 0, 0
     records = itertools.chain.from_iterable(map(read_data_rows, sources))
     while chunk := list(itertools.islice(records, CONVERSATIONS_AT_ONCE)):
+        if settings.trajectories:
+            _check_recorded(chunk)
         for example in encode_conversations(chunk, tokenizer):
-            ids, answer = example.input_ids, example.answer
+            ids, answer, steps = example.input_ids, example.answer, example.steps
             begins = 0
             if settings.answer_blocks and not settings.train_on_prompt:
                 begins = _last_answer(answer)
@@ -330,6 +366,8 @@ def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSe
                 raise DlmBridgeError(
                     f"{example.where}: the text holds the mask token (id {settings.mask_token_id}): remove it"
                 )
+            if (size := settings.vocabulary_size) is not None and max(ids) >= size:
+                raise DlmBridgeError(f"{example.where}: token {max(ids)} is outside the model's vocabulary of {size}")
             if len(ids) > limit and not settings.truncate:
                 raise DlmBridgeError(
                     f"{example.where}: {len(ids)} tokens are more than --seq-length {limit}: raise it, shorten the "
@@ -343,11 +381,22 @@ def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSe
                 filled = min((begins - len(ids)) % settings.block_size, limit - len(ids))
             ids = ids[:limit] + [tokenizer.eos_token_id] * filled
             answer = [True] * len(ids) if settings.train_on_prompt else answer[:limit] + [True] * filled
-            yield Example(ids, answer, example.where)
+            if steps is not None:  # what fills a block is part of the last step
+                steps = steps[:limit] + steps[-1:] * filled
+            yield Example(ids, answer, example.where, steps)
     if several:
         logger.warning("%d rows have several answers: the last of each is trained, the others are its prompt", several)
     if dropped:
         logger.warning("%d rows are left out: their prompts alone are longer than --seq-length %d", dropped, limit)
+
+
+def _check_recorded(records: Sequence[DataRow]) -> None:
+    for record in records:
+        if record.fields.get("commit_steps") is None:
+            raise DlmBridgeError(
+                f"{record.where}: no 'commit_steps', of which the objective makes its masks: write the rows with "
+                "dlm-bridge generate --jsonl FILE --commit-steps"
+            )
 
 
 def _last_answer(answer: Sequence[bool]) -> int:
