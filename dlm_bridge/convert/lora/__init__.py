@@ -17,10 +17,11 @@ from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
 
 
-def open_adapter(path: Path, base: Checkpoint) -> LoraAdapter:
-    """A PEFT folder or a Megatron adapter checkpoint of `base`. Raises DlmBridgeError."""
+def open_adapter(path: Path, base: Checkpoint, experts: bool = False) -> LoraAdapter:
+    """A PEFT folder, with `experts` also one of routed experts, or a Megatron adapter checkpoint of `base`. Raises
+    DlmBridgeError."""
     if is_peft_folder(path):
-        return PeftAdapter(path, base)
+        return PeftAdapter(path, base, experts)
     if is_megatron_adapter(path):
         return MegatronAdapter(path, base)
     raise DlmBridgeError(f"{path} is no adapter: it has neither an adapter_config.json nor Megatron adapter weights")

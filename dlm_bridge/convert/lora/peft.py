@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.formats.safetensors_file import TensorEntry, read_header
+from dlm_bridge.convert.lora.experts import ExpertSlice, check_stack, expert_slices, is_expert_module
 from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, ChangedTensorsError, check_files
 from dlm_bridge.convert.side_files import copy_files, list_side_files
 from dlm_bridge.convert.streaming import read_tensor
@@ -115,12 +117,13 @@ def is_peft_folder(path: Path) -> bool:
 
 class PeftAdapter(LoraAdapter):
     """A PEFT LoRA folder of the model that `base` holds. Raises DlmBridgeError for what is not plain LoRA, for another
-    model's adapter, and for a change of what Megatron's adapters cannot change."""
+    model's adapter, and for a change of what Megatron's adapters cannot change. `experts`: it may change routed
+    experts, whose weights have a `delta`, but no factors of their own."""
 
-    def __init__(self, folder: Path, base: Checkpoint) -> None:
+    def __init__(self, folder: Path, base: Checkpoint, experts: bool = False) -> None:
         where = str(folder)
         config = read_config(folder / ADAPTER_CONFIG)
-        check_plain(config, folder / ADAPTER_CONFIG)
+        check_plain(config, folder / ADAPTER_CONFIG, experts)
         _check_base(config, base, where)
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise DlmBridgeError(f"{folder}: has no {ADAPTER_WEIGHTS}: save the adapter with safetensors")
@@ -130,11 +133,15 @@ class PeftAdapter(LoraAdapter):
         self._entries: dict[tuple[str, str], TensorEntry] = {}
         modules: dict[str, str] = {}
         copies, shared = copies_of(base), []
+        stacks: dict[tuple[str, str], TensorEntry] = {}
         for entry in entries:
             match = _NAME.fullmatch(entry.name)
             if match is None:
                 raise DlmBridgeError(f"{where}: tensor {entry.name} is not a LoRA factor of a linear layer")
             module, part = match.groups()
+            if experts and is_expert_module(module):
+                stacks[module, part] = entry
+                continue
             if module not in weights:
                 raise DlmBridgeError(
                     f"{where}: tensor {entry.name}: {base.where} has no linear layer {module}: is it its base model?"
@@ -147,7 +154,7 @@ class PeftAdapter(LoraAdapter):
             if modules.setdefault(weight, module) != module or (weight, part) in self._entries:
                 raise DlmBridgeError(f"{where}: two modules change {weight}")
             self._entries[weight, part] = entry
-        if not modules:
+        if not modules and not stacks:
             raise DlmBridgeError(f"{where}: {ADAPTER_WEIGHTS} holds no LoRA factor")
         rank = config["r"]
         for weight in modules:
@@ -162,6 +169,9 @@ class PeftAdapter(LoraAdapter):
                 raise DlmBridgeError(
                     f"{where}: tensor {entry.name} is not that of {weight}, the same weight: train both as one"
                 )
+        self._experts = self._slices(base, config, stacks, copies, where) if stacks else {}
+        self._number = base.dims.experts
+        modules |= {weight: one.module for weight, one in self._experts.items()}
         dtypes = {entry.dtype for entry in entries}
         if len(dtypes) > 1:
             names = sorted(map(dtype_name, dtypes))
@@ -186,6 +196,41 @@ class PeftAdapter(LoraAdapter):
 
     def tensor(self, weight: str, part: LoraFactor) -> torch.Tensor:
         return self._read(self._entries[weight, part])
+
+    def delta(self, weight: str) -> torch.Tensor:
+        if (one := self._experts.get(weight)) is None:
+            return super().delta(weight)
+        return self.facts.scale * one.product(*self._stack(one.module), self._number)
+
+    def _slices(
+        self,
+        base: Checkpoint,
+        config: dict[str, Any],
+        stacks: dict[tuple[str, str], TensorEntry],
+        copies: dict[str, str],
+        where: str,
+    ) -> dict[str, ExpertSlice]:
+        """Those of each expert's weights, checked, and with them the factors of all stacks."""
+        modules = {module for module, _ in stacks}
+        for module in sorted(modules):
+            if missing := [part for part in LORA_FACTORS if (module, part) not in stacks]:
+                raise DlmBridgeError(f"{where}: lora_{missing[0]} of {module} is missing")
+        slices, twins = expert_slices(base, partial(body_names, base.family), copies, config, modules, where)
+        for weight, one in slices.items():
+            a, b = (stacks[one.module, part].shape for part in LORA_FACTORS)
+            check_stack(base, weight, one, a, b, config["r"], where)
+        for module, twin in twins.items():
+            for part in LORA_FACTORS:
+                if not torch.equal(self._read(stacks[module, part]), self._read(stacks[twin, part])):
+                    raise DlmBridgeError(f"{where}: {module} is not {twin}, the same experts: train both as one")
+
+        @lru_cache(maxsize=4)  # a layer's weights come one after the other
+        def stack(module: str) -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = (self._read(stacks[module, part]) for part in LORA_FACTORS)
+            return a, b
+
+        self._stack = stack
+        return slices
 
     def _read(self, entry: TensorEntry) -> torch.Tensor:
         return read_tensor(self._path, entry.offset, entry.dtype, entry.shape)
@@ -266,7 +311,13 @@ def check_plain(config: dict[str, Any], path: Path, experts: bool = False) -> No
     if config.get("peft_type") != "LORA":
         raise DlmBridgeError(f"{path}: peft_type {config.get('peft_type')!r}: only LORA adapters are converted")
     for key in _REFUSED:
-        if config.get(key) and not (experts and key == "target_parameters"):
+        if config.get(key) and key == "target_parameters":
+            if not experts:
+                raise DlmBridgeError(
+                    f"{path}: an adapter of routed experts (target_parameters) can be merged only: dlm-bridge adapter "
+                    "export --merge"
+                )
+        elif config.get(key):
             raise DlmBridgeError(
                 f"{path}: {key} = {json.dumps(config[key])[:80]} cannot be converted, only plain LoRA"
             )

@@ -1,0 +1,105 @@
+"""LoRA over routed experts as PEFT keeps it: one pair of factors for a stack of all experts of a layer.
+
+transformers' classes hold a layer's experts in two stacks, gate and up projections [E, 2 * inner, hidden] and down
+projections [E, hidden, inner]. PEFT wraps one in the other, the gate and up projections innermost: their factors are
+`experts.base_layer.lora_*`, those of the down projections `experts.lora_*`. A is [E * rank, columns], expert by
+expert; B is [rows, rank * E], with the expert's number as its last axis.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import GatedMLP
+
+_MODULE = re.compile(r"(.+\.experts)(\.base_layer)?")
+_STACKS = ("gate_up_proj", "down_proj")  # in the order in which PEFT wraps them
+Renamed = Callable[[Iterable[str]], Mapping[str, str]]  # Hub names to those of transformers' class
+
+
+@dataclass(frozen=True)
+class ExpertSlice:
+    """What of a stack's change belongs to a Hub weight: one expert's, or all (None); one of `parts` runs of rows."""
+
+    module: str
+    expert: int | None
+    part: int = 0
+    parts: int = 1
+
+    def product(self, a: torch.Tensor, b: torch.Tensor, experts: int) -> torch.Tensor:
+        """B @ A of this slice in fp32, in the Hub weight's shape."""
+        a_ERC = a.unflatten(0, (experts, -1))
+        b_ORE = b.unflatten(1, (-1, experts)).chunk(self.parts)[self.part]
+        if self.expert is None:
+            return torch.einsum("ore,erc->eoc", b_ORE.float(), a_ERC.float())
+        return b_ORE[..., self.expert].float() @ a_ERC[self.expert].float()
+
+
+def is_expert_module(module: str) -> bool:
+    """Whether PEFT's module may be a stack of experts, by its name."""
+    return _MODULE.fullmatch(module) is not None
+
+
+def expert_slices(
+    base: Checkpoint,
+    renamed: Renamed,
+    copies: Mapping[str, str],
+    config: dict[str, Any],
+    modules: set[str],
+    where: str,
+) -> tuple[dict[str, ExpertSlice], dict[str, str]]:
+    """Hub weight -> its part of an adapter's stacks, and module of a copy -> the module of what it is a copy of.
+
+    `copies` maps Hub weights that a checkpoint need not hold to the ones that they are copies of. Raises
+    DlmBridgeError for targets other than these stacks, and for modules that the base does not have.
+    """
+    targets = {name.rpartition(".")[2] for name in config.get("target_parameters") or ()}
+    if not targets or not targets.issubset(_STACKS):
+        raise DlmBridgeError(f"{where}: target_parameters {sorted(targets)} are not the stacks {', '.join(_STACKS)}")
+    outer = [name for name in _STACKS if name in targets][-1]
+    module_of = {
+        (module.removesuffix(".base_layer"), _STACKS[0] if module.endswith(".base_layer") else outer): module
+        for module in modules
+    }
+    copied: dict[str, list[str]] = {}
+    for copy, weight in copies.items():
+        copied.setdefault(weight, []).append(copy)
+    params = [param for param in base.params if param.expert is not None or param.rule.each is not None]
+    weights = [name for param in params for name in param.hub_names]
+    named = renamed([*weights, *(copy for weight in weights for copy in copied.get(weight, ()))])
+
+    slices: dict[str, ExpertSlice] = {}
+    twins: dict[str, str] = {}
+    for param in params:
+        stack = _STACKS[not isinstance(param.rule.each or param.rule, GatedMLP)]
+        for part, weight in enumerate(param.hub_names):
+            own, *others = (
+                module_of.get((named[name].partition(".experts.")[0] + ".experts", stack))
+                for name in (weight, *copied.get(weight, ()))
+            )
+            if own is not None:
+                slices[weight] = ExpertSlice(own, param.expert, part, len(param.hub_names))
+                twins |= {other: own for other in others if other is not None}
+    if missing := modules - {one.module for one in slices.values()} - twins.keys():
+        raise DlmBridgeError(f"{where}: {base.where} has no experts {min(missing)}: is it its base model?")
+    return slices, twins
+
+
+def check_stack(
+    base: Checkpoint, weight: str, one: ExpertSlice, a: tuple[int, ...], b: tuple[int, ...], rank: int, where: str
+) -> None:
+    """Raise DlmBridgeError unless a stack's factors of these shapes change the base's weight."""
+    *_, rows, columns = base.spec(weight)[1]
+    wanted = (rank * base.dims.experts, columns), (rows * one.parts, rank * base.dims.experts)
+    if (a, b) != wanted:
+        raise DlmBridgeError(
+            f"{where}: its factors of {one.module} have shapes {list(a)} and {list(b)}, {weight} needs "
+            f"{list(wanted[0])} and {list(wanted[1])}: it is another model's adapter"
+        )
