@@ -143,7 +143,10 @@ def test_a_row_keeps_its_number_when_others_have_ended() -> None:
     assert output[:, 9:].tolist() == [[3] + [0] * 7, [11] * 8, [12] * 8]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("rnd1", "uniform"))])
+UNORDERED = ("rnd1", "uniform", "dreamon", "idlm")  # these samplers commit no token after the text before it
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(UNORDERED)])
 def test_every_sampler_follows_an_allowed_prefix(name: str) -> None:
     model, arguments = build(name)
     _, ids, mask = ragged((5, 9, 2))
