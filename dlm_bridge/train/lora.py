@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import nn
 
+from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_plain
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvases import has_canvas
@@ -104,7 +105,7 @@ def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> 
             settings = LoraConfig.from_pretrained(str(folder))
             settings.inference_mode = False
             settings.base_model_name_or_path = _base_name(config.model.path)
-            _check_fingerprint(folder, found, config.model.path)
+            check_base(folder, found, config.model.path)
         peft = get_peft_model(model, settings)
         peft.peft_config["default"].base_model_name_or_path = _base_name(config.model.path)
         if folder is not None and not on_meta:
@@ -138,14 +139,14 @@ def check_adapter(folder: Path, base: str) -> None:
         raise DlmBridgeError(f"--adapter {folder}: is an adapter of {named}, not of --model {base}")
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: Any, read: Callable[[str], torch.Tensor] | None = None) -> str:
     """A digest of a base's weights that does not depend on its precision: of a part of the embedding and of the
-    norms, in bf16."""
+    norms, in bf16. `read` gives a parameter's values by its name, where the model has none."""
     digest = xxhash.xxh3_128()
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and weight is not model.get_input_embeddings().weight:
             continue
-        rows = weight.detach()
+        rows = weight.detach() if read is None else read(name)
         if weight.dim() > 1:
             rows = rows[:: max(1, len(rows) // SAMPLED), :SAMPLED]
         digest.update(name.encode())
@@ -208,15 +209,17 @@ def _check_target(model: Any, target: str) -> None:
     raise DlmBridgeError(f"--lora-targets {target}: {why}: choose of {', '.join(known)}")
 
 
-def _check_fingerprint(folder: Path, found: str | None, model: str) -> None:
-    path = folder / BASE
-    if found is None or not path.is_file():
+def check_base(folder: Path, found: str | None, model: str) -> None:
+    """Raise DlmBridgeError where an adapter's folder, in PEFT's layout or Megatron's, records another fingerprint of
+    its base than `found`, that of `model`. None is not compared."""
+    path = next((folder / name for name in (BASE, ADAPTER_MANIFEST) if (folder / name).is_file()), None)
+    if found is None or path is None:
         return
     recorded = read_config(path)
     if recorded.get("fingerprint") not in (None, found):
-        raise DlmBridgeError(
-            f"{folder}: is an adapter of {recorded.get('base')}, which has other weights than --model {model}"
-        )
+        base = recorded.get("base")
+        name = base.get("name") if isinstance(base, dict) else base
+        raise DlmBridgeError(f"{folder}: is an adapter of {name}, which has other weights than --model {model}")
 
 
 def _base_name(model: str) -> str:

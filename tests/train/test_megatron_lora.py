@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge
@@ -138,6 +139,36 @@ def test_a_new_adapter_changes_nothing_yet(
     assert rows[1]["loss"] != pytest.approx(still[1]["loss"], rel=1e-6)
     found = factors(tmp_path / "run/checkpoints", files.hub("masked"))
     assert all(bool(tensor.abs().max() > 0) for tensor in found.values())
+
+
+def test_another_base_of_the_same_shape_is_refused(
+    tmp_path: Path, run: Run, on_megatron: Run, files: Files, options: dict[str, Any]
+) -> None:
+    """On a resume, and of the Accelerate engine's adapter."""
+    options |= {"steps": 1, "save_interval": 1, "lora_rank": RANK}
+    run(tmp_path / "accelerate", **options)
+    start = {**options, "lora_rank": 0, "adapter": str(tmp_path / "accelerate/checkpoints/step-0000001")}
+    on_megatron(tmp_path / "more", **start)
+    other = another(files.hub("masked"), tmp_path)
+    with pytest.raises(DlmBridgeError, match="other weights than --model"):
+        on_megatron(tmp_path / "other", **{**start, "model": str(other)})
+    base = shutil.copytree(files.hub("masked"), tmp_path / "base")
+    moved = {**options, "model": str(base), "steps": 2}
+    on_megatron(tmp_path / "run-of-base", **{**moved, "steps": 1})
+    shutil.copytree(other, base, dirs_exist_ok=True)
+    with pytest.raises(DlmBridgeError, match="other weights than --model"):
+        on_megatron(tmp_path / "run-of-base", resume=True, **moved)
+
+
+def another(base: Path, root: Path) -> Path:
+    """The base with a norm that is twice as large."""
+    folder = root / "another"
+    shutil.copytree(base, folder, dirs_exist_ok=True)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        doubled = {name: 2 * tensor if "norm" in name else tensor for name, tensor in tensors.items()}
+        save_file(doubled, file, metadata={"format": "pt"})
+    return folder
 
 
 @pytest.mark.parametrize(

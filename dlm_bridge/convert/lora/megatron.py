@@ -146,12 +146,14 @@ def adapter_manifest(
     modules: dict[str, str],
     config: dict[str, Any],
     style: Style = "canonical",
+    fingerprint: str | None = None,
 ) -> dict[str, Any]:
-    """What ADAPTER_MANIFEST says of an adapter, without digests of its tensors."""
+    """What ADAPTER_MANIFEST says of an adapter, without digests of its tensors. `fingerprint` is the base's."""
     return {
         "format_version": _VERSION,
         "family": base.family.name,
         "base": base.hub.source,
+        "fingerprint": fingerprint,
         "style": style,
         "rank": rank,
         "alpha": alpha,

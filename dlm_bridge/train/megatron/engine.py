@@ -109,7 +109,7 @@ def assemble(
     source = open_megatron_source(config, checkpoint)
     config, objective = resolve_objective(config, source.model, step)
     config = with_lora(config, source.model)
-    adapter = LoraRun.of(config, source)
+    adapter = LoraRun.of(config, source, checkpoint)
     mcore_config.check_sizes(config, objective)
 
     # Configuration of megatron-core.

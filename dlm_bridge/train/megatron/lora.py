@@ -26,6 +26,7 @@ from dlm_bridge.train.checkpoints import how_to_go_on
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import comma_separated
 from dlm_bridge.train.loading import MegatronSource
+from dlm_bridge.train.lora import check_base, fingerprint
 
 
 @dataclass(frozen=True)
@@ -38,23 +39,28 @@ class LoraRun:
     alpha: float
     scale: float
     seed: int
+    fingerprint: str | None  # of the base's weights
     start: LoraAdapter | None  # of `--adapter`
 
     @classmethod
-    def of(cls, config: TrainConfig, source: MegatronSource) -> LoraRun | None:
+    def of(cls, config: TrainConfig, source: MegatronSource, checkpoint: Path | None = None) -> LoraRun | None:
         """Of a configuration that `with_lora` gave; None where the weights themselves are trained. Raises
-        DlmBridgeError."""
+        DlmBridgeError, as for an adapter (that of `--adapter`, or the `checkpoint` to resume from) of another base."""
         if not config.model.adapts:
             return None
         base, seed = source.bridge.checkpoint, config.data.seed
+        found = _fingerprint(source)
+        if checkpoint is not None:
+            check_base(checkpoint.parent, found, config.model.path)
         if config.model.adapter is not None:
+            check_base(Path(config.model.adapter), found, config.model.path)
             start = open_adapter(Path(config.model.adapter), base)
             facts = start.facts
-            return cls(base, facts.modules, facts.rank, facts.alpha, facts.scale, seed, start)
+            return cls(base, facts.modules, facts.rank, facts.alpha, facts.scale, seed, found, start)
         rank, alpha = config.model.lora_rank, config.model.lora_alpha
         assert alpha is not None, "with_lora has set it"
         modules = _modules(base, source.model, comma_separated(config.model.lora_targets))
-        return cls(base, modules, rank, alpha, alpha / rank, seed, None)
+        return cls(base, modules, rank, alpha, alpha / rank, seed, found, None)
 
     def add(self, chunks: list[Any]) -> list[list[LiveFactor]]:
         """The adapter in this rank's chunks, which are frozen; its factors, by chunk. Raises DlmBridgeError."""
@@ -65,7 +71,16 @@ class LoraRun:
         config = plain_config(self.rank, self.alpha, self.modules.values(), self.base.hub.source.get("name"))
         if self.start is not None:
             config = dict(self.start.facts.config)
-        manifest = adapter_manifest(self.base, self.rank, self.alpha, self.scale, dtype, self.modules, config)
+        manifest = adapter_manifest(
+            self.base,
+            self.rank,
+            self.alpha,
+            self.scale,
+            dtype,
+            self.modules,
+            config,
+            fingerprint=self.fingerprint,
+        )
         with disk_errors(root, how_to_go_on(None)):
             root.mkdir(parents=True, exist_ok=True)
             with atomic_file(root / ADAPTER_MANIFEST, overwrite=True) as stream:
@@ -88,6 +103,16 @@ class LoraRun:
         if part == "B":
             return torch.zeros(rows, self.rank)
         return initialise(f"{weight}:lora_A", (self.rank, columns), Normal(1 / math.sqrt(3 * columns)), self.seed)
+
+
+def _fingerprint(source: MegatronSource) -> str | None:
+    """The base's, as the Accelerate engine has it; None where the class has parameters that the Hub does not."""
+    base = source.bridge.checkpoint
+    hub_names = {body: name for name, body in body_names(base.family, base.param_of).items()}
+    try:
+        return fingerprint(source.model, lambda name: base.read(hub_names[name]))
+    except KeyError:
+        return None
 
 
 def _modules(base: Checkpoint, model: Any, targets: list[str]) -> dict[str, str]:
