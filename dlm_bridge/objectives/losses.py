@@ -39,6 +39,15 @@ def position_losses(
     return divergence(clean_M, observed_M, logs_M, noise.tokens == targets_M, noise.ratio, noise.spread)
 
 
+def log_sum_exps(logits_MV: torch.Tensor, noise: NoisePositions | None) -> torch.Tensor:
+    """[M] the logarithm of the softmax's denominator, whose square the z-loss is (PaLM, arXiv 2204.02311, section 5):
+    under noise of random tokens without the mask token, which is never predicted."""
+    if noise is not None and noise.mask_token_id >= 0:
+        tokens_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
+        logits_MV = logits_MV.masked_fill(tokens_V == noise.mask_token_id, -torch.inf)
+    return logits_MV.logsumexp(dim=-1)
+
+
 def certain_entropies(logits_MV: torch.Tensor, targets_M: torch.Tensor, certainty: Certainty) -> torch.Tensor:
     """[M] `certainty.weight` times the entropy where the target has the largest logit, zero elsewhere."""
     right_M = logits_MV.detach().gather(1, targets_M[:, None])[:, 0] >= logits_MV.detach().amax(dim=-1)

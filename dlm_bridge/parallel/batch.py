@@ -75,6 +75,7 @@ class MicroBatch:
     noise: NoisePositions | None = None  # as in `NoisyBatch`
     certainty: Certainty | None = None  # as in `NoisyBatch`
     predictions: tuple[Prediction, ...] = ()  # of depth 1, 2, ...
+    z_weights: torch.Tensor | None = None  # [M] fp32, as in `LossPositions`
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device, copied without waiting where the memory is pinned."""

@@ -48,7 +48,14 @@ def model_inputs(batch: MicroBatch, num_terms: int = 1) -> dict[str, Any]:
         "attention_mask": batch.attention_mask,
         "packed_seq_params": None if batch.packed is None else batch.packed.params(),
         "loss_positions": LossPositions(
-            batch.loss_positions, batch.targets, batch.weights, batch.terms, num_terms, batch.noise, batch.certainty
+            batch.loss_positions,
+            batch.targets,
+            batch.weights,
+            batch.terms,
+            num_terms,
+            batch.noise,
+            batch.certainty,
+            batch.z_weights,
         ),
         "predictions": batch.predictions,
     }

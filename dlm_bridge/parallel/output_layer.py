@@ -1,5 +1,5 @@
 """Fused linear loss of a vocabulary-parallel output layer at the loss positions only, without keeping logits: the
-cross-entropy, with or without certainty-forcing, and the divergences of noise of random tokens."""
+cross-entropy, with or without certainty-forcing, the divergences of noise of random tokens, and the z-loss."""
 
 from __future__ import annotations
 
@@ -29,6 +29,27 @@ class LossPositions:
     num_terms: int = 1
     noise: NoisePositions | None = None  # of random tokens; None where the loss is cross-entropy
     certainty: Certainty | None = None  # added to the cross-entropy
+    z_weights: torch.Tensor | None = (
+        None  # [M] fp32, of each squared log-sum-exp, zero where `weights` is; None: no z-loss
+    )
+
+    def sums(self, losses_M: torch.Tensor, log_sums_M: torch.Tensor) -> torch.Tensor:
+        """[num_terms] the weighted losses summed by term, and with z-loss one more, its own sum."""
+        weighted_M = losses_M * self.weights
+        if self.terms is None:
+            sums = [weighted_M.sum()]
+        else:
+            sums = [(weighted_M * (self.terms == term)).sum() for term in range(self.num_terms)]
+        if self.z_weights is not None:
+            sums.append((log_sums_M.square() * self.z_weights).sum())
+        return torch.stack(sums)
+
+    @property
+    def z_factors(self) -> torch.Tensor | None:
+        """[M] the weights of squared log-sum-exps relative to `weights`."""
+        if self.z_weights is None:
+            return None
+        return torch.where(self.weights != 0, self.z_weights / self.weights, 0.0)
 
 
 @dataclass(frozen=True)
@@ -59,22 +80,17 @@ def linear_cross_entropy(
 
     Returns:
         loss: scalar fp32, sum(weights * cross-entropy), or the divergences of `random_tokens` in place of the
-            cross-entropy, the same on every rank. Zero, with a graph, where M is 0.
-        sums: [num_terms] fp32, its terms, without a graph.
+            cross-entropy, and with z-loss sum(z_weights * log-sum-exp^2), the same on every rank. Zero, with a graph,
+            where M is 0.
+        sums: [num_terms], with z-loss [num_terms + 1], fp32, its terms, without a graph.
     """
     if torch.is_grad_enabled() and (hidden_MH.requires_grad or weight_VH.requires_grad):
-        loss, losses_M = _LinearCrossEntropy.apply(
+        loss, found_2M = _LinearCrossEntropy.apply(
             hidden_MH, weight_VH, loss_positions.weights, loss_positions, shard, accumulates
         )
-    else:
-        losses_M = _losses(hidden_MH, weight_VH, loss_positions, slice(None), shard)
-        loss = torch.dot(losses_M, loss_positions.weights)
-    weighted_M = losses_M * loss_positions.weights
-    if loss_positions.terms is None:
-        return loss, weighted_M.sum()[None]
-    return loss, torch.stack(
-        [(weighted_M * (loss_positions.terms == term)).sum() for term in range(loss_positions.num_terms)]
-    )
+        return loss, loss_positions.sums(*found_2M)
+    sums = loss_positions.sums(*_losses(hidden_MH, weight_VH, loss_positions, slice(None), shard))
+    return sums.sum(), sums
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -100,24 +116,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         delta = _aligned_rows(min(rows, most), shard.tokens, hidden)
         ctx.folded = rows > most
         if not ctx.folded:
-            losses = _losses(hidden, weight, loss_positions, slice(None), shard, delta)
+            found = _losses(hidden, weight, loss_positions, slice(None), shard, delta)
             ctx.save_for_backward(hidden, delta, weights)
         else:
-            losses = torch.empty_like(weights)
+            found = weights.new_empty(2, rows)
             unit = weights.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)  # 1 / tokens underflows in fp16
             scale = weights / unit
             grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
             grad_weight = torch.zeros_like(tokens, dtype=torch.float32)
             for part in _parts(rows, most):
                 mine = delta[: part.stop - part.start]
-                losses[part] = _losses(hidden[part], weight, loss_positions, part, shard, mine)
+                found[:, part] = _losses(hidden[part], weight, loss_positions, part, shard, mine)
                 grad_hidden[part] = _scaled(_product(mine, tokens), scale[part])
                 _add_product(grad_weight, mine, _scaled(hidden[part], scale[part]))
             ctx.save_for_backward(grad_hidden, grad_weight, unit)
         ctx.weight, ctx.tokens, ctx.accumulates = weight, shard.tokens, accumulates  # its attributes are needed too
         ctx.dtype = hidden.dtype
-        ctx.mark_non_differentiable(losses)
-        return torch.dot(losses, weights), losses
+        ctx.mark_non_differentiable(found)
+        return loss_positions.sums(*found).sum(), found
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override, unused-ignore]
@@ -170,12 +186,13 @@ def _losses(
     shard: VocabShard,
     delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[M] fp32, of the `selected` loss positions, whose hidden states are given; `delta` [M, tokens] becomes the
-    gradient of the logits."""
+    """[2, M] fp32, losses and log-sum-exps of the `selected` loss positions, whose hidden states are given; `delta`
+    [M, tokens] becomes the gradient of the logits, of a position's loss with its z-loss."""
     rows = hidden.shape[0]
-    losses = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+    found = torch.empty(2, rows, dtype=torch.float32, device=hidden.device)
     targets = loss_positions.targets[selected]
     noise = None if loss_positions.noise is None else loss_positions.noise.each(lambda tensor: tensor[selected])
+    z_factors = None if loss_positions.z_factors is None else loss_positions.z_factors[selected]
     columns = weight[: shard.tokens].t()
     if hidden.device.type != "cuda":
         columns = columns.float()  # once for all chunks
@@ -183,24 +200,27 @@ def _losses(
         logits = _product(hidden[part], columns)
         gradient = None if delta is None else delta[part]
         if noise is None and loss_positions.certainty is not None:
-            losses[part] = _certain_cross_entropy(logits, targets[part], loss_positions.certainty, shard, gradient)
+            here = _certain_cross_entropy(logits, targets[part], loss_positions.certainty, shard, gradient)
         elif noise is None:
-            losses[part] = _cross_entropy(logits, targets[part], shard, gradient)
+            here = _cross_entropy(logits, targets[part], shard, gradient)
         else:
-            here = noise.each(lambda tensor, part=part: tensor[part])  # type: ignore[misc]
-            losses[part] = _divergence(logits, targets[part], here, shard, gradient)
-    return losses
+            of_part = noise.each(lambda tensor, part=part: tensor[part])  # type: ignore[misc]
+            here = _divergence(logits, targets[part], of_part, shard, gradient)
+        found[0, part], found[1, part] = here
+        if gradient is not None and z_factors is not None:
+            _kernel(_add_z_gradient, logits.device.type)(logits, here[1], z_factors[part], gradient)
+    return found
 
 
 def _cross_entropy(
     logits_MV: torch.Tensor, targets_M: torch.Tensor, shard: VocabShard, delta_MV: torch.Tensor | None
-) -> torch.Tensor:
-    """[M] fp32; `delta_MV` becomes softmax minus target."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[M] fp32, and [M] the log-sum-exps; `delta_MV` becomes softmax minus target."""
     device, targets_M = logits_MV.device.type, targets_M - shard.first
     total_M, losses_M = _kernel(_combine, device)(_gathered(_kernel(_statistics, device)(logits_MV, targets_M), shard))
     if delta_MV is not None:
         _kernel(_gradient, device)(logits_MV, total_M, targets_M, delta_MV)
-    return losses_M
+    return losses_M, total_M
 
 
 def _certain_cross_entropy(
@@ -209,8 +229,9 @@ def _certain_cross_entropy(
     certainty: Certainty,
     shard: VocabShard,
     delta_MV: torch.Tensor | None,
-) -> torch.Tensor:
-    """[M] fp32, the cross-entropy and what `certainty` adds to it; `delta_MV` becomes the gradient of both."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[M] fp32, the cross-entropy and what `certainty` adds to it, and [M] the log-sum-exps; `delta_MV` becomes the
+    gradient of the first."""
     device, targets_M = logits_MV.device.type, targets_M - shard.first
     found = _gathered(_kernel(_statistics, device)(logits_MV, targets_M), shard)
     total_M, losses_M = _kernel(_combine, device)(found)
@@ -224,7 +245,7 @@ def _certain_cross_entropy(
             logits_MV, total_M, targets_M, found[:, 0].amax(0), sum_M, entropies_M, shares_M, certainty.temperature,
             delta_MV,
         )  # fmt: skip
-    return losses_M + torch.where(right_M, certainty.weight * entropies_M, 0.0)
+    return losses_M + torch.where(right_M, certainty.weight * entropies_M, 0.0), total_M
 
 
 def _divergence(
@@ -233,8 +254,9 @@ def _divergence(
     noise: NoisePositions,
     shard: VocabShard,
     delta_MV: torch.Tensor | None,
-) -> torch.Tensor:
-    """[M] fp32, the loss of `random_tokens`; `delta_MV` becomes its gradient. The mask token is never predicted."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[M] fp32, the loss of `random_tokens`, and [M] the log-sum-exps; `delta_MV` becomes the gradient of the first.
+    The mask token is never predicted."""
     device, mask = logits_MV.device.type, noise.mask_token_id - shard.first
     if noise.mask_token_id >= 0 and 0 <= mask < logits_MV.shape[1]:
         logits_MV[:, mask] = -torch.inf
@@ -252,7 +274,7 @@ def _divergence(
             logits_MV, total_M, clean_M, observed_M, x_clean_M, x_observed_M, slopes_M, same_M, noise.ratio,
             noise.spread, delta_MV,
         )  # fmt: skip
-    return divergence(x_clean_M, x_observed_M, logs_M, same_M, noise.ratio, noise.spread)
+    return divergence(x_clean_M, x_observed_M, logs_M, same_M, noise.ratio, noise.spread), total_M
 
 
 def _gathered(found: torch.Tensor, shard: VocabShard) -> torch.Tensor:
@@ -286,6 +308,13 @@ def _gradient(logits_MV: torch.Tensor, total_M: torch.Tensor, targets_M: torch.T
     tokens = torch.arange(logits_MV.shape[1], device=logits_MV.device)
     target = (tokens == targets_M[:, None]).to(logits_MV.dtype)
     delta_MV.copy_(torch.exp(logits_MV - total_M[:, None]) - target)
+
+
+def _add_z_gradient(
+    logits_MV: torch.Tensor, total_M: torch.Tensor, factors_M: torch.Tensor, delta_MV: torch.Tensor
+) -> None:
+    """Add the gradient of factor * log-sum-exp^2 to `delta_MV`."""
+    delta_MV.add_(torch.exp(logits_MV - total_M[:, None]) * (2 * factors_M * total_M)[:, None])
 
 
 def _entropy_sums(logits_MV: torch.Tensor, largest_M: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from dlm_bridge.convert.atomic import atomic_folder, disk_errors
 from dlm_bridge.convert.formats.safetensors_file import SAFETENSORS_INDEX, read_header
@@ -337,3 +338,15 @@ def _is_unchanged(tokenizer: Any) -> bool:
         return False
     facts = [(each.get_vocab(), each.special_tokens_map, each.chat_template) for each in (tokenizer, original)]
     return type(tokenizer) is type(original) and facts[0] == facts[1]
+
+
+def check_finite(step: int, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise DlmBridgeError where a weight is not finite after `step`, before a checkpoint would keep it: finite
+    gradients can lead there too, as with an epsilon of zero."""
+    for parameter in parameters:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not bool(local.detach().isfinite().all()):
+            raise DlmBridgeError(
+                f"step {step}: weights are not finite, no checkpoint is written: resume from before with another --lr "
+                "or --adam-eps"
+            )

@@ -50,6 +50,7 @@ LINE_EVERY = 15.0  # seconds between two lines where there is no terminal
 
 OPTIONAL = (
     "eval_loss",
+    "z_loss",
     "mtp_loss",
     "param_norm",
     "layer_grad_norms",
@@ -70,6 +71,7 @@ class StepMetrics:
     mfu: float | None  # fraction of the devices' bf16 peak; null on CPU, in fp32 and on unknown devices
     peak_memory: int | None = None  # bytes, the largest of all devices so far; null on CPU
     eval_loss: float | None = None  # only after steps with an evaluation
+    z_loss: float | None = None  # with its coefficient, beside `loss`
     mtp_loss: float | None = None  # of multi-token prediction, where that is trained: a mean over its layers
     param_norm: float | None = None  # of all trained parameters, after the step; only every `--norm-interval` steps
     layer_grad_norms: dict[str, float | None] | None = None  # by layer, before clipping; with it

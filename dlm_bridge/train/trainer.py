@@ -23,14 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.tensor import DTensor
 
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.objectives.base import Objective, divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
 from dlm_bridge.train.adaptation import anneal_mask, at_step, with_block_size
-from dlm_bridge.train.checkpoints import raised_everywhere
+from dlm_bridge.train.checkpoints import check_finite, raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.data.loader import BatchSampler, Prefetcher
@@ -240,7 +239,9 @@ class StepBatches:
     """Micro-batches of one data parallel rank in one step, in the form that the engine's model takes."""
 
     batches: list[Any]
-    normaliser: torch.Tensor  # [K] float64, what the rank adds to the divisors of the global loss
+    # [K] float64, what the rank adds to the divisors of the global loss, and with z-loss one more: to the number of
+    # loss positions.
+    normaliser: torch.Tensor
 
 
 class Trainer(TrainingLoop):
@@ -272,6 +273,7 @@ class Trainer(TrainingLoop):
         self.sampler = batch_sampler(config)
         self.flops_per_token = flops_per_token(model, config.data.seq_length) * objective.tokens_read
         self.peak_flops = peak_flops(processes.device_name, config.precision.name)
+        self.z_loss_coeff = config.objective.z_loss_coeff
         self.prefetcher: Prefetcher[StepBatches] | None = None
 
     def announce(self, step: int, layout: str = "") -> None:
@@ -341,7 +343,11 @@ class Trainer(TrainingLoop):
 
     def step_batches(self, noisy: Sequence[NoisyBatch]) -> StepBatches:
         """Noisy batches of one step with their normaliser, as the engine's model takes them."""
-        return StepBatches(self.prepare(noisy), torch.stack([batch.normaliser for batch in noisy]).sum(dim=0))
+        normaliser = torch.stack([batch.normaliser for batch in noisy]).sum(dim=0)
+        if self.z_loss_coeff:
+            count = sum(batch.weights.count_nonzero() for batch in noisy)
+            normaliser = torch.cat([normaliser, torch.as_tensor(count).to(normaliser)[None]])
+        return StepBatches(self.prepare(noisy), normaliser)
 
     @abc.abstractmethod
     def prepare(self, noisy: Sequence[NoisyBatch]) -> list[Any]:
@@ -372,7 +378,8 @@ class Trainer(TrainingLoop):
     @abc.abstractmethod
     def forward_backward(self, batches: list[Any], divisors_K: torch.Tensor) -> torch.Tensor:
         """Accumulate the gradients of the global batch's loss; its terms [K], float64 on the device, summed over all
-        processes and divided by `divisors_K`, and with multi-token prediction its loss, before the weight."""
+        processes and divided by `divisors_K`, with z-loss that, and with multi-token prediction its loss, before the
+        weight."""
 
     @abc.abstractmethod
     def optimizer_step(self) -> tuple[bool, torch.Tensor]:
@@ -410,7 +417,8 @@ class Trainer(TrainingLoop):
         values, seconds = metrics.read()
         measured = None if norms is None else norms.named(values[-len(norms.layers) - 1 :])
         *losses, norm = values if norms is None else values[: -len(norms.layers) - 1]
-        loss, predicted = sum(losses[: self.objective.terms]), losses[self.objective.terms :]
+        loss, more = sum(losses[: self.objective.terms]), losses[self.objective.terms :]
+        z_loss = more.pop(0) if self.z_loss_coeff else None
         if not math.isfinite(loss):
             raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
         if finite and not math.isfinite(norm):
@@ -429,7 +437,8 @@ class Trainer(TrainingLoop):
             tokens_per_s_per_device=tokens_per_s / devices,
             mfu=None if peak is None else tokens_per_s * self.flops_per_token / peak,
             peak_memory=peak_memory,
-            mtp_loss=predicted[0] if predicted else None,
+            z_loss=z_loss,
+            mtp_loss=more[0] if more else None,
             param_norm=None if measured is None else measured.param_norm,
             layer_grad_norms=None if measured is None else measured.layer_grad_norms,
         )
@@ -485,15 +494,3 @@ def check_same_count(what: str, found: int, recorded: int) -> None:
         raise DlmBridgeError(
             f"--data gives {found} {what}, the run began with {recorded}: resume with the data that it began with"
         )
-
-
-def check_finite(step: int, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise DlmBridgeError where a weight is not finite after `step`, before a checkpoint would keep it: finite
-    gradients can lead there too, as with an epsilon of zero."""
-    for parameter in parameters:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if not bool(local.detach().isfinite().all()):
-            raise DlmBridgeError(
-                f"step {step}: weights are not finite, no checkpoint is written: resume from before with another --lr "
-                "or --adam-eps"
-            )

@@ -37,7 +37,9 @@ class Subject:
 # LLaDA's vocabulary of 125 is padded at tp 2; the tied one's output layer is the first stage's embedding.
 SUBJECTS = {
     "masked": Subject("masked", "odd_vocabulary"),
-    "masked-tied": Subject("masked_fraction", "tied", options={"certainty_weight": 2.0, "certainty_temperature": 0.5}),
+    "masked-tied": Subject(
+        "masked_fraction", "tied", options={"certainty_weight": 2.0, "certainty_temperature": 0.5, "z_loss_coeff": 0.3}
+    ),
     "masked-moe": Subject("masked", "llada_moe"),
     "shifted": Subject("shifted", "dream"),
     "shifted-moe": Subject("shifted_cart", "rnd1"),
@@ -47,17 +49,17 @@ SUBJECTS = {
     "complementary": Subject("block_complementary", "fast_dllm_v2-tied"),
     "wedlm": Subject("wedlm", "wedlm"),
     "scaled-queries": Subject("nemotron", "nemotron_labs_diffusion-beyond-context", {"dlm_loss_weight": 0.3}),
-    "causal": Subject("causal", "qwen2"),
+    "causal": Subject("causal", "qwen2", options={"z_loss_coeff": 0.001}),
     "causal-moe": Subject("causal", "mixtral"),
     "latent": Subject("causal", "deepseek_v3"),
-    "predicting": Subject("causal", PREDICTING, options={"mtp_loss_scaling_factor": 0.5}),
+    "predicting": Subject("causal", PREDICTING, options={"mtp_loss_scaling_factor": 0.5, "z_loss_coeff": 0.2}),
     "predicting-latent": Subject("causal", "deepseek_v3", {"num_nextn_predict_layers": 2}),
     # Auxiliary losses whose sums do not depend on which rows run together.
     "balanced-moe": Subject(
         "masked", "llada_moe", options={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "length_variation": 0.0}
     ),
     # Plain gradient descent on the bound would overflow: single weights are in the hundreds.
-    "uniform": Subject("uniform", "odd_vocabulary", options={"loss_weighting": "clipped"}),
+    "uniform": Subject("uniform", "odd_vocabulary", options={"loss_weighting": "clipped", "z_loss_coeff": 0.3}),
     "uniform-tied": Subject("uniform_hybrid", "tied"),
 }
 

@@ -312,7 +312,8 @@ def _measured(options: dict[str, Any]) -> dict[str, Any]:
         moved = {name: after[name] - trainer.source.bridge.read(name) for name in after}
     figures = {"loss": row.loss, "grad_norm": row.grad_norm, "eval_loss": eval_loss}
     figures |= {"param_norm": row.param_norm, "layer_grad_norms": row.layer_grad_norms}
-    return figures | ({} if row.mtp_loss is None else {"mtp_loss": row.mtp_loss}) | {"moved": moved}
+    figures |= {name: value for name in ("mtp_loss", "z_loss") if (value := getattr(row, name)) is not None}
+    return figures | {"moved": moved}
 
 
 def _train(options: dict[str, Any], resume: bool = False) -> None:

@@ -96,7 +96,7 @@ def test_ranks_that_share_the_vocabulary_have_the_same_loss_and_gradients(monkey
     others = torch.randint(0, MASK, (30,), generator=generator)
     targets = torch.where(torch.arange(30) % 2 == 0, (hidden @ weight.T).argmax(1), others)
     weights = torch.rand(30, generator=generator)
-    positions = LossPositions(torch.arange(30), targets, weights, certainty=Certainty(2.0, 0.5))
+    positions = LossPositions(torch.arange(30), targets, weights, certainty=Certainty(2.0, 0.5), z_weights=weights / 3)
     places, barrier, own = [torch.empty(0)] * 2, threading.Barrier(2), threading.local()
 
     def gathered(found: torch.Tensor, shard: VocabShard) -> torch.Tensor:

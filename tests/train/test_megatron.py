@@ -66,6 +66,7 @@ def test_both_engines_agree(name: str, subject: str, steps: int, files: Files, s
             "eval_loss",
             "tokens",
             "param_norm",
+            "z_loss",
             "layer_grad_norms",
         } & two.keys():
             assert one[figure] == pytest.approx(two[figure], rel=1e-4), (figure, one, two)

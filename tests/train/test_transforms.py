@@ -114,6 +114,24 @@ def test_loss_and_gradients_are_those_of_plain_logits(kind: str, terms: int) -> 
         assert torch.equal(model(input_ids=batch.input_ids).logits, logits)
 
 
+@pytest.mark.parametrize("kind", ["plain", "biased"])
+def test_the_z_loss_is_the_mean_over_the_loss_positions(kind: str) -> None:
+    model, batch = _model(), _two_terms(_batch())
+    if kind == "biased":
+        model.lm_head = nn.Linear(32, MASK + 1)
+    logits = model(input_ids=batch.input_ids).logits[batch.mask]
+    counts = batch.weights != 0
+    assert counts.sum() > 3
+    shares = torch.cat([divisors(batch.normaliser), counts.sum()[None].float()])
+    expected = _plain_loss(model, batch, shares[:-1]) + 0.3 * logits.logsumexp(-1)[counts].square().mean()
+    wanted = _gradients(model, expected)
+    head, chosen = LossHead(model), normalised_positions(loss_positions(batch), shares, CPU, 0.3)
+    loss, sums = head.loss(model, chosen, input_ids=batch.input_ids)
+    assert sums.shape == (3,)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    _same(_gradients(model, loss), wanted, 1e-5)
+
+
 def test_no_position_gives_no_loss_and_no_gradient() -> None:
     model = _model()
     batch = _batch()

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from dlm_bridge.attention_mask import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvases import has_canvas
+from dlm_bridge.objectives.losses import log_sum_exps
 from dlm_bridge.train.accelerate.transforms import LossHead
 from dlm_bridge.train.config import TrainConfig
 
@@ -135,17 +136,19 @@ class CanvasHead(LossHead):
             return self.logits(hidden)
         positions = self._positions
         hidden_MH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions.positions)
-        sums_K = hidden.new_zeros(positions.num_terms, dtype=torch.float32)
-        terms_M = torch.zeros_like(positions.targets) if positions.terms is None else positions.terms
+        found = []
         for start in range(0, len(hidden_MH), CHUNK):
             part = slice(start, start + CHUNK)
-            losses: Any = checkpoint(self._losses, hidden_MH[part], positions.targets[part], use_reentrant=False)
-            sums_K = sums_K.index_add(0, terms_M[part], losses * positions.weights[part])
-        self._sums = sums_K.detach()
-        return sums_K.sum()
+            here: Any = checkpoint(self._losses, hidden_MH[part], positions.targets[part], use_reentrant=False)
+            found.append(here)
+        sums = positions.sums(*torch.cat(found, dim=1))
+        self._sums = sums.detach()
+        return sums.sum()
 
     def _losses(self, hidden_MH: torch.Tensor, targets_M: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self._capped(hidden_MH), targets_M, reduction="none")
+        """[2, M] cross-entropies and log-sum-exps."""
+        logits_MV = self._capped(hidden_MH)
+        return torch.stack([F.cross_entropy(logits_MV, targets_M, reduction="none"), log_sum_exps(logits_MV, None)])
 
     def _capped(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits under the soft cap."""

@@ -253,7 +253,9 @@ class AccelerateTrainer(Trainer):
         self, model: Any, batch: NoisyBatch, positions: LossPositions, divisors_K: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a micro-batch, a scalar, and its terms [K], divided by `divisors_K` of the global batch."""
-        batch, positions = batch.to(self.device), transforms.normalised_positions(positions, divisors_K, self.device)
+        coeff = self.z_loss_coeff if len(divisors_K) > self.objective.terms else 0.0
+        positions = transforms.normalised_positions(positions, divisors_K, self.device, coeff)
+        batch = batch.to(self.device)
         mask = batch.model_mask()
         if not self.diffuses and mask is not None and mask.dim() == 4:  # of transformers' own classes
             mask = mask_for_implementation(mask, self.computing.config._attn_implementation, self.computing.dtype)

@@ -15,7 +15,7 @@ from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.objectives.losses import position_losses
+from dlm_bridge.objectives.losses import log_sum_exps, position_losses
 from dlm_bridge.parallel.batch import loss_bucket
 from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.train.loading import decoder_layers
@@ -135,25 +135,26 @@ def pin_positions(positions: LossPositions) -> LossPositions:
     return _map_tensors(positions, lambda tensor: tensor.pin_memory())
 
 
-def normalised_positions(positions: LossPositions, divisors_K: torch.Tensor, device: torch.device) -> LossPositions:
-    """The same on `device`, its weights divided by the global normalisers of their terms (on the CPU)."""
+def normalised_positions(
+    positions: LossPositions, divisors_K: torch.Tensor, device: torch.device, z_loss_coeff: float = 0.0
+) -> LossPositions:
+    """The same on `device`, its weights divided by the global normalisers of their terms (on the CPU). With a z-loss
+    the last of these is the number of the global batch's loss positions."""
     weights = positions.weights / (divisors_K[0] if positions.terms is None else divisors_K[positions.terms])
+    z_weights = (weights != 0) * (z_loss_coeff / divisors_K[-1]) if z_loss_coeff else None
     if positions.weights.is_pinned():
-        weights = weights.pin_memory()
-    return _map_tensors(replace(positions, weights=weights), lambda tensor: tensor.to(device, non_blocking=True))
+        weights, z_weights = weights.pin_memory(), None if z_weights is None else z_weights.pin_memory()
+    normalised = replace(positions, weights=weights, z_weights=z_weights)
+    return _map_tensors(normalised, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def _map_tensors(positions: LossPositions, change: Callable[[torch.Tensor], torch.Tensor]) -> LossPositions:
-    terms = None if positions.terms is None else change(positions.terms)
-    return LossPositions(
-        change(positions.positions),
-        change(positions.targets),
-        change(positions.weights),
-        terms,
-        positions.num_terms,
-        None if positions.noise is None else positions.noise.each(change),
-        positions.certainty,
-    )
+    changed: dict[str, Any] = {
+        name: change(value) for name, value in vars(positions).items() if isinstance(value, torch.Tensor)
+    }
+    if positions.noise is not None:
+        changed["noise"] = positions.noise.each(change)
+    return replace(positions, **changed)
 
 
 # Of the configurations of classes that scale or cap what the output layer returns: Granite's, Cohere's, Gemma's.
@@ -181,7 +182,7 @@ class LossHead:
         self.layer.forward = self._forward
 
     def loss(self, model: Any, positions: LossPositions, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weighted cross-entropy at these positions, a scalar, and its terms [K], detached.
+        """The weighted loss at these positions, a scalar, and its sums, detached: [K], with z-loss [K + 1].
 
         `model` is the (wrapped) model with this output layer, `inputs` are those of its forward."""
         self._positions = positions
@@ -192,10 +193,9 @@ class LossHead:
         if self.is_fused:
             assert self._sums is not None
             return output, self._sums
-        losses_M = position_losses(output[0].float(), positions.targets, positions.noise, positions.certainty)
-        losses_M = losses_M * positions.weights
-        terms = torch.zeros_like(positions.targets) if positions.terms is None else positions.terms
-        sums = torch.stack([(losses_M * (terms == term)).sum() for term in range(positions.num_terms)])
+        logits_MV = output[0].float()
+        losses_M = position_losses(logits_MV, positions.targets, positions.noise, positions.certainty)
+        sums = positions.sums(losses_M, log_sum_exps(logits_MV, positions.noise))
         return sums.sum(), sums.detach()
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,12 @@ class ObjectiveOptions:
         1.0, "Temperature of the prediction whose entropy that is.", above=0, tasks=TRAINING, fixed=True,
         needs=("--certainty-weight", None),
     )  # fmt: skip
+    z_loss_coeff: float = option(
+        0.0,
+        "Weight of the z-loss, the mean of squared log-sum-exps of the logits, 0: none.",
+        minimum=0,
+        tasks=TRAINING,
+    )
     mask_annealing_steps: int = option(
         0, "Steps from causal to bidirectional attention.", minimum=0, tasks=TRAINING, fixed=True
     )

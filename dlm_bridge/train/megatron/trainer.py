@@ -173,22 +173,24 @@ class MegatronTrainer(Trainer):
     ) -> torch.Tensor:
         """Run megatron-core's pipeline schedule over the micro-batches of a step.
 
-        Returns the loss sums of the global batch over `divisors_K`, [K] float64 on the device and on every rank, and
-        in training with multi-token prediction one more, of its loss; unless `forward_only` their gradients, summed
-        over all ranks, are in the chunks' buffers.
+        Returns the loss sums of the global batch over `divisors_K`, float64 on the device and on every rank: [K], in
+        training with z-loss one more, and with multi-token prediction one more. Unless `forward_only` their gradients,
+        summed over all ranks, are in the chunks' buffers.
         """
         weight_K = _copy_async(1 / divisors_K, self.device)
+        terms = self.objective.terms
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device)
 
         def forward(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
             batch = next(data).to(self.device)
-            weights = batch.weights * (weight_K if batch.terms is None else weight_K[batch.terms])
+            weights = batch.weights * (weight_K[0] if batch.terms is None else weight_K[batch.terms])
             predictions = tuple(
                 dataclasses.replace(each, weights=each.weights * weight_K[0]) for each in batch.predictions
             )
-            batch = dataclasses.replace(batch, weights=weights, predictions=predictions)
+            z_weights = (weights != 0) * (self.z_loss_coeff * weight_K[terms]) if len(weight_K) > terms else None
+            batch = dataclasses.replace(batch, weights=weights, predictions=predictions, z_weights=z_weights)
             with contextlib.nullcontext() if self.stragglers is None or forward_only else self.stragglers.timed():
-                return model(**model_inputs(batch, len(weight_K))), loss
+                return model(**model_inputs(batch, terms)), loss
 
         def loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             return output[0], no_tokens, output[1]
@@ -222,7 +224,7 @@ class MegatronTrainer(Trainer):
             for number in range(1, -(-count // self.config.data.global_batch_size) + 1):
                 samples = self.rank_samples(number, sampler)
                 batches = self.step_batches([self.evaluation_batch(objective, each, count) for each in samples])
-                normaliser_K = self.sum_on_cpu(self.counted_once(batches.normaliser))
+                normaliser_K = self.sum_on_cpu(self.counted_once(batches.normaliser[: objective.terms]))
                 sums_K = self._run_schedule(batches.batches, torch.ones(objective.terms), forward_only=True)
                 totals += torch.stack([sums_K.cpu(), normaliser_K])
         return totals
