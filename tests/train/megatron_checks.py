@@ -143,7 +143,7 @@ def evaluates_with_the_same_noise(files: Files) -> None:
 def resumes_as_if_nothing_had_been(files: Files, name: str, like: str = "whole", **changes: Any) -> None:
     """At another layout than it was stopped at, to the figures of the uninterrupted run."""
     before, wanted = read_rows(files.run(name) / "metrics.jsonl"), read_metrics(files.run(like))
-    assert 0 < before[-1]["step"] < wanted[-1]["step"]
+    assert 0 < before[-1]["step"] <= wanted[-1]["step"]  # a save in the background may fail as late as the last step
     dist.barrier()
     _train(files.run_options(name, **changes), resume=True)
     _assert_same_rows(read_metrics(files.run(name)), wanted)
