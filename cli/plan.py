@@ -46,7 +46,9 @@ def plan(
     optimizer: Annotated[
         str,
         typer.Option(
-            help="adamw or sgd.", rich_help_panel=TRAINING, autocompletion=completes(training_choices("optimizer"))
+            help="adamw, muon or sgd.",
+            rich_help_panel=TRAINING,
+            autocompletion=completes(training_choices("optimizer")),
         ),
     ] = "adamw",
     distributed_optimizer: Annotated[

@@ -57,7 +57,12 @@ try:
             get_gpt_layer_local_spec,
             get_gpt_layer_with_transformer_engine_spec,
         )
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer import (
+            OptimizerConfig,
+            get_megatron_optimizer,
+            get_standard_config_overrides,
+        )
+        from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.tensor_parallel import layers as tensor_parallel_layers
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, param_is_not_tensor_parallel_duplicate

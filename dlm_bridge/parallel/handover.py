@@ -18,11 +18,11 @@ from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import original, unwrapped
 from dlm_bridge.parallel.weights import (
     OUTPUT,
+    gather_shards,
     is_vocabulary,
     live_tensors,
     tensor_parallel,
     values,
-    vocabulary_range,
 )
 
 if TYPE_CHECKING:
@@ -169,38 +169,12 @@ class _Gather:
         stage, ep_rank = self.owners[name]
         of_expert = param.expert is not None
         if self.pp_rank == stage and (not of_expert or self.ep_rank == ep_rank):
-            self._from_tensor_parallel(param, values(self.live[name]), whole)
+            gather_shards(param, values(self.live[name]), whole)
         if self.pp_rank == stage and of_expert and self.ep_group.size() > 1:
             dist.broadcast(whole, group=self.ep_group, group_src=ep_rank)
         if self.pp_group.size() > 1:
             dist.broadcast(whole, group=self.pp_group, group_src=stage)
         return whole
-
-    def _from_tensor_parallel(self, param: ParamMapping, shard: torch.Tensor, whole: torch.Tensor) -> None:
-        """The inverse of `ParamMapping.shard`: each rank's ranges go back to their places, padding rows to none."""
-        axis = param.rule.tp_axis
-        if axis is None:
-            whole.copy_(shard)
-            return
-        _, size = tensor_parallel(param)
-        shards = [shard]
-        if size > 1:
-            shards = [torch.empty_like(shard) for _ in range(size)]
-            dist.all_gather(shards, shard.contiguous(), group=_tensor_parallel_group(param))
-        for rank, part in enumerate(shards):
-            offset = 0
-            ranges = param.tp_slices(rank, size)
-            if is_vocabulary(param):
-                ranges = (vocabulary_range(param, rank, len(part)),)
-            for start, length in ranges:
-                whole.narrow(axis, start, length).copy_(part.narrow(axis, offset, length))
-                offset += length
-
-
-def _tensor_parallel_group(param: ParamMapping) -> dist.ProcessGroup:
-    if param.expert is not None:
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.workers import run_tasks, worker_count
@@ -154,6 +155,34 @@ def shard_of(param: ParamMapping, whole: torch.Tensor, target: torch.Tensor) -> 
     if is_vocabulary(param):
         return whole.narrow(0, *vocabulary_range(param, rank, target.shape[0]))
     return param.shard(whole, rank, size)
+
+
+def gather_shards(param: ParamMapping, shard: torch.Tensor, whole: torch.Tensor) -> None:
+    """The inverse of `shard_of`, into `whole`: each tensor parallel rank's ranges go back to their places, padding
+    rows to none. Collective over the ranks that hold shards of the parameter."""
+    axis = param.rule.tp_axis
+    if axis is None:
+        whole.copy_(shard)
+        return
+    _, size = tensor_parallel(param)
+    shards = [shard]
+    if size > 1:
+        shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(shards, shard.contiguous(), group=_tensor_parallel_group(param))
+    for rank, part in enumerate(shards):
+        offset = 0
+        ranges = param.tp_slices(rank, size)
+        if is_vocabulary(param):
+            ranges = (vocabulary_range(param, rank, len(part)),)
+        for start, length in ranges:
+            whole.narrow(axis, start, length).copy_(part.narrow(axis, offset, length))
+            offset += length
+
+
+def _tensor_parallel_group(param: ParamMapping) -> dist.ProcessGroup:
+    if param.expert is not None:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def param_bytes(checkpoint: Checkpoint, param: ParamMapping) -> int:

@@ -21,7 +21,8 @@ from dlm_bridge.plan.model import ROLES, PlannedModel
 from dlm_bridge.plan.run import OVERHEADS, PlannedRun
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "transient", "overhead")
-_STATE = {"adamw": 8, "sgd": 4}  # bytes of moments a parameter
+_STATE = {"adamw": 8, "sgd": 4, "muon": 8}  # bytes of moments a parameter, but for the matrices of Muon
+_MATRICES = ("attention", "mlp", "shared experts")  # of which Muon keeps one; of experts it depends on the family
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,8 @@ def _states(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) ->
             count / replicas if run.fsdp in ("optim_grads", "optim_grads_params") else count
         )
         optimizer += of_state * (count / replicas if sharded else count)
+    if run.optimizer == "muon":
+        optimizer -= 4 * sum(parameters.get(role, 0) for role in _MATRICES)
     if run.precision == "fp8":  # each linear weight once more in FP8, as it is and transposed
         linear = sum(parameters.get(role, 0) for role in ("attention", "mlp", "experts", "shared experts"))
         weights += 2 * linear

@@ -201,6 +201,8 @@ class PlannedRun:
         for name in TRAINING_OPTIONS:
             check_option(options[name], flags[name], "pretrain", flags)
         check_optimizer(self.optimizer, "megatron")
+        if self.optimizer == "muon" and self.distributed_optimizer:
+            raise DlmBridgeError("--optimizer muon is not sharded: add --no-distributed-optimizer")
         for module in self.recompute_modules:
             if module not in RECOMPUTE_MODULES:
                 raise DlmBridgeError(f"--recompute-modules {module}: choose of {', '.join(RECOMPUTE_MODULES)}")

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from dlm_bridge.train.accelerate.optimizers import MuonAndAdamW, muon_parameters
+from dlm_bridge.train.accelerate.optimizers import MuonAndAdamW
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.loading import load_model
+from dlm_bridge.train.muon import muon_parameters
 from tests.train.conftest import Run, without_speed
 
 MUON = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1}
@@ -67,7 +68,7 @@ def test_a_run_resumes_exactly(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ({"optimizer": "muon", "engine": "megatron"}, "--optimizer"),
+        ({"optimizer": "muon", "engine": "megatron", "muon_momentum": 1.0}, "--muon-momentum"),
         ({"optimizer": "sgd"}, "--optimizer"),
         ({"muon_momentum": 0.9}, "--muon-momentum"),
     ],

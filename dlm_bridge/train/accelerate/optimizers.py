@@ -1,8 +1,4 @@
-"""The optimizers of the Accelerate engine: AdamW, and Muon for the matrices of the decoder layers.
-
-Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) orthogonalises the momentum of a weight matrix.
-Scaled to the size of AdamW's updates (Moonshot AI, arXiv 2502.16982), it takes AdamW's learning rate and weight decay.
-"""
+"""The optimizers of the Accelerate engine: AdamW, and Muon for the matrices of the decoder layers."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ import torch
 from torch import nn
 
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.muon import muon_parameters, trained_parameters
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
@@ -24,11 +21,6 @@ def adamw(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -
     """AdamW over a model's trained parameters."""
     groups = parameter_groups(trained_parameters(model), config.optimizer.weight_decay)
     return torch.optim.AdamW(groups, **_adamw_settings(config), fused=fused)
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters with gradients, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def parameter_groups(trained: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -43,14 +35,6 @@ def parameter_groups(trained: dict[str, nn.Parameter], weight_decay: float) -> l
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay applies: not to biases and 1-D parameters (norms)."""
     return parameter.dim() > 1 and not name.endswith(".bias")
-
-
-def muon_parameters(model: nn.Module) -> set[str]:
-    """The names of what Muon updates: matrices with gradients, but for embeddings and the head. Experts whose matrices
-    are one tensor of three dimensions are not among them."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
-    excluded = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
-    return {name for name, p in trained_parameters(model).items() if p.dim() == 2 and id(p) not in excluded}
 
 
 class MuonAndAdamW(torch.optim.Optimizer):

@@ -149,10 +149,11 @@ class TrainConfig:
 
     def _check_megatron(self) -> None:
         parallel, optimizer = self.parallel, self.optimizer
+        other = "" if optimizer.name == "adamw" else f"--optimizer {optimizer.name}"
         if parallel.fsdp is not None:
             for excluded, reason in (
                 (f"--pp {parallel.pp}" if parallel.pp > 1 else "", "megatron-core's FSDP has no pipeline"),
-                ("--optimizer sgd" if optimizer.name == "sgd" else "", "megatron-core's FSDP has AdamW only"),
+                (other, "megatron-core's FSDP has AdamW only"),
                 ("--optimizer-cpu-offload" if optimizer.cpu_offload else "", "megatron-core's FSDP does not offload"),
                 ("" if parallel.distributed_optimizer else "--no-distributed-optimizer", "FSDP shards the optimizer"),
                 ("--async-save" if self.checkpoint.async_save else "", "FSDP's checkpoints are written at once"),
@@ -160,6 +161,17 @@ class TrainConfig:
             ):
                 if excluded:
                     raise OptionError("--fsdp", f"{parallel.fsdp} with {excluded}: {reason}: leave one of them out")
+        if optimizer.name == "muon":
+            for excluded, reason in (
+                (
+                    "--distributed-optimizer" if parallel.distributed_optimizer else "",
+                    "megatron-core cuts its state anywhere, and knows AdamW's only: add --no-distributed-optimizer",
+                ),
+                ("--fp8-params" if self.precision.fp8_params else "", "its main params are AdamW's: leave it out"),
+                ("an adapter" if self.model.adapts else "", "its factors are no matrices of the Hub's: use adamw"),
+            ):
+                if excluded:
+                    raise OptionError("--optimizer", f"muon with --engine megatron and {excluded}: {reason}")
         if self.model.adapts:
             for excluded, reason in (
                 (f"--fsdp {parallel.fsdp}" if parallel.fsdp else "", "megatron-core's FSDP shards no frozen weights"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ENGINES = ("accelerate", "megatron")
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
-OPTIMIZER_ENGINES = {"muon": "accelerate", "sgd": "megatron"}  # adamw is both engines'
+OPTIMIZER_ENGINES = {"sgd": "megatron"}  # the others are both engines'
 TRACKERS = ("tensorboard", "wandb")
 
 
@@ -162,7 +162,7 @@ class OptimizerOptions:
     """The optimizer and its peak learning rate."""
 
     name: str = option(
-        "adamw", "adamw; muon for the layers' matrices (--engine accelerate), sgd (--engine megatron).", "--optimizer",
+        "adamw", "adamw; muon for the layers' matrices; sgd (--engine megatron).", "--optimizer",
         choices=("adamw", "muon", "sgd"), tasks=TRAINING, fixed=True,
     )  # fmt: skip
     lr: float = option(3e-4, "Peak learning rate.", minimum=0, task_defaults={"sft": 2.5e-5, "rl": 1e-6})
@@ -170,7 +170,7 @@ class OptimizerOptions:
     beta1: float = option(0.9, "AdamW's first beta.", minimum=0, below=1)
     beta2: float = option(0.95, "AdamW's second beta.", minimum=0, below=1)
     adam_eps: float = option(1e-8, "AdamW's epsilon.", minimum=0)
-    muon_momentum: float = accelerate_option(
+    muon_momentum: float = option(
         0.95, "Muon's momentum.", minimum=0, below=1, tasks=TRAINING, needs=("--optimizer", "muon")
     )
     clip_grad: float = option(1.0, "Largest gradient norm, 0: no clipping.", minimum=0)

@@ -25,11 +25,12 @@ from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import load_main_params
 from dlm_bridge.train.checkpoints import ResumePoint, raised_everywhere
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import open_megatron_source
+from dlm_bridge.train.loading import MegatronSource, open_megatron_source
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.megatron import checkpoints, mcore_config
 from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints, go_on_without, open_local
 from dlm_bridge.train.megatron.lora import LoraRun
+from dlm_bridge.train.megatron.muon import muon_optimizer
 from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.trainer import MegatronTrainer, connect_schedule
 from dlm_bridge.train.setup import (
@@ -127,7 +128,7 @@ def assemble(
         factors = None if adapter is None else adapter.add(chunks)
         # Wrapping, optimizer, schedule.
         wrapped = wrap_chunks(chunks, config)
-        optimizer = build_optimizer(wrapped, config)
+        optimizer = build_optimizer(wrapped, config, source)
         connect_schedule(wrapped, optimizer)
 
     # fp32 main params start from the stored weights, not from the params' rounding of them.
@@ -161,7 +162,7 @@ def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
     return wrapped
 
 
-def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
+def build_optimizer(chunks: Sequence[Any], config: TrainConfig, source: MegatronSource) -> Any:
     """megatron-core's optimizer over wrapped chunks. The learning rate is set before every step. Raises
     DlmBridgeError."""
     if config.optimizer.cpu_offload:
@@ -172,7 +173,11 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig) -> Any:
                     "leave it out"
                 )
     # Its rule of weight decay is ours: biases and 1-D parameters do not decay.
-    optimizer = get_megatron_optimizer(mcore_config.optimizer_config(config), list(chunks))
+    settings = mcore_config.optimizer_config(config)
+    if config.optimizer.name == "muon":
+        optimizer = muon_optimizer(settings, chunks, source, config.optimizer.muon_momentum)
+    else:
+        optimizer = get_megatron_optimizer(settings, list(chunks))
     patch_optimizer(optimizer)
     return optimizer
 

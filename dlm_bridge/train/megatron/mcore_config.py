@@ -208,7 +208,8 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
 
 
 def _is_sharded(config: TrainConfig) -> bool:
-    """Whether the optimizer's state is sharded: megatron-core does so for Adam only; SGD has next to none."""
+    """Whether the optimizer's state is sharded: megatron-core does so for Adam only; SGD has next to none,
+    and with Muon it must not."""
     distributed = config.parallel.distributed_optimizer and config.optimizer.name == "adamw"
     return distributed or config.parallel.fsdp is not None
 
@@ -217,7 +218,7 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
     """megatron-core's configuration of the optimizer. Raises DlmBridgeError."""
     dtype, optimizer, precision = DTYPES[config.precision.name], config.optimizer, config.precision
     settings: dict[str, Any] = {
-        "optimizer": "adam" if optimizer.name == "adamw" else "sgd",
+        "optimizer": "sgd" if optimizer.name == "sgd" else "adam",  # inside which Muon is put
         "lr": optimizer.lr,
         "weight_decay": optimizer.weight_decay,
         "adam_beta1": optimizer.beta1,

@@ -90,6 +90,7 @@ OURS: dict[str, dict[str, str]] = {
         "adam_beta1": "--beta1",
         "adam_beta2": "--beta2",
         "adam_eps": "--adam-eps",
+        "muon_momentum": "--muon-momentum",
         "clip_grad": "--clip-grad",
         "bf16": "--precision",
         "fp16": "--precision",
@@ -124,6 +125,11 @@ CALLABLES = (
 _GRAPHS = "the engine records no CUDA graphs: the number of masked positions changes from step to step"
 _LOADS = "the bridge loads every rank's weights, and the gradient norm needs the attributes that initialisation sets"
 _DELAYED = "weight gradients would be missing: only the schedule of overlap_moe_expert_parallel_comm computes them"
+_MUON = "--optimizer muon is the engine's own, with torch.optim.Muon's settings"
+_MUON_SETTINGS = (
+    "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps",
+    "muon_tp_mode", "muon_extra_scale_factor",
+)  # fmt: skip
 _SHARED_BUFFER = "the engine's steps do not fill a buffer that weights and gradients share"
 # Fields that would make a run silently wrong, and why.
 REFUSED: dict[str, dict[str, str]] = {
@@ -146,6 +152,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "overlap_param_gather_with_optimizer_step": "the engine gathers weights when the next step begins",
         "reuse_grad_buf_for_mxfp8_param_ag": _SHARED_BUFFER,
         "timers": "the engine sets this function",
+        **dict.fromkeys(_MUON_SETTINGS, _MUON),
     },
 }
 # Fields with one value only, and why.
