@@ -130,6 +130,7 @@ _MUON_SETTINGS = (
     "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps",
     "muon_tp_mode", "muon_extra_scale_factor",
 )  # fmt: skip
+_DYNAMIC_CP = "its schedule takes no micro-batches of the engine's, and its groups reach no mask: use --cp"
 _SHARED_BUFFER = "the engine's steps do not fill a buffer that weights and gradients share"
 # Fields that would make a run silently wrong, and why.
 REFUSED: dict[str, dict[str, str]] = {
@@ -139,6 +140,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(CALLABLES, "the engine sets this function"),
         **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"), _GRAPHS),
         **dict.fromkeys(("perform_initialization", "init_model_with_meta_device", "use_cpu_initialization"), _LOADS),
+        **dict.fromkeys(("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"), _DYNAMIC_CP),
         "delay_wgrad_compute": _DELAYED,
         "mtp_standalone": "multi-token prediction layers are on the last stage, with the loss",
         "moe_router_topk_limited_devices": "the routing would depend on --ep, and no export carries it",
