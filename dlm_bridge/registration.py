@@ -68,8 +68,10 @@ def _register_configs() -> None:
     warn_if_untested("torch")
     warn_if_untested("transformers")
     auto = sys.modules[CONFIGURATION_AUTO]
-    # Where families share a model type the first one's config dispatches on `architectures`.
-    for family in reversed(families()):
+    # Where families share a model type the first one's config dispatches on `architectures`; never that of a family
+    # that a key tells from another, which takes every config for its own.
+    own_configs_first = sorted(families(), key=lambda family: family.told_from is not None)
+    for family in reversed(own_configs_first):
         for model_type in (family.model_type, *family.other_model_types):
             if family.auto_classes and model_type:
                 auto.AutoConfig.register(model_type, _config_stand_in(family, model_type), exist_ok=True)

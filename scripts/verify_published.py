@@ -26,6 +26,7 @@ SMALLEST = {
     "dream_reasoner": "Dream-org/DreamReasoner-8B",
     "dreamon": "Dream-org/DreamOn-v0-7B",
     "fast_dllm_v2": "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
+    "idlm": "yifanyu/I-DLM-8B",
     "illada": "GSAI-ML/iLLaDA-8B-Base",
     "llada": "GSAI-ML/LLaDA-8B-Base",
     "llada2_moe": "inclusionAI/LLaDA2.0-mini",

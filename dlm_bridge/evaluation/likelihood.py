@@ -76,6 +76,8 @@ def bound_estimator(model: Any) -> BoundEstimator:
     chosen = family_objective(model)
     if chosen.noise_process != "mask":
         return BoundEstimator(dataclasses.replace(chosen, eps=0.0, loss_weighting="bound"), None)
+    if chosen.samples_clean_stream:  # in blocks of one token the clean stream predicts each: the bound is exact
+        chosen = dataclasses.replace(chosen, block_size=1)  # type: ignore[call-arg]
     if chosen.streams == 2:
         return BoundEstimator(chosen, chosen.block_size)  # type: ignore[attr-defined]
     kind: type[Objective] = ShiftedDiffusion if chosen.shift else MaskedDiffusion

@@ -10,8 +10,9 @@
 Each row's tokens are those of `generate` with its prompt alone and `generator=torch.Generator(device)` with its seed.
 
 Rows enter at a block boundary. Samplers with one block of the whole length (dream, dreamon, diffullama, rnd1, uniform,
-wedlm, linear_spec) run one batch after the other instead: a step of theirs belongs to all rows. Rows whose samplers
-differ in more than the length, such as LLaDA's with `steps` for another `gen_length`, run one after the other, too.
+wedlm, idlm, linear_spec) run one batch after the other instead: a step of theirs belongs to all rows. Rows whose
+samplers differ in more than the length, such as LLaDA's with `steps` for another `gen_length`, run one after the
+other, too.
 """
 
 from __future__ import annotations

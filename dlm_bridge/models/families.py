@@ -30,6 +30,7 @@ FAMILY_SPECS = (
     "dlm_bridge.models.dream_reasoner:SPEC",
     "dlm_bridge.models.dreamon:SPEC",
     "dlm_bridge.models.fast_dllm_v2:SPEC",
+    "dlm_bridge.models.idlm:SPEC",
     "dlm_bridge.models.illada:SPEC",
     "dlm_bridge.models.llada2_moe:SPEC",
     "dlm_bridge.models.llada_moe:SPEC",
@@ -85,10 +86,6 @@ UNSUPPORTED: dict[str, str] = {
         "ModernBERT-Chat is native in transformers; its encoder (LayerNorm, alternating windows, GeGLU) has no mapping"
     ),
     "NemotronLabsDiffusionVLMModel": "Nemotron-Labs-Diffusion-VLM has a vision tower: only text models load here",
-    "Qwen3ForCausalLM in I-DLM": (
-        "I-DLM as NeMo Automodel trains it is saved as a plain Qwen3: it loads and converts as the causal Qwen3 that "
-        "its body is, but its all-masked objective and its introspective strided decoding are not written here"
-    ),
     "Sumi-7B": "Sumi's class name and code (a Llama-like body, GIDD's uniform noise) are not public on GitHub",
     "openPangu-R-7B-Diffusion": (
         "its code (context-causal blocks of 32 on openPangu's body, which has biases) is not public on GitHub, and "
@@ -174,7 +171,7 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
 def _told_apart(found: FamilySpec, config: MappingABC[str, Any]) -> FamilySpec:
     """The family with the architectures of `found` that a key of the config tells, or `found` itself."""
     others = (spec for spec in families() if spec.told_from is not None and spec.told_from[0] == found.name)
-    return next((spec for spec in others if spec.told_from and config.get(spec.told_from[1]) is not None), found)
+    return next((spec for spec in others if spec.told_from and config.get(spec.told_from[1])), found)
 
 
 def _remote_classes(config: MappingABC[str, Any]) -> list[str]:

@@ -55,6 +55,7 @@ class Objective(abc.ABC):
     own_positions: ClassVar[bool] = False  # position ids differ from row to row
     exact_block_masks: ClassVar[bool] = False  # masks round(n p) tokens of a block, not each with probability p
     answer_blocks: ClassVar[bool] = False  # blocks are counted from a row's first counted token
+    samples_clean_stream: ClassVar[bool] = False  # text is drawn from what the clean stream predicts, token by token
     terms: ClassVar[int] = 1  # K, sums with a divisor of their own
     tokens_read: ClassVar[int] = 1  # input tokens of the model per token of a sequence
     loss_fraction: ClassVar[float] = 0.5  # expected positions with a loss per token; noise levels are uniform

@@ -31,6 +31,7 @@ from dlm_bridge.objectives.two_streams import (
     BlockDiffusion,
     ComplementaryBlockDiffusion,
     EditingBlockDiffusion,
+    IDLMDiffusion,
     NemotronDiffusion,
     WeDLMDiffusion,
 )
@@ -83,6 +84,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
     "block_complementary": ObjectiveSpec(ComplementaryBlockDiffusion),
     "nemotron": ObjectiveSpec(NemotronDiffusion),
     "wedlm": ObjectiveSpec(WeDLMDiffusion),
+    "idlm": ObjectiveSpec(IDLMDiffusion),
     "canvas": ObjectiveSpec(CanvasDiffusion),
     "trajectory": ObjectiveSpec(TrajectoryDistillation),
     "trajectory_shifted": ObjectiveSpec(ShiftedTrajectoryDistillation),

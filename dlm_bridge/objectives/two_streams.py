@@ -241,6 +241,49 @@ class NemotronDiffusion(TwoStreamObjective):
 
 
 @dataclass(frozen=True)
+class IDLMDiffusion(TwoStreamObjective):
+    """I-DLM's all-masked objective (arXiv 2604.11035) as NeMo Automodel trains it (components/loss/dllm_loss.py:
+    IDLMLoss, 36044ad).
+
+    Every counted position of the noisy stream is masked; a mask attends to those before it in its block and to the
+    clean blocks before, the clean stream is causal, and logits[i] predict token i + 1 in both. The loss is the mean
+    over the counted tokens of CE by the noisy stream + clean_weight x CE by the clean one.
+    """
+
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
+    shift: ClassVar[bool] = True
+    families: ClassVar[tuple[str, ...]] = ("idlm",)
+    noise_ranges: ClassVar[bool] = False
+    forces_certainty: ClassVar[bool] = False
+    samples_clean_stream: ClassVar[bool] = True
+    loss_fraction: ClassVar[float] = 2.0
+    terms: ClassVar[int] = 2
+    noisy_stream: ClassVar[StreamPattern] = "causal"
+    clean_stream: ClassVar[StreamPattern] = "causal"
+    weightings: ClassVar[tuple[Weighting, ...]] = ("uniform",)
+    normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted",)
+
+    loss_weighting: Weighting = "uniform"
+    loss_normalisation: Normalisation = "predicted"
+    clean_weight: float = 0.2
+
+    def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
+        following = next_tokens(clean)
+        keep = torch.cat([following, following], dim=1)
+        is_clean = torch.cat([torch.zeros_like(following), torch.ones_like(following)], dim=1)[keep]
+        return NoisyBatch(
+            input_ids=torch.cat([clean.input_ids.masked_fill(clean.counted, self.mask_token_id), clean.input_ids], 1),
+            **self.attention_inputs(clean),
+            mask=keep,
+            counted=keep,
+            targets=shift_left(clean.targets).repeat(1, 2)[keep],
+            weights=torch.where(is_clean, self.clean_weight, 1.0),
+            terms=is_clean.long(),
+            normaliser=total(following).repeat(2),
+        )
+
+
+@dataclass(frozen=True)
 class WeDLMDiffusion(TwoStreamObjective):
     """WeDLM's objective (the public fine-tuning code, arXiv 2512.22737).
 

@@ -38,7 +38,7 @@ def _answer(model: Any, count: int = 3) -> Answer:
     """Over a block's boundary, where there are blocks."""
     block = bound_estimator(model).block
     tokens = torch.randint(1, 90, (64,), generator=torch.Generator().manual_seed(3)).tolist()
-    start = 4 if block is None else block - 1
+    start = 4 if block is None else max(block - 1, 1)
     return Answer(tuple(tokens[:start]), tuple(tokens[start : start + count]))
 
 

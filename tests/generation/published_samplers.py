@@ -389,6 +389,27 @@ def rnd1(
     return row
 
 
+def idlm(model: Any, row: list[int], gen: int, mask: int, *, count: int) -> tuple[list[int], int]:
+    """The row, of whose new tokens each forward drafts `count` and checks those of the one before, and the number of
+    forwards."""
+
+    def best(tokens: list[int]) -> list[int]:
+        order = torch.arange(len(tokens))
+        logits = model(torch.tensor([tokens]), (order[None] <= order[:, None])[None, None]).logits[0].clone()
+        logits[:, mask] = -torch.inf
+        return logits.argmax(-1).tolist()
+
+    prompt, forwards, draft = len(row), 1, []
+    row = [*row, best(row)[-1]]
+    while len(row) < prompt + gen:
+        said = best(row + draft + [mask] * count)[len(row) - 1 :]
+        forwards += 1
+        right = next((place for place, token in enumerate(draft) if said[place] != token), len(draft))
+        row = [*row, *draft[:right], said[right]]
+        draft = said[right + 1 : right + 1 + count] if right == len(draft) else []
+    return row[: prompt + gen], forwards
+
+
 def wedlm(
     model: Any, prompt: list[int], gen: int, mask: int, *, window: int, threshold: float | None, factor: float
 ) -> list[int]:

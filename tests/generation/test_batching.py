@@ -29,7 +29,7 @@ from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
 from tests.generation.test_samplers import CASES, build
 
-WHOLE = ("dream-", "dreamon", "multi_block", "diffullama", "rnd1", "uniform", "linear_spec", "wedlm")
+WHOLE = ("dream-", "dreamon", "multi_block", "diffullama", "rnd1", "uniform", "linear_spec", "idlm", "wedlm")
 
 
 def requests(

@@ -24,7 +24,7 @@ WITH_BLOCK_CACHE = [
     for case in DIFFUSION
     if case.spec.attention_pattern == "block_causal" or case.spec.sampler["algorithm"] == "nemotron"
 ]
-REORDERED = [case for case in DIFFUSION if case.spec.attention_pattern == "causal"]
+REORDERED = [case for case in DIFFUSION if case.spec.sampler["algorithm"] == "wedlm"]
 
 
 def load_case(case: FamilyCase, folder: Path) -> tuple[Any, int]:

@@ -41,6 +41,8 @@ def expected(model: Any, algorithm: str, row: list[int], mask: int) -> list[int]
         return samplers.rnd1(bidirectional, row, GEN, mask, steps=5, temperature=1.0, pad=0)
     if algorithm == "nemotron":
         return samplers.nemotron(model, row, GEN, mask, block=GEN, threshold=0.9)
+    if algorithm == "idlm":
+        return samplers.idlm(model, row, GEN, mask, count=3)[0]
     if algorithm == "wedlm":
         return samplers.wedlm(model, row, GEN, mask, window=16, threshold=0.4, factor=0.02)
     logits = samplers.block_causal(model, block)

@@ -69,6 +69,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "multi_block": (family(shift=True, algorithm="multi_block"), {}, {"block_length": 4, "threshold": 1.0}),
     "wino": (family(algorithm="wino"), {}, {"block_length": 6, "threshold": 0.1, "threshold_back": 0.5}),
     "credit": (family(shift=True, algorithm="credit"), {}, {"block_length": 6, "threshold": 0.5}),
+    "idlm": (
+        family("causal", shift=True, name="idlm", algorithm="idlm"),
+        {},
+        {"gen_block_size": 4, "top_k": 8, "top_p": 0.9},
+    ),
     "wedlm": (family("causal", algorithm="wedlm"), {}, {"wedlm_window_size": 5, "wedlm_entropy_threshold": 2.0}),
 }
 

@@ -48,6 +48,7 @@ _BUILT_IN = {
     "fast_dllm_v2": "fast_dllm_v2:FastDLLMv2Sampler",
     "nemotron": "nemotron:NemotronSampler",
     "linear_spec": "linear_spec:LinearSpecSampler",
+    "idlm": "idlm:IDLMSampler",
     "wedlm": "wedlm:WeDLMSampler",
     "uniform": "uniform:UniformSampler",
     "hierarchical": "hierarchical:HierarchicalSampler",

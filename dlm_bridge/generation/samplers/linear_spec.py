@@ -82,7 +82,7 @@ class SpeculativeRule(DenoisingRule):
         """Denoise the block, all of the new tokens. A row leaves when it has ended."""
         canvas, predictor = context.canvas, context.predictor
         assert isinstance(predictor, SpeculativePredictor)
-        _refuse_empty_rows(canvas)
+        refuse_empty_rows(canvas)
         rows, firsts = canvas.rows, [start - 1 for start in canvas.starts]
         logits_ANV = predictor.prompt()
         drafts_AN = canvas.take(None, slice(firsts[0], firsts[0] + 1))
@@ -336,7 +336,8 @@ def columns_from(firsts: list[int], width: int, device: torch.device) -> torch.T
     return to_device(firsts, device)[:, None] + torch.arange(width, device=device)
 
 
-def _refuse_empty_rows(canvas: Canvas) -> None:
+def refuse_empty_rows(canvas: Canvas) -> None:
+    """Raise DlmBridgeError for a row without a prompt."""
     for row, (origin, start) in enumerate(zip(canvas.origins, canvas.starts, strict=True)):
         if origin == start:
             raise DlmBridgeError(

@@ -42,6 +42,7 @@ class WeDLMSampler(Sampler):
 
     name: ClassVar[str] = "wedlm"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
+    shifted: ClassVar[bool | None] = False
 
     gen_length: int = parameter(64, minimum=1)
     temperature: float = parameter(0.2, minimum=0)

@@ -1,0 +1,198 @@
+"""I-DLM's introspective strided decoding (arXiv 2604.11035): one forward pass checks a draft and writes the next one.
+
+    text = prompt + next token;  draft = []
+    while a new token is missing:
+        logits of [last token] + draft + [MASK] * (gen_block_size - 1), under causal attention
+        p[i] = what follows the i-th of these tokens;  q[i] = what the draft's token was drawn from
+        accept the draft's tokens from left to right, each with probability min(1, p / (verify_alpha q))
+        where one is rejected:  commit those before it and a draw from max(0, p - verify_alpha q);  draft = []
+        else:  commit the draft and a draw from p behind it;  draft = draws from what the masks predict
+
+At temperature 0 a token is accepted where it is the best one, so that the text is the causal model's own, token for
+token; above, with verify_alpha 1, it is drawn from that model.
+
+Source: Introspective-Diffusion/I-DLM, SGLang's `IDLMBlockN`; diffusers' `IDLMPipeline`. These compare with p before
+top-k and top-p, and SGLang's drafts are best tokens; here p and q are both what tokens are drawn from, so that the
+text's distribution is that of the causal model under the same filters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
+from dlm_bridge.generation.constraints import Constraints
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers.linear_spec import SpeculativePredictor, columns_from, refuse_empty_rows
+from dlm_bridge.generation.token_sampling import gather_tokens, propose_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class IDLMSampler(Sampler):
+    """I-DLM's introspective strided decoding.
+
+    Args:
+        gen_block_size: the most tokens that a forward pass commits; by default one more than the model's block size,
+            the masks that it was trained with.
+        verify_alpha: below 1, more of a draft is accepted than the causal model's distribution allows.
+    """
+
+    name: ClassVar[str] = "idlm"
+    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
+    families: ClassVar[tuple[str, ...]] = ("idlm",)
+    infills: ClassVar[bool] = False  # what follows is not attended to
+    takes_commit_rule: ClassVar[bool] = False
+
+    temperature: float = parameter(1.0, minimum=0)
+    top_k: int | None = parameter(50, minimum=0)
+    top_p: float | None = parameter(0.95, above=0, maximum=1)
+    gen_block_size: int = parameter(3, minimum=2)
+    verify_alpha: float = parameter(1.0, above=0, maximum=1)
+
+    @classmethod
+    def model_parameters(cls, config: Any) -> dict[str, Any]:
+        block = getattr(config, "block_size", None)
+        return {"gen_block_size": block + 1} if block else {}
+
+    def spec(self, tokens: SpecialTokens) -> SamplerSpec:
+        spare = 2 * self.gen_block_size - 2  # what a forward pass may predict behind the last new token
+        return SamplerSpec(
+            layout=BlockLayout(self.gen_length + spare, whole=True, spare=spare),
+            rule=StridedRule(self.gen_block_size - 1, self.verify_alpha),
+            sampling=self.sampling(),
+            predictor=SpeculativePredictor,
+        )
+
+
+@dataclass
+class _Drafts:
+    """The tokens that rows expect next. M is their number."""
+
+    tokens: torch.Tensor  # [A, M]
+    probabilities: torch.Tensor  # [A, M, V], q; of a greedy draft nothing is read
+    exist: torch.Tensor  # [A] bool
+
+    def select(self, places: list[int]) -> _Drafts:
+        return _Drafts(self.tokens[places], self.probabilities[places], self.exist[places])
+
+
+class StridedRule(DenoisingRule):
+    """Steps that check drafts of so many tokens and write the next ones; see `IDLMSampler`."""
+
+    needs_prompt: ClassVar[bool] = True
+
+    def __init__(self, drafted: int, alpha: float) -> None:
+        self._drafted = drafted
+        self._alpha = alpha
+
+    def constrained(self, constraints: Constraints) -> DenoisingRule:
+        constraints.refuse_text("a draft has no text before its tokens yet")
+        return self
+
+    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
+        """Denoise the block, all of the new tokens. A row leaves when it has ended."""
+        canvas, predictor = context.canvas, context.predictor
+        assert isinstance(predictor, SpeculativePredictor)
+        refuse_empty_rows(canvas)
+        rows, firsts = canvas.rows, [start - 1 for start in canvas.starts]
+        logits_ANV = predictor.prompt()
+        columns_AN = columns_from(firsts, 1, canvas.tokens.device) + 1
+        logits_ANV = context.constraints(logits_ANV, canvas, rows, columns_AN)
+        shaped_ANV, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
+        canvas.put(rows, columns_AN, tokens_AN)
+        context.callbacks.step(canvas, rows, columns_AN, logits_ANV, predictor.forwards, final=True)
+        masks_AM = torch.full((len(rows), self._drafted), canvas.mask_token_id, device=canvas.tokens.device)
+        nothing_A = torch.zeros(len(rows), dtype=torch.bool, device=canvas.tokens.device)
+        drafts = _Drafts(masks_AM, shaped_ANV.expand(-1, self._drafted, -1), nothing_A)
+        committed_A = torch.ones_like(masks_AM[:, 0])
+        while True:
+            counts = (committed_A * canvas.unfinished(rows, block)).tolist()
+            places = [place for place, count in enumerate(counts) if count]
+            if not places:
+                return
+            yield
+            wanted = canvas.still_wanted(rows)
+            places = [place for place in places if rows[place] in wanted]
+            if not places:
+                return
+            firsts = [firsts[place] + counts[place] for place in places]
+            if len(places) < len(rows):
+                rows, drafts = [rows[place] for place in places], drafts.select(places)
+            predictor.select_cached_rows(rows)
+            committed_A, drafts = self._step(context, predictor, rows, firsts, drafts)
+
+    def _step(
+        self,
+        context: SamplerContext,
+        predictor: SpeculativePredictor,
+        rows: list[int],
+        firsts: list[int],
+        drafts: _Drafts,
+    ) -> tuple[torch.Tensor, _Drafts]:
+        """One forward pass: [A], how many tokens it committed, and the next drafts."""
+        canvas, count = context.canvas, self._drafted
+        last_A1 = canvas.take(rows, columns_from(firsts, 1, canvas.tokens.device))
+        # Rows without a draft have masks in its place, of which they read as many: one shape for all.
+        masks_AM = torch.full_like(drafts.tokens, canvas.mask_token_id)
+        input_AN = torch.cat([last_A1, drafts.tokens, masks_AM], dim=1)
+        columns_AN = columns_from(firsts, input_AN.shape[1], canvas.tokens.device) + 1
+        logits_ANV = context.constraints(predictor.check(rows, firsts, input_AN), canvas, rows, columns_AN)
+        shaped_ANV, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
+        accepted_AM, corrected_AM = self._verify(context, rows, shaped_ANV[:, :count], tokens_AN[:, :count], drafts)
+        accepted_A = accepted_AM.cumprod(dim=1).sum(dim=1) * drafts.exist
+        rejected_A = drafts.exist & (accepted_A < count)
+        # The token behind what is accepted: the correction of a rejected one, else a draw of its own.
+        next_A1 = tokens_AN.gather(1, accepted_A[:, None])
+        place_A1 = accepted_A[:, None].clamp(max=count - 1)
+        next_A1 = torch.where(rejected_A[:, None], corrected_AM.gather(1, place_A1), next_A1)
+        places_1N = torch.arange(count + 1, device=next_A1.device)[None]
+        ahead_AN = torch.cat([drafts.tokens, masks_AM[:, :1]], dim=1)
+        committed_AN = torch.where(places_1N < accepted_A[:, None], ahead_AN, canvas.mask_token_id)
+        committed_AN = torch.where(places_1N == accepted_A[:, None], next_A1, committed_AN)
+        canvas.put(rows, columns_AN[:, : count + 1], committed_AN)
+        seen_ANV = logits_ANV[:, : count + 1]
+        context.callbacks.step(canvas, rows, columns_AN[:, : count + 1], seen_ANV, predictor.forwards, final=True)
+        # What the masks behind the next token predict is the next draft.
+        from_AM = accepted_A[:, None] + 1 + torch.arange(count, device=next_A1.device)
+        from_AM = from_AM.clamp(max=tokens_AN.shape[1] - 1)  # of rejected rows, whose draft is dropped
+        exist_A = ~rejected_A
+        tokens_AM = torch.where(exist_A[:, None], tokens_AN.gather(1, from_AM), canvas.mask_token_id)
+        q_AMV = drafts.probabilities
+        if context.sampling.draws:
+            chosen_AMV = shaped_ANV.gather(1, from_AM[..., None].expand(-1, -1, shaped_ANV.shape[-1]))
+            q_AMV = self._probabilities(context, chosen_AMV)
+        return accepted_A + 1, _Drafts(tokens_AM, q_AMV, exist_A)
+
+    def _verify(
+        self,
+        context: SamplerContext,
+        rows: list[int],
+        shaped_AMV: torch.Tensor,
+        drawn_AM: torch.Tensor,
+        drafts: _Drafts,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[A, M] twice: which tokens of the drafts pass, and what would be in their place."""
+        if not context.sampling.draws:
+            return drawn_AM == drafts.tokens, drawn_AM
+        noise, count, vocabulary = context.noise, self._drafted, shaped_AMV.shape[-1]
+        begins, ends = [0] * len(rows), [count] * len(rows)
+        p_AMV, q_AMV = self._probabilities(context, shaped_AMV), self._alpha * drafts.probabilities
+        bound_AM = noise.per_position(rows, count, begins, ends) * gather_tokens(q_AMV, drafts.tokens)
+        accepted_AM = bound_AM < gather_tokens(p_AMV, drafts.tokens)
+        rest_AMV = (p_AMV - q_AMV).clamp(min=0)
+        rest_AMV = torch.where(rest_AMV.sum(dim=-1, keepdim=True) > 0, rest_AMV, p_AMV)
+        uniform_AMV = noise.per_token(rows, count, vocabulary, begins, ends)
+        return accepted_AM, (rest_AMV.log() - uniform_AMV.log().neg().log()).argmax(dim=-1)
+
+    @staticmethod
+    def _probabilities(context: SamplerContext, shaped_ANV: torch.Tensor) -> torch.Tensor:
+        """[A, N, V] in float64, without the mask token, which is never drawn."""
+        shaped_ANV = shaped_ANV.double().clone()
+        shaped_ANV[..., context.canvas.mask_token_id] = -torch.inf
+        return shaped_ANV.softmax(dim=-1)

@@ -1,0 +1,135 @@
+"""I-DLM's strided decoding: drafts that the next forward pass checks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from dlm_bridge.attention_mask import causal_mask
+from dlm_bridge.generation import generate
+from dlm_bridge.generation.settings import fitting_samplers
+from dlm_bridge.models.families import family_by_name
+from dlm_bridge.objectives.batches import IGNORE_INDEX
+from tests.families.idlm import CASE
+from tests.generation import published_samplers as published
+from tests.generation.standin import MASK, StandIn, family, ragged
+
+GEN = 13
+
+
+def build(seed: int, likely: int = 4) -> StandIn:
+    """With so many likely tokens, so that drafts are right now and then."""
+    model = StandIn(family("causal", shift=True, name="idlm", algorithm="idlm"), seed=seed)
+    model.head[:, likely:MASK] *= 0.02
+    return model
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_greedy_text_is_the_causal_models_in_as_many_forwards(size: int) -> None:
+    saved = 0
+    for seed in range(3):
+        model = build(seed)
+        rows, ids, mask = ragged((5, 9, 1, 8))
+        arguments = {"gen_length": GEN, "gen_block_size": size, "temperature": 0.0, "eos_token_id": None}
+        together = generate(model, ids, attention_mask=mask, **arguments)
+        for row, line in zip(rows, together.tolist(), strict=True):
+            expected, forwards = published.idlm(model, row, GEN, MASK, count=size - 1)
+            assert line[9 - len(row) :] == expected
+            alone = generate(model, torch.tensor([row]), return_dict_in_generate=True, **arguments)
+            assert alone.forwards == forwards
+            saved += GEN - forwards
+            text = list(row)
+            while len(text) < len(row) + GEN:
+                seen = causal_mask(torch.ones(1, len(text)))
+                logits = model(torch.tensor([text]), seen).logits[0, -1].clone()
+                logits[MASK] = -torch.inf
+                text.append(int(logits.argmax()))
+            assert text == expected
+    assert saved > 0
+
+
+@pytest.mark.parametrize("filters", [{"top_k": None, "top_p": None}, {"top_k": 2, "top_p": None}])
+def test_what_is_drawn_has_the_causal_models_distribution(filters: dict[str, Any]) -> None:
+    """The frequencies of all texts of three tokens, against their exact probabilities."""
+    model, prompt, copies = build(1), [7, 11], 6000
+    forward = model.forward
+
+    def of_three_tokens(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits[..., 3:] = -torch.inf
+        return output
+
+    model.forward = of_three_tokens  # type: ignore[method-assign]
+    settings = {"gen_length": 3, "temperature": 2.5, "seed": 3, "num_return_sequences": copies, "eos_token_id": None}
+    found = generate(model, torch.tensor([prompt]), return_dict_in_generate=True, **settings, **filters)
+    counts = Counter(map(tuple, found.sequences[:, 2:].tolist()))
+    assert found.tokens_per_forward > 0.8  # 3 / 4, were no draft ever accepted
+    for text in itertools.product(range(3), repeat=3):
+        expected = 1.0
+        for place, token in enumerate(text):
+            tokens = [*prompt, *text[:place]]
+            logits = model(torch.tensor([tokens]), causal_mask(torch.ones(1, len(tokens)))).logits[0, -1]
+            expected *= float(published.shaped(logits / 2.5, top_k=filters["top_k"])[token])
+        error = (expected * (1 - expected) / copies) ** 0.5
+        assert abs(counts[text] / copies - expected) <= 4 * error
+
+
+def test_an_easier_check_accepts_more() -> None:
+    counts = []
+    for alpha in (1.0, 0.2):
+        settings = {
+            "gen_length": 24,
+            "seed": 5,
+            "num_return_sequences": 8,
+            "eos_token_id": None,
+            "verify_alpha": alpha,
+        }
+        output = generate(build(2), torch.tensor([[3, 5]]), return_dict_in_generate=True, **settings)
+        counts.append(output.tokens_per_forward)
+    assert counts[1] > counts[0]
+
+
+def test_the_cache_changes_no_token(tmp_path: Any) -> None:
+    model = CASE.load(CASE.write(tmp_path), dtype=torch.float64)
+    _, ids, mask = ragged((5, 9, 1))
+    settings = {"gen_length": 20, "mask_token_id": 99, "eos_token_id": None, "seed": 2, "pad_token_id": 0}
+    for temperature in (0.0, 0.7):
+        found = [
+            model.generate(ids, attention_mask=mask, cache=cache, temperature=temperature, **settings)
+            for cache in ("none", "block")
+        ]
+        assert torch.equal(*found)
+
+
+def test_the_loss_is_that_of_both_streams(tmp_path: Any) -> None:
+    """NeMo Automodel's formula (IDLMLoss), by one pass for each masked block behind its clean prefix."""
+    model = CASE.load(CASE.write(tmp_path), dtype=torch.float64).requires_grad_(False)
+    model.config.mask_token_id, length = 99, 11
+    ids = torch.randint(0, 99, (2, length), generator=torch.Generator().manual_seed(1))
+    for block in (1, 3):
+        model.config.block_size = block
+        labels = ids.clone()
+        labels[0, :4] = IGNORE_INDEX
+        labels[1, 9:] = IGNORE_INDEX
+        counted = labels != IGNORE_INDEX
+        noisy = ids.masked_fill(counted, 99)
+        clean = -model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        costs = torch.zeros_like(clean)
+        for first in range(0, length, block):
+            stop = min(first + block, length)
+            logits = model(torch.cat([ids[:, :first], noisy[:, first:stop]], dim=1)).logits.log_softmax(-1)
+            for place in range(first, min(stop, length - 1)):
+                costs[:, place] = -logits[:, place].gather(-1, ids[:, place + 1, None])[:, 0]
+        wanted = counted[:, 1:]
+        expected = (costs[wanted].sum() + 0.2 * clean[wanted].sum()) / wanted.sum()
+        loss = model(ids, labels=labels, generator=torch.Generator().manual_seed(0)).loss
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_samplers_that_predict_a_position_by_itself_are_not_for_it() -> None:
+    assert fitting_samplers(family_by_name("idlm")) == ["idlm"]
+    assert fitting_samplers(family_by_name("wedlm")) == ["wedlm"]
