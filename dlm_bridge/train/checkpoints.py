@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +91,20 @@ def how_to_go_on(newest: Path | None) -> str:
     )
 
 
-def save_checkpoint(output: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any]) -> Path:
-    """Write a `save_pretrained` folder of a model or an adapter, with the tokenizer and `state`, atomically."""
+def save_checkpoint(
+    output: Path,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    state: dict[str, Any],
+    save_more: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write a `save_pretrained` folder of a model or an adapter, with the tokenizer, `state` and what `save_more` adds
+    to the folder, atomically."""
     with atomic_checkpoint(output, step) as folder:
         model.save_pretrained(folder)
+        if save_more is not None:
+            save_more(folder)
         write_state(folder, step, tokenizer, state)
     return step_folder(output, step)
 

@@ -63,6 +63,7 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
             yield subject, partial(train, root, f"{subject}-1", subject)
         yield "an adapter", partial(train, root, "adapter-1", "masked", **_adapter(root))
         yield "muon", partial(train, root, "muon-1", "masked", optimizer="muon")
+        yield "averaged", partial(train, root, "averaged-1", "masked", ema_decay=0.5)
         yield "one process can be cut", partial(equals, root, "masked", "alone", sharding="fsdp", cpu_offload=True)
         return
     for subject in SUBJECTS if processes == 2 else SUBJECTS[:1]:
@@ -77,6 +78,7 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         yield "an adapter", partial(adapter_equals, root)
         yield "muon", partial(equals, root, "masked", "muon-2", "muon-1", sharding="fsdp", optimizer="muon")
         yield "muon goes on from one process", partial(goes_on, root, "muon-1", sharding="fsdp", optimizer="muon")
+        yield "averaged", partial(averages_equal, root)
         yield "half precision", partial(half_precision, root)
         yield "goes on from one process", partial(goes_on, root, "masked-1", sharding="fsdp")
         yield "goes on, not cut", partial(goes_on, root, "masked-2")
@@ -153,6 +155,19 @@ def adapter_equals(root: Path) -> None:
     assert {**settings[0], "target_modules": 0} == {**settings[1], "target_modules": 0}
 
 
+def averages_equal(root: Path) -> None:
+    """Of a run that is cut, and of one that goes on from one process's step 1."""
+    equals(root, "masked", "averaged-2", "masked-1", sharding="fsdp", ema_decay=0.5)
+    resumed = goes_on(root, "averaged-1", sharding="fsdp", ema_decay=0.5)
+    wanted, *others = (
+        load_file(root / name / f"checkpoints/step-{STEPS:07d}/ema/model.safetensors")
+        for name in ("averaged-1", "averaged-2", resumed)
+    )
+    for found in others:
+        assert found.keys() == wanted.keys()
+        assert all(torch.allclose(found[key], tensor, atol=2e-4) for key, tensor in wanted.items())
+
+
 def half_precision(root: Path) -> None:
     """Layers are gathered in bf16, routers in fp32; what is saved is fp32."""
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMLP, Glm4MoeTopkRouter
@@ -178,8 +193,8 @@ def half_precision(root: Path) -> None:
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
-def goes_on(root: Path, source: str, **changes: Any) -> None:
-    """From step 1 of another run, cut otherwise, to the losses of one that went through."""
+def goes_on(root: Path, source: str, **changes: Any) -> str:
+    """From step 1 of another run, cut otherwise, to the losses of one that went through. The run's name."""
     name = f"{source}-resumed-{os.environ['WORLD_SIZE']}-{changes.get('sharding')}"
     if os.environ["RANK"] == "0":
         shutil.copytree(root / source, root / name, ignore=shutil.ignore_patterns(f"step-{STEPS:07d}"))
@@ -189,6 +204,7 @@ def goes_on(root: Path, source: str, **changes: Any) -> None:
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for row, expected in zip(found, wanted, strict=True):
         assert abs(row["loss"] / expected["loss"] - 1) < 1e-5, (row, expected)
+    return name
 
 
 def rows(root: Path, name: str) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -33,6 +33,7 @@ from dlm_bridge.convert.formats.safetensors_file import (
 )
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.diffusion_lm import copy_remote_code
+from dlm_bridge.train.accelerate.ema import AveragedWeights
 from dlm_bridge.train.checkpoints import (
     atomic_checkpoint,
     checkpoint_errors,
@@ -116,7 +117,7 @@ def shard_model(model: nn.Module, config: TrainConfig, device: torch.device) -> 
         fully_shard(head, **{**settings, "reshard_after_forward": False})  # its backward pass comes next
     fully_shard(model, **{**settings, "reshard_after_forward": False})
     model.to_empty(device="cpu" if offload else device)
-    _distribute_weights(model, source, mesh, device)
+    _distribute_weights(model, source, device)
 
 
 def reshard_model(model: nn.Module) -> None:
@@ -189,17 +190,25 @@ def _to_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 @torch.no_grad()
-def _distribute_weights(
-    model: nn.Module, source: Mapping[str, torch.Tensor], mesh: DeviceMesh, device: torch.device
-) -> None:
-    """Give each process its shards of rank 0's weights, one weight at a time, and all of the buffers."""
-    main = dist.get_rank() == 0
+def shards_of(model: nn.Module, source: Mapping[str, torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """This process's shard of rank 0's tensor in `source` for each parameter of a sharded model, one at a time on
+    `device`. Every process calls this together."""
     for name, weight in model.named_parameters():
         assert isinstance(weight, DTensor)
-        whole = (
-            source[name].detach().to(device) if main else torch.empty(weight.shape, dtype=weight.dtype, device=device)
-        )
-        weight.to_local().copy_(distribute_tensor(whole, mesh, weight.placements).to_local())
+        if dist.get_rank() == 0:
+            whole = source[name].detach().to(device)
+        else:
+            whole = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        yield distribute_tensor(whole, weight.device_mesh, weight.placements).to_local()
+
+
+@torch.no_grad()
+def _distribute_weights(model: nn.Module, source: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Give each process its shards of rank 0's weights, one weight at a time, and all of the buffers."""
+    main = dist.get_rank() == 0
+    for weight, shard in zip(model.parameters(), shards_of(model, source, device), strict=True):
+        assert isinstance(weight, DTensor)
+        weight.to_local().copy_(shard)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         whole = source[name].detach().to(device) if main else torch.empty_like(buffer, device=device)
         dist.broadcast(whole, src=0)
@@ -216,8 +225,10 @@ def save_sharded(
     tokenizer: Any,
     state: dict[str, Any],
     device: torch.device,
+    averages: AveragedWeights | None = None,
 ) -> None:
-    """Write the checkpoint of `step`; every process calls this together, rank 0 writes the weights and `state`.
+    """Write the checkpoint of `step`; every process calls this together, rank 0 writes the weights, `averages` of them
+    and `state`.
 
     Weights are gathered one at a time on `device`, and written before the next one. Raises DlmBridgeError where the
     disk refuses.
@@ -238,6 +249,8 @@ def save_sharded(
                 tensors = {name: full_tensor(weight, device).cpu() for name, weight in adapter.parameters().items()}
                 if main:
                     adapter.save_pretrained(folder, tensors)
+            if averages is not None:
+                averages.save(folder, lambda place: save_weights(place, model, device), tokenizer, main)
         with raised_everywhere(), checkpoint_errors(output, step):
             if main:
                 write_state(folder, step, tokenizer, state)

@@ -25,6 +25,7 @@ from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.train.accelerate import fsdp, transforms
 from dlm_bridge.train.accelerate.attention import FLASH, attention_kernels, set_attention, uses_flash_attention
 from dlm_bridge.train.accelerate.canvas import loss_head, prepare_canvas_model
+from dlm_bridge.train.accelerate.ema import AveragedWeights, averaged_folder
 from dlm_bridge.train.accelerate.optimizers import build_optimizer
 from dlm_bridge.train.checkpoints import (
     load_state,
@@ -145,6 +146,8 @@ class AccelerateTrainer(Trainer):
         self.head = loss_head(self.computing)
         if self.fsdp:
             fsdp.shard_model(self.plain_model, config, self.device)
+        decay = config.optimizer.ema_decay
+        self.averages = AveragedWeights(self.plain_model, decay) if decay else None
         unwrapped = half or self.fsdp
         self.model = self.computing if unwrapped else accelerator.prepare(self.plain_model)
         optimizer = build_optimizer(config, self.plain_model, fused=self.device.type == "cuda")
@@ -185,6 +188,8 @@ class AccelerateTrainer(Trainer):
         self.optimizer.zero_grad()
         if self.half is not None:
             self.half.refresh()
+        if self.averages is not None:
+            self.averages.update()
         return self.accelerator.scaler is None, norm
 
     @functools.cached_property
@@ -227,20 +232,36 @@ class AccelerateTrainer(Trainer):
         }
         if self.fsdp:
             fsdp.save_sharded(
-                self.output, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer, state, self.device
-            )
+                self.output, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer, state, self.device,
+                self.averages,
+            )  # fmt: skip
         with raised_everywhere():
             if self.main and not self.fsdp:
                 state["optimizer"] = self.optimizer.state_dict()
-                save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
+                saved = self.adapter or self.plain_model
+                save_checkpoint(self.output, step, saved, self.tokenizer, state, self._save_averages)
             if self.main:
                 remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
         return step_folder(self.output, step)
 
+    def _save_averages(self, folder: Path) -> None:
+        if self.averages is not None:
+            self.averages.save(folder, self.plain_model.save_pretrained, self.tokenizer, main=True)
+
+    def _load_averages(self, averages: AveragedWeights, checkpoint: Path) -> None:
+        model = starting_model(self.config, averaged_folder(checkpoint), self.main)
+        if self.fsdp:
+            averages.load(fsdp.shards_of(self.plain_model, dict(model.named_parameters()), self.device))
+        else:
+            averages.load(model.parameters())
+
     def load_checkpoint(self, folder: Path) -> None:
-        """Set the state of the optimizer and of the gradient scaler; `starting_model` has loaded the weights."""
+        """Set the state of the optimizer, of the averages and of the gradient scaler; `starting_model` has loaded the
+        weights."""
         state = load_state(folder)
         self.check_same_data(state["train_blocks"])
+        if self.averages is not None:
+            self._load_averages(self.averages, folder)
         if not self.fsdp and "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
         else:

@@ -134,6 +134,8 @@ class TrainConfig:
             raise OptionError("--adapter", "has a rank of its own: leave --lora-rank out")
         if model.adapts and model.from_scratch:
             raise OptionError("--from-scratch", "with an adapter: an adapter needs a base with trained weights")
+        if model.adapts and self.optimizer.ema_decay:
+            raise OptionError("--ema-decay", "with an adapter: only whole models are averaged: leave it out")
         if model.lora_targets is not None and not model.lora_targets.strip(", "):
             raise OptionError("--lora-targets", "names nothing: leave it out for the family's own")
         if model.lora_quantize is None:

@@ -174,6 +174,10 @@ class OptimizerOptions:
         0.95, "Muon's momentum.", minimum=0, below=1, tasks=TRAINING, needs=("--optimizer", "muon")
     )
     clip_grad: float = option(1.0, "Largest gradient norm, 0: no clipping.", minimum=0)
+    ema_decay: float = accelerate_option(
+        0.0, "Decay of the weights' moving average, in each checkpoint's folder ema, 0: none.", minimum=0, below=1,
+        tasks=TRAINING, fixed=True,
+    )  # fmt: skip
     cpu_offload: bool = megatron_option(
         False, "Keep the optimizer's state and step on the CPU.", "--optimizer-cpu-offload"
     )
