@@ -189,8 +189,12 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
     except DlmBridgeError as error:  # the accelerate engine also trains models that megatron-core lacks
         return None, [f"no memory plan: {error}"]
     shards = config.parallel.shards
+    replicas = config.parallel.fsdp_replicas
+    if gpus % replicas:
+        raise DlmBridgeError(f"--fsdp-replicas {replicas} does not divide --gpus {gpus}: take a divisor")
     run = dataclasses.replace(
         run_of(config, str(config.objective.name), gpus),
+        gpus=gpus // replicas,  # each group of replicas has a model of its own
         optimizer="adamw",
         distributed_optimizer=shards,
         fsdp="optim_grads_params" if shards else None,

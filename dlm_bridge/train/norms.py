@@ -101,7 +101,10 @@ class HubLayerNorms(LayerNorms):
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def _counts(self, weight: torch.Tensor) -> bool:
-        return self.rank == 0 or isinstance(weight, DTensor)
+        if not isinstance(weight, DTensor):
+            return self.rank == 0
+        place = weight.device_mesh.get_coordinate()  # [replica, shard], or [shard]
+        return place is not None and not any(place[:-1])
 
 
 def parameter_layers(model: Any) -> Mapping[str, str]:

@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 from safetensors.torch import load_file
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.accelerate import trainer
 from dlm_bridge.train.accelerate.fsdp import full_tensor
 from dlm_bridge.train.accelerate.optimizers import MuonAndAdamW
@@ -70,6 +71,12 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         name = f"{subject}-{processes}"
         yield subject, partial(equals, root, subject, name, sharding="fsdp")
         yield f"{subject}, saved", partial(is_saved, root, subject, name)
+    if processes == 4:
+        yield "replicas", partial(equals, root, "masked", "replicas-4", sharding="fsdp", fsdp_replicas=2)
+        yield "replicas, saved", partial(is_saved, root, "masked", "replicas-4")
+        yield "replicas, averaged", partial(replicas_averaged, root)
+        yield "goes on, replicas", partial(goes_on, root, "masked-2", sharding="fsdp", fsdp_replicas=2)
+        yield "three replicas of four processes", partial(refuses_replicas, root)
     yield "goes on, cut by two", partial(goes_on, root, "masked-2", sharding="fsdp")
     if processes == 2:
         more = {"sharding": "fsdp", "gradient_checkpointing": True, "cpu_offload": True}
@@ -168,6 +175,21 @@ def averages_equal(root: Path) -> None:
         assert all(torch.allclose(found[key], tensor, atol=2e-4) for key, tensor in wanted.items())
 
 
+def replicas_averaged(root: Path) -> None:
+    changes = {"sharding": "fsdp", "fsdp_replicas": 2, "ema_decay": 0.5, "gradient_checkpointing": True}
+    equals(root, "masked", "averaged-4", "masked-1", **changes)
+    found, wanted = (
+        load_file(root / name / f"checkpoints/step-{STEPS:07d}/ema/model.safetensors")
+        for name in ("averaged-4", "averaged-1")
+    )
+    assert all(torch.allclose(found[key], tensor, atol=2e-4) for key, tensor in wanted.items())
+
+
+def refuses_replicas(root: Path) -> None:
+    with pytest.raises(DlmBridgeError, match="--fsdp-replicas 3 does not divide 4 processes"):
+        train(root, "three", "masked", sharding="fsdp", fsdp_replicas=3)
+
+
 def half_precision(root: Path) -> None:
     """Layers are gathered in bf16, routers in fp32; what is saved is fp32."""
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMLP, Glm4MoeTopkRouter
@@ -195,7 +217,8 @@ def half_precision(root: Path) -> None:
 
 def goes_on(root: Path, source: str, **changes: Any) -> str:
     """From step 1 of another run, cut otherwise, to the losses of one that went through. The run's name."""
-    name = f"{source}-resumed-{os.environ['WORLD_SIZE']}-{changes.get('sharding')}"
+    layout = f"{changes.get('sharding')}{changes.get('fsdp_replicas', '')}"
+    name = f"{source}-resumed-{os.environ['WORLD_SIZE']}-{layout}"
     if os.environ["RANK"] == "0":
         shutil.copytree(root / source, root / name, ignore=shutil.ignore_patterns(f"step-{STEPS:07d}"))
     torch.distributed.barrier()

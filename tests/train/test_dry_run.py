@@ -169,6 +169,11 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"sample_interval": 2, "sample_prompt": ["@/nowhere/at/all"]}, 1, "--sample-prompt @/nowhere/at/all: No such"),
     ({"engine": "megatron", "attention_backend": "sdpa"}, 1, "'sdpa' is unknown: with --engine megatron known are"),
     ({"global_batch_size": 7}, 2, "--global-batch-size 7 does not divide over 2 processes"),
+    (
+        {"sharding": "fsdp", "fsdp_replicas": 2, "global_batch_size": 6},
+        3,
+        "--fsdp-replicas 2 does not divide --gpus 3",
+    ),
     ({"data": ["/nowhere/at/all.txt"]}, 1, "/nowhere/at/all.txt"),
     ({"model": "/nowhere/at/all"}, 1, "/nowhere/at/all"),
     ({"from_scratch": False}, 1, "no weights there|has no"),
@@ -203,6 +208,10 @@ def test_weights_that_are_cut_take_less_and_adapters_have_no_plan(
 ) -> None:
     whole, cut = (show(gpus=4, sharding=sharding, precision="bf16").memory for sharding in ("none", "fsdp"))
     assert cut.peak.total < whole.peak.total
+    replicas, half = (
+        show(gpus=gpus, sharding="fsdp", fsdp_replicas=number).memory for gpus, number in ((4, 2), (2, 1))
+    )
+    assert cut.peak.optimizer < replicas.peak.optimizer == half.peak.optimizer
     offloaded = show(gpus=4, sharding="fsdp", cpu_offload=True)
     assert any("in the CPU's memory" in note for note in offloaded.notes)
     model = tmp_path / "model"

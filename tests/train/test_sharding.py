@@ -78,6 +78,7 @@ def test_what_accelerate_launch_says_of_fsdp_is_done(monkeypatch: pytest.MonkeyP
     [
         ({"sharding": "zero"}, "--sharding 'zero' is unknown: known are none, fsdp"),
         ({"cpu_offload": True}, "--cpu-offload needs --sharding fsdp"),
+        ({"fsdp_replicas": 2}, "--fsdp-replicas needs --sharding fsdp"),
         ({"sharding": "fsdp", "precision": "fp16"}, "--precision fp16 with --sharding fsdp"),
         ({"sharding": "fsdp", "lora_rank": 2, "lora_quantize": "4bit"}, "--lora-quantize with --sharding fsdp"),
         ({"sharding": "fsdp", "engine": "megatron"}, "--sharding needs --engine accelerate"),

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -85,8 +85,20 @@ def process_group(config: TrainConfig) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def device_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
+    """All processes: [shards], or [replicas, shards], where the shards of a group are neighbouring ranks. Raises
+    DlmBridgeError where the processes do not divide."""
+    replicas, processes = config.parallel.fsdp_replicas, dist.get_world_size()
+    if processes % replicas:
+        raise DlmBridgeError(f"--fsdp-replicas {replicas} does not divide {processes} processes: take a divisor")
+    if replicas == 1:
+        return init_device_mesh(device.type, (processes,))
+    return init_device_mesh(device.type, (replicas, processes // replicas), mesh_dim_names=("replicate", "shard"))
+
+
 def shard_model(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
-    """Shard `model` in place over all processes, which call this together.
+    """Shard `model` in place over all processes, or over those of each of `--fsdp-replicas` groups; all call this
+    together.
 
     Rank 0 has the weights; on other ranks the model may be on the meta device. Params keep their dtype (fp32 main
     params) and are gathered in that of the run; gradients are averaged in fp32. What transformers keeps in fp32
@@ -95,7 +107,7 @@ def shard_model(model: nn.Module, config: TrainConfig, device: torch.device) -> 
     """
     dtype = None if config.precision.name == "fp32" else torch.bfloat16
     offload = config.parallel.cpu_offload
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = device_mesh(config, device)
     source = dict(model.named_parameters()) | dict(model.named_buffers(remove_duplicate=False))
     _to_meta(model, _dtypes(source, device))
     settings: dict[str, Any] = {
@@ -134,7 +146,8 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, device: torc
     norms = torch._foreach_norm(gradients) if gradients else []
     squares = torch.stack([norm.double().square() for norm in norms]).sum() if norms else torch.zeros(())
     squares = squares.to(device, torch.float64)
-    dist.all_reduce(squares)
+    sharded = next((weight for weight in parameters if isinstance(weight, DTensor)), None)
+    dist.all_reduce(squares, group=None if sharded is None else sharded.device_mesh.get_group(-1))
     norm = squares.sqrt()
     if gradients:
         clip_coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_

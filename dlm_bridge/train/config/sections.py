@@ -219,6 +219,10 @@ class ParallelOptions:
         "none", "Over processes: none (replicated) or fsdp (FSDP2: weights, gradients and optimizer state).",
         choices=("none", "fsdp"), tasks=TRAINING,
     )  # fmt: skip
+    fsdp_replicas: int = accelerate_option(
+        1, "With --sharding fsdp: groups of processes that each hold all shards (HSDP).", minimum=1, tasks=TRAINING,
+        needs=("--sharding", "fsdp"),
+    )  # fmt: skip
     cpu_offload: bool = accelerate_option(
         False, "With --sharding fsdp: keep weights and optimizer state in CPU memory.", tasks=TRAINING,
         needs=("--sharding", "fsdp"),
