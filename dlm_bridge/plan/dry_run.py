@@ -26,6 +26,7 @@ MAIN_PARAMS = "the accelerate engine's fp32 weights are counted in optim, their 
 ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own store more"
 ADAPTER = "no memory plan of an adapter: its base model has weights, but neither gradients nor optimizer state"
 OFFLOADED = "with --cpu-offload weights, gradients and optimizer state are in the CPU's memory, not on the devices"
+AVERAGED = "the moving average of --ema-decay is not counted: 4 bytes a parameter, cut as the weights are"
 HUB = "of a Hub id only the config was read: its weights and tokenizer are checked when the run starts"
 DEVICE = "what needs a GPU or Transformer Engine is checked when the run starts"
 
@@ -203,6 +204,7 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
     )
     notes = [] if config.precision.name == "fp32" else [MAIN_PARAMS]
     notes += [OFFLOADED] if config.parallel.cpu_offload else []
+    notes += [AVERAGED] if config.optimizer.ema_decay else []
     return memory_plan(model, run), [*notes, ESTIMATED]
 
 

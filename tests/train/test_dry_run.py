@@ -212,8 +212,9 @@ def test_weights_that_are_cut_take_less_and_adapters_have_no_plan(
         show(gpus=gpus, sharding="fsdp", fsdp_replicas=number).memory for gpus, number in ((4, 2), (2, 1))
     )
     assert cut.peak.optimizer < replicas.peak.optimizer == half.peak.optimizer
-    offloaded = show(gpus=4, sharding="fsdp", cpu_offload=True)
+    offloaded = show(gpus=4, sharding="fsdp", cpu_offload=True, ema_decay=0.9)
     assert any("in the CPU's memory" in note for note in offloaded.notes)
+    assert any("--ema-decay is not counted" in note for note in offloaded.notes)
     model = tmp_path / "model"
     load_model(
         TrainConfig.from_flags(model=str(seed_folder), data=["mock"], output="o", from_scratch=True)
