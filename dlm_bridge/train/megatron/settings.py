@@ -148,6 +148,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "ddp": {
         "average_in_collective": "gradients are sums: the loss's weights carry the divisor",
         "delay_wgrad_compute": _DELAYED,
+        "num_distributed_optimizer_instances": "the engine makes the process groups of one instance alone",
         "reuse_grad_buf_for_mxfp8_param_ag": _SHARED_BUFFER,
     },
     "optimizer": {
