@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.checkpoints.huggingface import dequantise
+from dlm_bridge.convert.checkpoints.dequantised import dequantise
 from dlm_bridge.convert.verify import verify_manifest
 from tests.autoregressive.cases import CASES
 from tests.autoregressive.test_families import assert_same_bits, tensors_of

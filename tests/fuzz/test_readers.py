@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.checkpoints.huggingface import HubReader
+from dlm_bridge.convert.checkpoints.hub_reader import HubReader
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
 from dlm_bridge.convert.formats.chunked_reader import open_tensor_item, read_item_rows
 from dlm_bridge.convert.formats.dcp_metadata import read_metadata
