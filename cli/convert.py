@@ -145,6 +145,12 @@ def import_(
             rich_help_panel=SOURCE,
         ),
     ] = False,
+    dequantize_mxfp4: Annotated[
+        bool,
+        typer.Option(
+            "--dequantize-mxfp4", help="Read experts in MXFP4 (gpt-oss) as bfloat16.", rich_help_panel=SOURCE
+        ),
+    ] = False,
     workers: Workers = None,
     processes: Processes = 1,
     overwrite: Overwrite = False,
@@ -160,7 +166,7 @@ def import_(
     from dlm_bridge.bridge import Bridge
 
     layout = _layout(tp, pp, vp, ep, etp, pipeline_split)
-    bridge = Bridge.from_hf(source, revision, family, dequantize_fp8)
+    bridge = Bridge.from_hf(source, revision, family, dequantize_fp8, dequantize_mxfp4)
     with progress_bar("importing") as progress:
         report = bridge.to_megatron(
             output,

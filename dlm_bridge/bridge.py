@@ -42,10 +42,11 @@ class Bridge:
         revision: str | None = None,
         family: str | None = None,
         dequantize_fp8: bool = False,
+        dequantize_mxfp4: bool = False,
     ) -> Bridge:
         """A Hub folder or Hub id. `family` names the family where the config cannot tell; `dequantize_fp8` reads
-        block-scaled FP8 weights as bfloat16, which are refused without it."""
-        return cls(open_hub(os.fspath(path_or_id), revision, family, dequantize_fp8))
+        block-scaled FP8 weights as bfloat16, `dequantize_mxfp4` those in MXFP4, which are refused without it."""
+        return cls(open_hub(os.fspath(path_or_id), revision, family, dequantize_fp8, dequantize_mxfp4))
 
     @classmethod
     def from_model(cls, hf_model: PreTrainedModel, family: str | None = None) -> Bridge:

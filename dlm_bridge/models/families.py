@@ -49,6 +49,7 @@ FAMILY_SPECS = (
     "dlm_bridge.models.glm4_moe:SPEC",
     "dlm_bridge.models.autoregressive:OLMOE",
     "dlm_bridge.models.deepseek_v3:SPEC",
+    "dlm_bridge.models.gpt_oss:SPEC",
     "dlm_bridge.models.autoregressive_dense:SEED_OSS",
     "dlm_bridge.models.autoregressive_dense:SMOLLM3",
     "dlm_bridge.models.autoregressive_dense:PHI3",
@@ -71,9 +72,6 @@ UNSUPPORTED: dict[str, str] = {
     "GPT2LMHeadModel": "GPT-2 (also DiffuGPT's base) has learned positions, LayerNorm and biases: no body for it here",
     "Gemma3ForConditionalGeneration": (
         "Gemma 3 from 4B on has a vision tower: only text models (Gemma3ForCausalLM) load here"
-    ),
-    "GptOssForCausalLM": (
-        "gpt-oss keeps its experts of a layer in one tensor of MXFP4 blocks (uint8), which Megatron cannot hold"
     ),
     "LLaDAModelLM in MMaDA": (
         "MMaDA's text model loads as LLaDA with a longer vocabulary (the image tokens at its end); its image "

@@ -16,6 +16,7 @@ from tests.autoregressive.published import (
     GEMMA_2,
     GEMMA_3,
     GLM_45,
+    GPT_OSS,
     GRANITE_3,
     LLAMA_2,
     LLAMA_31,
@@ -166,6 +167,26 @@ def mixtral(config: dict[str, Any], seed: int, dtype: torch.dtype) -> Tensors:
     return model_tensors(config, random, layer)
 
 
+def gpt_oss(config: dict[str, Any], seed: int, dtype: torch.dtype) -> Tensors:
+    """Experts in one tensor each, transposed; biases everywhere, sinks of each head."""
+    random = Random(config, seed, dtype)
+    hidden, width, count = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+
+    def layer(block: str, number: int) -> Tensors:
+        tensors = attention(config, random, block, bias=True)
+        tensors[block + "self_attn.o_proj.bias"] = random.vector(hidden, 0)
+        tensors[block + "self_attn.sinks"] = random.vector(config["num_attention_heads"], 0)
+        tensors[block + "mlp.router.weight"] = random.matrix(count, hidden)
+        tensors[block + "mlp.router.bias"] = random.vector(count, 0)
+        for name, rows, columns in (("gate_up_proj", hidden, 2 * width), ("down_proj", width, hidden)):
+            matrices = [random.matrix(columns, rows).T for _ in range(count)]
+            tensors[f"{block}mlp.experts.{name}"] = torch.stack(matrices).contiguous()
+            tensors[f"{block}mlp.experts.{name}_bias"] = random.vector(count * columns, 0).view(count, columns)
+        return tensors
+
+    return model_tensors(config, random, layer)
+
+
 def latent_attention(config: dict[str, Any], random: Random, block: str) -> Tensors:
     hidden, heads, attn = config["hidden_size"], config["num_attention_heads"], block + "self_attn."
     q_lora, kv_lora = config["q_lora_rank"], config["kv_lora_rank"]
@@ -300,6 +321,23 @@ CASES = (
         megatron=False,
     ),
     Case("deepseek-v3", "deepseek_v3", DEEPSEEK_V3, LATENT, with_mtp(latent_attention)),
+    Case(
+        "gpt-oss",
+        "gpt_oss",
+        GPT_OSS,
+        {
+            **GROUPED,
+            "intermediate_size": 32,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 6,
+            "pad_token_id": 0,
+        },
+        gpt_oss,
+        live=False,
+    ),
     Case("seed-oss", "seed_oss", SEED_OSS, {**GROUPED, "head_dim": 24, **NO_DROPOUT}, dense(bias=True)),
     Case(
         "smollm3",

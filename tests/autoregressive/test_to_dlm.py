@@ -44,7 +44,7 @@ def is_shown(case: Case, name: str) -> bool:
 PAIRS = [
     pytest.param(case, name, id=f"{case.label}-{name}", marks=() if case is FIRST[case.family] else pytest.mark.slow)
     for case in CASES
-    for name in TARGETS[case.family]
+    for name in TARGETS.get(case.family, ())  # gpt-oss has none
 ]
 WINDOW = 6
 
@@ -107,7 +107,7 @@ def assert_topology(model: Any, window: int | None) -> None:
             assert (moved == allowed).all(), token
 
 
-@pytest.mark.parametrize("label", [case.label for case in FIRST.values()])
+@pytest.mark.parametrize("label", [case.label for case in FIRST.values() if case.family in TARGETS])
 def test_the_body_computes_what_it_did(label: str, tmp_path: Path) -> None:
     """With a causal mask handed in, logits are the autoregressive model's, in windows too."""
     source = write(BY_LABEL[label], tmp_path / "ar")

@@ -1,50 +1,80 @@
-"""Hub folders whose weights are quantised, read as bfloat16: block-scaled FP8 (DeepSeek-V3)."""
+"""Hub folders whose weights are quantised, read as bfloat16: block-scaled FP8 (DeepSeek-V3), MXFP4 (gpt-oss)."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from dlm_bridge.convert.checkpoints.hub_reader import HubReader
-from dlm_bridge.convert.formats.safetensors_file import FP8, ShardRecord, TensorEntry
+from dlm_bridge.convert.formats.safetensors_file import FP8, FP8_DTYPES, MXFP4_PARTS, ShardRecord, TensorEntry
 from dlm_bridge.errors import DlmBridgeError
 
 SCALE = "_scale_inv"  # beside "weight" stands "weight_scale_inv", by which the stored values are multiplied
+# The values of a 4-bit code, OCP's E2M1: a sign, two bits of exponent, one of mantissa.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E8M0_BIAS = 127
+BLOCK = 32  # values of a scale
+BLOCKS, SCALES = MXFP4_PARTS
 
 
 class DequantisedReader(HubReader):
-    """A HubReader that gives FP8 weights multiplied by their scales, rounded to bfloat16, and no scales.
+    """A HubReader that gives quantised weights as bfloat16, and none of the tensors that they are made of."""
+
+    kind: ClassVar[str]  # in words
+    flag: ClassVar[str]
+    dtypes: ClassVar[Mapping[str, torch.dtype]]  # in a safetensors header, of quantised weights only
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, self.dtypes)
+        self._raw = {entry.name: entry for file in self.files.values() for entry in file.entries}
+        self.quantised = self._quantised()  # the weights, with the dtype and shape that `read` gives
+        if not self.quantised:
+            raise DlmBridgeError(f"{folder}: no tensor is {self.kind}: leave {self.flag} out")
+        self._parts = {part for name in self.quantised for part in self._parts_of(name)}
+
+    @property
+    def names(self) -> list[str]:
+        """The Hub names, with those of the quantised weights in place of their parts'."""
+        return [*(name for name in self._raw if name not in self._parts), *self.quantised]
+
+    def entry(self, name: str) -> TensorEntry:
+        """As in HubReader, with the dtype and shape that `read` gives."""
+        return self.quantised.get(name) or self._raw[name]
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor's bytes in its file."""
+        return self._raw[self._parts_of(name)[0] if name in self.quantised else name].dtype
+
+    def shards(self) -> list[ShardRecord]:
+        """None: the files that hold the dequantised weights are other ones."""
+        return []
+
+    @abstractmethod
+    def _quantised(self) -> dict[str, TensorEntry]:
+        """Every quantised weight. Raises DlmBridgeError for parts that do not belong together."""
+
+    @abstractmethod
+    def _parts_of(self, name: str) -> tuple[str, str]:
+        """The tensors of a quantised weight: values and scales."""
+
+
+class FP8Reader(DequantisedReader):
+    """FP8 weights multiplied by their scales, rounded to bfloat16.
 
     `config` is config.json's dict. Raises DlmBridgeError as HubReader does, where there is no FP8 weight, and where
     weights and scales do not belong together.
     """
 
+    kind, flag, dtypes = "FP8", "--dequantize-fp8", FP8_DTYPES
+
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        super().__init__(folder, fp8=True)
-        self._raw = {entry.name: entry for file in self.files.values() for entry in file.entries}
-        self.quantised = {name for name, entry in self._raw.items() if entry.dtype == FP8}
-        if not self.quantised:
-            raise DlmBridgeError(f"{folder}: no tensor is FP8: leave --dequantize-fp8 out")
-        self._block = _block_size(folder, config)
-        self._scales = {name + SCALE for name in self.quantised}
-        for name in self.quantised:
-            self._check(name)
-        for name in self._raw:
-            if name.endswith(SCALE) and name not in self._scales:
-                raise DlmBridgeError(f"{folder}: tensor {name} is a scale, but {name.removesuffix(SCALE)} is not FP8")
-
-    @property
-    def names(self) -> list[str]:
-        """The Hub names but for the scales."""
-        return [name for name in self._raw if name not in self._scales]
-
-    def entry(self, name: str) -> TensorEntry:
-        """As in HubReader, with the dtype that `read` gives."""
-        entry = self._raw[name]
-        return replace(entry, dtype=torch.bfloat16) if entry.dtype == FP8 else entry
+        self._config = config
+        super().__init__(folder)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, dequantised where it is FP8."""
@@ -52,9 +82,21 @@ class DequantisedReader(HubReader):
             return super().read(name)
         return dequantise(super().read(name), super().read(name + SCALE), self._block)
 
-    def shards(self) -> list[ShardRecord]:
-        """None: the files that hold the dequantised weights are other ones."""
-        return []
+    def _parts_of(self, name: str) -> tuple[str, str]:
+        return name, name + SCALE
+
+    def _quantised(self) -> dict[str, TensorEntry]:
+        found = {name: entry for name, entry in self._raw.items() if entry.dtype == FP8}
+        if found:
+            self._block = _block_size(self.folder, self._config)
+        for name in found:
+            self._check(name)
+        for name in self._raw:
+            if name.endswith(SCALE) and found and name.removesuffix(SCALE) not in found:
+                raise DlmBridgeError(
+                    f"{self.folder}: tensor {name} is a scale, but {name.removesuffix(SCALE)} is not FP8"
+                )
+        return {name: replace(entry, dtype=torch.bfloat16) for name, entry in found.items()}
 
     def _check(self, name: str) -> None:
         if name + SCALE not in self._raw:
@@ -68,6 +110,52 @@ class DequantisedReader(HubReader):
             )
 
 
+class MXFP4Reader(DequantisedReader):
+    """Experts in MXFP4 as the bfloat16 tensors of transformers' layout.
+
+    The Hub has [experts, rows, columns / 32, 16] bytes of two 4-bit values, the first in the low bits, and [experts,
+    rows, columns / 32] exponents; the weight is [experts, columns, rows]. Raises DlmBridgeError as HubReader does,
+    where there is no such weight, and where blocks and scales do not belong together.
+    """
+
+    kind, flag, dtypes = "MXFP4", "--dequantize-mxfp4", {"U8": torch.uint8}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, dequantised where it is MXFP4."""
+        if name not in self.quantised:
+            return super().read(name)
+        blocks, scales = map(super().read, self._parts_of(name))
+        return dequantise_mxfp4(blocks, scales)
+
+    def _parts_of(self, name: str) -> tuple[str, str]:
+        return name + BLOCKS, name + SCALES
+
+    def _quantised(self) -> dict[str, TensorEntry]:
+        found = {}
+        for part, entry in self._raw.items():
+            if entry.dtype != torch.uint8:
+                continue
+            name = part.removesuffix(BLOCKS).removesuffix(SCALES)
+            blocks, scales = (self._raw.get(other) for other in self._parts_of(name))
+            if blocks is None or scales is None or name in self._raw:
+                raise DlmBridgeError(
+                    f"{self.folder}: tensor {part} is uint8: an MXFP4 weight is {name + BLOCKS} and {name + SCALES}, "
+                    "and nothing besides"
+                )
+            if (
+                len(blocks.shape) != 4
+                or (*scales.shape, BLOCK // 2) != blocks.shape
+                or {blocks.dtype, scales.dtype} != {torch.uint8}
+            ):
+                raise DlmBridgeError(
+                    f"{self.folder}: tensor {name + SCALES} is {scales.dtype} {list(scales.shape)}, which does not "
+                    f"fit {name + BLOCKS} of {blocks.dtype} {list(blocks.shape)}"
+                )
+            experts, rows, count, _ = blocks.shape
+            found[name] = replace(blocks, name=name, dtype=torch.bfloat16, shape=(experts, count * BLOCK, rows))
+        return found
+
+
 def dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """bfloat16 [R, C] of an FP8 weight [R, C] and its scales [R / block, C / block], rounded up."""
     factors = scale.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
@@ -75,6 +163,18 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
     for number, factor in enumerate(factors):  # a row of blocks at a time stays in the processor's cache
         rows = slice(number * block[0], (number + 1) * block[0])
         result[rows] = weight[rows].float() * factor
+    return result
+
+
+def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [E, C, R] of bytes [E, R, C / 32, 16] and exponents [E, R, C / 32]."""
+    experts, rows, count, _ = blocks.shape
+    pairs = torch.tensor([(E2M1[byte % 16], E2M1[byte // 16]) for byte in range(256)])
+    result = torch.empty(experts, count * BLOCK, rows, dtype=torch.bfloat16)
+    for expert in range(experts):  # temporaries of one expert's size
+        exponents = scales[expert].int() - E8M0_BIAS
+        values = torch.ldexp(pairs[blocks[expert].int()].flatten(-2), exponents[..., None])
+        result[expert] = values.view(rows, -1).T
     return result
 
 

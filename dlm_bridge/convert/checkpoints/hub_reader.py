@@ -34,7 +34,7 @@ class HubReader:
     and the files do not name the same tensors.
     """
 
-    def __init__(self, folder: Path, fp8: bool = False) -> None:
+    def __init__(self, folder: Path, quantised: Mapping[str, torch.dtype] | None = None) -> None:
         self.folder = folder
         self.pickled = not any(os.path.lexists(folder / name) for name in (SINGLE_FILE, SAFETENSORS_INDEX))
         self.pickled &= any(os.path.lexists(folder / name) for name in (BIN_FILE, BIN_INDEX))
@@ -44,7 +44,7 @@ class HubReader:
         self.files: dict[str, SafetensorsFile] = {}
         for name in sorted(names):
             path = inside(folder, name)
-            self.files[name] = read_bin(path) if self.pickled else read_header(path, fp8)
+            self.files[name] = read_bin(path) if self.pickled else read_header(path, quantised)
         self._where: dict[str, tuple[Path, TensorEntry]] = {}
         for file, content in self.files.items():
             for entry in content.entries:

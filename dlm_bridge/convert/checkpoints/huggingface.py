@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata
-from dlm_bridge.convert.checkpoints.dequantised import DequantisedReader
+from dlm_bridge.convert.checkpoints.dequantised import DequantisedReader, FP8Reader, MXFP4Reader
 from dlm_bridge.convert.checkpoints.hub_reader import HubReader
 from dlm_bridge.convert.manifest import ChangedFile, Manifest, TensorRecord, record_of
 from dlm_bridge.convert.side_files import list_side_files
@@ -39,7 +39,8 @@ _OTHER_KINDS = {  # by a file that tells them, where there is no config.json
 class HubCheckpoint(ByNameCheckpoint):
     """A Hub folder. Raises DlmBridgeError for everything that HubReader does; what names the model is read later.
 
-    With `dequantize_fp8` block-scaled FP8 weights are bfloat16 ones, and config.json no longer names the quantisation.
+    With `dequantize_fp8` block-scaled FP8 weights are bfloat16 ones, with `dequantize_mxfp4` those in MXFP4, and
+    config.json no longer names the quantisation.
     """
 
     format = "huggingface"
@@ -52,15 +53,21 @@ class HubCheckpoint(ByNameCheckpoint):
         family: str | None = None,
         source: dict[str, Any] | None = None,
         dequantize_fp8: bool = False,
+        dequantize_mxfp4: bool = False,
     ) -> None:
         super().__init__(str(folder))
         self.folder = self.root = folder
-        self._family, self._source, self._dequantize = family, source, dequantize_fp8
-        self.reader = DequantisedReader(folder, self._config()) if dequantize_fp8 else HubReader(folder)
+        self._family, self._source, self._dequantize = family, source, dequantize_fp8 or dequantize_mxfp4
+        if dequantize_fp8 and dequantize_mxfp4:
+            raise DlmBridgeError("--dequantize-fp8 and --dequantize-mxfp4: a checkpoint is one of them")
+        if dequantize_fp8:
+            self.reader: HubReader = FP8Reader(folder, self._config())
+        else:
+            self.reader = MXFP4Reader(folder) if dequantize_mxfp4 else HubReader(folder)
         entries = [self.reader.entry(name) for name in self.reader.names]
         self._stored = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         if isinstance(self.reader, DequantisedReader):
-            self.notes.append(f"{len(self.reader.quantised)} FP8 tensors are dequantised to bfloat16")
+            self.notes.append(f"{len(self.reader.quantised)} {self.reader.kind} tensors are dequantised to bfloat16")
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -157,7 +164,11 @@ class MadeOfHub(ByNameCheckpoint):
 
 @gc_paused()
 def open_hub(
-    name: str | Path, revision: str | None = None, family: str | None = None, dequantize_fp8: bool = False
+    name: str | Path,
+    revision: str | None = None,
+    family: str | None = None,
+    dequantize_fp8: bool = False,
+    dequantize_mxfp4: bool = False,
 ) -> HubCheckpoint:
     """Open a local folder or a Hub id. Raises DlmBridgeError."""
     folder = resolve(name, revision)
@@ -169,4 +180,4 @@ def open_hub(
     source = {"name": str(folder.absolute()) if is_local else str(name), "revision": revision}
     if folder.parent.name == "snapshots":  # the Hub's cache names a snapshot by its commit
         source["revision"] = folder.name
-    return HubCheckpoint(folder, family, source, dequantize_fp8).bind()
+    return HubCheckpoint(folder, family, source, dequantize_fp8, dequantize_mxfp4).bind()

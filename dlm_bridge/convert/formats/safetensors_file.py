@@ -22,6 +22,8 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 
 FP8 = torch.float8_e4m3fn
+FP8_DTYPES = {"F8_E4M3": FP8}  # by its name in a header
+MXFP4_PARTS = ("_blocks", "_scales")  # of a weight's name: two values a byte, and the exponent of each 32
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 METADATA = {"format": "pt"}
@@ -52,8 +54,9 @@ class SafetensorsFile:
     start: int  # bytes before the tensors
 
 
-def read_header(path: Path, fp8: bool = False) -> SafetensorsFile:
-    """Read and check a header; safetensors' own reader judges it first. `fp8` lets FP8 tensors through.
+def read_header(path: Path, quantised: Mapping[str, torch.dtype] | None = None) -> SafetensorsFile:
+    """Read and check a header; safetensors' own reader judges it first. `quantised` are dtypes of no weight
+    that it lets through, by their names in the header.
 
     Raises DlmBridgeError naming the file.
     """
@@ -67,7 +70,7 @@ def read_header(path: Path, fp8: bool = False) -> SafetensorsFile:
         text = stream.read(length)
     header: dict[str, Any] = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
     metadata = header.pop("__metadata__", None)
-    entries = [_entry(path, name, item, 8 + length, fp8) for name, item in header.items()]
+    entries = [_entry(path, name, item, 8 + length, quantised or {}) for name, item in header.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     return SafetensorsFile(path, metadata, tuple(entries), 8 + length)
 
@@ -101,10 +104,14 @@ def standard_order(
     return sorted(tensors, key=lambda item: (rank[item[1]], item[0]))
 
 
-def _entry(path: Path, name: str, item: dict[str, Any], start: int, fp8: bool) -> TensorEntry:
-    dtype = FP8 if fp8 and item["dtype"] == "F8_E4M3" else SAFETENSORS_DTYPES.get(item["dtype"])
+def _entry(
+    path: Path, name: str, item: dict[str, Any], start: int, quantised: Mapping[str, torch.dtype]
+) -> TensorEntry:
+    dtype = quantised.get(item["dtype"]) or SAFETENSORS_DTYPES.get(item["dtype"])
     if dtype is None and item["dtype"] == "F8_E4M3":
         raise DlmBridgeError(f"{path}: tensor {name} is FP8: dlm-bridge import takes it with --dequantize-fp8")
+    if dtype is None and item["dtype"] == "U8" and name.endswith(MXFP4_PARTS):
+        raise DlmBridgeError(f"{path}: tensor {name} is MXFP4: dlm-bridge import takes it with --dequantize-mxfp4")
     if dtype is None:
         known = ", ".join(SAFETENSORS_DTYPES)
         raise DlmBridgeError(f"{path}: tensor {name} has dtype {item['dtype']}, a weight has one of {known}")

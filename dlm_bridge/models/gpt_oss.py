@@ -1,0 +1,144 @@
+"""gpt-oss, transformers' own GptOssForCausalLM: spec, mapping.
+
+The Hub holds the experts of a layer in one tensor, transposed, with the rows of gate and up by turns. The published
+checkpoints hold them as MXFP4 blocks and scales, which `--dequantize-mxfp4` reads as the bfloat16 ones of that layout.
+Megatron's names are megatron-core's own: attention sinks are the offsets of its learnable softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dlm_bridge.mapping.fused import stacked
+from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, Mapping
+from dlm_bridge.models.autoregressive import autoregressive_spec
+from dlm_bridge.models.decoder_mapping import (
+    HUB_LAYER,
+    LAYER,
+    TIED_HEAD,
+    attention_rules,
+    decoder_dims,
+    outer_rules,
+    require_values,
+)
+from dlm_bridge.models.moe import routed_experts
+
+if TYPE_CHECKING:
+    import torch
+
+HUB = "model." + HUB_LAYER
+ATTENTION, MLP = LAYER + "self_attention.", LAYER + "mlp."
+EXPERT = MLP + "experts.experts.{expert}."
+
+
+@dataclass(frozen=True)
+class InterleavedGatedMLP(GatedMLP):
+    """One Hub tensor whose columns are gate and up by turns, [hidden, 2 width]; or the bias, [2 width]."""
+
+    name: str = ""
+    bias: bool = False
+
+    @property
+    def hub(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        return (self.megatron_shape(dims)[::-1],)
+
+    def megatron_shape(self, dims: Dims) -> tuple[int, ...]:
+        return super().megatron_shape(dims)[: 1 if self.bias else 2]
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        import torch
+
+        (columns,) = tensors
+        return torch.cat([columns[..., 0::2], columns[..., 1::2]], dim=-1).transpose(0, -1).contiguous()
+
+    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        gate, up = tensor.transpose(0, -1).chunk(2, dim=-1)
+        return (torch.stack([gate, up], dim=-1).flatten(-2),)
+
+    def hub_views(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Transposed(Direct):
+    """One Hub tensor that is Megatron's matrix transposed; `shape` is Megatron's."""
+
+    def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        return (self.megatron_shape(dims)[::-1],)
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        (tensor,) = tensors
+        return tensor.T.contiguous()
+
+    def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
+        return (tensor.T.contiguous(),)
+
+    def hub_views(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
+        return None
+
+
+# Defaults of transformers' config class, for keys that config.json leaves out.
+DEFAULTS: dict[str, Any] = {
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "head_dim": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+NO_MEGATRON_ENGINE = (
+    "--engine megatron has no attention with gpt-oss' sinks and does not hand over experts that the Hub holds in one "
+    "tensor: it trains with --engine accelerate, and its torch_dist checkpoints are for megatron-core's own GPTModel"
+)
+
+
+def dims(config: dict[str, Any]) -> Dims:
+    """Sizes. Raises DlmBridgeError for a config that the class does not accept."""
+    config = {**DEFAULTS, **config}
+    require_values(config, {"hidden_act": "silu", "attention_bias": True})
+    facts = frozenset({"qkv_bias"})
+    return decoder_dims(config, facts, experts=routed_experts(config), moe_ffn=config["intermediate_size"])
+
+
+EXPERTS = HUB + "mlp.experts."
+SPEC = autoregressive_spec(
+    "gpt_oss",
+    "gpt-oss",
+    ("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
+    "GptOss",
+    Mapping(
+        rules=(
+            *outer_rules(),
+            *attention_rules(HUB),
+            Direct(ATTENTION + "linear_proj.bias", name=HUB + "self_attn.o_proj.bias", shape="hidden"),
+            Direct(ATTENTION + "core_attention.softmax_offset", name=HUB + "self_attn.sinks", shape="heads", axis=0),
+            Direct(LAYER + "pre_mlp_layernorm.weight", name=HUB + "post_attention_layernorm.weight", shape="hidden"),
+            Direct(MLP + "router.weight", name=HUB + "mlp.router.weight", shape="experts hidden"),
+            Direct(MLP + "router.bias", name=HUB + "mlp.router.bias", shape="experts"),
+            stacked(InterleavedGatedMLP(EXPERT + "linear_fc1.weight", name=EXPERTS + "gate_up_proj", width="moe_ffn")),
+            stacked(
+                InterleavedGatedMLP(
+                    EXPERT + "linear_fc1.bias", name=EXPERTS + "gate_up_proj_bias", width="moe_ffn", bias=True
+                )
+            ),
+            stacked(
+                Transposed(EXPERT + "linear_fc2.weight", name=EXPERTS + "down_proj", shape="hidden moe_ffn", axis=1)
+            ),
+            stacked(Direct(EXPERT + "linear_fc2.bias", name=EXPERTS + "down_proj_bias", shape="hidden")),
+        ),
+        dims=dims,
+        passthrough=TIED_HEAD,
+        engine_lacks=NO_MEGATRON_ENGINE,
+    ),
+    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    training=("accelerate",),
+)
