@@ -49,11 +49,17 @@ def test_cycles_go_between_steps_and_only_there() -> None:
 
 def test_what_the_program_froze_stays_frozen() -> None:
     gc.freeze()
+    held = Node()
+    held.other = held
+    found = weakref.ref(held)
     collection = GCSchedule()
     collection.step()
     collection.close()
     assert gc.isenabled()
     assert gc.get_freeze_count() > 0
+    del held
+    gc.collect()
+    assert found() is None  # the run's own is not frozen with it
 
 
 def test_old_cycles_go_now_and_then() -> None:

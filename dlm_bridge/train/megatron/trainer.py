@@ -390,15 +390,17 @@ class GCSchedule:
 
     def __init__(self) -> None:
         self._steps: int | None = None  # since it took over from Python
-        self._unfreezes = True
+        self._freezes = True
 
     def step(self) -> None:
         """Collect between two steps, while the device has work: cycles may hold device memory."""
         if self._steps is None:
             if gc.isenabled():
-                self._unfreezes = gc.get_freeze_count() == 0  # a program that froze its modules keeps them frozen
                 gc.collect()
-                gc.freeze()  # the model stays
+                # The model stays. Where the program has frozen its modules, nothing could unfreeze the model alone.
+                self._freezes = gc.get_freeze_count() == 0
+                if self._freezes:
+                    gc.freeze()
                 gc.disable()
                 self._steps = 0
             return
@@ -408,7 +410,7 @@ class GCSchedule:
     def close(self) -> None:
         """Give collection back to Python."""
         if self._steps is not None:
-            if self._unfreezes:
+            if self._freezes:
                 gc.unfreeze()
             gc.enable()
             self._steps = None
