@@ -131,7 +131,7 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         ({"seq_length": 65}, "^--seq-length 65 is more than the model's 64 positions"),
         ({"reward": ["nowhere.f"]}, r"^--reward nowhere\.f: cannot be loaded"),
         ({"lora_rank": 2, "lora_targets": "x_proj"}, "^--lora-targets x_proj: "),
-        ({"sharding": "fsdp"}, "^--sharding "),
+        ({"sharding": "fsdp", "method": "grpo"}, "^--sharding "),
     ],
 )
 def test_runs_that_cannot_begin(run: Run, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

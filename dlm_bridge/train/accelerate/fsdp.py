@@ -43,6 +43,7 @@ from dlm_bridge.train.checkpoints import (
     write_state,
 )
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.files import Config
 from dlm_bridge.train.loading import decoder_layers
 from dlm_bridge.train.lora import Adapter
 
@@ -50,7 +51,7 @@ OPTIMIZER = "optimizer"  # folder of a checkpoint: torch's distributed checkpoin
 SHARD_SIZE = 5 * 10**9  # bytes of a safetensors file
 
 
-def with_launcher_settings(config: TrainConfig) -> TrainConfig:
+def with_launcher_settings(config: Config) -> Config:
     """The configuration with the settings of `accelerate launch` for FSDP. Decoder layers are the units, whatever its
     wrapping policy. Raises DlmBridgeError for another precision and for FSDP1."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -196,10 +197,15 @@ def _to_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
         )
         for name, weight in model.named_parameters()
     }
+    replace_parameters(model, moved)
+
+
+def replace_parameters(model: nn.Module, replacements: Mapping[int, nn.Parameter]) -> None:
+    """Put another in place of each parameter, named by its `id`; tied ones stay tied."""
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
-                module._parameters[name] = moved[id(weight)]
+                module._parameters[name] = replacements[id(weight)]
 
 
 @torch.no_grad()

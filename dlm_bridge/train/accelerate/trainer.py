@@ -329,10 +329,9 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     copies = precision in HALF and not is_rl and PartialState(cpu=cpu).num_processes == 1
     accelerator = Accelerator(cpu=cpu, mixed_precision="no" if config.parallel.shards or copies else mixed)
     found = accelerator.distributed_type
-    if found in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (is_rl and found == DistributedType.FSDP):
-        supported = "data parallelism is" if is_rl else "data parallelism and FSDP2 are"
+    if found in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise DlmBridgeError(
-            f"accelerate is configured for {found.value}: {supported} supported, launch with torchrun or accelerate "
-            "launch --multi_gpu"
+            f"accelerate is configured for {found.value}: data parallelism and FSDP2 are supported, launch with "
+            "torchrun or accelerate launch --multi_gpu"
         )
     return accelerator

@@ -10,7 +10,7 @@ import yaml
 
 from dlm_bridge.train.config.objective import ObjectiveOptions
 from dlm_bridge.train.config.options import OptionError, check_option, options_of
-from dlm_bridge.train.config.reinforcement import PREFERRED, RLOptions
+from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, PREFERRED, RLOptions
 from dlm_bridge.train.config.sections import (
     PASSED_THROUGH,
     CheckpointOptions,
@@ -234,6 +234,10 @@ class RLConfig(TrainConfig):
             raise OptionError("--method", "is missing: give it on the command line or in the --config file")
         if self.precision.name == "fp8":
             raise OptionError("--precision", "fp8: reinforcement learning runs in fp32, bf16 or fp16")
+        if self.parallel.shards and options.method in AUTOREGRESSIVE:
+            raise OptionError(
+                "--sharding", f"fsdp with --method {options.method}: TRL's trainers hold the whole model: leave it out"
+            )
         _ = options.sampler  # made to be checked
         if options.method in PREFERRED:
             if options.reward:

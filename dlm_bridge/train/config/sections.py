@@ -217,15 +217,14 @@ class ParallelOptions:
 
     sharding: str = accelerate_option(
         "none", "Over processes: none (replicated) or fsdp (FSDP2: weights, gradients and optimizer state).",
-        choices=("none", "fsdp"), tasks=TRAINING,
+        choices=("none", "fsdp"),
     )  # fmt: skip
     fsdp_replicas: int = accelerate_option(
         1, "With --sharding fsdp: groups of processes that each hold all shards (HSDP).", minimum=1, tasks=TRAINING,
         needs=("--sharding", "fsdp"),
     )  # fmt: skip
     cpu_offload: bool = accelerate_option(
-        False, "With --sharding fsdp: keep weights and optimizer state in CPU memory.", tasks=TRAINING,
-        needs=("--sharding", "fsdp"),
+        False, "With --sharding fsdp: keep weights and optimizer state in CPU memory.", needs=("--sharding", "fsdp")
     )  # fmt: skip
     rank_timeout: float = option(
         10.0, "Minutes without a sign of life of a process after which the run ends and names it, 0: never.", minimum=0

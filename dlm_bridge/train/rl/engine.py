@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import mask_token_id, noise_process
+from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.trainer import run
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
@@ -32,6 +34,7 @@ from dlm_bridge.train.rl.trainer import PreferenceRow, RLTrainer, RolloutRow, ch
 from dlm_bridge.train.rl.updates import (
     PreferenceUpdater,
     UpdateMetrics,
+    accumulates,
     loss_divisor,
     optimizer_step,
     policy_loss,
@@ -51,7 +54,7 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
         from dlm_bridge.train.rl.trl_engine import train_with_trl
 
         return train_with_trl(config, resume, console or Console(stderr=True, markup=False))
-    return run(config, resume, console, assembled)
+    return run(fsdp.with_launcher_settings(config), resume, console, assembled)
 
 
 @contextlib.contextmanager
@@ -69,7 +72,6 @@ def assembled(
             "answers have no likelihood that --method could use: rl needs a model of masks"
         )
     config = with_lora(config, model)
-    adapter = add_adapter(config, model, start.checkpoint) if config.model.adapts else None
     token = mask_token_id(model)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], token)
@@ -79,11 +81,13 @@ def assembled(
     with accelerator.main_process_first():
         rows = kind.load(config, config.data.paths, tokenizer, token)
         held_out = kind.load(config, config.rl.eval_data, tokenizer, token) if config.rl.eval_data else []
-    trainer = kind(config, accelerator, model, adapter, tokenizer, rows, held_out, start.output, console)
-    try:
-        yield trainer
-    finally:
-        trainer.close()
+    with fsdp.process_group(config):
+        adapter = add_adapter(config, model, start.checkpoint) if config.model.adapts else None
+        trainer = kind(config, accelerator, model, adapter, tokenizer, rows, held_out, start.output, console)
+        try:
+            yield trainer
+        finally:
+            trainer.close()
 
 
 class PolicyTrainer(RLTrainer[Problem]):
@@ -97,7 +101,7 @@ class PolicyTrainer(RLTrainer[Problem]):
         config = self.config
         self.reward_workers = RewardWorkers(config.rl.reward, config.rl.reward_timeout, config.rl.reward_failure)
         self.rollouts = Rollouts(
-            model=self.plain_model,
+            model=self.plain_model if self.replica is None else self.replica.model,
             tokenizer=self.tokenizer,
             reward_workers=self.reward_workers,
             seed=config.data.seed,
@@ -117,7 +121,8 @@ class PolicyTrainer(RLTrainer[Problem]):
         first = (step - 1) * config.data.global_batch_size + self.accelerator.process_index * self.per_process
         groups = range(first // config.rl.group_size, (first + self.per_process) // config.rl.group_size)
         problems = [self.order[group] for group in groups]
-        rollout = self.rollouts.sample(problems, step, first)
+        with self._weights_to_sample():
+            rollout = self.rollouts.sample(problems, step, first)
         metrics = self._update(rollout, step)
         grouped = rollout.rewards.reshape(-1, config.rl.group_size)
         return metrics, {
@@ -156,7 +161,7 @@ class PolicyTrainer(RLTrainer[Problem]):
             for place, (part, query) in enumerate(zip(parts, row, strict=True)):
                 last = place + 1 == len(parts)
                 reference = self._reference_logps(query) if config.rl.kl_weight else None
-                with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+                with accumulates(accelerator, self.model, last):
                     new = token_logps(self.model, query)
                     value, measured = policy_loss(
                         new,
@@ -201,10 +206,17 @@ class PolicyTrainer(RLTrainer[Problem]):
 
     def _held_out(self) -> tuple[float, dict[str, float]]:
         accelerator = self.accelerator
-        _, scores = self.rollouts.answer(self.valid[accelerator.process_index :: accelerator.num_processes])
+        with self._weights_to_sample():
+            _, scores = self.rollouts.answer(self.valid[accelerator.process_index :: accelerator.num_processes])
         own = {"": sum(scores.rewards), **{name: sum(values) for name, values in scores.parts.items()}}
         means = {name: value / len(self.valid) for name, value in self.summed(own).items()}
         return means.pop(""), means
+
+    def _weights_to_sample(self) -> AbstractContextManager[Any]:
+        """In which the rollouts' model has the current weights: under FSDP a whole replica, else the model itself."""
+        if self.replica is None:
+            return contextlib.nullcontext()
+        return self.replica.gathered(self.plain_model, self.accelerator.device)
 
     def _query(self, sequences: Sequences, draw: int, samples: list[int]) -> LikelihoodQuery:
         config, model = self.config, self.plain_model
@@ -266,17 +278,20 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
     @torch.no_grad()
     def _held_out(self) -> dict[str, float]:
         accelerator, size = self.accelerator, self.config.data.micro_batch_size or self.per_process
-        samples = range(len(self.valid))[accelerator.process_index :: accelerator.num_processes]
+        count, processes = len(self.valid), accelerator.num_processes
+        # All processes run as many forward passes: FSDP gathers its weights in each of them.
+        samples = range(accelerator.process_index, -(-count // processes) * processes, processes)
         sums = {"loss": 0.0, "preferred": 0.0}
         self.plain_model.eval()
         for start in range(0, len(samples), size):
             chosen = list(samples[start : start + size])
-            pairs = [self.valid[sample] for sample in chosen]
+            pairs = [self.valid[sample % count] for sample in chosen]
             margins = self.updater.margins(pairs, chosen, 0, self.plain_model)
+            margins = margins[torch.tensor(chosen, device=margins.device) < count]
             sums["loss"] += float(preference_loss(margins, self.config.rl.kl_weight).sum())
             sums["preferred"] += float((margins > 0).sum())
         self.plain_model.train()
-        return {name: value / len(self.valid) for name, value in self.summed(sums).items()}
+        return {name: value / count for name, value in self.summed(sums).items()}
 
     def _reference_bounds(self, noisy: NoisyBatch) -> torch.Tensor:
         with self.reference() as model:

@@ -20,8 +20,10 @@ from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.noise import torch_seed
+from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.accelerate.optimizers import adamw
+from dlm_bridge.train.accelerate.replica import Replica
 from dlm_bridge.train.accelerate.trainer import processes_of
 from dlm_bridge.train.checkpoints import (
     load_state,
@@ -31,8 +33,8 @@ from dlm_bridge.train.checkpoints import (
     step_folder,
 )
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, METHODS
-from dlm_bridge.train.loading import load_model
+from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, METHODS, SAMPLED
+from dlm_bridge.train.loading import starting_model
 from dlm_bridge.train.lora import Adapter, add_adapter
 from dlm_bridge.train.metrics import StepMetrics
 from dlm_bridge.train.rl.rows import Shuffled
@@ -127,10 +129,21 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         if config.engine.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.reference_model = self._reference_model()
-        optimizer = adamw(config, self.model)
         self.order = Shuffled(self.rows, config.data.seed)
         self.plain_model = self.model
-        self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        self.replica: Replica | None = None
+        self.fsdp = config.parallel.shards
+        if self.fsdp:
+            if config.rl.method in SAMPLED:
+                self.replica = Replica(
+                    self.model, torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+                )
+            fsdp.shard_model(self.model, config, self.accelerator.device)
+        optimizer = adamw(config, self.model)
+        if self.fsdp:
+            self.optimizer = optimizer
+        else:
+            self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
         self.set_up()
 
     @staticmethod
@@ -170,7 +183,11 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         state = load_state(folder)
         check_same_count("rows", len(self.rows), state["rows"])
         self.tokens = state["tokens"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        if not self.fsdp and "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            plain = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate around it
+            fsdp.load_optimizer(folder, self.plain_model, plain, state)
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 
@@ -201,17 +218,24 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         return (lambda: row), sums["stop"] > 0
 
     def save_checkpoint(self, step: int) -> Path:
-        """Write the checkpoint of `step` on the main process, while the others wait."""
+        """Write the checkpoint of `step` on the main process while the others wait, under FSDP with all of them."""
+        scaler = self.accelerator.scaler
+        state: dict[str, Any] = {
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "rows": len(self.rows),
+            "tokens": self.tokens,
+        }
+        if self.fsdp:
+            fsdp.reshard_model(self.plain_model)
+            device = self.accelerator.device
+            fsdp.save_sharded(
+                self.output, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer, state, device
+            )
         with raised_everywhere():
-            if self.main:
-                scaler = self.accelerator.scaler
-                state = {
-                    "optimizer": self.optimizer.state_dict(),
-                    "scaler": None if scaler is None else scaler.state_dict(),
-                    "rows": len(self.rows),
-                    "tokens": self.tokens,
-                }
+            if self.main and not self.fsdp:
+                state["optimizer"] = self.optimizer.state_dict()
                 save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
+            if self.main:
                 remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
         return step_folder(self.output, step)
 
@@ -226,12 +250,17 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         """A copy of the starting model; None without a KL term, and where it is the base of a new adapter."""
         if self.config.rl.kl_weight == 0 or self.config.model.lora_rank:
             return None
-        reference = load_model(self.config)
+        config, device = self.config, self.accelerator.device
+        reference = starting_model(config, None, self.main)
         if self.config.model.adapter is not None:
             add_adapter(self.config, reference)
         if self.config.engine.attention_backend is not None:
             set_attention(reference, self.config.engine.attention_backend)
-        return reference.requires_grad_(False).eval().to(self.accelerator.device)
+        reference.requires_grad_(False).eval()
+        if config.parallel.shards:
+            fsdp.shard_model(reference, config, device)
+            return reference
+        return reference.to(device)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Any]:

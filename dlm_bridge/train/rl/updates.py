@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.distributed.fsdp import FSDPModule
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms
-from dlm_bridge.train.rl.likelihood import (
-    bound_query,
-    bound_sums,
-)
+from dlm_bridge.train.accelerate.fsdp import clip_grad_norm
+from dlm_bridge.train.rl.likelihood import bound_query, bound_sums
 from dlm_bridge.train.rl.rows import PreferencePair
 
 
@@ -82,9 +82,21 @@ def loss_divisor(accelerator: Any, scored: torch.Tensor, normalisation: str) -> 
     return max(1.0, float(accelerator.reduce(torch.tensor(float(own), device=accelerator.device), reduction="sum")))
 
 
+def accumulates(accelerator: Any, model: Any, last: bool) -> AbstractContextManager[None]:
+    """In which a micro-batch's gradients are added to those before it: without a reduction over the processes, but for
+    the last one, and under FSDP, where a process has no room for unsharded ones."""
+    reduces = last or isinstance(model, FSDPModule)
+    return contextlib.nullcontext() if reduces else accelerator.no_sync(model)
+
+
 def optimizer_step(accelerator: Any, model: Any, optimizer: Any, clip_grad: float, step: int) -> float:
     """Clip the gradients, step, zero them; returns the norm before clipping. Raises DlmBridgeError where it is NaN."""
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), clip_grad or math.inf))
+    max_norm = clip_grad or math.inf
+    weights: list[torch.nn.Parameter] = list(model.parameters())
+    if isinstance(model, FSDPModule):
+        norm = float(clip_grad_norm(weights, max_norm, accelerator.device))
+    else:
+        norm = float(accelerator.clip_grad_norm_(weights, max_norm))
     if not math.isfinite(norm) and accelerator.scaler is None:
         raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
     optimizer.step()
@@ -172,7 +184,7 @@ class PreferenceUpdater:
         for start in starts:
             part = slice(start, start + self.micro_batch_size)
             last = start == starts[-1]
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            with accumulates(self.accelerator, self.model, last):
                 margins = self.margins(pairs[part], samples[part], step, self.model)
                 loss = preference_loss(margins, self.beta).sum()
                 self.accelerator.backward(loss * (self.accelerator.num_processes / self.total))

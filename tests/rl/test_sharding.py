@@ -1,0 +1,81 @@
+"""Reinforcement learning under FSDP2 is that of one process: rollouts, losses, gradients, checkpoints, resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.accelerate import replica
+from dlm_bridge.train.accelerate.replica import Replica
+from tests.processes import assert_ok, forked, launch
+from tests.rl.conftest import Run, write_llada
+from tests.rl.sharding_worker import WORLDS, names
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, problems: Path, reward: str) -> Path:
+    """Where the checks have run."""
+    root = tmp_path_factory.mktemp("rl_sharding")
+    write_llada(root / "policy")
+    (root / "problems.jsonl").write_text("".join(problems.read_text().splitlines(keepends=True)[:7]))
+    pairs = [{"prompt": f"a{letter}", "chosen": "cc", "rejected": letter} for letter in "bcdefgh"]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (root / "wanted.py").write_text(Path(reward.partition(":")[0]).read_text())
+    launch("tests.rl.sharding_worker", root, processes=1)  # the reports say what failed
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "name"), [(number, name) for number in WORLDS for name in names(number)])
+def test_check(processes: int, name: str, root: Path) -> None:
+    assert_ok(name, forked(root / f"reports-{processes}", processes), processes)
+
+
+def test_one_process_can_be_cut(run: Run, tmp_path: Path) -> None:
+    changes = {"steps": 2, "beta": 0.1}
+    plain = run(tmp_path / "plain", **changes)
+    cut = run(tmp_path / "cut", **changes, sharding="fsdp")
+    for one, other in zip(cut, plain, strict=True):
+        assert {key: one[key] for key in ("reward", "loss", "grad_norm", "kl")} == pytest.approx(
+            {key: other[key] for key in ("reward", "loss", "grad_norm", "kl")}, rel=1e-5, abs=1e-7
+        )
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.other.weight = self.one.weight
+        self.register_buffer("rates", torch.arange(3.0), persistent=False)
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {}
+
+
+def test_a_replica_has_weights_only_while_gathered() -> None:
+    model = _Tied()
+    copied = Replica(model, torch.float32)
+    model.rates.fill_(7)
+    for value in (1.0, 2.0):
+        nn.init.constant_(model.one.weight, value)
+        with copied.gathered(model, torch.device("cpu")) as whole:
+            assert whole.one.weight is whole.other.weight
+            assert torch.equal(whole.one.weight, model.one.weight)
+            assert torch.equal(whole.rates, model.rates)
+        assert copied.model.one.weight.is_meta
+        assert copied.model.one.weight is copied.model.other.weight
+
+
+def test_rollouts_that_do_not_fit_beside_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Tied()
+    monkeypatch.setattr(replica, "free_memory", lambda device: 15)
+    with (
+        pytest.raises(DlmBridgeError, match=r"^rollouts .* --cpu-offload"),
+        Replica(model, torch.float32).gathered(model, torch.device("cpu")),
+    ):
+        pass
