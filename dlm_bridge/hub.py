@@ -164,6 +164,15 @@ def check_plain_file(path: Path) -> None:
         check_readable(path)
 
 
+def check_text_file(path: Path, what: str) -> None:
+    """Raise DlmBridgeError for a device, which may have no end, and for a named pipe, which may wait for its writer
+    for ever; a pipe that the shell gives (`<(...)`, /dev/stdin) has one. The error starts with `what`."""
+    if path.is_char_device() or path.is_block_device():
+        raise DlmBridgeError(f"{what}: is a device: name a file")
+    if path.is_fifo() and not str(path).startswith(("/dev/", "/proc/")):
+        raise DlmBridgeError(f"{what}: is a named pipe: read it as /dev/stdin (< {path})")
+
+
 def check_readable(path: Path) -> None:
     """Raise DlmBridgeError for a file that may not be read, which libraries would call damaged."""
     if path.exists() and not os.access(path, os.R_OK):

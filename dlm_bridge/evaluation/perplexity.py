@@ -15,6 +15,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.evaluation.likelihood import Answer, likelihood_bounds
 from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.replicas import ALONE, Replicas
+from dlm_bridge.hub import check_text_file
 
 WINDOW = 1024
 NO_LIKELIHOOD = (
@@ -72,6 +73,7 @@ def text_perplexity(
     """
     if has_canvas(model):
         raise DlmBridgeError(f"--perplexity {file}: {NO_LIKELIHOOD}")
+    check_text_file(file, f"--perplexity {file}")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -22,7 +22,7 @@ from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds, seeded_generators
-from dlm_bridge.hub import check_characters
+from dlm_bridge.hub import check_characters, check_text_file
 
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one
 
@@ -333,8 +333,7 @@ def read_prompts(name: str, key: str, chat: bool, system: str | None) -> list[Wr
     """
     if name == "-":
         return _prompts("stdin", sys.stdin, key, chat, system)
-    if Path(name).is_char_device() or Path(name).is_block_device():  # which may have no end
-        raise DlmBridgeError(f"--jsonl {name}: is a device: name a file or a pipe, or - for stdin")
+    check_text_file(Path(name), f"--jsonl {name}")
     try:
         with Path(name).open(encoding="utf-8") as lines:
             return _prompts(name, lines, key, chat, system)

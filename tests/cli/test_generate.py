@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -427,6 +428,20 @@ def test_a_file_that_is_no_text(cli: Cli, llada: Path, tmp_path: Path) -> None:
     assert cli(llada, "--jsonl", tmp_path / "in.jsonl")[2].endswith("not a text in UTF-8\n")
     code, _, err = cli(llada, "--jsonl", "/dev/zero")
     assert (code, "/dev/zero: is a device" in err) == (2, True)
+
+
+def test_a_pipe_that_no_one_writes_to_is_not_waited_for(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    """But one that the shell gives is read."""
+    os.mkfifo(tmp_path / "in.jsonl")
+    code, _, err = cli(llada, "--jsonl", tmp_path / "in.jsonl")
+    assert (code, "in.jsonl: is a named pipe" in err) == (2, True)
+    read, write = os.pipe()
+    os.write(write, b'{"prompt": "x"}\n')
+    os.close(write)
+    code, out, err = cli(llada, "--jsonl", f"/dev/fd/{read}", "--gen-length", 4)
+    os.close(read)
+    assert code == 0, err
+    assert json.loads(out)["prompt"] == "x"
 
 
 def test_what_is_no_model(cli: Cli, llada: Path, tmp_path: Path) -> None:

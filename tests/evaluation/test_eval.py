@@ -326,7 +326,7 @@ def test_a_task_of_ones_own_may_ask_for_greedy_answers(
         ({"tasks": ["sums"], "set_": ["num_return_sequences=2"]}, "num_return_sequences: a task has one text behind"),
         ({"tasks": ["sums"], "set_": ["infill=True"]}, "--set infill: a task has one text behind each prompt"),
         ({"perplexity": Path("/nowhere.txt")}, "--perplexity /nowhere.txt: No such file"),
-        ({"perplexity": Path("/dev/null")}, "--perplexity /dev/null: no text in it"),
+        ({"perplexity": Path("/dev/null")}, "--perplexity /dev/null: is a device"),
     ],
 )
 def test_bad_input_is_named(run: Eval, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
