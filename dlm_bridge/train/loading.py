@@ -13,6 +13,7 @@ from torch import nn
 
 from dlm_bridge import loading
 from dlm_bridge.bridge import Bridge
+from dlm_bridge.convert.formats.safetensors_file import SAFETENSORS_INDEX, SINGLE_FILE
 from dlm_bridge.errors import DlmBridgeError, one_line, reading
 from dlm_bridge.hub import TRACKER, opening, read_config
 from dlm_bridge.models.families import families, family_by_name, find_family
@@ -82,6 +83,14 @@ def check_weights(model: str) -> None:
         loading.check_whole(file)
     if Path(model).is_dir() and not files:
         raise DlmBridgeError(f"--model {model}: no weights there (*.safetensors): add --from-scratch to start anew")
+    index = Path(model) / SAFETENSORS_INDEX
+    if not index.is_file() or (index.parent / SINGLE_FILE).is_file():
+        return
+    shards = read_config(index).get("weight_map")
+    names = {name for name in shards.values() if isinstance(name, str)} if isinstance(shards, dict) else set()
+    for name in sorted(names):
+        if not (index.parent / name).is_file():
+            raise DlmBridgeError(f"--model {model}: {name}, which {index.name} names, is missing: fetch it again")
 
 
 def empty_model(config: TrainConfig) -> Any:

@@ -216,15 +216,22 @@ def test_weights_that_are_cut_take_less_and_adapters_have_no_plan(
     assert any("in the CPU's memory" in note for note in offloaded.notes)
     assert any("--ema-decay is not counted" in note for note in offloaded.notes)
     model = tmp_path / "model"
-    load_model(
-        TrainConfig.from_flags(model=str(seed_folder), data=["mock"], output="o", from_scratch=True)
-    ).save_pretrained(model)
+    saved = load_model(TrainConfig.from_flags(model=str(seed_folder), data=["mock"], output="o", from_scratch=True))
+    saved.save_pretrained(model)
     options = {"model": str(model), "from_scratch": False, "tokenizer": str(seed_folder), "lora_rank": 4}
     planned = show(**options)
     assert planned.memory is None
     assert planned.config.model.lora_targets == "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
     with pytest.raises(DlmBridgeError, match="--lora-targets lm_head: the model has no such linear layer"):
         show(**options, lora_targets="lm_head")
+    saved.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    options["model"] = str(tmp_path / "shards")
+    assert show(**options).config == planned.config.replace(model=options["model"])
+    shard = max((tmp_path / "shards").glob("model-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(DlmBridgeError, match=f"{shard.name}.* is missing"):
+        show(**options)
+    options["model"] = str(model)
     (model / "model.safetensors").write_bytes(b"")
     with pytest.raises(DlmBridgeError, match=r"model\.safetensors: not a whole safetensors file"):
         show(**options)
