@@ -194,7 +194,7 @@ def test_one_graph_serves_every_length(execution: str, padded: bool, tmp_path: P
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_cache_of_reordered_rows(execution: str, tmp_path: Path) -> None:
     """WeDLM: each row's keys and values have columns of their own, and rows leave one after the other."""
-    model, mask = load_case(next(case for case in DIFFUSION if case.spec.attention_pattern == "causal"), tmp_path)
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == "wedlm"), tmp_path)
     model.to(DEVICE)
     tokens = torch.randint(4, 60, (5, 9), generator=torch.Generator().manual_seed(5)).to(DEVICE)
     real = torch.ones_like(tokens)

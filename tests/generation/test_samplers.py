@@ -250,7 +250,7 @@ def test_a_block_causal_prompt_keeps_its_blocks_from_the_first_token() -> None:
     [
         ("sdar", {"algorithm": "llada"}, "the llada sampler runs on bidirectional models"),
         ("wedlm", {"algorithm": "sdar"}, "the sdar sampler runs on block_causal models"),
-        ("sdar", {"algorithm": "wedlm"}, "the wedlm sampler runs on causal models"),
+        ("sdar", {"algorithm": "wedlm"}, "the wedlm sampler runs on causal unshifted models"),
         ("sdar", {"block_size": 4, "block_length": 8}, "block_length 8 and block_size 4 are the same setting"),
         ("sdar", {"cfg_scale": 1.0}, "the sdar sampler has no cfg_scale"),
         ("sdar", {"denoising_steps": 0}, "denoising_steps must be a whole number"),
