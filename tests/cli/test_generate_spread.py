@@ -127,6 +127,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Tw
     return Two(root, models, {name: [Said(*json.loads(one)) for one in both] for name, both in reports.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED_MODELS)
 def test_two_processes_share_the_rows_of_a_file(two: Two, cli: Cli, tmp_path: Path, name: str) -> None:
     """Each samples a part, and the first one writes what one process writes."""
@@ -145,6 +146,7 @@ def test_two_processes_share_the_rows_of_a_file(two: Two, cli: Cli, tmp_path: Pa
     assert (second.out, second.err) == ("", "")
 
 
+@pytest.mark.slow
 def test_without_a_seed_no_two_rows_of_a_prompt_are_the_same(two: Two) -> None:
     """Even where two processes draw them."""
     first, second = two.said["unseeded"]
@@ -154,6 +156,7 @@ def test_without_a_seed_no_two_rows_of_a_prompt_are_the_same(two: Two) -> None:
     assert len({row["text"] for row in rows if row["id"] == 1}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llada", "qwen3"])
 def test_two_processes_measure_what_one_measures(
     two: Two, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -173,6 +176,7 @@ def test_two_processes_measure_what_one_measures(
     assert (second.out, second.err) == ("", "")
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_ends_all_by_its_name(two: Two) -> None:
     """Nothing is written."""
     first, second = two.said[tp_worker.FAILING]
@@ -182,6 +186,7 @@ def test_a_process_that_fails_ends_all_by_its_name(two: Two) -> None:
     assert not list(two.root.glob("*failed*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llada", "sdar", "llada2", "qwen3"])
 def test_two_processes_say_what_one_says(two: Two, cli: Cli, name: str) -> None:
     """With the family's own cache; and only the first one says it."""
@@ -195,6 +200,7 @@ def test_two_processes_say_what_one_says(two: Two, cli: Cli, name: str) -> None:
     assert (second.out, second.err) == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llada", "sdar", "llada2", "qwen3"])
 def test_without_a_seed_all_processes_draw_the_same(two: Two, name: str) -> None:
     first, second = two.said[f"drawn {name}"]
@@ -203,6 +209,7 @@ def test_without_a_seed_all_processes_draw_the_same(two: Two, name: str) -> None
     assert len(first.drawn[0]) == 16
 
 
+@pytest.mark.slow
 def test_a_seed_says_what_it_says_in_one_process(two: Two, cli: Cli) -> None:
     first, second = two.said["seeded"]
     assert first.drawn == second.drawn
@@ -212,6 +219,7 @@ def test_a_seed_says_what_it_says_in_one_process(two: Two, cli: Cli) -> None:
     assert second.out == ""
 
 
+@pytest.mark.slow
 def test_who_watches_changes_nothing(two: Two) -> None:
     """The first process alone watches, and writes the page."""
     first, second = two.said["watched"]
@@ -221,6 +229,7 @@ def test_who_watches_changes_nothing(two: Two) -> None:
     assert (second.out, second.err) == ("", "")
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts_is_written_once(two: Two, cli: Cli, tmp_path: Path) -> None:
     first, second = two.said["file"]
     assert (first.code, second.code) == (0, 0), first.err + second.err
@@ -242,6 +251,7 @@ def test_a_file_of_prompts_is_written_once(two: Two, cli: Cli, tmp_path: Path) -
     assert first.drawn == second.drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_cut_is_refused(two: Two, name: str) -> None:
     for said in two.said[name]:

@@ -75,7 +75,7 @@ def test_adapters_that_are_switched_between_calls(execution: str, folder: Path) 
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("name", ["sdar", "fast_dllm_v2"])
+@pytest.mark.parametrize("name", ["sdar", pytest.param("fast_dllm_v2", marks=pytest.mark.slow)])
 def test_block_causal_rows_that_end(name: str, execution: str, tmp_path: Path) -> None:
     model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == name), tmp_path)
     model.to(DEVICE)
@@ -93,7 +93,7 @@ def test_block_causal_rows_that_end(name: str, execution: str, tmp_path: Path) -
             assert torch.equal(model.generate(tokens, **settings, eos_token_id=eos, execution=execution), expected)
 
 
-@pytest.mark.parametrize("lengths", [(16,), (13, 5, 16, 10)])
+@pytest.mark.parametrize("lengths", [pytest.param((16,), marks=pytest.mark.slow), (13, 5, 16, 10)])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_small_blocks(lengths: tuple[int, ...], execution: str, tmp_path: Path) -> None:
     """Fast-dLLM v2's own cache: forward passes of the block, of a small block, and of rows in different small
@@ -168,7 +168,7 @@ def test_tokens_on_a_gpu_are_those_on_the_cpu(sampler: str, tmp_path: Path) -> N
         assert output.forwards == expected.forwards, execution
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_one_graph_serves_every_length(execution: str, padded: bool, tmp_path: Path) -> None:
     """Of a block, and of two where the first of them is cached; the prompt's shape comes once."""
@@ -212,7 +212,7 @@ EXPERTS = [case for case in DIFFUSION if case.spec.name in ("llada_moe", "sdar_m
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("case", some_slow(EXPERTS, "llada2_moe-2.2"))
+@pytest.mark.parametrize("case", some_slow(EXPERTS, "llada2_moe-2.2", "llada2_moe", "sdar_moe"))
 def test_experts(case: FamilyCase, execution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward with experts is recorded: batched products in fp32, and grouped ones in bf16, which is the default.
 

@@ -322,7 +322,9 @@ def write_published_adapter(folder: Path, config: dict[str, Any], seed: int) -> 
     return added
 
 
-@pytest.mark.parametrize(("threshold", "execution"), [(0.0, "eager"), (0.3, "compiled")])
+@pytest.mark.parametrize(
+    ("threshold", "execution"), [(0.0, "eager"), pytest.param(0.3, "compiled", marks=pytest.mark.slow)]
+)
 def test_the_published_adapter_drafts_and_does_not_check(
     threshold: float, execution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

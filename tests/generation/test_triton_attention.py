@@ -82,7 +82,7 @@ def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, masked: boo
         torch.testing.assert_close(kept, before, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("masked", "splits"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("masked", "splits"), [pytest.param(False, 1, marks=pytest.mark.slow), (True, 2)])
 @pytest.mark.parametrize(
     ("shape", "block"), [((3, 2, 4, 8, 16, 56, 64, 192), 4), ((2, 1, 2, 48, 32, 81, 129, 192), 16)]
 )

@@ -18,6 +18,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return launch("tests.interop.optimizer_worker", tmp_path_factory.mktemp("optimizer"), processes=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_megatron_core_loads_the_state_that_was_cut(report: dict[str, list[str]], name: str) -> None:
     assert_ok(name, report, processes=1)

@@ -223,8 +223,13 @@ def test_d1_s_mean_over_tokens(run: Run, tmp_path: Path, policy_folder: Path) ->
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"updates": 2, "beta": 0.01, "micro_batch_size": 8}, {"method": "block-grpo", "trace_steps": 2}],
-    ids=["diffu", "several-updates", "block"],
+    [
+        pytest.param({}, id="diffu"),
+        pytest.param(
+            {"updates": 2, "beta": 0.01, "micro_batch_size": 8}, id="several-updates", marks=pytest.mark.slow
+        ),
+        pytest.param({"method": "block-grpo", "trace_steps": 2}, id="block"),
+    ],
 )
 def test_the_reward_rises(run: Run, tmp_path: Path, problems: Path, changes: dict[str, Any]) -> None:
     settings = {"steps": 25, "beta": 0.0, "eval_data": [str(problems)], "eval_interval": 25, **changes}
