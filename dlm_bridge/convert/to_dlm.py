@@ -24,6 +24,7 @@ from dlm_bridge.models.derived import BODIES, forms_of
 from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.initialisation import Normal, initialise
+from dlm_bridge.models.rope import rope_theta_form
 
 # The autoregressive family -> the diffusion families whose tensors have the same names; the first is the default.
 TARGETS: dict[str, tuple[str, ...]] = {body.name: tuple(forms_of(body).values()) for body in BODIES}
@@ -200,12 +201,15 @@ def _layer(name: str) -> int:
 
 
 def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict[str, Any]:
-    """The source's keys under the target's names. Remote code that the source names is not the target's."""
+    """The source's keys under the target's names. Remote code that the source names is not the target's.
+
+    A published target's own code is of transformers 4 and would read nothing of `rope_parameters`.
+    """
     config = {key: value for key, value in source.config.items() if key not in ("auto_map", "_name_or_path")}
     config |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.get(key)}
     return {
         "pad_token_id": token.pad_id,  # a target's own default is another tokenizer's
-        **config,
+        **(config if target.derived_from else rope_theta_form(config)),
         "architectures": [target.architectures[0]],
         "model_type": target.model_type,
         "mask_token_id": token.id,
@@ -277,6 +281,8 @@ def mask_token(folder: Path, text: str | None) -> MaskToken:
 def _other_files(folder: Path, config: dict[str, Any], text: str, number: int) -> dict[str, bytes]:
     """What else of a tokenizer names its special tokens, where the folder has it."""
     config = {**config, "mask_token": text}
+    if config.get("tokenizer_class") == "TokenizersBackend":  # transformers 5's name, unknown to 4; it reads both
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("added_tokens_decoder"), dict):
         known = {str(number): {"content": text, **_FLAGS}}
         config["added_tokens_decoder"] = {**known, **config["added_tokens_decoder"]}

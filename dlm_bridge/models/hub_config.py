@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from dlm_bridge.models.decoder_mapping import require_values
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.rope import rope_theta_form
 
 # Set on an instance while it is used; they belong to the class or the process, not to the checkpoint.
 RUNTIME_KEYS = ("is_causal", "name_or_path")
@@ -96,15 +97,7 @@ def _with_hub_names(values: dict[str, Any], source: dict[str, Any]) -> dict[str,
     """Values under the source's names; where it has none, under those that the original code, vLLM and SGLang read."""
     if "dtype" in values and "dtype" not in source:
         values["torch_dtype"] = values.pop("dtype")
-    named = "rope_theta" in (values.get("rope_parameters") or {})  # not where kinds of layers have their own
-    if named and "rope_parameters" not in source:
-        rope = dict(values.pop("rope_parameters"))
-        values["rope_theta"] = rope.pop("rope_theta")
-        if "partial_rotary_factor" in rope:
-            values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-        if rope.get("rope_type", "default") != "default":
-            values["rope_scaling"] = rope
-    return values
+    return values if "rope_parameters" in source else rope_theta_form(values)
 
 
 @cache

@@ -23,6 +23,23 @@ def rope_parameters(config: dict[str, Any], theta: float = 10000.0) -> dict[str,
     return parameters
 
 
+def rope_theta_form(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with its rotary settings under transformers 4's names (`rope_theta`, `rope_scaling`,
+    `partial_rotary_factor`): published remote code, vLLM and SGLang read them there and take a default where they find
+    none. Unchanged where it has no `rope_parameters`, or one for each kind of layer."""
+    parameters = config.get("rope_parameters")
+    if not isinstance(parameters, dict) or "rope_theta" not in parameters:
+        return config
+    rope = dict(parameters)
+    named = {key: value for key, value in config.items() if key != "rope_parameters"}
+    named["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        named["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if rope.get("rope_type", "default") != "default":
+        named["rope_scaling"] = rope
+    return named
+
+
 def rope_settings(config: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
     """megatron-core's arguments for the published RoPE (those of YaRN are attributes that its GPTModel looks for).
 

@@ -107,6 +107,24 @@ def assert_topology(model: Any, window: int | None) -> None:
             assert (moved == allowed).all(), token
 
 
+@pytest.mark.parametrize("name", ["a2d_qwen3", "sdar"])
+def test_what_transformers_5_wrote_is_read_by_the_targets_own_code(name: str, tmp_path: Path) -> None:
+    source = write(BY_LABEL["qwen3"], tmp_path / "ar", tokenizer_class="TokenizersBackend")
+    config = json.loads((source / "config.json").read_text())
+    config.pop("rope_theta", None)
+    config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 12345.0, "factor": 2.0}
+    (source / "config.json").write_text(json.dumps(config))
+    convert_to_dlm(source, tmp_path / "dlm", to=name)
+    made = json.loads((tmp_path / "dlm" / "config.json").read_text())
+    assert "rope_parameters" not in made
+    assert made["rope_theta"] == 12345.0
+    assert made["rope_scaling"] == {"rope_type": "yarn", "factor": 2.0}
+    assert json.loads((tmp_path / "dlm" / "tokenizer_config.json").read_text())["tokenizer_class"].endswith("Fast")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "dlm").mask_token_id == NEW_ID
+    loaded = transformers.AutoConfig.from_pretrained(tmp_path / "dlm").rope_parameters
+    assert (loaded["rope_theta"], loaded["rope_type"], loaded["factor"]) == (12345.0, "yarn", 2.0)
+
+
 @pytest.mark.parametrize("label", [case.label for case in FIRST.values() if case.family in TARGETS])
 def test_the_body_computes_what_it_did(label: str, tmp_path: Path) -> None:
     """With a causal mask handed in, logits are the autoregressive model's, in windows too."""
