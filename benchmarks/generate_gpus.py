@@ -3,11 +3,12 @@
     python benchmarks/generate_gpus.py                       on all GPUs, about a minute on four
     python benchmarks/generate_gpus.py --size tiny           also on a CPU, there by two processes and gloo
 
-Two ways, both transformers' own: tensor parallelism, for which this command starts torchrun, and a device map, whose
-GPUs run one after the other. Small models of several families in fp32, dense and with experts, with the family's own
-cache and without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and without a seed all
-processes must draw the same. Then LLaDA-8B's shape with random weights in bf16: milliseconds a forward, beside one
-GPU's. Prints a line for each and exits with 1 if one is wrong.
+Two ways: tensor parallelism, for which this command starts torchrun, with transformers' layers and with the plain ones
+that `generate --tp-plan auto` puts in their place, eagerly and in CUDA graphs; and a device map, whose GPUs run one
+after the other. Small models of several families in fp32, dense and with experts, with the family's own cache and
+without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and without a seed all processes
+must draw the same. Then LLaDA-8B's shape with random weights in bf16: milliseconds a forward, beside one GPU's, of one
+row and of --rows. Prints a line for each and exits with 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 import dlm_bridge  # noqa: F401
+from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
 from dlm_bridge.models.families import family_by_name
 
 TINY = {
@@ -71,6 +74,7 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 PROMPT = 128
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXECUTIONS = ("eager", "graph") if DEVICE == "cuda" else ("eager",)
 
 
 def main() -> None:
@@ -78,6 +82,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--size", choices=tuple(LARGE), default="8b", help="of the model that is timed")
     parser.add_argument("--length", type=int, default=64, help="new tokens of the model that is timed")
+    parser.add_argument("--rows", type=int, default=64, help="of the larger batch that is timed")
     parser.add_argument("--folder", type=Path, help="where there is room for a checkpoint of 16 GB")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # one of torchrun's processes
     options = parser.parse_args()
@@ -89,6 +94,7 @@ def main() -> None:
         began = time.perf_counter()
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
         words = ["--folder", str(options.folder), "--size", options.size, "--length", str(options.length)]
+        words += ["--rows", str(options.rows)]
         workers = subprocess.Popen([*launch, __file__, "--worker", *words])
         try:
             for name, sizes in SMALL.items():
@@ -136,15 +142,26 @@ def tensor_parallel(options: argparse.Namespace) -> None:
         model, whole = spread(options.folder / name), load(options.folder / name).to(own)
         wrong |= compare(name, model, whole, own, say)
         wrong |= draws_the_same(name, model, own, say)
+        if not use_plain_shards(model):
+            say(f"{name}: no plain layers  WRONG")
+            wrong = 1
+        for execution in EXECUTIONS:
+            wrong |= compare(f"{name}, plain layers, {execution}", model, whole, own, say, execution=execution)
     if rank == 0:
         whole = load(options.folder / "large", device_map={"": own})
-        figures(whole, own, options.length, lambda text: print(f"one GPU: {text}", flush=True))
-        figures(whole, own, options.length, lambda text: print(f"one GPU: {text}", flush=True), execution="eager")
+        for rows in (1, options.rows):
+            for execution in EXECUTIONS:
+                one_gpu = partial(print, "one GPU:", flush=True)
+                figures(whole, own, options.length, one_gpu, rows=rows, execution=execution)
         del whole
     gc.collect()
     dist.barrier()
     model = spread(options.folder / "large")
-    figures(model, own, options.length, say)
+    figures(model, own, options.length, lambda text: say(f"transformers' layers: {text}"))
+    use_plain_shards(model)
+    for rows in (1, options.rows):
+        for execution in EXECUTIONS:
+            figures(model, own, options.length, say, rows=rows, execution=execution)
     verdict = torch.tensor([wrong], device=own)
     dist.all_reduce(verdict, dist.ReduceOp.MAX)
     if rank == 0 and not verdict.item():
@@ -179,7 +196,9 @@ def load(folder: Path, **more: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **more).eval()
 
 
-def compare(name: str, model: Any, whole: Any, device: torch.device, say: Callable[[str], None]) -> int:
+def compare(
+    name: str, model: Any, whole: Any, device: torch.device, say: Callable[[str], None], execution: str | None = None
+) -> int:
     """Logits, and greedy tokens with the family's own cache and with none. Returns 1 if something is wrong."""
     ids = torch.randint(0, 1000, (2, 40), generator=torch.Generator().manual_seed(1)).to(device)
     given = {"gen_length": 32, "temperature": 0.0, "eos_token_id": None, "seed": 1}
@@ -189,7 +208,7 @@ def compare(name: str, model: Any, whole: Any, device: torch.device, say: Callab
             logits, wanted = model(ids).logits.to(device), whole(ids).logits
         apart = ((logits - wanted).abs().max() / wanted.abs().max()).item()
         for cache in (None, "none"):
-            rows = model.generate(ids, cache=cache, **given).to(device)
+            rows = model.generate(ids, cache=cache, execution=execution, **given).to(device)
             same = (rows == whole.generate(ids, cache=cache, execution="eager", **given)).float().mean().item()
             equal["own" if cache is None else cache] = same
     except RuntimeError as error:
@@ -214,9 +233,11 @@ def draws_the_same(name: str, model: Any, device: torch.device, say: Callable[[s
     return 1
 
 
-def figures(model: Any, device: torch.device, length: int, say: Callable[[str], None], **more: Any) -> None:
-    """Say how long a forward of one row takes, with every step of the published sampler."""
-    ids = torch.randint(0, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
+def figures(
+    model: Any, device: torch.device, length: int, say: Callable[[str], None], rows: int = 1, **more: Any
+) -> None:
+    """Say how long a forward of so many rows takes, with every step of the published sampler."""
+    ids = torch.randint(0, 1000, (rows, PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
     given = {"gen_length": length, "block_length": min(32, length), "steps": length, "eos_token_id": None} | more
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -228,10 +249,11 @@ def figures(model: Any, device: torch.device, length: int, say: Callable[[str], 
     line = {
         "parameters_b": round(sum(one.numel() for one in model.parameters()) / 1e9, 2),
         "execution": more.get("execution", "default"),
-        "tokens": length,
+        "rows": rows,
+        "tokens": rows * length,
         "forwards": output.forwards,
         "ms_per_forward": round(1000 * taken / output.forwards, 2),
-        "tokens_per_s": round(length / taken, 1),
+        "tokens_per_s": round(rows * length / taken, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 1) if DEVICE == "cuda" else None,
     }
     say(json.dumps(line))

@@ -261,7 +261,12 @@ def _load_weights(
             check_tensor_parallel_split(
                 arguments.get("config") or AutoConfig.from_pretrained(folder), distributed.tp_size, name
             )
-    return load_pretrained(model_class, folder, name, **arguments)
+    model = load_pretrained(model_class, folder, name, **arguments)
+    if distributed is not None:
+        from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
+
+        use_plain_shards(model)
+    return model
 
 
 def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, **arguments: Any) -> Any:
@@ -278,12 +283,10 @@ def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, 
             )
     finally:
         logging.set_verbosity(verbosity)
-    architectures = set(getattr(model.config, "architectures", None) or ())
-    diffusion = [spec for spec in families() if spec.sampled_here and architectures & set(spec.architectures)]
-    if diffusion and getattr(model, "family", None) is None:
+    if (spec := other_class(model)) is not None:
         raise DlmBridgeError(
-            f"{name}: config.json names {diffusion[0].architectures[0]} and model_type {model.config.model_type!r}, "
-            f"by which transformers makes a {type(model).__name__}: set model_type to {diffusion[0].model_type!r}"
+            f"{name}: config.json names {spec.architectures[0]} and model_type {model.config.model_type!r}, "
+            f"by which transformers makes a {type(model).__name__}: set model_type to {spec.model_type!r}"
         )
     if missing := sorted(info["missing_keys"]):
         raise DlmBridgeError(f"{name}: the checkpoint lacks {first_of(missing)}")
@@ -293,8 +296,20 @@ def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, 
             f"{name}: {tensor} has shape {tuple(found)} in the checkpoint, {tuple(wanted)} by the config"
         )
     if (unexpected := sorted(info["unexpected_keys"])) and os.environ.get("RANK", "0") == "0":
-        logger.warning(printable(f"{name}: the checkpoint has {first_of(unexpected)}, which the model does not use"))
+        logger.warning(unused_text(name, unexpected))
     return model
+
+
+def unused_text(name: str, tensors: list[str]) -> str:
+    """What is said of a checkpoint's tensors that the model `name` has no place for."""
+    return printable(f"{name}: the checkpoint has {first_of(tensors)}, which the model does not use")
+
+
+def other_class(model: Any) -> FamilySpec | None:
+    """The diffusion family that a model's config names, where its class is none of this package."""
+    named = set(getattr(model.config, "architectures", None) or ())
+    diffusion = [spec for spec in families() if spec.sampled_here and named & set(spec.architectures)]
+    return diffusion[0] if diffusion and getattr(model, "family", None) is None else None
 
 
 def check_whole(file: Path) -> None:

@@ -24,7 +24,6 @@ LONG = ("--gen-length", "16", "--set", "eos_token_id=null")
 GREEDY = ("--prompt", "abc", *LONG, "--temperature", "0")
 DRAWN = ("--prompt", "abc", *LONG, "--temperature", "2")
 REFUSED = {
-    "compiled": "execution 'compiled' does not run tensor-parallel models: use execution 'eager'",
     "uneven": "3 key/value heads cannot be shared by 2 processes: start 3 of them, or use --device-map auto",
     "whole": "2 processes would each hold the whole model: add --tp-plan auto, or start one process",
     "stdin": "--jsonl -: stdin is read by one process only: name a file",
@@ -198,6 +197,13 @@ def test_two_processes_say_what_one_says(two: Two, cli: Cli, name: str) -> None:
     assert first.out == alone["samples"][0]["text"] + "\n"
     assert f"{alone['tokens']} tokens in {alone['forwards']} forwards" in first.err
     assert (second.out, second.err) == ("", "")
+
+
+@pytest.mark.slow
+def test_compiled_shards_write_the_same(two: Two) -> None:
+    for said, eager in zip(two.said["compiled"], two.said["greedy llada"], strict=True):
+        assert said.code == 0, said.err
+        assert said.drawn == eager.drawn
 
 
 @pytest.mark.slow

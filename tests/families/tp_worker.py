@@ -14,14 +14,17 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import dlm_bridge  # noqa: F401
+from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
 from dlm_bridge.generation.texts import GeneratedTexts, write_texts
 from tests.families.case import FamilyCase, all_cases
+from tests.generation.recorded import stand_in
 from tests.processes import OK
 
 
@@ -31,19 +34,39 @@ def check(case: FamilyCase, root: Path) -> str:
     with torch.no_grad():
         logits = model(saved["input_ids"]).logits
     torch.testing.assert_close(logits, saved["logits"], atol=1e-5, rtol=1e-5)
-    for cache, tokens in saved["sampled"].items():
-        assert torch.equal(sampled(model, saved["input_ids"], cache), tokens), cache
     if saved["first"]:
+        for cache, tokens in saved["sampled"].items():
+            assert torch.equal(sampled(model, saved["input_ids"], cache), tokens), cache
         check_drawn(model, saved["input_ids"])
     cut = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor) and held(parameter)]
-    return OK if len(cut) >= 2 * model.config.num_hidden_layers else f"only these are cut: {cut}"
+    if len(cut) < 2 * model.config.num_hidden_layers:
+        return f"only these are cut: {cut}"
+    return check_plain_shards(model, saved)
 
 
-def sampled(model: Any, input_ids: torch.Tensor, cache: str | None = None) -> torch.Tensor:
+def check_plain_shards(model: Any, saved: dict[str, Any]) -> str:
+    """The same logits and tokens without transformers' wrappers, from the same shards."""
+    before = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
+    if not use_plain_shards(model):
+        return "transformers' layers were kept"
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) >= before
+    with torch.no_grad():
+        torch.testing.assert_close(model(saved["input_ids"]).logits, saved["logits"], atol=1e-5, rtol=1e-5)
+    assert torch.equal(sampled(model, saved["input_ids"]), saved["sampled"][None]), "plain shards"
+    if saved["first"]:
+        with pytest.MonkeyPatch.context() as patch:
+            stand_in(patch)
+            recorded = sampled(model, saved["input_ids"], execution="compiled")
+        assert torch.equal(recorded, saved["sampled"][None]), "plain shards, recorded"
+    return OK
+
+
+def sampled(model: Any, input_ids: torch.Tensor, cache: str | None = None, **more: Any) -> torch.Tensor:
     """The best tokens after some of the input."""
     prompt = input_ids[:, :7].where(input_ids[:, :7] != 99, 98)
     return model.generate(
-        prompt, gen_length=8, temperature=0.0, seed=1, mask_token_id=99, eos_token_id=None, cache=cache
+        prompt, gen_length=8, temperature=0.0, seed=1, mask_token_id=99, eos_token_id=None, cache=cache, **more
     )
 
 

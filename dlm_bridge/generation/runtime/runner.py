@@ -251,8 +251,8 @@ def release(model: Any) -> None:
 def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> Execution:
     obstacle = _graph_obstacle(model, plain)
     device = next((parameter.device for parameter in plain.parameters()), torch.device("cpu"))
-    if execution is None:
-        return "graph" if obstacle is None and device.type == "cuda" else "eager"
+    if execution is None:  # recorded collectives only on request: no GPUs have run them yet
+        return "graph" if obstacle is None and device.type == "cuda" and not _tensor_parallel(plain) else "eager"
     if execution != "eager" and obstacle is not None:
         raise DlmBridgeError(f"execution '{execution}' {obstacle}: use execution 'eager'")
     if execution == "graph" and device.type != "cuda":
@@ -262,11 +262,15 @@ def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> E
     return execution
 
 
+def _tensor_parallel(plain: Any) -> bool:
+    return bool(getattr(plain, "_tp_size", None))
+
+
 def _graph_obstacle(model: Any, plain: Any) -> str | None:
     if len(set((getattr(plain, "hf_device_map", None) or {}).values())) > 1:
         return "needs the whole model on one device"
-    if getattr(plain, "_tp_size", None):
-        return "does not run tensor-parallel models"
+    if _tensor_parallel(plain) and not getattr(plain, "plain_shards", False):
+        return "does not run the layers of transformers' tensor parallelism"
     if not supports_kv_cache(model):
         return "runs a transformers body without prompt-learning adapters"
     return None
