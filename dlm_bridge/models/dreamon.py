@@ -21,6 +21,8 @@ SPEC = replace(
     config_class="dlm_bridge.models.modeling_dreamon:DreamOnConfig",
     model_class="dlm_bridge.models.modeling_dreamon:DreamOnModel",
     tokenizer_class="",  # Dream's, found by its name
+    objective="dreamon",
+    sft={},  # the end of text, with which Dream's rows are filled, deletes
     sampler={"algorithm": "dreamon"},
-    checked_against="what Dream's classes were; the sampler against eval/generator.py of DreamLM/DreamOn",
+    checked_against="what Dream's classes were; sampler and objective against the code of DreamLM/DreamOn",
 )

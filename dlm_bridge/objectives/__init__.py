@@ -7,6 +7,6 @@ at `noisy.mask` only, and sums `objective.loss_sum` over its micro-batches and p
 `noisy.normaliser` over the whole global batch makes loss and gradients independent of how that batch was cut.
 
 `noise` has the keyed random numbers, `batches` the clean and the noisy batch, `base` the base class and the loss of
-one batch, `single_stream`, `two_streams` and `trajectory` the published objectives, `registry` the table of their
-names.
+one batch, `single_stream`, `two_streams`, `canvas`, `resizing` and `trajectory` the published objectives, `registry`
+the table of their names.
 """

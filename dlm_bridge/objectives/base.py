@@ -16,7 +16,7 @@ from dlm_bridge.objectives.batches import IGNORE_INDEX, CleanBatch, NoisyBatch
 from dlm_bridge.objectives.losses import Certainty, position_losses
 from dlm_bridge.objectives.noise import Uniforms
 
-Weighting = Literal["level", "fraction", "uniform", "cart", "bound", "clipped", "dynamic"]
+Weighting = Literal["level", "fraction", "uniform", "linear", "cart", "bound", "clipped", "dynamic"]
 Normalisation = Literal["tokens", "sequences", "predicted"]
 NoiseName = Literal["mask", "uniform", "hybrid"]
 
@@ -29,7 +29,7 @@ class Objective(abc.ABC):
 
     `loss_weighting` is the weight of a masked position: "level", one over the probability p that masked it;
     "fraction", one over the masked fraction of its document, which then has at least one mask (MegaDLMs); "uniform",
-    one.
+    one; "linear", 1 - p.
 
     `loss_normalisation` is the divisor of the weighted sum over the global batch: "tokens", the positions that count;
     "predicted", those with a loss; "sequences", the documents, with each position's weight over the number of
@@ -51,6 +51,7 @@ class Objective(abc.ABC):
     forces_certainty: ClassVar[bool] = True  # False: it takes no `certainty`
     noise_process: ClassVar[NoiseName] = "mask"  # what a position's token becomes
     trajectories: ClassVar[bool] = False  # it needs the tokens' commit steps
+    resizes: ClassVar[bool] = False  # tokens move within a row, which holds one text
     streams: ClassVar[int] = 1  # 2 for [noisy | clean], in blocks of `block_size`, with its own mask and position ids
     own_positions: ClassVar[bool] = False  # position ids differ from row to row
     exact_block_masks: ClassVar[bool] = False  # masks round(n p) tokens of a block, not each with probability p
@@ -227,7 +228,7 @@ def diffusion_loss(
         attention_mask: [B, L], zero at padding; or a 4-D mask, with padding only in `labels`.
 
     Raises:
-        DlmBridgeError: an own 4-D mask or own positions, where the objective makes its own.
+        DlmBridgeError: an own 4-D mask or own positions, where the objective makes its own or moves tokens.
     """
     own_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
     if objective.streams == 2 and (own_mask is not None or position_ids is not None):
@@ -235,8 +236,11 @@ def diffusion_loss(
             f"{type(objective).__name__} makes the mask and the positions of its two streams itself: pass a 2-D "
             "attention_mask and no position_ids"
         )
+    if objective.resizes and (own_mask is not None or position_ids is not None):
+        raise DlmBridgeError(f"{type(objective).__name__} moves tokens: pass a 2-D attention_mask and no position_ids")
     rows, length = input_ids.shape
-    uniforms = Uniforms.drawn(generator, rows, length, replaces=objective.noise_process != "mask")
+    replaces = objective.noise_process != "mask"
+    uniforms = Uniforms.drawn(generator, rows, length, replaces=replaces, spans=objective.resizes)
     noisy = objective.noise(input_ids, uniforms, labels, None if own_mask is not None else attention_mask)
     logits_MV = forward(
         input_ids=noisy.input_ids,

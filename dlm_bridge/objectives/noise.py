@@ -45,6 +45,9 @@ def torch_seed(seed: int, step: int, process: int) -> int:
     return int(keyed_generator(seed, Purpose.TORCH, step, process).integers(2**63))
 
 
+SPAN_NUMBERS = 4  # of `Uniforms.span`
+
+
 @dataclass(frozen=True)
 class Uniforms:
     """All random numbers of a batch's noise, uniform on [0, 1), fp32 where nothing else is said."""
@@ -55,6 +58,7 @@ class Uniforms:
     cut_length: torch.Tensor  # [B], to what length
     block: torch.Tensor  # [B, L], the noise level of block b in column b, where blocks have their own
     replacement: torch.Tensor | None = None  # [B, L] float64, which random token; see `random_tokens`
+    span: torch.Tensor | None = None  # [B, 4] float64, which span of a row is noised, and how it is resized
 
     @classmethod
     def keyed(
@@ -65,25 +69,42 @@ class Uniforms:
         rows = np.empty((len(samples), 3 + length), dtype=np.float32)
         blocks = np.empty((len(samples), length), dtype=np.float32)
         replacements = np.empty((len(samples), length), dtype=np.float64)
-        for row, block, replacement, sample in zip(rows, blocks, replacements, samples, strict=True):
+        spans = np.empty((len(samples), SPAN_NUMBERS), dtype=np.float64)
+        for row, block, replacement, span, sample in zip(rows, blocks, replacements, spans, samples, strict=True):
             keyed_generator(seed, purpose, step, sample).random(out=row, dtype=np.float32)
             keyed_generator(seed, purpose, step, sample, lane=1).random(out=block, dtype=np.float32)
             keyed_generator(seed, purpose, step, sample, lane=2).random(out=replacement)
-        return cls._of(torch.from_numpy(rows), torch.from_numpy(blocks), torch.from_numpy(replacements))
+            keyed_generator(seed, purpose, step, sample, lane=3).random(out=span)
+        numbers = (torch.from_numpy(values) for values in (rows, blocks, replacements, spans))
+        return cls._of(*numbers)
 
     @classmethod
-    def drawn(cls, generator: torch.Generator, batch: int, length: int, replaces: bool = False) -> Uniforms:
-        """Numbers from an explicit generator, on that generator's device; `replaces`: random tokens too."""
+    def drawn(
+        cls, generator: torch.Generator, batch: int, length: int, replaces: bool = False, spans: bool = False
+    ) -> Uniforms:
+        """Numbers from an explicit generator, on that generator's device; `replaces` and `spans`: `replacement` and
+        `span` too."""
         rows, blocks = (
             torch.rand(batch, columns, generator=generator, device=generator.device)
             for columns in (3 + length, length)
         )
         doubles: Any = {"generator": generator, "device": generator.device, "dtype": torch.float64}
-        return cls._of(rows, blocks, torch.rand(batch, length, **doubles) if replaces else None)
+        return cls._of(
+            rows,
+            blocks,
+            torch.rand(batch, length, **doubles) if replaces else None,
+            torch.rand(batch, SPAN_NUMBERS, **doubles) if spans else None,
+        )
 
     @classmethod
-    def _of(cls, rows: torch.Tensor, blocks: torch.Tensor, replacement: torch.Tensor | None) -> Uniforms:
-        return cls(rows[:, 0], rows[:, 3:], rows[:, 1], rows[:, 2], blocks, replacement)
+    def _of(
+        cls,
+        rows: torch.Tensor,
+        blocks: torch.Tensor,
+        replacement: torch.Tensor | None,
+        span: torch.Tensor | None,
+    ) -> Uniforms:
+        return cls(rows[:, 0], rows[:, 3:], rows[:, 1], rows[:, 2], blocks, replacement, span)
 
     def to(self, device: torch.device) -> Uniforms:
         moved: Any = {name: None if value is None else value.to(device) for name, value in vars(self).items()}

@@ -15,6 +15,7 @@ from typing import Any, Protocol, get_args
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import NoiseName, Objective
 from dlm_bridge.objectives.canvas import CanvasDiffusion
+from dlm_bridge.objectives.resizing import DreamOnDiffusion
 from dlm_bridge.objectives.single_stream import (
     HybridDiffusion,
     MaskedDiffusion,
@@ -78,6 +79,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
     "shifted": ObjectiveSpec(ShiftedDiffusion),
     "shifted_cart": ObjectiveSpec(ShiftedDiffusion, {"loss_weighting": "cart"}),
     "shifted_floor": ObjectiveSpec(ShiftedDiffusion, {"eps": 1e-3}),
+    "dreamon": ObjectiveSpec(DreamOnDiffusion),
     "block": ObjectiveSpec(BlockDiffusion),
     "block_levels": ObjectiveSpec(BlockDiffusion, {"level": "block"}),
     "block_editing": ObjectiveSpec(EditingBlockDiffusion),

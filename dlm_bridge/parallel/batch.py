@@ -119,7 +119,7 @@ def micro_batch(
     rows, length = noisy.input_ids.shape
     descriptor = _descriptor(noisy, attention_pattern, block_size)
     plain = torch.arange(length)[None]
-    streams = 1 if descriptor is None or not bool((descriptor[..., MaskColumn.NOISY_BLOCK] >= 0).any()) else 2
+    streams = _streams(descriptor)
     # Rotary embeddings are relative: documents of one stream need not begin anew, and rows then share their positions.
     positions = plain
     if noisy.position_ids is not None and (streams == 2 or absolute):
@@ -146,6 +146,14 @@ def micro_batch(
     return _padded(local, rows * len(mine))
 
 
+def rank_targets(
+    noisy: NoisyBatch, attention_pattern: str, block_size: int | None = None, cp_rank: int = 0, cp_size: int = 1
+) -> torch.Tensor:
+    """[M] int64: which of `noisy.targets` the loss positions of a rank's `micro_batch` have, without its padding."""
+    streams = _streams(_descriptor(noisy, attention_pattern, block_size))
+    return _targets_at(noisy, rank_positions(noisy.input_ids.shape[1], cp_size, streams)[cp_rank])
+
+
 def loss_bucket(count: int, most: int) -> int:
     """The size to which `count` loss positions are padded: `SMALLEST_BUCKET` or more, in steps of an eighth, at most
     `most`."""
@@ -165,6 +173,10 @@ def _descriptor(noisy: NoisyBatch, attention_pattern: str, block_size: int | Non
         return None
     documents = document_ids(real if real is not None and padded else torch.ones_like(noisy.input_ids[:1]))
     return MaskDescriptor.of_pattern(attention_pattern, documents, noisy.position_ids, block_size).codes
+
+
+def _streams(descriptor: torch.Tensor | None) -> int:
+    return 1 if descriptor is None or not bool((descriptor[..., MaskColumn.NOISY_BLOCK] >= 0).any()) else 2
 
 
 def _shared_positions(position_ids: torch.Tensor, descriptor: torch.Tensor | None) -> torch.Tensor:
@@ -213,12 +225,16 @@ def _loss_positions(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, NoisePositions | None, Certainty | None]:
     """The loss positions, b * S + s, among the positions `mine` [S] of each row, and their targets, weights, terms,
     noise and certainty."""
-    number = (noisy.mask.flatten().cumsum(0) - 1).view_as(noisy.mask)  # of each position in `targets`
-    mask = noisy.mask[:, mine]
-    which = number[:, mine][mask]
+    mask, which = noisy.mask[:, mine], _targets_at(noisy, mine)
     terms = None if noisy.terms is None else noisy.terms[which]
     noise = None if noisy.noise is None else noisy.noise.each(lambda tensor: tensor[which])
     return mask.flatten().nonzero()[:, 0], noisy.targets[which], noisy.weights[which], terms, noise, noisy.certainty
+
+
+def _targets_at(noisy: NoisyBatch, mine: torch.Tensor) -> torch.Tensor:
+    """[M] int64: which of `noisy.targets` those at the positions `mine` [S] of each row are, row by row."""
+    number = (noisy.mask.flatten().cumsum(0) - 1).view_as(noisy.mask)
+    return number[:, mine][noisy.mask[:, mine]]
 
 
 def _predictions(noisy: NoisyBatch, mine: torch.Tensor, depths: int) -> tuple[Prediction, ...]:

@@ -34,8 +34,8 @@ class DiffusionCollator:
     `completion_mask` or `assistant_masks` (zero there) and `attention_mask`. The batch has `labels` and `loss_weights`
     as DiffusionLM.forward describes them, so that Trainer's own count of labels over a step's micro-batches normalises
     the loss: gradient accumulation and the number of processes do not change it. (WeDLM's loss is a sum of two means,
-    and loss_normalisation "sequences" a mean over rows, which Trainer cannot count: each micro-batch is normalised
-    alone there.)
+    loss_normalisation "sequences" a mean over rows, and DreamOn counts a row's deletions as one token, which Trainer
+    cannot count: each micro-batch is normalised alone there.)
 
     The noise of a sample with a `sample_index` is keyed by (seed, that index) alone: give every visit of a sample its
     own. Otherwise it is keyed by the seed, the process, the loader's worker and how many batches that has collated, so
@@ -113,7 +113,7 @@ class DiffusionCollator:
                 raise DlmBridgeError(
                     "a generator would give every worker of the data loader the same noise: use seed, or no workers"
                 )
-            return Uniforms.drawn(self.generator, len(samples), length)
+            return Uniforms.drawn(self.generator, len(samples), length, spans=self.objective.resizes)
         if all(SAMPLE_INDEX in sample for sample in samples):
             return Uniforms.keyed(self.seed, 0, [int(sample[SAMPLE_INDEX]) for sample in samples], length)
         worker = get_worker_info()

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from dlm_bridge.errors import DlmBridgeError
-from tests.families import dream, fast_dllm_v2, illada, nemotron_labs_diffusion, sdar, wedlm
+from tests.families import dream, dreamon, fast_dllm_v2, illada, nemotron_labs_diffusion, sdar, wedlm
 from tests.families.case import FamilyCase
 from tests.train.conftest import Run, without_speed
 
 CASES = {
     "masked": illada.CASES[0],
     "shifted": dream.CASE,
+    "dreamon": dreamon.CASE,
     "block": sdar.CASES[0],
     "block_complementary": fast_dllm_v2.CASES[0],
     "nemotron": nemotron_labs_diffusion.CASES[0],

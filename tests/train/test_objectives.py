@@ -198,7 +198,14 @@ def test_fraction_weights_make_every_sequence_cost_its_mean_cross_entropy() -> N
 @pytest.mark.parametrize("name", [name for name, spec in OBJECTIVES.items() if not spec.kind.answer_blocks])
 def test_no_objective_depends_on_how_the_batch_is_cut(name: str) -> None:
     """Sums and normalisers of the parts add up to the whole batch's, with prompts and shortened rows."""
-    config = SimpleNamespace(block_size=4, vocab_size=MASK + 1, dlm_loss_weight=None, ar_loss_weight=1.0)
+    config = SimpleNamespace(
+        block_size=4,
+        vocab_size=MASK + 1,
+        dlm_loss_weight=None,
+        ar_loss_weight=1.0,
+        expand_token_id=1,
+        eos_token_id=0,
+    )
     objective = build_objective(name, MASK, length_variation=0.5, config=config)
     tokens = torch.randint(0, MASK, (8, 10), generator=torch.Generator().manual_seed(0))
     labels = tokens.clone()

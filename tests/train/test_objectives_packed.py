@@ -28,7 +28,7 @@ COMBINATIONS = [
     (name, weighting, normalisation)
     for name, preset in OBJECTIVES.items()
     for weighting, normalisation in itertools.product(preset.kind.weightings, preset.kind.normalisations)
-    if (name, weighting) != ("block_levels", "fraction") and not preset.kind.answer_blocks
+    if (name, weighting) != ("block_levels", "fraction") and not (preset.kind.answer_blocks or preset.kind.resizes)
 ]
 
 

@@ -160,6 +160,7 @@ class TrainConfig:
                 ("" if parallel.distributed_optimizer else "--no-distributed-optimizer", "FSDP shards the optimizer"),
                 ("--async-save" if self.checkpoint.async_save else "", "FSDP's checkpoints are written at once"),
                 ("--norm-interval" if self.logging.norm_interval else "", "norms of its shards are not measured"),
+                ("--ema-decay" if optimizer.ema_decay else "", "its shards are not averaged"),
             ):
                 if excluded:
                     raise OptionError("--fsdp", f"{parallel.fsdp} with {excluded}: {reason}: leave one of them out")
@@ -188,6 +189,7 @@ class TrainConfig:
                 ("--fsdp", parallel.fsdp is not None),
                 ("--fp8-params", self.precision.fp8_params),
                 ("--optimizer-cpu-offload", optimizer.cpu_offload),
+                ("--ema-decay", optimizer.ema_decay > 0),
             ):
                 if given:
                     raise OptionError("--local-folder", f"with {flag}: local checkpoints do not hold its state")
@@ -195,6 +197,10 @@ class TrainConfig:
             raise OptionError(
                 "--no-sequence-parallel",
                 f"with --tp {parallel.tp} --ep {parallel.ep}: megatron-core needs it for experts",
+            )
+        if optimizer.cpu_offload and optimizer.ema_decay:
+            raise OptionError(
+                "--optimizer-cpu-offload", "with --ema-decay: averages stay on the device: leave one out"
             )
         if optimizer.cpu_offload and optimizer.name != "adamw":
             raise OptionError("--optimizer-cpu-offload", "needs --optimizer adamw")
@@ -238,6 +244,8 @@ class RLConfig(TrainConfig):
             raise OptionError(
                 "--sharding", f"fsdp with --method {options.method}: TRL's trainers hold the whole model: leave it out"
             )
+        if self.engine.name == "megatron":
+            self._check_megatron_updates()
         _ = options.sampler  # made to be checked
         if options.method in PREFERRED:
             if options.reward:
@@ -253,3 +261,21 @@ class RLConfig(TrainConfig):
                 f"{options.gen_length} leaves no room for a prompt in --seq-length {self.data.seq_length}",
             )
         self.check_batch(processes=1)
+
+    def _check_megatron_updates(self) -> None:
+        """What the Megatron engine cannot do for a method. Raises OptionError."""
+        passed = self.engine.passed_through("transformer")
+        dropout = [name for name in ("hidden_dropout", "attention_dropout") if passed.get(name)]
+        for excluded, reason in (
+            (
+                f"--method {self.rl.method}" if self.rl.method in AUTOREGRESSIVE else "",
+                "TRL's trainers hold the whole model: use --engine accelerate",
+            ),
+            ("an adapter" if self.model.adapts else "", "rollouts are sampled from its base's weights: leave it out"),
+            (
+                f"--megatron transformer.{dropout[0]}" if dropout else "",
+                "log-probabilities and gradients come from two forward passes: leave it out",
+            ),
+        ):
+            if excluded:
+                raise OptionError("--engine", f"megatron with {excluded}: {reason}")

@@ -22,9 +22,10 @@ class ObjectiveOptions:
         task_defaults={"sft": 0.0, "rl": 0.0},
     )  # fmt: skip
     loss_weighting: str | None = option(
-        None, "Weight of a position: level (1/t), fraction (1/masked part), uniform, cart; of random tokens bound, "
-        "clipped, dynamic; the objective's own.",
-        choices=("level", "fraction", "uniform", "cart", "bound", "clipped", "dynamic"), tasks=TRAINING, fixed=True,
+        None, "Weight of a position: level (1/t), fraction (1/masked part), uniform, linear (1 - t), cart; of random "
+        "tokens bound, clipped, dynamic; the objective's own.",
+        choices=("level", "fraction", "uniform", "linear", "cart", "bound", "clipped", "dynamic"), tasks=TRAINING,
+        fixed=True,
     )  # fmt: skip
     loss_normalisation: str | None = option(
         None, "Divisor of the loss: tokens, sequences (a mean over them) or predicted (tokens); the objective's own.",
@@ -41,6 +42,14 @@ class ObjectiveOptions:
     edit_probability: float | None = option(
         None, "Fraction of visible tokens replaced by random ones, of objective block_editing.", minimum=0, maximum=1,
         tasks=TRAINING, fixed=True,
+    )  # fmt: skip
+    max_deletions: int | None = option(
+        None, "Masks to delete behind a masked span are fewer than this, of objective dreamon; 64.", minimum=1,
+        tasks=TRAINING, fixed=True,
+    )  # fmt: skip
+    merge_probability: float | None = option(
+        None, "Probability that neighbouring masks become one that expands, of objective dreamon; 0.5.", minimum=0,
+        maximum=1, tasks=TRAINING, fixed=True,
     )  # fmt: skip
     trajectory_steps: int | None = option(
         None, "Steps of a trajectory whose tokens have a loss, of objective trajectory; drawn otherwise.", minimum=1,
@@ -72,16 +81,21 @@ class ObjectiveOptions:
     )
     moe_aux_loss: str = megatron_option(
         "seq_aux_loss", "Load balancing loss: aux_loss, seq_aux_loss, global_aux_loss.",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss"), tasks=TRAINING,
     )  # fmt: skip
-    moe_aux_loss_coeff: float = megatron_option(0.0, "Weight of the load balancing loss, 0: none.", minimum=0)
-    moe_z_loss_coeff: float = megatron_option(0.0, "Weight of the router's z-loss, 0: none.", minimum=0)
+    moe_aux_loss_coeff: float = megatron_option(
+        0.0, "Weight of the load balancing loss, 0: none.", minimum=0, tasks=TRAINING
+    )
+    moe_z_loss_coeff: float = megatron_option(
+        0.0, "Weight of the router's z-loss, 0: none.", minimum=0, tasks=TRAINING
+    )
     moe_expert_bias_update_rate: float = megatron_option(
-        0.0, "Update rate of routers' expert bias, 0: constant.", minimum=0
+        0.0, "Update rate of routers' expert bias, 0: constant.", minimum=0, tasks=TRAINING
     )
     mtp_loss_scaling_factor: float = megatron_option(
-        0.1, "Weight of the multi-token prediction loss, 0: those layers stay as they are.", minimum=0
-    )
+        0.1, "Weight of the multi-token prediction loss, 0: those layers stay as they are.", minimum=0,
+        tasks=TRAINING, task_defaults={"rl": 0.0},
+    )  # fmt: skip
 
     @cached_property
     def noise_levels(self) -> tuple[float, float] | None:

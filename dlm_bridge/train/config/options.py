@@ -65,8 +65,8 @@ class Option:
         return self.task_defaults.get(task, self.default)
 
     def belongs_to(self, task: str) -> bool:
-        """Whether the command `task` has the option; reinforcement learning runs under Accelerate only."""
-        return task in self.tasks and not (task == "rl" and self.engine == "megatron")
+        """Whether the command `task` has the option."""
+        return task in self.tasks
 
 
 def option(default: Any, help: str, flag: str = "", negative: str = "", **constraints: Any) -> Any:

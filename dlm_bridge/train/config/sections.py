@@ -174,8 +174,8 @@ class OptimizerOptions:
         0.95, "Muon's momentum.", minimum=0, below=1, tasks=TRAINING, needs=("--optimizer", "muon")
     )
     clip_grad: float = option(1.0, "Largest gradient norm, 0: no clipping.", minimum=0)
-    ema_decay: float = accelerate_option(
-        0.0, "Decay of the weights' moving average, in each checkpoint's folder ema, 0: none.", minimum=0, below=1,
+    ema_decay: float = option(
+        0.0, "Decay of the weights' moving average, saved in each checkpoint, 0: none.", minimum=0, below=1,
         tasks=TRAINING, fixed=True,
     )  # fmt: skip
     cpu_offload: bool = megatron_option(
@@ -244,7 +244,7 @@ class ParallelOptions:
     )
     fsdp: str | None = megatron_option(
         None, "Megatron FSDP instead: optim, optim_grads, optim_grads_params.",
-        choices=("optim", "optim_grads", "optim_grads_params"),
+        choices=("optim", "optim_grads", "optim_grads_params"), tasks=TRAINING,
     )  # fmt: skip
     overlap_communication: bool = megatron_option(True, "Overlap communication with computation.")
     moe_dispatcher: str = megatron_option(
@@ -295,13 +295,16 @@ class PrecisionOptions:
 
     name: str = option("fp32", "fp32, bf16, fp16 or fp8.", "--precision", choices=("fp32", "bf16", "fp16", "fp8"))
     fp8_format: str = megatron_option(
-        "hybrid", "With --precision fp8: hybrid or e4m3.", choices=("hybrid", "e4m3"), needs=("--precision", "fp8")
-    )
+        "hybrid", "With --precision fp8: hybrid or e4m3.", choices=("hybrid", "e4m3"), needs=("--precision", "fp8"),
+        tasks=TRAINING,
+    )  # fmt: skip
     fp8_recipe: str = megatron_option(
         "delayed", "With --precision fp8: delayed, tensorwise, blockwise, mxfp8 scaling.",
-        choices=("delayed", "tensorwise", "blockwise", "mxfp8"), needs=("--precision", "fp8"),
+        choices=("delayed", "tensorwise", "blockwise", "mxfp8"), needs=("--precision", "fp8"), tasks=TRAINING,
     )  # fmt: skip
-    fp8_params: bool = megatron_option(False, "Keep the weights themselves in FP8.", needs=("--precision", "fp8"))
+    fp8_params: bool = megatron_option(
+        False, "Keep the weights themselves in FP8.", needs=("--precision", "fp8"), tasks=TRAINING
+    )
 
 
 @dataclass(frozen=True)
@@ -312,15 +315,15 @@ class CheckpointOptions:
     save_interval: int = option(1000, "Steps between checkpoints, 0: only the last.", minimum=0)
     save_steps: str | None = option(None, "Further steps to save at, such as 10,50.")
     keep_last: int = option(0, "Checkpoints to keep, 0: all.", minimum=0)
-    async_save: bool = megatron_option(False, "Write checkpoints in the background.")
+    async_save: bool = megatron_option(False, "Write checkpoints in the background.", tasks=TRAINING)
     local_folder: str | None = megatron_option(
-        None, "Folder on each node's own disk, or in its memory, for local checkpoints."
+        None, "Folder on each node's own disk, or in its memory, for local checkpoints.", tasks=TRAINING
     )
     local_interval: int = megatron_option(
-        100, "Steps between local checkpoints.", minimum=1, needs=("--local-folder", None)
+        100, "Steps between local checkpoints.", minimum=1, needs=("--local-folder", None), tasks=TRAINING
     )
     local_copies: int = megatron_option(
-        1, "Nodes that hold each rank's local checkpoint.", minimum=1, needs=("--local-folder", None)
+        1, "Nodes that hold each rank's local checkpoint.", minimum=1, needs=("--local-folder", None), tasks=TRAINING
     )
 
     @cached_property
@@ -353,7 +356,9 @@ class LoggingOptions:
         tasks=TRAINING,
     )  # fmt: skip
     trackers: str | None = option(None, "tensorboard, wandb, or both with a comma.")
-    straggler_interval: int = megatron_option(0, "Steps between reports of the slowest rank, 0: none.", minimum=0)
+    straggler_interval: int = megatron_option(
+        0, "Steps between reports of the slowest rank, 0: none.", minimum=0, tasks=TRAINING
+    )
 
     @property
     def profiled(self) -> range:
@@ -380,8 +385,7 @@ class EngineOptions:
     """The engine, its kernels and its memory."""
 
     name: str = option(
-        "accelerate", "accelerate (one machine) or megatron (megatron-core).", "--engine", choices=ENGINES,
-        tasks=TRAINING, fixed=True,
+        "accelerate", "accelerate (one machine) or megatron (megatron-core).", "--engine", choices=ENGINES, fixed=True,
     )  # fmt: skip
     attention_backend: str | None = option(
         None,
