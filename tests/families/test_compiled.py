@@ -14,6 +14,7 @@ from dlm_bridge.train.accelerate.transforms import compile_layers
 from tests.families.case import FamilyCase
 
 
+@pytest.mark.slow
 def test_layers_share_one_graph_without_breaks(
     case: FamilyCase, model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

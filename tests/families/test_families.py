@@ -381,6 +381,7 @@ def test_the_familys_own_sampler_fills_every_mask(case: FamilyCase, folder: Path
     assert torch.equal(output, drawn(1))
 
 
+@pytest.mark.slow
 def test_samples_are_the_same_with_weights_on_the_disk(
     case: FamilyCase, folder: Path, model: Any, ids: torch.Tensor, tmp_path: Path
 ) -> None:

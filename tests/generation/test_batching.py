@@ -161,6 +161,7 @@ def read_with_overlap(flags_A: torch.Tensor, overlap_with: Callable[[], None]) -
 CACHED = {case.spec.sampler["algorithm"]: case for case in reversed(WITH_BLOCK_CACHE + REORDERED)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CACHED.values(), ids=lambda case: case.id)
 def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, mask = load_case(case, tmp_path)

@@ -115,6 +115,7 @@ def test_caching_a_block_takes_no_forward_pass_of_its_own(tmp_path: Path) -> Non
         assert output.tokens_per_forward == block / steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", some_slow(WITH_BLOCK_CACHE, "llada2_moe-2.2"))
 def test_a_block_is_cached_as_by_a_forward_pass_of_its_own(
     case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +150,7 @@ def test_a_block_is_cached_as_by_a_forward_pass_of_its_own(
     assert saved == {"nemotron_labs_diffusion": 0, "fast_dllm_v2": 1}.get(case.spec.name, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("case", [SDAR, REORDERED[0]], ids=lambda case: case.id)
 def test_context_length_on_the_device(

@@ -20,6 +20,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return launch("tests.parallel.context_worker", tmp_path_factory.mktemp("context"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names())
 def test_two_processes(name: str, said: dict[str, list[str]]) -> None:
     assert_ok(name, said)

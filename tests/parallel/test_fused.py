@@ -32,6 +32,7 @@ def rotated(x_SBHD: torch.Tensor, angles_SBA: torch.Tensor, interleaved: bool) -
     return torch.cat((turned, rest), dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("queries", "size", "rotary", "interleaved", "normed", "own_positions"),

@@ -57,10 +57,12 @@ def write_reference(files: Files, model: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_four_processes(name: str, report: dict[str, list[str]]) -> None:
     assert_ok(name, report, WORLD)
 
 
+@pytest.mark.slow
 def test_every_check_is_looked_at(report: dict[str, list[str]]) -> None:
     assert set(report) <= set(NAMES)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from rich.console import Console
 from safetensors import SafetensorError
 
@@ -27,30 +26,10 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train import monitoring
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import MetricsFile
-from tests.train.conftest import Run, read_metrics, without_speed
+from tests.train.conftest import Run, without_speed
 from tests.train.test_metrics import _row
 
 OPTIONS: dict[str, Any] = {"steps": 4, "save_interval": 2, "eval_interval": 0}
-
-
-@pytest.fixture
-def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`run` on the Megatron engine."""
-    pytest.importorskip("megatron.core")
-    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-    from dlm_bridge.parallel import groups, overrides
-    from dlm_bridge.train.megatron.engine import train
-
-    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
-        config = TrainConfig.from_flags(**{**values, "engine": "megatron", "output": str(output), **changes})
-        train(config, resume, Console(quiet=True))
-        return read_metrics(output)
-
-    yield _run
-    if dist.is_initialized():
-        groups.destroy()
-        dist.destroy_process_group()
-    overrides.uninstall()
 
 
 @contextlib.contextmanager
@@ -99,6 +78,7 @@ def test_accelerate(size: int, tmp_path: Path, run: Run, monkeypatch: pytest.Mon
     check_goes_on(output, "step-0000002", rows, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "background"), [(500, False), pytest.param(8_000, False, marks=pytest.mark.slow), (8_000, True)]
 )

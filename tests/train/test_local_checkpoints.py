@@ -124,6 +124,7 @@ def test_a_damaged_one_is_skipped(name: str, copy: Path, whole: Path, train: Tra
     assert "going on from the checkpoint of step 2: there is no newer local checkpoint" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -173,6 +174,7 @@ def test_a_start_that_is_killed_before_it_saves_keeps_those_of_the_one_before(
     assert "going on from the local checkpoint of step 3" in said
 
 
+@pytest.mark.slow
 def test_other_settings_and_other_runs(copy: Path, whole: Path, train: Train) -> None:
     """Local checkpoints are of one run, with one layout, and of its newest start only."""
     other, without = (shutil.copytree(copy, copy.with_name(name)) for name in ("other", "without"))

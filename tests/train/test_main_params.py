@@ -70,7 +70,7 @@ def test_main_params_begin_with_the_sources_fp32(
 
 @pytest.mark.parametrize(
     ("settings", "resumes"),
-    [([AWARE], ("to", "on", "from")), ([AWARE, WHOLE], ("on",))],
+    [pytest.param([AWARE], ("to", "on", "from"), marks=pytest.mark.slow), ([AWARE, WHOLE], ("on",))],
     ids=["remainders", "whole"],
 )
 def test_checkpoints_hold_main_params_whole(
@@ -88,6 +88,7 @@ def test_checkpoints_hold_main_params_whole(
         assert _figures(resumed) == pytest.approx(wanted, rel=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefix", "changes"),
     [

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import read_rows
-from tests.train.conftest import Run, read_metrics, without_speed
+from tests.train.conftest import Run, without_speed
 
 PROMPTS = ["def f1(x):", "    return", "def"]
 
@@ -28,25 +24,6 @@ def options(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "prompts.txt").write_text("    return\n\ndef\n")
     given = [PROMPTS[0], f"@{tmp_path / 'prompts.txt'}"]
     return {"sample_interval": 4, "sample_prompt": given, "sample_length": 16}
-
-
-@pytest.fixture
-def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`run` on the Megatron engine, on the CPU, in a world of one."""
-    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-    from dlm_bridge.parallel import groups, overrides
-    from dlm_bridge.train.megatron.engine import train
-
-    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
-        config = TrainConfig.from_flags(**{**values, "engine": "megatron", "output": str(output), **changes})
-        train(config, resume, Console(quiet=True))
-        return read_metrics(output)
-
-    yield _run
-    if dist.is_initialized():
-        groups.destroy()
-        dist.destroy_process_group()
-    overrides.uninstall()
 
 
 def written_by(checkpoint: Path) -> list[str]:
@@ -103,6 +80,7 @@ def test_the_megatron_engine_hands_its_weights_to_the_hub_side(
     assert read_rows(tmp_path / "accelerate/samples.jsonl")[:3] == rows[:3]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_samples_after_its_checkpoint_was_removed(
     tmp_path: Path, on_megatron: Run, options: dict[str, Any]
 ) -> None:
