@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of data, weights, noise and rollouts (%(default)s)")
     parser.add_argument("--sft", default="", help="further options of dlm-bridge sft, in one string")
     parser.add_argument("--rl", default="", help="further options of dlm-bridge rl, in one string")
+    parser.add_argument("--processes", type=int, default=1, help="of reinforcement learning (%(default)s)")
     parser.add_argument("--keep-sft", action="store_true", help="take the SFT run that --output has")
     given = parser.parse_args()
     root: Path = given.output
@@ -81,9 +82,12 @@ def main() -> int:
     times["rl"] = dlm_bridge(
         console, "rl", "--config", RECIPES / "rl_countdown.yaml", "--model", began, "--data", train,
         "--eval-data", held_out, "--output", root / "rl", *seed,
-        *shlex.split(TINY_RL if given.tiny else ""), *shlex.split(given.rl),
+        *shlex.split(TINY_RL if given.tiny else ""), *shlex.split(given.rl), processes=given.processes,
     )  # fmt: skip
-    ended = sorted((root / "rl" / "checkpoints").glob("step-*"))[-1]
+    found = sorted((root / "rl" / "checkpoints").glob("step-*"))
+    ended = found[-1] if found else root / "rl-exported"
+    if not found:  # of the Megatron engine
+        dlm_bridge(console, "export", root / "rl" / "checkpoints", ended, "--overwrite")
 
     console.rule("[bold]4  held-out problems, answered greedily and checked exactly")
     problems = [json.loads(line) for line in held_out.read_text().splitlines()]
@@ -150,12 +154,14 @@ def write_model(folder: Path, highest: int, sizes: dict[str, int]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def dlm_bridge(console: Console, *words: Any) -> float:
-    """Run a command as a user would; the seconds that it took."""
+def dlm_bridge(console: Console, *words: Any, processes: int = 1) -> float:
+    """Run a command as a user would, several processes under torchrun; the seconds that it took."""
     command = [str(word) for word in words]
-    console.print(f"$ dlm-bridge {shlex.join(command)}", style="bold cyan", highlight=False, soft_wrap=True)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+    shown = f"torchrun --nproc-per-node {processes} -m dlm_bridge.cli" if launcher else "dlm-bridge"
+    console.print(f"$ {shown} {shlex.join(command)}", style="bold cyan", highlight=False, soft_wrap=True)
     began = time.monotonic()
-    subprocess.run([sys.executable, "-m", "dlm_bridge.cli", *command], check=True)
+    subprocess.run([sys.executable, *launcher, "-m", "dlm_bridge.cli", *command], check=True)
     return time.monotonic() - began
 
 
@@ -196,7 +202,7 @@ def report(
     import torch
 
     error = max(interval(share) for share in before + after)
-    evaluated = [row for row in rows if "eval_rewards" in row]
+    evaluated = [row for row in rows if row["eval_rewards"] is not None]
     result = {
         "command": shlex.join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",

@@ -32,13 +32,16 @@ def letters() -> PreTrainedTokenizerFast:
     )
 
 
-def write_llada(folder: Path, vocabulary: int = len(WORDS), seed: int = 0) -> Path:
+def write_llada(
+    folder: Path, vocabulary: int = len(WORDS), seed: int = 0, layers: int = 1, tied: bool = False
+) -> Path:
     """A LLaDA of a few thousand parameters, with the tokenizer of letters."""
     config = llada_config(
         d_model=16,
         n_heads=2,
         n_kv_heads=2,
-        n_layers=1,
+        n_layers=layers,
+        weight_tying=tied,
         mlp_hidden_size=32,
         vocab_size=vocabulary,
         embedding_size=vocabulary,

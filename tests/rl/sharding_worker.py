@@ -120,8 +120,8 @@ def equals(root: Path, name: str, like: str, method: str, **changes: Any) -> Non
         assert torch.allclose(weights[key], tensor, atol=2e-4), key  # Adam's first steps go by signs
 
 
-def same_rows(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    assert len(found) == len(wanted) == STEPS
+def same_rows(found: list[dict[str, Any]], wanted: list[dict[str, Any]], steps: int = STEPS) -> None:
+    assert len(found) == len(wanted) == steps
     for row, expected in zip(found, wanted, strict=True):
         assert row.keys() == expected.keys()
         exact = {"reward", "reward_std", "completion_length", "tokens", "preferred", "eval_reward", "eval_preferred"}

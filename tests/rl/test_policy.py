@@ -12,10 +12,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences, blockwise, one_step, token_logps
+from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, LikelihoodQuery, Sequences, blockwise, one_step
 from dlm_bridge.train.rl.reward_worker import RewardScores
 from dlm_bridge.train.rl.rollout import Rollouts, group_advantages
 from dlm_bridge.train.rl.rows import Problem
+from dlm_bridge.train.rl.update_engine import target_logps
 from dlm_bridge.train.rl.updates import policy_loss
 from tests.families.sdar import CASES as SDAR
 from tests.rl.conftest import Run, letters, write_llada
@@ -28,6 +29,10 @@ def sequences_of(completions: list[tuple[int, ...]], prompt: list[int] = PROMPT)
     is_prompt = torch.zeros_like(tokens, dtype=torch.bool)
     is_prompt[:, : len(prompt)] = True
     return Sequences(tokens, is_prompt, ~is_prompt, ~is_prompt, torch.full_like(tokens, NEVER_COMMITTED))
+
+
+def token_logps(model: Any, query: LikelihoodQuery) -> torch.Tensor:
+    return query.token_logps(target_logps(model, query.noisy))
 
 
 def reward_of(completion: tuple[int, ...]) -> float:
@@ -98,11 +103,11 @@ def test_rollouts_follow_the_likelihood(small: Any) -> None:
             return ["".join("_?ab"[token] for token in row) for row in rows]
 
     sampler = {"steps": 1, "eos_token_id": None}
-    rollouts = Rollouts(small, Letters(), Exact(), 0, 8, NEW, 1.0, sampler)  # type: ignore[arg-type]
+    rollouts = Rollouts(Letters(), Exact(), 0, 8, NEW, 1.0, sampler)  # type: ignore[arg-type]
     small.config.eos_token_id = None
     small.generation_config.eos_token_id = None
     problem = Problem("ab", "ab", PROMPT, {}, "")
-    rollout = rollouts.sample([problem] * 800, step=1, first=0)
+    rollout = rollouts.sample(small, [problem] * 800, step=1, first=0)
     logps = token_logps(small, one_step(small, rollout.sequences, 0, 1, rollout.samples, 0.0)).double()
     loss, _ = policy_loss(logps, logps.detach(), None, rollout.advantages, rollout.sequences.scored, 0.2, 0.0)
     (loss / len(rollout)).backward()
@@ -158,8 +163,8 @@ def test_single_forwards_are_what_was_drawn(policy: Any) -> None:
         def __call__(self, prompts: Any, completions: Any, rows: Any) -> RewardScores:
             return RewardScores([0.0] * len(rows), {}, 0)
 
-    rollouts = Rollouts(policy, letters(), Unjudged(), 5, 2, 6, 1.0, {"steps": 3})  # type: ignore[arg-type]
-    rollout = rollouts.sample(problems, step=1, first=0)
+    rollouts = Rollouts(letters(), Unjudged(), 5, 2, 6, 1.0, {"steps": 3})  # type: ignore[arg-type]
+    rollout = rollouts.sample(policy, problems, step=1, first=0)
     sequences = rollout.sequences
     found = token_logps(policy, blockwise(policy, sequences, 1))
     for row in range(6):
@@ -247,7 +252,9 @@ def test_a_resume_goes_on_as_if_nothing_had_been(run: Run, tmp_path: Path) -> No
     resumed = run(tmp_path / "cut", resume=True, **changes)
 
     def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{key: value for key, value in row.items() if "per_s" not in key} for row in rows]
+        assert all(row["seconds"].keys() == {"transfer", "rollout", "update"} for row in rows)
+        timed = ("tokens_per_s", "tokens_per_s_per_device", "seconds")
+        return [{key: value for key, value in row.items() if key not in timed} for row in rows]
 
     assert kept(resumed) == kept(whole)
     folders = [tmp_path / name / "checkpoints" / "step-0000004" for name in ("whole", "cut")]

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.data.conversations import Example
-from dlm_bridge.train.rl.likelihood import bound_query, bound_sums
+from dlm_bridge.train.rl.likelihood import bound_query
+from dlm_bridge.train.rl.likelihood import bound_sums as sums_of
 from dlm_bridge.train.rl.rows import PreferencePair
-from dlm_bridge.train.rl.updates import PreferenceUpdater, bound_uniforms, pair_rows, preference_loss
+from dlm_bridge.train.rl.update_engine import target_logps
+from dlm_bridge.train.rl.updates import BoundDraws, bound_uniforms, longest, pair_rows, preference_loss
 from tests.rl.conftest import Run
 
 PROMPT, CHOSEN, REJECTED = [2, 3], [4, 4, 0], [5, 7]
@@ -26,6 +29,10 @@ def pair() -> PreferencePair:
         return Example(PROMPT + answer, [False] * len(PROMPT) + [True] * len(answer), "")
 
     return PreferencePair(example(CHOSEN), example(REJECTED), "")
+
+
+def bound_sums(model: Any, noisy: NoisyBatch) -> torch.Tensor:
+    return sums_of(noisy, target_logps(model, noisy))
 
 
 @torch.no_grad()
@@ -55,7 +62,7 @@ def _gauss() -> list[tuple[float, float]]:
 @torch.no_grad()
 def samples(model: Any, seed: int, count: int) -> torch.Tensor:
     """[count, 2] draws of the bounds of the chosen and of the rejected answer."""
-    answers = pair_rows([pair()])
+    answers = pair_rows([pair()], longest([pair()]))
     uniforms = bound_uniforms(seed, 1, [0], answers.tokens.shape[1], count, 1)
     many = [value.repeat(count, 1) for value in (answers.tokens, answers.answer, answers.real)]
     return bound_sums(model, bound_query(model, *many, uniforms)).reshape(count, 2).double()
@@ -93,7 +100,7 @@ def test_the_gradient_is_of_the_mean_bounds(policy: Any) -> None:
     reference = copy.deepcopy(policy).requires_grad_(False)
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.1)
-    answers = pair_rows([pair()])
+    answers = pair_rows([pair()], longest([pair()]))
     uniforms = bound_uniforms(0, 1, [0], answers.tokens.shape[1], 2, 2)
     margin: Any = 0.0
     for k in range(4):
@@ -105,24 +112,9 @@ def test_the_gradient_is_of_the_mean_bounds(policy: Any) -> None:
         margin = margin + (gain[0] - gain[1]) / 4
     wanted = torch.autograd.grad(margin, policy.lm_head.weight)[0] * (-0.5 * torch.sigmoid(-0.5 * margin.detach()))
 
-    class Here:
-        device = torch.device("cpu")
-
-    updater = PreferenceUpdater(
-        accelerator=Here(),
-        model=policy,
-        plain_model=policy,
-        reference=lambda noisy: bound_sums(reference, noisy),
-        optimizer=None,  # type: ignore[arg-type]
-        seed=0,
-        micro_batch_size=1,
-        total=1,
-        levels=2,
-        masks=2,
-        beta=0.5,
-        clip_grad=0.0,
-    )
-    found = updater.margins([pair()], [0], 1, policy)
+    draws = BoundDraws(levels=2, masks=2, seed=0)
+    noisy = draws.query(policy, [pair()], [0], 1, longest([pair()]))
+    found = draws.margins(noisy, target_logps(policy, noisy), target_logps(reference, noisy))
     assert torch.allclose(found, margin.detach(), atol=1e-5)
     preference_loss(found, 0.5).sum().backward()
     assert torch.allclose(policy.lm_head.weight.grad, wanted, atol=1e-5)

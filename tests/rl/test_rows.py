@@ -94,7 +94,7 @@ GIVEN: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "method": "
         ({"generation": ["steps"]}, "--generation"),
         ({"generation": ["temperature=1"]}, "--generation"),
         ({"generation": ["infill=true"]}, "--generation"),
-        ({"engine": "megatron"}, "--engine"),
+        ({"engine": "megatron", "method": "dpo", "reward": []}, "--engine"),
         ({"objective": "masked"}, "--objective"),
         ({"packing": True}, "--packing"),
         ({"tp": 2}, "--tp"),

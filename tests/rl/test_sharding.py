@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.accelerate import replica
-from dlm_bridge.train.accelerate.replica import Replica
+from dlm_bridge.train.rl import replica
+from dlm_bridge.train.rl.accelerate_engine import gather_weights
+from dlm_bridge.train.rl.replica import WholeModel
 from tests.processes import assert_ok, forked, launch
 from tests.rl.conftest import Run, write_llada
 from tests.rl.sharding_worker import WORLDS, names
@@ -57,13 +58,14 @@ class _Tied(nn.Module):
         return {}
 
 
-def test_a_replica_has_weights_only_while_gathered() -> None:
+def test_a_whole_model_has_weights_only_while_allocated() -> None:
     model = _Tied()
-    copied = Replica(model, torch.float32)
+    copied = WholeModel(model, torch.float32)
     model.rates.fill_(7)
     for value in (1.0, 2.0):
         nn.init.constant_(model.one.weight, value)
-        with copied.gathered(model, torch.device("cpu")) as whole:
+        with copied.allocated(torch.device("cpu")) as whole:
+            gather_weights(model, whole, torch.device("cpu"))
             assert whole.one.weight is whole.other.weight
             assert torch.equal(whole.one.weight, model.one.weight)
             assert torch.equal(whole.rates, model.rates)
@@ -76,6 +78,6 @@ def test_rollouts_that_do_not_fit_beside_the_shards(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(replica, "free_memory", lambda device: 15)
     with (
         pytest.raises(DlmBridgeError, match=r"^rollouts .* --cpu-offload"),
-        Replica(model, torch.float32).gathered(model, torch.device("cpu")),
+        WholeModel(model, torch.float32).allocated(torch.device("cpu")),
     ):
         pass

@@ -2,7 +2,7 @@
 
 All of them are batches of the training objectives with given noise, which define every family's shift, attention
 pattern and streams. `one_step`, `blockwise` and `bound_query` build the model's input without the model;
-`token_logps` and `bound_sums` evaluate it.
+`LikelihoodQuery.token_logps` and `bound_sums` take the log-probabilities that it gives the targets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.family_spec import FamilySpec
@@ -47,6 +46,13 @@ class Sequences:
     def rows(self, chosen: slice | torch.Tensor) -> Sequences:
         return Sequences(*(value[chosen] for value in vars(self).values()))
 
+    def padded(self, width: int) -> Sequences:
+        """The same rows with padding up to `width`."""
+        more = (0, width - self.tokens.shape[1])
+        values = {name: torch.nn.functional.pad(value, more) for name, value in vars(self).items()}
+        values["order"][:, self.tokens.shape[1] :] = NEVER_COMMITTED
+        return Sequences(**values)
+
 
 @dataclass(frozen=True)
 class LikelihoodQuery:
@@ -57,8 +63,10 @@ class LikelihoodQuery:
     columns: torch.Tensor  # [M] int64
     shape: tuple[int, int]  # B, L
 
-    def to(self, device: torch.device) -> LikelihoodQuery:
-        return LikelihoodQuery(self.noisy.to(device), self.rows.to(device), self.columns.to(device), self.shape)
+    def token_logps(self, logps_M: torch.Tensor) -> torch.Tensor:
+        """[B, L] fp32: the estimated log-probability of each scored token, zero elsewhere."""
+        places = (self.rows.to(logps_M.device), self.columns.to(logps_M.device))
+        return torch.zeros(self.shape, device=logps_M.device).index_put(places, logps_M)
 
 
 def one_step(
@@ -106,14 +114,6 @@ def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> LikelihoodQ
     return LikelihoodQuery(query.noisy, owner[query.rows], query.columns, sequences.shape)
 
 
-def token_logps(model: Any, query: LikelihoodQuery) -> torch.Tensor:
-    """[B, L] fp32: the estimated log-probability of each scored token, zero elsewhere. `model` may be wrapped."""
-    noisy = query.noisy
-    losses_M = F.cross_entropy(noisy.logits(model).float(), noisy.targets, reduction="none")
-    found = torch.zeros(query.shape, device=losses_M.device)
-    return found.index_put((query.rows, query.columns), -losses_M)
-
-
 def bound_query(
     model: Any, tokens: torch.Tensor, answer: torch.Tensor, real: torch.Tensor, uniforms: Uniforms
 ) -> NoisyBatch:
@@ -129,6 +129,8 @@ def bound_query(
         DlmBridgeError: a family whose loss is not a bound.
     """
     objective = family_objective(model)
+    if objective.resizes:
+        objective = _single_stream(model)  # of the tokens where they are
     if not {"tokens", "level"} <= {*objective.normalisations, *objective.weightings} or objective.terms > 1:
         raise DlmBridgeError(
             f"--method vrpo needs a likelihood bound, which the objective of {model.family.title} does not give"
@@ -137,11 +139,11 @@ def bound_query(
     return objective.noise(tokens, uniforms, torch.where(answer, tokens, IGNORE_INDEX), real)
 
 
-def bound_sums(model: Any, noisy: NoisyBatch) -> torch.Tensor:
+def bound_sums(noisy: NoisyBatch, logps_M: torch.Tensor) -> torch.Tensor:
     """[B] fp32: each row's sample of its answer's bound on the log-likelihood, in nats."""
-    losses_M = F.cross_entropy(noisy.logits(model).float(), noisy.targets, reduction="none") * noisy.weights
-    rows = noisy.mask.nonzero()[:, 0]
-    return torch.zeros(len(noisy.mask), device=losses_M.device).index_add(0, rows, -losses_M)
+    rows = noisy.mask.nonzero()[:, 0].to(logps_M.device)
+    weighted_M = logps_M * noisy.weights.to(logps_M.device)
+    return torch.zeros(len(noisy.mask), device=logps_M.device).index_add(0, rows, weighted_M)
 
 
 def _single_stream(model: Any) -> Objective:

@@ -49,6 +49,15 @@ class RewardScores:
     parts: dict[str, list[float]]  # by function, unweighted
     failed: int  # how many calls for single rows raised or hung and counted as 0
 
+    @classmethod
+    def joined(cls, parts: Sequence[RewardScores]) -> RewardScores:
+        """Those of all parts, one after the other."""
+        return cls(
+            [reward for part in parts for reward in part.rewards],
+            {name: [value for part in parts for value in part.parts[name]] for name in parts[0].parts},
+            sum(part.failed for part in parts),
+        )
+
 
 class RewardWorkers:
     """Several reward functions, each in its own process, summed with their weights."""

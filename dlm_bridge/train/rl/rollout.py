@@ -1,13 +1,13 @@
 """Rollouts: completions by the family's own sampler, with their rewards.
 
-A rollout needs a live Hub model only. An engine that shards the model updates it with `Bridge.refresh_hf_model` or
-`Bridge.stream_hf_weights` before the next rollout.
+A rollout needs a live Hub model only, which the engine gives (`UpdateEngine.sampling_model`). Ranks that hold a
+replica of the trained model together sample a part of its completions each and share them: all train on the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences
 from dlm_bridge.train.rl.reward_worker import RewardScores, RewardWorkers
 from dlm_bridge.train.rl.rows import Problem
+from dlm_bridge.train.rl.update_engine import ReplicaRanks
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,8 @@ class Rollout:
 
 @dataclass
 class Rollouts:
-    """Samples and reward_workers completions of one model."""
+    """Samples completions and their rewards."""
 
-    model: Any
     tokenizer: Any
     reward_workers: RewardWorkers
     seed: int
@@ -50,18 +50,23 @@ class Rollouts:
     sampler: dict[str, Any]  # further keyword arguments of generate
     batch_size: int | None = None  # sequences at once; None: all
     scaled: bool = False  # advantages over the group's standard deviation
+    ranks: ReplicaRanks = field(default_factory=ReplicaRanks)  # that share their completions
 
-    def sample(self, problems: Sequence[Problem], step: int, first: int) -> Rollout:
+    def sample(self, model: Any, problems: Sequence[Problem], step: int, first: int) -> Rollout:
         """Complete each problem `group_size` times; `first` is the global index of the first completion, and with
-        (seed, step) the key of its noise. Raises DlmBridgeError for rewards that fail."""
+        (seed, step) the key of its noise. Ranks of a replica give the same and get the same. Raises DlmBridgeError for
+        rewards that fail."""
         repeated = [problem for problem in problems for _ in range(self.group_size)]
         samples = list(range(first, first + len(repeated)))
-        sequences, texts = self._complete(repeated, samples, step, self.temperature)
-        scores = self.reward_workers([problem.prompt for problem in repeated], texts, repeated)
-        rewards = torch.tensor(scores.rewards)
+        begin, end = (len(repeated) * rank // self.ranks.size for rank in (self.ranks.rank, self.ranks.rank + 1))
+        own = self._complete(model, repeated[begin:end], samples[begin:end], step, self.temperature)
+        parts = self.ranks.gather((own, self._scores(own, repeated[begin:end])))
+        completed = [one for rows, _ in parts for one in rows]
+        scores = RewardScores.joined([found for _, found in parts])
+        texts, rewards = [one.text for one in completed], torch.tensor(scores.rewards)
         return Rollout(
             samples=samples,
-            sequences=sequences,
+            sequences=_sequences(completed, self.gen_length),
             prompts=[problem.prompt for problem in repeated],
             completions=texts,
             scores=scores,
@@ -69,29 +74,36 @@ class Rollouts:
             advantages=group_advantages(rewards, self.group_size, self.scaled),
         )
 
-    def answer(self, problems: Sequence[Problem]) -> tuple[list[str], RewardScores]:
+    def answer(self, model: Any, problems: Sequence[Problem]) -> tuple[list[str], RewardScores]:
         """Complete each problem once, greedily."""
+        completed = self._complete(model, problems, list(range(len(problems))), 0, 0.0)
+        return [one.text for one in completed], self._scores(completed, problems)
+
+    def _scores(self, completed: Sequence[_Completed], problems: Sequence[Problem]) -> RewardScores:
         if not problems:
-            return [], RewardScores([], {function.name: [] for function in self.reward_workers.functions}, 0)
-        _, texts = self._complete(problems, list(range(len(problems))), 0, 0.0)
-        return texts, self.reward_workers([problem.prompt for problem in problems], texts, problems)
+            return RewardScores([], {function.name: [] for function in self.reward_workers.functions}, 0)
+        return self.reward_workers(
+            [problem.prompt for problem in problems], [one.text for one in completed], list(problems)
+        )
 
     @torch.no_grad()
     def _complete(
-        self, problems: Sequence[Problem], samples: Sequence[int], step: int, temperature: float
-    ) -> tuple[Sequences, list[str]]:
+        self, model: Any, problems: Sequence[Problem], samples: Sequence[int], step: int, temperature: float
+    ) -> list[_Completed]:
+        if not problems:
+            return []
         settings = {"temperature": temperature, "return_dict_in_generate": False, **self.sampler}
         rows: list[_Completed] = []
-        training = self.model.training
-        self.model.eval()
+        training = model.training
+        model.eval()
         try:
             batch = ContinuousBatch(
-                self.model,
+                model,
                 settings,
                 max_rows=self.batch_size or len(problems),
                 max_length=max(len(problem.input_ids) for problem in problems) + self.gen_length,
             )
-            mask = mask_token(self.model, settings)
+            mask = mask_token(model, settings)
             for number, (problem, sample) in enumerate(zip(problems, samples, strict=True)):
                 seed = int(keyed_generator(self.seed, Purpose.ROLLOUT, step, sample).integers(2**63))
                 batch.submit(RowRequest(number, problem.input_ids, self.gen_length, seed))
@@ -99,9 +111,11 @@ class Rollouts:
                 rows.append(_Completed(problem.input_ids, tokens, torch.full_like(tokens, NEVER_COMMITTED)))
             _run(batch, rows)
         finally:
-            self.model.train(training)
+            model.train(training)
         kept = [row.tokens[: row.length].tolist() for row in rows]
-        return _sequences(rows, self.gen_length), self.tokenizer.batch_decode(kept, skip_special_tokens=True)
+        for row, text in zip(rows, self.tokenizer.batch_decode(kept, skip_special_tokens=True), strict=True):
+            row.text = text
+        return rows
 
 
 def _run(batch: ContinuousBatch, rows: Sequence[_Completed]) -> None:
@@ -128,6 +142,7 @@ class _Completed:
     tokens: torch.Tensor  # [gen_length], mask tokens where nothing was committed
     order: torch.Tensor  # [gen_length], the row's step that committed each, also behind its end
     length: int = 0  # up to the end of the sequence, that included
+    text: str = ""
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int, scaled: bool) -> torch.Tensor:

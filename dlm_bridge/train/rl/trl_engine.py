@@ -38,9 +38,10 @@ from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.loading import load_model, load_tokenizer, model_family
 from dlm_bridge.train.lora import add_adapter, with_lora
 from dlm_bridge.train.metrics import MetricsFile, TrainingProgress, plot_loss
+from dlm_bridge.train.rl.methods import check_method
 from dlm_bridge.train.rl.reward_worker import RewardWorkers
 from dlm_bridge.train.rl.rows import Problem, load_pairs, load_problems, read_rows
-from dlm_bridge.train.rl.trainer import PreferenceRow, RolloutRow, check_method
+from dlm_bridge.train.rl.trainer import PreferenceRow, RolloutRow
 from dlm_bridge.train.schedule import learning_rate
 from dlm_bridge.train.setup import check_length, resume_point, start_run, write_config
 from dlm_bridge.train.trainer import catch_sigterm

@@ -1,29 +1,23 @@
-"""Losses and updates: the clipped policy gradient (GRPO), and preference optimisation (VRPO) under Accelerate."""
+"""Losses as functions of log-probabilities: the clipped policy gradient (GRPO), and preference optimisation (VRPO)."""
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.distributed.fsdp import FSDPModule
 
-from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms
-from dlm_bridge.train.accelerate.fsdp import clip_grad_norm
 from dlm_bridge.train.rl.likelihood import bound_query, bound_sums
 from dlm_bridge.train.rl.rows import PreferencePair
 
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """Metrics of an update. `sums` are over this process's part; the trainer adds those of all processes."""
+    """Metrics of an update. `loss` and `sums` are over this replica's part; the trainer adds those of all replicas."""
 
     loss: float
     grad_norm: float
@@ -44,7 +38,7 @@ def policy_loss(
     -min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (exp(q) - q - 1), r = exp(new - old), q = reference - new.
 
     With `normalisation` "tokens" it is the sum over all scored tokens, as in d1's code. The caller divides by the
-    number of rows or of tokens (`loss_divisor`).
+    number of rows or of tokens.
 
     Args:
         new, old, reference: [B, L] log-probabilities under the current model, the sampling model, and the reference.
@@ -72,38 +66,6 @@ def policy_loss(
     return loss_B.sum(), {"clipped": clipped.detach(), "kl": kl}
 
 
-def loss_divisor(accelerator: Any, scored: torch.Tensor, normalisation: str) -> float:
-    """What makes a mean of the sums of `policy_loss` over all processes: their rows, or their scored tokens.
-
-    Args:
-        scored: [B, L] bool, of all rows of this process.
-    """
-    own = len(scored) if normalisation == "rows" else int(scored.sum())
-    return max(1.0, float(accelerator.reduce(torch.tensor(float(own), device=accelerator.device), reduction="sum")))
-
-
-def accumulates(accelerator: Any, model: Any, last: bool) -> AbstractContextManager[None]:
-    """In which a micro-batch's gradients are added to those before it: without a reduction over the processes, but for
-    the last one, and under FSDP, where a process has no room for unsharded ones."""
-    reduces = last or isinstance(model, FSDPModule)
-    return contextlib.nullcontext() if reduces else accelerator.no_sync(model)
-
-
-def optimizer_step(accelerator: Any, model: Any, optimizer: Any, clip_grad: float, step: int) -> float:
-    """Clip the gradients, step, zero them; returns the norm before clipping. Raises DlmBridgeError where it is NaN."""
-    max_norm = clip_grad or math.inf
-    weights: list[torch.nn.Parameter] = list(model.parameters())
-    if isinstance(model, FSDPModule):
-        norm = float(clip_grad_norm(weights, max_norm, accelerator.device))
-    else:
-        norm = float(accelerator.clip_grad_norm_(weights, max_norm))
-    if not math.isfinite(norm) and accelerator.scaler is None:
-        raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
 @dataclass(frozen=True)
 class PairRows:
     """2 N rows: the chosen answers with their prompts, then the rejected ones."""
@@ -118,10 +80,14 @@ def preference_loss(margins: torch.Tensor, beta: float) -> torch.Tensor:
     return -F.logsigmoid(beta * margins)
 
 
-def pair_rows(pairs: Sequence[PreferencePair]) -> PairRows:
-    """The rows of N pairs, padded on the right."""
+def longest(pairs: Sequence[PreferencePair]) -> int:
+    """The tokens of the longest answer with its prompt."""
+    return max(len(example.input_ids) for pair in pairs for example in (pair.chosen, pair.rejected))
+
+
+def pair_rows(pairs: Sequence[PreferencePair], width: int) -> PairRows:
+    """The rows of N pairs, padded on the right to `width` tokens."""
     examples = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    width = max(len(example.input_ids) for example in examples)
     tokens = torch.zeros(len(examples), width, dtype=torch.long)
     answer, real = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.bool)
     for row, example in enumerate(examples):
@@ -157,62 +123,27 @@ def bound_uniforms(
     return Uniforms(level=level, token=uniforms.token, cut=uniforms.cut, cut_length=uniforms.cut_length, block=blocks)
 
 
-@dataclass
-class PreferenceUpdater:
-    """VRPO (LLaDA 1.5, arXiv 2505.19223): DPO in which log-likelihoods are Monte-Carlo bounds over `levels` x `masks`
-    draws, the same for policy and reference, so that most of their error cancels in the difference."""
+@dataclass(frozen=True)
+class BoundDraws:
+    """VRPO's likelihoods (LLaDA 1.5, arXiv 2505.19223): Monte-Carlo bounds over `levels` x `masks` draws, the same for
+    policy and reference, so that most of their error cancels in the difference."""
 
-    accelerator: Any
-    model: Any  # as Accelerate wraps it
-    plain_model: Any
-    reference: Any  # noisy batch -> [rows] bounds
-    optimizer: torch.optim.Optimizer
-    seed: int
-    micro_batch_size: int  # pairs
-    total: int  # pairs of a step, over all processes
     levels: int
     masks: int
-    beta: float
-    clip_grad: float
+    seed: int
 
-    def update(self, pairs: Sequence[PreferencePair], samples: Sequence[int], step: int) -> UpdateMetrics:
-        """One optimizer step with this process's pairs, whose global sample indices key the noise. Raises
-        DlmBridgeError where the gradient norm is NaN."""
-        sums = {"preferred": 0.0, "margin": 0.0}
-        loss_sum = torch.zeros((), device=self.accelerator.device)
-        starts = range(0, len(pairs), self.micro_batch_size)
-        for start in starts:
-            part = slice(start, start + self.micro_batch_size)
-            last = start == starts[-1]
-            with accumulates(self.accelerator, self.model, last):
-                margins = self.margins(pairs[part], samples[part], step, self.model)
-                loss = preference_loss(margins, self.beta).sum()
-                self.accelerator.backward(loss * (self.accelerator.num_processes / self.total))
-            loss_sum += loss.detach()
-            sums["preferred"] += float((margins > 0).sum())
-            sums["margin"] += float(self.beta * margins.detach().sum())
-        loss_value = float(self.accelerator.reduce(loss_sum, reduction="sum")) / self.total
-        norm = optimizer_step(self.accelerator, self.model, self.optimizer, self.clip_grad, step)
-        return UpdateMetrics(loss_value, norm, sums)
-
-    def margins(
-        self,
-        pairs: Sequence[PreferencePair],
-        samples: Sequence[int],
-        step: int,
-        model: Any,
-    ) -> torch.Tensor:
-        """[N] (policy - reference) of the chosen answers less that of the rejected, in nats."""
-        answers = pair_rows(pairs)
+    def query(
+        self, model: Any, pairs: Sequence[PreferencePair], samples: Sequence[int], step: int, width: int
+    ) -> NoisyBatch:
+        """Input of the model for all draws of N pairs in rows of `width` tokens; (step, sample) keys their noise."""
+        answers = pair_rows(pairs, width)
         count = self.levels * self.masks
-        uniforms = bound_uniforms(self.seed, step, samples, answers.tokens.shape[1], self.levels, self.masks)
-        noisy: NoisyBatch = bound_query(
-            self.plain_model,
-            answers.tokens.repeat(count, 1),
-            answers.answer.repeat(count, 1),
-            answers.real.repeat(count, 1),
-            uniforms,
-        ).to(self.accelerator.device)
-        gains = bound_sums(model, noisy) - self.reference(noisy)
-        chosen, rejected = gains.reshape(count, 2, len(pairs)).mean(dim=0)
+        uniforms = bound_uniforms(self.seed, step, samples, width, self.levels, self.masks)
+        repeated = [value.repeat(count, 1) for value in (answers.tokens, answers.answer, answers.real)]
+        return bound_query(model, repeated[0], repeated[1], repeated[2], uniforms)
+
+    def margins(self, noisy: NoisyBatch, logps_M: torch.Tensor, reference_M: torch.Tensor) -> torch.Tensor:
+        """[N] (policy - reference) of the chosen answers less that of the rejected, in nats."""
+        gains = bound_sums(noisy, logps_M) - bound_sums(noisy, reference_M)
+        chosen, rejected = gains.reshape(self.levels * self.masks, 2, -1).mean(dim=0)
         return chosen - rejected

@@ -1,4 +1,4 @@
-"""Whole replicas of a model under FSDP2, gathered on every process to sample from."""
+"""Whole models to sample from, on each process of a run whose own model is sharded."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.accelerate.fsdp import full_tensor, replace_parameters, reshard_model
 from dlm_bridge.train.checkpoints import raised_everywhere
+from dlm_bridge.train.lazy_weights import replace_parameters
 
 
-class Replica:
-    """A copy of a model that has weights only while `gathered`, in the dtype that the sharded one computes in.
+class WholeModel:
+    """A copy of a model that has memory for weights only while `allocated`, in the dtype of the run's computations.
 
-    Each process samples its own rows from it, in as many forward passes as these take: under FSDP all processes would
-    have to run as many.
+    Each process samples its own rows from it, in as many forward passes as these take: a sharded model would need all
+    processes to run as many.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        """Of `model` before it is sharded; what transformers keeps in fp32 (routers) is so here too."""
+        """Of `model`, unsharded or without weights; what transformers keeps in fp32 (routers) is so here too."""
         kept = tuple(model._get_dtype_plan(torch.bfloat16))
         empty: dict[int, Any] = {}
         for name, weight in model.named_parameters():
@@ -33,23 +33,17 @@ class Replica:
         self.model = copy.deepcopy(model, memo=empty).eval()
 
     @contextlib.contextmanager
-    def gathered(self, sharded: nn.Module, device: torch.device) -> Iterator[Any]:
-        """The copy with the weights of `sharded`, gathered one at a time; every process calls this together. Raises
+    def allocated(self, device: torch.device) -> Iterator[Any]:
+        """The model with memory for its weights, which the caller sets; every process calls this together. Raises
         DlmBridgeError where the device has no room."""
         with raised_everywhere():
             self._check_room(device)
-        reshard_model(sharded)
-        weights, empty = dict(sharded.named_parameters()), dict(self.model.named_parameters())
-        assert weights.keys() == empty.keys(), "the replica is of another model"
-        with torch.no_grad():
-            filled = {
-                id(weight): nn.Parameter(full_tensor(weights[name], device).to(weight.dtype), requires_grad=False)
-                for name, weight in empty.items()
-            }
+        empty = dict(self.model.named_parameters())
+        filled = {
+            id(weight): nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False)
+            for weight in empty.values()
+        }
         replace_parameters(self.model, filled)
-        for name, buffer in sharded.named_buffers(remove_duplicate=False):
-            owner, _, own_name = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[own_name] = buffer
         try:
             yield self.model
         finally:
@@ -61,7 +55,8 @@ class Replica:
         if free is not None and needed > free:
             raise DlmBridgeError(
                 f"rollouts need the whole model on each GPU, {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are "
-                "free beside the shards: add --cpu-offload, use --precision bf16, or more GPUs"
+                "free beside the shards: add --cpu-offload (with --engine megatron --optimizer-cpu-offload), use "
+                "--precision bf16, or more GPUs"
             )
 
 

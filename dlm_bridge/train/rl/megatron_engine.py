@@ -1,0 +1,320 @@
+"""Updates in the Megatron engine: the model in any layout of megatron-core, rollouts from whole models on each rank.
+
+A pipeline's schedule gives gradients of weighted sums of log-probabilities only. An update therefore runs it twice:
+forward for the log-probabilities, of which the loss and its derivatives are computed, then forward and backward of the
+sum of log-probabilities with these derivatives as weights, whose gradient is the loss's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from dlm_bridge.attention_mask import MaskDescriptor
+from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.objectives.registry import family_objective
+from dlm_bridge.parallel import platform
+from dlm_bridge.parallel.batch import MicroBatch, micro_batch, rank_targets
+from dlm_bridge.parallel.context_parallel import rank_positions
+from dlm_bridge.parallel.core import named_refusals, parallel_state
+from dlm_bridge.parallel.gpt import model_inputs
+from dlm_bridge.parallel.handover import InPlaceWriter, refresh_hf_model
+from dlm_bridge.parallel.parallelize import build_megatron_model
+from dlm_bridge.parallel.self_attention import scales_queries
+from dlm_bridge.train.checkpoints import raised_everywhere
+from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.reinforcement import SAMPLED
+from dlm_bridge.train.loading import MegatronSource, model_without_weights, open_megatron_source
+from dlm_bridge.train.megatron import mcore_config
+from dlm_bridge.train.megatron.checkpoints import CheckpointManager, remove_leftovers, write_hub_files
+from dlm_bridge.train.megatron.engine import (
+    build_trained_model,
+    describe_layout,
+    first_on_main,
+    initialize_parallel,
+    resume_point,
+)
+from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule
+from dlm_bridge.train.megatron.settings import check_settings
+from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
+from dlm_bridge.train.rl.methods import check_model, load_rows
+from dlm_bridge.train.rl.replica import WholeModel
+from dlm_bridge.train.rl.trainer import RLTrainer
+from dlm_bridge.train.rl.update_engine import ReplicaRanks, UpdateEngine, UpdatePart
+from dlm_bridge.train.setup import start_run, write_config
+from dlm_bridge.train.trainer import Processes
+
+
+def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Path:
+    """As `dlm_bridge.train.rl.engine.train`, with `--engine megatron`. Every process of the launcher calls it."""
+    untested = check_settings(config)
+    mcore_config.check_mcore_config(config)
+    initialize_parallel(config)
+    main = dist.get_rank() == 0
+    for line in untested if main else ():
+        console.print(printable(line), highlight=False, soft_wrap=True)
+    start = start_run(config, resume, main, console, resume_point)
+    if start.finished is not None:
+        return start.finished
+    source = open_megatron_source(config, start.checkpoint)
+    kind, tokenizer = check_model(config, source.model)
+    rows, held_out = first_on_main(lambda: load_rows(config, kind, source.model, tokenizer))
+    engine = assemble_engine(config, source, start.checkpoint)
+    trainer: RLTrainer[Any] = kind(config, engine, tokenizer, rows, held_out, start.output, console)
+    with contextlib.closing(trainer):
+        with raised_everywhere():
+            if main:
+                if start.checkpoint is None:
+                    write_hub_files(start.output, source, tokenizer)
+                remove_leftovers(start.output)
+                write_config(config, start.output)
+        if start.checkpoint is not None:
+            trainer.load_checkpoint(start.checkpoint)
+        trainer.announce(start.step, f"; {describe_layout(config)}")
+        return trainer.run(start.step)
+
+
+def assemble_engine(config: RLConfig, source: MegatronSource, checkpoint: Path | None) -> MegatronUpdates:
+    """Model, optimizer and reference of a run that goes on from `checkpoint` (None: as `--model` has them). Every
+    process calls it. Raises DlmBridgeError."""
+    rank_positions(config.data.seq_length, config.parallel.cp)
+    overrides = mcore_config.transformer_overrides(config, source.bridge, family_objective(source.model))
+    chunks, optimizer, _ = build_trained_model(config, source, overrides, checkpoint)
+    reference = None
+    if config.rl.kl_weight:
+        start = source if checkpoint is None else open_megatron_source(config, None)
+        dtype, parallel = mcore_config.DTYPES[config.precision.name], config.parallel
+        with named_refusals(AssertionError):
+            reference = build_megatron_model(
+                start.bridge.checkpoint, parallel.layout, dtype, parallel.context, **overrides
+            )
+        for chunk in reference:
+            chunk.eval().requires_grad_(False)
+    return MegatronUpdates(config, source, chunks, optimizer, reference)
+
+
+class MegatronUpdates(UpdateEngine):
+    """This rank's virtual pipeline stages of the model and, as a second set of them, of the reference."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        source: MegatronSource,
+        chunks: list[Any],  # wrapped for data parallelism
+        optimizer: Any,
+        reference: list[Any] | None,
+    ) -> None:
+        self.config, self.source = config, source
+        self.chunks, self.optimizer, self.reference = chunks, optimizer, reference
+        self.plain_model = source.model
+        self.processes = megatron_processes()
+        self.replica, self.replica_group = _replica_ranks(self.processes)
+        self.checkpoints = CheckpointManager(config, chunks, optimizer, source.bridge.checkpoint)
+        self.clipped_step = ClippedOptimizerStep(optimizer, config.optimizer.clip_grad)
+        self.whole_model: WholeModel | None = None
+        if config.rl.method in SAMPLED:
+            dtype = mcore_config.DTYPES[config.precision.name]
+            self.whole_model = WholeModel(_empty_model(source, dtype, self.processes.device), dtype)
+
+    # -- log-probabilities and updates
+
+    def row_width(self, width: int) -> int:
+        """All rows of a step have one width, which context and sequence parallelism divide."""
+        parallel = self.config.parallel
+        chunks = 2 if parallel.cp > 1 else 1
+        multiple = parallel.cp * math.lcm(chunks, parallel.tp if parallel.sharded_sequence else 1)
+        return -(-self._largest(width) // multiple) * multiple
+
+    def logps(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
+        with gathered_weights(self.chunks):
+            return self._logps(self.chunks, batches)
+
+    def reference_logps(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
+        assert self.reference is not None
+        return self._logps(self.reference, batches)
+
+    def forward_backward(self, parts: Sequence[UpdatePart]) -> tuple[float, dict[str, float]]:
+        found = self.logps([part.noisy for part in parts])
+        loss, sums, weighted = 0.0, dict[str, float](), []
+        for part, logps_M in zip(parts, found, strict=True):
+            value, measured = part.loss(logps_M.requires_grad_())
+            (derivative_M,) = torch.autograd.grad(value, logps_M)
+            # The schedule sums cross-entropies, which are negative log-probabilities.
+            weighted.append(dataclasses.replace(part.noisy, weights=-derivative_M, terms=None))
+            loss += float(value.detach())
+            for name, each in measured.items():
+                sums[name] = sums.get(name, 0.0) + float(each)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(self.chunks, self._same_shape(weighted), summed=True, forward_only=False)
+        return loss, sums
+
+    def optimizer_step(self, step: int) -> float:
+        _, norm = self.clipped_step()
+        if not math.isfinite(found := float(norm)) and self.config.precision.name != "fp16":
+            raise DlmBridgeError(f"step {step}: the gradient norm is {found}: lower --lr")
+        return found
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.config.optimizer.weight_decay * group["wd_mult"]
+
+    def manual_seed(self, seed: int) -> None:
+        platform.current().manual_seed(seed)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with eval_mode(self.chunks):
+            yield
+
+    @contextlib.contextmanager
+    def sampling_model(self) -> Iterator[Any]:
+        """Every rank has the whole model, of the weights that all ranks gather one at a time."""
+        assert self.whole_model is not None
+        with self.whole_model.allocated(self.processes.device) as model:
+            with gathered_weights(self.chunks):
+                refresh_hf_model(self.source.bridge.checkpoint, model, self.chunks)
+            yield model
+
+    def _logps(self, chunks: list[Any], batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
+        """Those that this replica's last stages find, each rank of its own positions, brought to all of its ranks."""
+        ones = [
+            dataclasses.replace(noisy, weights=torch.ones(len(noisy.targets)), terms=None)
+            for noisy in self._same_shape(batches)
+        ]
+        with torch.no_grad():
+            losses = self._run(chunks, ones, summed=False, forward_only=True)
+        found = [torch.zeros(len(noisy.targets)) for noisy in batches]
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            for logps_M, noisy, losses_M in zip(found, ones, losses, strict=False):  # none but on the last stage
+                mine_M = rank_targets(noisy, *self._form())
+                logps_M[mine_M] = -losses_M[: len(mine_M)].float().cpu()
+        joined = torch.cat(found)
+        dist.all_reduce(joined, group=self.replica_group)
+        return [part.clone() for part in joined.split([len(logps_M) for logps_M in found])]
+
+    def _run(
+        self, chunks: list[Any], batches: Sequence[NoisyBatch], summed: bool, forward_only: bool
+    ) -> list[torch.Tensor]:
+        absolute = scales_queries(chunks[0].config)
+        micro_batches = [micro_batch(noisy, *self._form(), absolute=absolute) for noisy in batches]
+
+        def forward(batch: MicroBatch, model: Any) -> Any:
+            return model(**model_inputs(batch, summed=summed))
+
+        return run_schedule(chunks, micro_batches, forward, self.config.parallel.cp, forward_only)
+
+    def _form(self) -> tuple[str, int | None, int, int]:
+        """Attention pattern and block size of the model, and this rank's part of a row."""
+        rank, size = parallel_state.get_context_parallel_rank(), self.config.parallel.cp
+        family, block_size = self.source.bridge.family, getattr(self.plain_model.config, "block_size", None)
+        return family.attention_pattern, block_size, rank, size
+
+    def _same_shape(self, batches: Sequence[NoisyBatch]) -> list[NoisyBatch]:
+        """The batches with as many rows each, as pipelines and experts want it, and for virtual stages a number that
+        the pipeline's stages divide; what is added has no targets."""
+        most = self._largest(max(len(noisy.input_ids) for noisy in batches))
+        found = [_with_rows(noisy, most) for noisy in batches]
+        more = -len(found) % self.config.parallel.pp if self.config.parallel.vp > 1 else 0
+        return found + [_without_targets(found[0])] * more
+
+    def _largest(self, value: int) -> int:
+        """The largest of all processes."""
+        found = torch.tensor(value)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.processes.cpu_group)
+        return int(found)
+
+    # -- checkpoints
+
+    def trained_parameters(self) -> Iterable[torch.Tensor]:
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+
+    def peak_memory(self) -> int | None:
+        return largest_peak_memory(self.processes)
+
+    def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
+        with gathered_weights(self.chunks):
+            return self.checkpoints.save(step, state)
+
+    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
+        return self.checkpoints.load(folder)
+
+
+def _replica_ranks(processes: Processes) -> tuple[ReplicaRanks, Any]:
+    """The ranks of this process's data parallel replica, and their group between CPUs."""
+    replica_of: list[Any] = [None] * processes.world_size
+    dist.all_gather_object(replica_of, processes.replica, group=processes.cpu_group)
+    groups = {
+        replica: dist.new_group([rank for rank, of in enumerate(replica_of) if of == replica], backend="gloo")
+        for replica in range(processes.replicas)
+    }
+    group = groups[processes.replica]
+
+    def gather(own: Any) -> list[Any]:
+        found: list[Any] = [None] * group.size()
+        dist.all_gather_object(found, own, group=group)
+        return found
+
+    return ReplicaRanks(group.rank(), group.size(), gather), group
+
+
+def _empty_model(source: MegatronSource, dtype: torch.dtype, device: torch.device) -> Any:
+    """The Hub model of a run with its buffers on `device`, and without weights. Raises DlmBridgeError for one with
+    weights that the live Megatron model cannot give it."""
+    checkpoint = source.bridge.checkpoint
+    model = model_without_weights(type(source.model), source.model.config, dtype)
+    held = InPlaceWriter(model).shapes
+    for name, entry in checkpoint.mapping.passthrough_names(checkpoint.dims).items():
+        if not entry.copy_of and name in held:
+            raise DlmBridgeError(f"{name}: the Megatron engine does not hold it, and rollouts need it")
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    if (folder := checkpoint.hub.folder) is not None and hasattr(model, "adjust_generation_fn"):
+        model.adjust_generation_fn(None, None, None, str(folder))
+    return model
+
+
+def _with_rows(noisy: NoisyBatch, rows: int) -> NoisyBatch:
+    """The batch with so many rows; those that are added repeat the first, without targets."""
+    more = rows - len(noisy.input_ids)
+    if more == 0:
+        return noisy
+
+    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+        if len(tensor) == 1 < len(noisy.input_ids):  # one for all rows
+            return tensor
+        return torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])])
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, torch.zeros_like(tensor[:1]).expand(more, -1)])
+
+    descriptor = noisy.mask_descriptor
+    return dataclasses.replace(
+        noisy,
+        input_ids=repeated(noisy.input_ids),
+        attention_mask=None if noisy.attention_mask is None else repeated(noisy.attention_mask),
+        mask_descriptor=None if descriptor is None else MaskDescriptor(repeated(descriptor.codes)),
+        position_ids=None if noisy.position_ids is None else repeated(noisy.position_ids),
+        pairs=None if noisy.pairs is None else repeated(noisy.pairs),
+        mask=empty(noisy.mask),
+        counted=empty(noisy.counted),
+    )
+
+
+def _without_targets(noisy: NoisyBatch) -> NoisyBatch:
+    nothing = torch.zeros_like(noisy.mask)
+    return dataclasses.replace(
+        noisy, mask=nothing, counted=nothing, targets=noisy.targets[:0], weights=noisy.weights[:0]
+    )

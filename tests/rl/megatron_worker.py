@@ -1,0 +1,233 @@
+"""The processes for checks of reinforcement learning in the Megatron engine, forked from one that has imported it.
+
+python -m tests.rl.megatron_worker FOLDER [slow]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from safetensors.torch import load_file
+
+from dlm_bridge import Bridge
+from dlm_bridge.convert.checkpoints.in_memory import hub_tensors
+from dlm_bridge.parallel.handover import stream_live_weights
+from dlm_bridge.parallel.mcore_patches.fsdp import unwrapped
+from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.rl.accelerate_engine import AccelerateUpdates
+from dlm_bridge.train.rl.engine import train
+from dlm_bridge.train.rl.megatron_engine import MegatronUpdates
+from dlm_bridge.train.rl.rollout import Rollouts
+from tests.groups import make_way
+from tests.processes import fork
+from tests.rl.sharding_worker import METHODS, OPTIONS, STEPS, rows, same_rows
+
+# Adam's steps of gradients that are next to nothing are noise, but for an epsilon that is larger than they are.
+SMOOTH = {"adam_eps": 1e-2, "lr": 1e-2}
+SUBJECTS: dict[str, dict[str, Any]] = {
+    **{name: {"method": name, **options} for name, options in METHODS.items()},
+    "blocks": {"method": "block-grpo", **METHODS["block-grpo"]},  # of a block-causal model, in two streams
+    "experts": {"method": "diffu-grpo", **METHODS["diffu-grpo"]},
+    "one-step": {"method": "diffu-grpo", **METHODS["diffu-grpo"], "steps": 1, "eval_interval": 0, "save_steps": None},
+}
+MODELS = {"blocks": "blocks", "experts": "experts", "one-step": "tied"}  # others: policy
+UNSHARDED = {"distributed_optimizer": False}  # every rank then has all gradients
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2, "sequence_parallel": False},
+    "pp2": {"pp": 2},
+    "dp2": UNSHARDED,
+    "tp2-sp": {"tp": 2},
+    "pp2-vp2": {"pp": 2, "vp": 2},
+    "cp2": {"cp": 2, **UNSHARDED},
+    "ep2": {"ep": 2, **UNSHARDED},
+    "dp2-zero": {},
+    "tp2-sp-pp2": {"tp": 2, "pp": 2},
+    "tp2-sp-cp2": {"tp": 2, "cp": 2, **UNSHARDED},
+    "pp2-dp2": {"pp": 2, **UNSHARDED},
+}
+QUICK = dict.fromkeys(("tp2", "pp2"), ("one-step",))
+SLOW = {
+    "tp2": ("diffu-grpo", "vrpo", "blocks"),
+    "pp2": ("block-grpo", "vrpo", "experts"),
+    "dp2": ("diffu-grpo", "block-grpo", "vrpo"),
+    "tp2-sp": ("diffu-grpo", "blocks", "experts"),
+    "pp2-vp2": ("diffu-grpo", "block-grpo", "vrpo"),
+    "cp2": ("diffu-grpo", "vrpo", "blocks"),
+    "ep2": ("experts",),
+    "dp2-zero": ("diffu-grpo",),
+}
+LARGE = {"tp2-sp-pp2": ("block-grpo", "vrpo"), "tp2-sp-cp2": ("blocks",), "pp2-dp2": ("diffu-grpo",)}
+
+Check = tuple[str, Callable[[], None]]
+
+
+def names(processes: int, slow: bool) -> list[str]:
+    return [name for name, _ in checks(Path(), processes, slow)]
+
+
+def checks(root: Path, processes: int, slow: bool) -> Iterator[Check]:
+    """In order; those of the Megatron engine read what one process of the Accelerate engine wrote."""
+    if processes == 1:
+        subjects = [subject for subject in SUBJECTS if slow == (subject not in QUICK["tp2"])]
+        for subject in subjects:
+            yield f"{subject}, Accelerate", partial(train_run, root, f"{subject}-accelerate", subject)
+        for subject in subjects if slow else ():
+            yield subject, partial(equals, root, f"{subject}-one", subject)
+        return
+    layouts = QUICK if not slow else SLOW if processes == 2 else LARGE
+    for layout, subjects in layouts.items():
+        for subject in subjects:
+            yield f"{subject} {layout}", partial(equals, root, f"{subject}-{layout}", subject, **LAYOUTS[layout])
+    if slow and processes == 2:
+        yield "ranks of a replica share", partial(ranks_share, root)
+        yield (
+            "stops at tp2",
+            partial(train_run, root, "cut", "diffu-grpo", engine="megatron", tp=2, steps=1, eval_interval=0),
+        )
+        yield "goes on at pp2", partial(goes_on, root, "cut", pp=2)
+        yield "exact", partial(resumes_exactly, root)
+
+
+def train_run(root: Path, name: str, subject: str, resume: bool = False, **changes: Any) -> None:
+    """Run, and keep the gradients of each update by the Hub's names."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    config = configuration(root, name, subject, **changes)
+    kept: list[dict[str, torch.Tensor]] = []
+    if config.engine.name == "megatron":
+        make_way(config.parallel.layout, config.parallel.context)
+        owner, gradients = MegatronUpdates, megatron_gradients
+    else:
+        owner, gradients = AccelerateUpdates, hub_gradients  # type: ignore[assignment]
+    step = owner.optimizer_step
+
+    def keeping(self: Any, *arguments: Any) -> float:
+        kept.append(gradients(self))
+        return step(self, *arguments)
+
+    with mock.patch.object(owner, "optimizer_step", keeping):
+        train(config, resume, Console(quiet=True))
+    if os.environ["RANK"] == "0":
+        torch.save(kept, root / f"{name}.pt")
+
+
+def configuration(root: Path, name: str, subject: str, **changes: Any) -> RLConfig:
+    options = SUBJECTS[subject]
+    data = str(root / ("pairs.jsonl" if options["method"] == "vrpo" else "problems.jsonl"))
+    rewards = {} if options["method"] == "vrpo" else {"reward": [f"{root / 'wanted.py'}:share"]}
+    model = str(root / MODELS.get(subject, "policy"))
+    values = {**OPTIONS, **SMOOTH, "steps": STEPS, "model": model, "data": [data], **rewards, **options, **changes}
+    return RLConfig.from_flags(**values, eval_data=[data], output=str(root / name))
+
+
+def hub_gradients(engine: AccelerateUpdates) -> dict[str, torch.Tensor]:
+    model = engine.plain_model
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return {name: gradient.clone() for name, gradient in hub_tensors(model, found).items()}
+
+
+def megatron_gradients(engine: MegatronUpdates) -> dict[str, torch.Tensor]:
+    """Streamed as if they were the weights; empty where each rank has a shard of them only."""
+    sharded_over = engine.processes.replicas * engine.config.parallel.cp
+    if engine.config.parallel.distributed_optimizer and sharded_over > 1:
+        return {}
+    weights = [weight for chunk in unwrapped(engine.chunks) for weight in chunk.parameters()]
+    kept = [weight.data for weight in weights]
+    for weight in weights:
+        weight.data = weight.main_grad
+    found = {name: each.clone() for name, each in stream_live_weights(engine.source.bridge.checkpoint, engine.chunks)}
+    for weight, data in zip(weights, kept, strict=True):
+        weight.data = data
+    return found
+
+
+def equals(root: Path, name: str, subject: str, **changes: Any) -> None:
+    """Completions, rewards, losses and norms of every step, every gradient of every update, and the weights at the end
+    are those of one process under Accelerate."""
+    train_run(root, name, subject, engine="megatron", **changes)
+    like = f"{subject}-accelerate"
+    steps = SUBJECTS[subject].get("steps", STEPS)
+    same_rows(rows(root, name), rows(root, like), steps)
+    if os.environ["RANK"] != "0":
+        return
+    found, wanted = (torch.load(root / f"{each}.pt") for each in (name, like))
+    assert len(found) == len(wanted) >= steps
+    for gradients, expected in zip(found, wanted, strict=True):
+        assert any(gradient.abs().max() > 1e-4 for gradient in expected.values())
+        assert gradients.keys() == (set() if name.endswith("zero") else expected.keys())
+        for key, gradient in gradients.items():
+            apart = float((gradient - expected[key]).abs().max())
+            assert apart <= 1e-4 * float(expected[key].abs().max()) + 1e-7, (key, apart)
+    bridge = Bridge.from_megatron(root / name / "checkpoints")
+    weights = load_file(root / like / f"checkpoints/step-{steps:07d}" / "model.safetensors")
+    assert set(bridge.hub_names()) == weights.keys()
+    for key, tensor in weights.items():
+        assert torch.allclose(bridge.read(key), tensor, atol=1e-5), key
+
+
+def ranks_share(root: Path) -> None:
+    """Where the ranks of a replica would sample otherwise, as GPUs may round, they all train on what each sampled of
+    its own part."""
+    complete, sample = Rollouts._complete, Rollouts.sample
+    kept: list[tuple[list[int], torch.Tensor, list[float]]] = []
+    own: list[list[int]] = []
+
+    def otherwise(self: Rollouts, model: Any, problems: Any, samples: Any, step: int, temperature: float) -> Any:
+        if step:
+            own.append(list(samples))
+        return complete(self, model, problems, [7 * each + dist.get_rank() for each in samples], step, temperature)
+
+    def keeping(self: Rollouts, *arguments: Any) -> Any:
+        rollout = sample(self, *arguments)
+        kept.append((rollout.samples, rollout.sequences.tokens, rollout.rewards.tolist()))
+        return rollout
+
+    with mock.patch.multiple(Rollouts, _complete=otherwise, sample=keeping):
+        train_run(root, "share", "diffu-grpo", engine="megatron", tp=2, steps=1, eval_interval=0)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, (own, kept))
+    (first, one), (second, other) = found
+    assert [(a[0], a[2]) for a in one] == [(b[0], b[2]) for b in other]
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(one, other, strict=True))
+    assert (first, second) == ([list(range(8))], [list(range(8, 16))])
+
+
+def goes_on(root: Path, name: str, **changes: Any) -> None:
+    """From step 1 of a run, in another layout, to the rows of one that went through."""
+    train_run(root, name, "diffu-grpo", resume=True, engine="megatron", **changes)
+    same_rows(rows(root, name), rows(root, "diffu-grpo-accelerate"))
+
+
+def resumes_exactly(root: Path) -> None:
+    """In the same layout, to the last bit."""
+    source, name = "diffu-grpo-tp2", "diffu-grpo-tp2-again"
+    if os.environ["RANK"] == "0":
+        shutil.copytree(root / source, root / name, ignore=shutil.ignore_patterns(f"iter_{STEPS:07d}"))
+        (root / name / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
+    dist.barrier()
+    train_run(root, name, "diffu-grpo", resume=True, engine="megatron", **LAYOUTS["tp2"])
+    timed = ("tokens_per_s", "tokens_per_s_per_device", "seconds")
+    once, again = ([{k: v for k, v in row.items() if k not in timed} for row in rows(root, n)] for n in (source, name))
+    assert once == again
+    one, other = (Bridge.from_megatron(root / each / "checkpoints") for each in (source, name))
+    assert all(torch.equal(one.read(key), other.read(key)) for key in one.hub_names())
+
+
+def main(root: Path, slow: bool) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for processes in (1, 2, 4) if slow else (1, 2):
+        fork(root / f"reports-{processes}", processes, partial(checks, root, processes, slow))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "slow" in sys.argv[2:])

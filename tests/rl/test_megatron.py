@@ -1,0 +1,88 @@
+"""Reinforcement learning in the Megatron engine is that of one process of the Accelerate engine, in every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlm_bridge.train.config.options import OptionError
+from tests import launcher
+from tests.families.llada_moe import CASE as EXPERTS
+from tests.families.sdar import CASES as BLOCKS
+from tests.processes import assert_ok, environments, forked
+from tests.rl.conftest import Run, letters, write_llada
+
+pytest.importorskip("megatron.core")
+
+from tests.rl.megatron_worker import names
+
+SPECIAL = {"mask_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def write_inputs(root: Path) -> Path:
+    write_llada(root / "policy", layers=4)
+    write_llada(root / "tied", layers=2, tied=True)
+    for case, folder in ((BLOCKS[0], root / "blocks"), (EXPERTS, root / "experts")):
+        case.write(folder, **SPECIAL)
+        letters().save_pretrained(folder)
+    prompts = ["ab", "b", "ccd", "da", "ac", "hg", "fe"]
+    (root / "problems.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt, "wanted": "aceg"}) + "\n" for prompt in prompts)
+    )
+    pairs = [{"prompt": f"a{letter}", "chosen": "cc", "rejected": letter} for letter in "bcdefgh"]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (root / "wanted.py").write_text(
+        "def share(prompts, completions, rows):\n"
+        "    return [sum(map(text.count, row['wanted'])) / 4 for text, row in zip(completions, rows)]\n"
+    )
+    return root
+
+
+def reports(root: Path, *arguments: str) -> Path:
+    """Where the checks have run; the reports say what failed."""
+    write_inputs(root)
+    launcher.run("tests.rl.megatron_worker", [str(root), *arguments], environments(1), [root / "log.txt"], 1100)
+    return root
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reports(tmp_path_factory.mktemp("rl_megatron"))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reports(tmp_path_factory.mktemp("rl_megatron_large"), "slow")
+
+
+@pytest.mark.parametrize("name", names(2, slow=False))
+def test_an_update_is_that_of_one_process(name: str, quick: Path) -> None:
+    assert_ok(name, forked(quick / "reports-2", 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "name"), [(number, name) for number in (1, 2, 4) for name in names(number, slow=True)]
+)
+def test_every_layout(processes: int, name: str, large: Path) -> None:
+    assert_ok(name, forked(large / f"reports-{processes}", processes), processes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag", "named"),
+    [
+        ({"method": "grpo"}, "--engine", "--method grpo"),
+        ({"lora_rank": 4}, "--engine", "an adapter"),
+        ({"megatron": ["transformer.hidden_dropout=0.1"]}, "--engine", "transformer.hidden_dropout"),
+        ({"fsdp": "optim"}, "--fsdp", "dlm-bridge rl"),
+        ({"async_save": True}, "--async-save", "dlm-bridge rl"),
+        ({"sharding": "fsdp"}, "--sharding", "--engine accelerate"),
+    ],
+)
+def test_what_is_refused_is_named(run: Run, tmp_path: Path, changes: dict[str, Any], flag: str, named: str) -> None:
+    with pytest.raises(OptionError, match=named) as raised:
+        run(tmp_path / "run", engine="megatron", **changes)
+    assert raised.value.flag == flag
