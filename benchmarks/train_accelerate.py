@@ -225,7 +225,7 @@ def take_step(trainer: Any, number: int) -> Any:
 def assemble(config: Any) -> Any:
     """The engine's trainer, with weights that are drawn on the GPU, which takes seconds where a CPU takes minutes."""
     from dlm_bridge.train.accelerate import trainer as engine
-    from dlm_bridge.train.loading import empty_model
+    from dlm_bridge.train.loading import StartingModel, empty_model
     from dlm_bridge.train.setup import load_data, resolve_objective
 
     accelerator = engine.build_accelerator(config)
@@ -236,7 +236,9 @@ def assemble(config: Any) -> Any:
     config, objective = resolve_objective(config, model)
     with accelerator.main_process_first():
         data = load_data(config, model, objective.mask_token_id)
-    return engine.AccelerateTrainer(config, accelerator, model, None, objective, data, Console(quiet=True))
+    return engine.AccelerateTrainer(
+        config, accelerator, StartingModel(model), None, objective, data, Console(quiet=True)
+    )
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ def export(
         raise DlmBridgeError("--dtype casts merged weights: it needs --merge")
     source = checkpoint_folder(source)
     opened = open_checkpoint(base or named_base(source), family=family)
-    adapter = open_adapter(source, opened, experts=merge)
+    adapter = open_adapter(source, opened)
     if not merge:
         _show(export_adapter(adapter, opened, output, overwrite, accept_changed_tensors).as_dict(), as_json)
         return

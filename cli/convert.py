@@ -199,6 +199,10 @@ def export(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    ema: Annotated[
+        bool,
+        typer.Option("--ema", help="The averages of --ema-decay in place of the weights.", rich_help_panel=SOURCE),
+    ] = False,
     like: Like = None,
     hf_config: HfConfig = None,
     family: Family = None,
@@ -216,7 +220,7 @@ def export(
     """
     from dlm_bridge.bridge import Bridge
 
-    bridge = Bridge.from_megatron(source, like, hf_config, family)
+    bridge = Bridge.from_megatron(source, like, hf_config, family, averaged=ema)
     with progress_bar("exporting") as progress:
         report = bridge.to_hf(
             output,

@@ -50,7 +50,8 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
     console.print(
         Text(
             f"{verdict} {gpu_memory / GIB:.1f} GiB: stage {peak.pp_rank} needs {memory_text(peak.total)} "
-            f"({memory_text(peak.allocated)} allocated)"
+            f"({memory_text(peak.allocated)} allocated"
+            + (f", {memory_text(peak.building)} to build the model)" if peak.building > peak.allocated else ")")
         )
     )
     for note in notes(model, run):

@@ -124,7 +124,7 @@ def _annotation(option: Option, help: str, task: str) -> Any:
     names = [f"{option.flag}/{option.negative}"] if is_bool else [option.flag]
     default = option.default_for(task)
     shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
-    if option.engine is not None and task != "rl":
+    if option.engine is not None:
         help = f"{help.removesuffix('.')} (--engine {option.engine})."
     panel = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
     known = NAMES.get(option.key, tuple(filter(None, option.choices)))

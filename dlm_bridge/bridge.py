@@ -66,17 +66,18 @@ class Bridge:
         like: PathLike | None = None,
         hf_config: PathLike | None = None,
         family: str | None = None,
+        averaged: bool = False,
     ) -> Bridge:
         """A Megatron checkpoint of any format, or a plain distributed one. `like` (Hub folder or id) or `hf_config` (a
-        config.json) names the Hub model of one that was not written by dlm-bridge. Raises DlmBridgeError, also for an
-        adapter's."""
+        config.json) names the Hub model of one that was not written by dlm-bridge. `averaged`: with the averages of a
+        run with `--ema-decay` for weights. Raises DlmBridgeError, also for an adapter's."""
         from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 
         if (Path(root) / ADAPTER_MANIFEST).is_file():
             raise DlmBridgeError(
                 f"{root}: is an adapter without its base: dlm-bridge adapter export --base MODEL --merge"
             )
-        return cls(open_megatron(root, like, hf_config, family))
+        return cls(open_megatron(root, like, hf_config, family, averaged))
 
     @property
     def family(self) -> FamilySpec:

@@ -151,6 +151,7 @@ def told(llada: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     return {name: (code, said) for name, (code, said) in zip(codes, found, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_auto_classes_know_the_families_in_either_order(order: str, told: dict[str, tuple[int, str]]) -> None:
     code, said = told[order]

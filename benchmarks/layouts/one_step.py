@@ -266,6 +266,7 @@ class Bench:
         from dlm_bridge.parallel.handover import stream_hf_weights
         from dlm_bridge.train.data.loader import Prefetcher
         from dlm_bridge.train.megatron.engine import assemble
+        from dlm_bridge.train.megatron.schedule import gathered_weights
 
         config = self.config(task, precision, flags)
         make_way(config.parallel.layout, config.parallel.context)
@@ -279,7 +280,7 @@ class Bench:
             trainer.prefetcher = Prefetcher(trainer.produce, 1)
             row, _ = trainer.step(1, False)
             bridge = trainer.source.bridge
-            with trainer.gathered_weights():
+            with gathered_weights(trainer.chunks):
                 weights = {
                     name: tensor.float().cpu() for name, tensor in stream_hf_weights(bridge.checkpoint, trainer.chunks)
                 }

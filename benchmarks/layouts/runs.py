@@ -418,8 +418,9 @@ class Runs:
 
     def _weights(self, trainer: Any) -> dict[str, torch.Tensor]:
         from dlm_bridge.parallel.handover import stream_hf_weights
+        from dlm_bridge.train.megatron.schedule import gathered_weights
 
-        with trainer.gathered_weights():
+        with gathered_weights(trainer.chunks):
             return {
                 name: tensor.cpu()
                 for name, tensor in stream_hf_weights(trainer.source.bridge.checkpoint, trainer.chunks)

@@ -19,7 +19,7 @@ import torch
 from dlm_bridge.convert.formats.safetensors_file import ShardRecord
 from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, Manifest, TensorRecord, check_files, read_manifest
 from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
-from dlm_bridge.convert.streaming import Bands, FileRegion
+from dlm_bridge.convert.streaming import Bands, FileRegion, SliceRange, read_rows
 from dlm_bridge.errors import DlmBridgeError, first_of
 from dlm_bridge.hub import CONFIG_FILE, with_dtype
 from dlm_bridge.mapping.dtypes import dtype_name
@@ -237,6 +237,18 @@ class Checkpoint(ABC):
         """Where they lie, in the one dtype that all of the parameter's tensors then have. Raises DlmBridgeError."""
         raise NotImplementedError(f"{self.format} has no files to read rows from")
 
+    def read_elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` of a Hub tensor in row-major order, in one dimension and the dtype that `spec`
+        says. Where `regions` can tell where they lie, only the rows that hold them are read. Raises DlmBridgeError."""
+        param = self.param_of.get(name)
+        if param is None or param.hub_rows is None or not self.streams(param):
+            return self.read(name).reshape(-1)[start:stop]
+        dtype, width = self.spec(name)[0], prod(param.megatron_shape[1:])
+        own = SliceRange(param.hub_rows[param.hub_names.index(name)])
+        first, last = start // width, -(-stop // width)
+        rows = read_rows(self.regions(param), own.subset(first, last), width * dtype.itemsize)
+        return rows.view(-1).view(dtype)[start - first * width : stop - first * width]
+
     # Files, metadata and digests.
 
     @cached_property
@@ -274,6 +286,10 @@ class Checkpoint(ABC):
         """Every stored tensor, the training state's too, by the names that the format gives."""
         specs = {name: self.spec(name) for name in self.hub_names()}
         return {name: RawTensor(dtype_name(spec[0]), spec[1], spec_bytes(spec)) for name, spec in specs.items()}
+
+    def use_averages(self) -> None:
+        """Read a run's averaged weights in place of its weights. Raises DlmBridgeError where it has none."""
+        raise DlmBridgeError(f"{self.where}: has no averaged weights (--ema-decay of a Megatron run): leave --ema out")
 
     def training_state(self) -> list[str]:
         """The keys of a training run's state: optimizer, random generators."""
@@ -340,6 +356,9 @@ class ByNameCheckpoint(Checkpoint):
 
     def stored_specs(self) -> dict[str, TensorSpec]:
         return dict(self._stored)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensor(name)
 
     def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
         return tuple(self._tensor(name) for name in param.hub_names)

@@ -3,6 +3,7 @@
 In the `fully_reshardable` form (and where the optimizer is not distributed) every state is a tensor of its parameter's
 shape, `optimizer.state.exp_avg.decoder.layers...`: it is cut as the parameter is. What is not sharded lies in
 `common.pt`, or in newer Megatron-LM's checkpoints in the object `common_state`, which is copied byte for byte.
+The moving averages of a run with `--ema-decay` are tensors of the parameters' shapes too, `ema.decoder.layers...`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from dlm_bridge.convert.workers import run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, first_of
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 
-_STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.\w+\.)(.+)")
+AVERAGED = "ema"  # the first word of the keys of averaged weights
+_STATE = re.compile(rf"((?:chained_\d+\.)?optimizer\.state\.\w+\.|{AVERAGED}\.)(.+)")
 _COMMON_FILE = "__common_0.distcp"
 COMMON_STATE = "common_state/shard_0_1"  # the object that newer Megatron-LM saves in place of common.pt
-_TRAINING_STATE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state\b|rerun_state_machine_state\b|common_state/")
-_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+_OPTIMIZER = re.compile(rf"(chained_\d+\.)?optimizer\.|{AVERAGED}\.")
+_TRAINING_STATE = re.compile(rf"{_OPTIMIZER.pattern}|rng_state\b|rerun_state_machine_state\b|common_state/")
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def is_training_state(key: str) -> bool:
 
 
 def is_optimizer_key(key: str) -> bool:
-    """Whether a stored key is an optimizer's."""
+    """Whether a stored key is an optimizer's, or an average of what it updates."""
     return _OPTIMIZER.match(key) is not None
 
 

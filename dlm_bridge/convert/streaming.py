@@ -64,6 +64,16 @@ class SliceRange:
                 yield low, high, before + low - first
             before += length
 
+    def subset(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The (start, length) runs of the slice's rows that are this part's own rows `start` to `stop`."""
+        found, before = [], 0
+        for first, length in self.rows:
+            low, high = max(start - before, 0), min(stop - before, length)
+            if low < high:
+                found.append((first + low, high - low))
+            before += length
+        return found
+
     def moved(self, first: int) -> SliceRange:
         """The same rows of a slice that begins `first` rows earlier."""
         return SliceRange(tuple((first + start, length) for start, length in self.rows), self.columns)
@@ -158,6 +168,27 @@ def read_bands(regions: Sequence[FileRegion], rows: int, row_bytes: int) -> Band
             for region in regions:
                 _read_region(files[region.path], region, start, band)
             yield start, band
+
+
+def read_rows(regions: Sequence[FileRegion], runs: Sequence[tuple[int, int]], row_bytes: int) -> torch.Tensor:
+    """(start, length) runs of a slice's rows from the regions that hold it, uint8 [rows, row_bytes]. Raises
+    DlmBridgeError where a file ends before."""
+    tensor = new_tensor((sum(length for _, length in runs), row_bytes), torch.uint8)
+    data = np.frombuffer(raw_bytes(tensor), dtype=np.uint8).reshape(-1, row_bytes)
+    with ExitStack() as stack:
+        files: dict[Path, int] = {}
+        for region in regions:
+            done = 0
+            for start, length in runs:
+                rows = data[done : done + length]
+                done += length
+                if not any(region.part.runs(start, start + length)):
+                    continue
+                if region.path not in files:
+                    files[region.path] = os.open(region.path, os.O_RDONLY)
+                    stack.callback(os.close, files[region.path])
+                _read_region(files[region.path], region, start, rows)
+    return tensor
 
 
 def tensor_bands(tensor: torch.Tensor) -> Bands:

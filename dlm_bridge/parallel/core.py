@@ -30,7 +30,10 @@ try:
             ShardedBase,
             ShardedObject,
             ShardedTensor,
+            ShardedTensorFactory,
+            is_main_replica,
         )
+        from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
         from megatron.core.dist_checkpointing.serialization import (
             get_default_load_sharded_strategy,
             get_default_save_sharded_strategy,
@@ -77,6 +80,7 @@ try:
         from megatron.core.transformer.attention import SelfAttention
         from megatron.core.transformer.enums import AttnBackend, AttnMaskType
         from megatron.core.transformer.identity_op import IdentityOp
+        from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
         from megatron.core.transformer.module import MegatronModule, param_is_not_shared
         from megatron.core.transformer.moe.moe_utils import permute, track_moe_metrics
         from megatron.core.transformer.moe.router import TopKRouter

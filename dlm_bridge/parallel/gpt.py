@@ -36,11 +36,11 @@ IGNORED_SETTINGS = {
 }
 
 
-def model_inputs(batch: MicroBatch, num_terms: int = 1) -> dict[str, Any]:
+def model_inputs(batch: MicroBatch, num_terms: int = 1, summed: bool = True) -> dict[str, Any]:
     """Keyword arguments of a forward pass: `model(**model_inputs(batch))`, through any wrapper, on every pipeline
     stage.
 
-    `num_terms` is the objective's number of loss terms.
+    `num_terms` is the objective's number of loss terms; `summed` as of `LossPositions`.
     """
     return {
         "input_ids": batch.input_ids,
@@ -56,6 +56,7 @@ def model_inputs(batch: MicroBatch, num_terms: int = 1) -> dict[str, Any]:
             batch.noise,
             batch.certainty,
             batch.z_weights,
+            summed,
         ),
         "predictions": batch.predictions,
     }

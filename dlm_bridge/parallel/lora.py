@@ -9,6 +9,9 @@ value; gate and up): the canonical style of Megatron Bridge, under whose names t
 
 so that what tensor parallel ranks exchange is of the adapter's rank, never of the layer's width. With sequence
 parallelism the sum is scattered along the sequence, as the layer's own.
+
+Routed experts have an adapter each. Their dispatcher gives all ranks of an expert the same tokens, and sums what they
+compute: these exchange nothing of the adapter but the gradient of the factor that each has whole.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from dlm_bridge.convert.lora.megatron import AdapterTensor, adapter_tensors
 from dlm_bridge.convert.lora.peft import LORA_FACTORS, LoraFactor, check_all_layers
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.fused import FusedQKV
-from dlm_bridge.mapping.rules import QKV, ParamMapping
+from dlm_bridge.mapping.rules import QKV, GatedMLP, ParamMapping
 from dlm_bridge.parallel.core import (
+    apply_swiglu_sharded_factory,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     make_sharded_tensor_for_checkpoint,
@@ -55,13 +59,20 @@ class LiveFactor:
         param = self.tensor.param
         offsets = tuple((place, index, size) for place, (index, size) in enumerate(param.stack))
         groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": dp_cp_group}
+        if param.expert is not None:
+            groups = {
+                "tp_group": parallel_state.get_expert_tensor_parallel_group(),
+                "dp_cp_group": parallel_state.get_expert_data_parallel_group(),
+            }
         if self.axis is None:
             return make_sharded_tensor_for_checkpoint(
                 self.parameter, param.megatron_key, prepend_offsets=offsets, **groups
             )
-        return make_tp_sharded_tensor_for_checkpoint(
+        sharded = make_tp_sharded_tensor_for_checkpoint(
             self.parameter, param.megatron_key, self.axis, prepend_offsets=offsets, **groups
         )
+        # A rank's rows of gate and up projections, which share A, are apart in the whole tensor.
+        return apply_swiglu_sharded_factory(sharded, offsets) if isinstance(param.rule, GatedMLP) else sharded
 
 
 def add_adapters(
@@ -90,9 +101,13 @@ def add_adapters(
         chunk.requires_grad_(False)
         live: list[LiveFactor] = []
         for number, layer in enumerate(chunk.decoder.layers):
-            for param in by_layer.get(layer.layer_number - 1, ()):
-                place = _module(param)
-                adapter = LinearAdapter(param, factors, rank, scale, initial, layer.get_submodule(place))
+            for place, params in _linear_layers(layer, by_layer.get(layer.layer_number - 1, ())).items():
+                linear = layer.get_submodule(place)
+                adapter: LinearAdapter | ExpertAdapter
+                if params[0].expert is None:
+                    adapter = LinearAdapter(params[0], factors, rank, scale, initial, linear)
+                else:
+                    adapter = ExpertAdapter(params, factors, scale, initial, linear)
                 prefix = f"decoder.layers.{number}.{place}"
                 live += [
                     LiveFactor(tensor, f"{prefix}{ADAPTER}{name}", parameter, axis)
@@ -176,6 +191,58 @@ class LinearAdapter(nn.Module):
         return self.scale * torch.cat(parts, dim=-1)
 
 
+class ExpertAdapter(nn.Module):
+    """The adapters of one linear layer of routed experts, of one expert or grouped: of each A [rank, columns] and B
+    [rows, rank], or shards. A forward hook of the layer adds `scale * B A x` to its output, expert by expert."""
+
+    def __init__(
+        self,
+        params: Sequence[ParamMapping],
+        factors: Mapping[tuple[str, LoraFactor], AdapterTensor],
+        scale: float,
+        initial: InitialValues,
+        linear: Any,
+    ) -> None:
+        """`linear` is the layer that holds `params`, one of each expert, and whose submodule this becomes."""
+        super().__init__()
+        self.scale = scale
+        self.factors: list[tuple[_Factor, _Factor]] = []
+        self.members: list[tuple[str, AdapterTensor, nn.Parameter, int | None]] = []
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        size = parallel_state.get_expert_tensor_parallel_world_size()
+        self.group = parallel_state.get_expert_tensor_parallel_group() if size > 1 else None
+        like = linear.weight if hasattr(linear, "weight") else linear.weight0
+        for number, param in enumerate(params):
+            pair = []
+            for part, axis in zip(LORA_FACTORS, (1, 0), strict=True):
+                sharded = (axis == 0) == (param.rule.tp_axis == 0)
+                tensor = factors[param.hub_names[0], part]
+                weights = tensor.weights[:1] if tensor.shared else tensor.weights
+                values = tensor.param.to_megatron([initial(weight, part) for weight in weights])
+                if sharded:
+                    values = tensor.param.shard(values, rank, size)
+                factor: Any = nn.Parameter(values.to(like.device, like.dtype, copy=True).contiguous())
+                # megatron-core's words. It knows duplicates by the ranks of dense layers, which may be cut otherwise:
+                # to the norm those of experts are shared parameters.
+                factor.allreduce = getattr(like, "allreduce", True)
+                factor.tensor_model_parallel = True
+                factor.partition_dim, factor.partition_stride = (axis if sharded else -1), 1
+                factor.shared = not sharded and rank > 0
+                name = tensor.param.megatron_name.partition(ADAPTER)[2]
+                name = name if len(params) == 1 else f"{number}.{name}"
+                pair.append(_register(self, name, factor, None if sharded else self.group))
+                self.members.append((name, tensor, factor, axis if sharded else None))
+            self.factors.append((pair[0], pair[1]))
+        linear.add_module(ADAPTER.strip("."), self)
+        linear.register_forward_hook(_add_to_experts)
+
+    def forward(self, x: torch.Tensor, tokens: Sequence[int] | None = None) -> torch.Tensor:
+        """[T, rows]: what is added to the layer's output, of its input, which has so many `tokens` of each expert."""
+        parts = [x] if tokens is None else x.split(list(tokens))
+        added = [F.linear(F.linear(part, a()), b()) for part, (a, b) in zip(parts, self.factors, strict=True)]
+        return self.scale * torch.cat(added)
+
+
 def adapter_state(factors: Sequence[LiveFactor], dp_cp_group: Any) -> dict[str, Any]:
     """The factors of a chunk as megatron-core saves them."""
     return {factor.name: factor.sharded(dp_cp_group) for factor in factors}
@@ -189,6 +256,11 @@ def _add_to_output(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
     return (output[0] + linear.adapter(x), *output[1:])
 
 
+def _add_to_experts(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
+    grouped = not hasattr(linear, "weight")  # Transformer Engine's, whose second input says how many tokens each has
+    return (output[0] + linear.adapter(inputs[0], inputs[1] if grouped else None), *output[1:])
+
+
 def _copied(inner: torch.Tensor) -> torch.Tensor:
     """The same on all ranks, which each have a part of its gradient."""
     return copy_to_tensor_model_parallel_region(inner)
@@ -199,6 +271,24 @@ def _reduced(inner: torch.Tensor) -> torch.Tensor:
     return reduce_from_tensor_model_parallel_region(inner)
 
 
+def _linear_layers(layer: Any, params: Sequence[ParamMapping]) -> dict[str, list[ParamMapping]]:
+    """The place of each linear layer in a transformer layer, with what it holds on this rank: one parameter, or that
+    of each of its experts."""
+    found: dict[str, list[ParamMapping]] = {}
+    for param in params:
+        if param.expert is None:
+            found[_module(param)] = [param]
+            continue
+        local = list(layer.mlp.local_expert_indices)
+        if param.expert not in local:
+            continue
+        name = _module(param).rpartition(".")[2]
+        apart = hasattr(layer.mlp.experts, "local_experts")
+        place = f"mlp.experts.local_experts.{local.index(param.expert)}.{name}" if apart else f"mlp.experts.{name}"
+        found.setdefault(place, []).append(param)
+    return found
+
+
 def _module(param: ParamMapping) -> str:
     """The place of a parameter's linear layer in its transformer layer."""
     return param.megatron_name.split(".", 3)[3].removesuffix(".weight")
@@ -207,21 +297,25 @@ def _module(param: ParamMapping) -> str:
 class _Factor(nn.Module):
     """Called for its weight, so that the hook runs in which megatron-core waits for the weight's all-gather."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, group: Any = None) -> None:
+        """The weight's gradient is summed over the ranks of `group`."""
         super().__init__()
-        self.weight = weight
+        self.weight, self.group = weight, group
 
     def forward(self) -> torch.Tensor:
-        return self.weight
+        if self.group is None:
+            return self.weight
+        copied: torch.Tensor = copy_to_tensor_model_parallel_region(self.weight, group=self.group)
+        return copied
 
 
-def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> _Factor:
+def _register(module: nn.Module, name: str, parameter: nn.Parameter, group: Any = None) -> _Factor:
     """Give the module a submodule for the parameter, whose name ends with `.weight`."""
     *path, last, _ = name.split(".")
     for step in path:
         if step not in dict(module.named_children()):
             module.add_module(step, nn.Module())
         module = module.get_submodule(step)
-    factor = _Factor(parameter)
+    factor = _Factor(parameter, group)
     module.add_module(last, factor)
     return factor

@@ -32,10 +32,14 @@ class LossPositions:
     z_weights: torch.Tensor | None = (
         None  # [M] fp32, of each squared log-sum-exp, zero where `weights` is; None: no z-loss
     )
+    summed: bool = True  # False: `sums` are the weighted losses of the positions themselves
 
     def sums(self, losses_M: torch.Tensor, log_sums_M: torch.Tensor) -> torch.Tensor:
-        """[num_terms] the weighted losses summed by term, and with z-loss one more, its own sum."""
+        """[num_terms] the weighted losses summed by term, and with z-loss one more, its own sum; [M] unless
+        `summed`."""
         weighted_M = losses_M * self.weights
+        if not self.summed:
+            return weighted_M
         if self.terms is None:
             sums = [weighted_M.sum()]
         else:
@@ -82,7 +86,8 @@ def linear_cross_entropy(
         loss: scalar fp32, sum(weights * cross-entropy), or the divergences of `random_tokens` in place of the
             cross-entropy, and with z-loss sum(z_weights * log-sum-exp^2), the same on every rank. Zero, with a graph,
             where M is 0.
-        sums: [num_terms], with z-loss [num_terms + 1], fp32, its terms, without a graph.
+        sums: [num_terms], with z-loss [num_terms + 1], fp32, its terms, without a graph; [M] of the positions
+            themselves where they are not `summed`.
     """
     if torch.is_grad_enabled() and (hidden_MH.requires_grad or weight_VH.requires_grad):
         loss, found_2M = _LinearCrossEntropy.apply(

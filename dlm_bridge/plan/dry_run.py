@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.plan.memory import MemoryPlan, memory_plan
+from dlm_bridge.plan.memory import MemoryPlan, building_notes, memory_plan
 from dlm_bridge.plan.model import PlannedModel, open_model
 from dlm_bridge.plan.run import run_of
 from dlm_bridge.train.checkpoints import STATE, ResumePoint, find_resume_point, named_checkpoints
@@ -26,7 +26,7 @@ MAIN_PARAMS = "the accelerate engine's fp32 weights are counted in optim, their 
 ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own store more"
 ADAPTER = "no memory plan of an adapter: its base model has weights, but neither gradients nor optimizer state"
 OFFLOADED = "with --cpu-offload weights, gradients and optimizer state are in the CPU's memory, not on the devices"
-AVERAGED = "the moving average of --ema-decay is not counted: 4 bytes a parameter, cut as the weights are"
+AVERAGED = "the moving average of --ema-decay is not counted: 4 bytes a parameter, cut as what the optimizer updates"
 HUB = "of a Hub id only the config was read: its weights and tokenizer are checked when the run starts"
 DEVICE = "what needs a GPU or Transformer Engine is checked when the run starts"
 
@@ -180,7 +180,8 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
     if config.engine.name == "megatron":
         model = open_model(source, family=config.model.family)
         _check_megatron(config, model)
-        return memory_plan(model, run_of(config, str(config.objective.name), gpus)), []
+        planned = run_of(config, str(config.objective.name), gpus)
+        return memory_plan(model, planned), building_notes(model, planned)
     config.data.accumulation(gpus)
     if config.model.adapts:
         check_quantization(config)
@@ -199,13 +200,14 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
         optimizer="adamw",
         distributed_optimizer=shards,
         fsdp="optim_grads_params" if shards else None,
+        own_shards=shards,
         recompute="full" if config.engine.gradient_checkpointing else "none",
         gradient_bytes=8 if gpus > 1 and not shards else 4,  # DDP has buckets besides the parameters' gradients
     )
     notes = [] if config.precision.name == "fp32" else [MAIN_PARAMS]
     notes += [OFFLOADED] if config.parallel.cpu_offload else []
     notes += [AVERAGED] if config.optimizer.ema_decay else []
-    return memory_plan(model, run), [*notes, ESTIMATED]
+    return memory_plan(model, run), [*notes, *building_notes(model, run), ESTIMATED]
 
 
 def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, Literal
 
 from dlm_bridge.plan.model import ROLES, PlannedModel
-from dlm_bridge.plan.run import OVERHEADS, PlannedRun
+from dlm_bridge.plan.run import GIB, OVERHEADS, PlannedRun
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "transient", "overhead")
 _STATE = {"adamw": 8, "sgd": 4, "muon": 8}  # bytes of moments a parameter, but for the matrices of Muon
@@ -39,16 +39,17 @@ class StageMemory:
     activations: int
     transient: int  # the larger of the loss's logits and one layer's backward buffers
     overhead: int  # outside of the caching allocator, and its slack
+    building: int  # tensors at the peak before the first step, while the model is built and sharded
 
     @property
     def allocated(self) -> int:
-        """Peak memory of tensors, as torch.cuda.max_memory_allocated."""
+        """Peak memory of tensors while it trains, as torch.cuda.max_memory_allocated."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.transient
 
     @property
     def total(self) -> int:
         """Memory that the GPU needs."""
-        return self.allocated + self.overhead
+        return max(self.allocated, self.building) + self.overhead
 
     @property
     def layers(self) -> int:
@@ -117,10 +118,27 @@ def notes(model: PlannedModel, run: PlannedRun) -> list[str]:
         )
     if run.global_batch_size is None:
         found.append(f"no --global-batch-size: {run.micro_batches} micro-batches a step are assumed")
+    found += building_notes(model, run)
     if model.dims.experts:
         share = round(100 * (OVERHEADS.expert_imbalance - 1))
         found.append(f"the fullest rank's experts are taken to get {share}% more tokens than the mean")
     return found
+
+
+def building_notes(model: PlannedModel, run: PlannedRun) -> list[str]:
+    """What the peak before the first step is made of, and what it was compared with."""
+    if run.fsdp is None:
+        return []
+    if run.own_shards:
+        largest = 4 * largest_parameter(model) / GIB
+        return [
+            "to build the model, each process reads its own shards; beside them it holds no more than its largest "
+            f"parameter in fp32, {largest:.1f} GiB (counted in two processes on CPU, not measured on GPUs)"
+        ]
+    return [
+        "to build the model, Megatron FSDP has each GPU's whole tensor parallel share of the weights, which it then "
+        "cuts: that peak follows megatron-core's code, and was not measured"
+    ]
 
 
 def _stage(model: PlannedModel, run: PlannedRun, pp: int) -> StageMemory:
@@ -140,7 +158,8 @@ def _stage(model: PlannedModel, run: PlannedRun, pp: int) -> StageMemory:
     transient = max(_head(model, run, pp), _one_layer(model, run, kinds))
     if pp == run.layout.pp - 1:
         kept += 2 * 2 * model.dims.hidden * run.tokens / _sequence(run)  # the final norm's input and output
-    allocated = weights + gradients + optimizer + kept + transient
+    building = _building(model, run, parameters)
+    allocated = max(weights + gradients + optimizer + kept + transient, building)
     groups = sum(size > 1 for size in (run.layout.tp, run.layout.pp, run.cp, run.dp, run.layout.ep, run.expert_dp))
     overhead = OVERHEADS.cuda_context + groups * OVERHEADS.nccl_group + OVERHEADS.reserved_share * allocated
     return StageMemory(
@@ -154,6 +173,7 @@ def _stage(model: PlannedModel, run: PlannedRun, pp: int) -> StageMemory:
         activations=round(kept),
         transient=round(transient),
         overhead=round(overhead),
+        building=round(building),
     )
 
 
@@ -216,6 +236,31 @@ def _states(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) ->
     if run.fsdp in ("optim_grads", "optim_grads_params"):
         gradients += run.gradient_bytes * _largest_unit(model, run)
     return weights, gradients, optimizer
+
+
+def _building(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) -> float:
+    """Bytes on the device at the peak before the first step. Without FSDP that is the weights, which stay.
+
+    Megatron FSDP has the whole share of the weights, and for its first unit also the buffer that they are copied to
+    and their shards, with fp32 main params; what it has copied is freed. The Accelerate engine has the fp32 shards,
+    and the shard that is read of the largest parameter.
+    """
+    count, low = sum(parameters.values()), 4 if run.precision == "fp32" else 2
+    if run.fsdp is None:
+        return low * count
+    replicas = run.dp * run.cp
+    if run.own_shards:
+        return 4 * (count + largest_parameter(model)) / replicas
+    unit = _largest_unit(model, run)
+    shards = (low if run.fsdp == "optim_grads_params" else 0) + (4 if low == 2 else 0)
+    return low * (count + unit) + shards * unit / replicas
+
+
+def largest_parameter(model: PlannedModel) -> int:
+    """Elements of the largest parameter of the Hub model, in which the experts of a layer are one."""
+    dims = model.dims
+    sizes = [dims.vocab * dims.hidden, dims.q_rows * dims.hidden, 2 * dims.experts * dims.moe_ffn * dims.hidden]
+    return max(*sizes, 0 if dims.experts and not dims.dense_layers else dims.ffn * dims.hidden)
 
 
 def _largest_unit(model: PlannedModel, run: PlannedRun) -> int:

@@ -109,7 +109,8 @@ class PlannedRun:
 
     `streams` is the number of copies of a sequence in the model's input (two for the two-stream block objective),
     `loss_share` the mean fraction of its positions that have a loss, `all_logits` whether the logits of all positions
-    exist at once, instead of in chunks of the positions with a loss.
+    exist at once, instead of in chunks of the positions with a loss. `own_shards`: under FSDP each process reads its
+    shards, as in the Accelerate engine, instead of cutting a model that it has whole.
     """
 
     layout: Layout
@@ -132,6 +133,7 @@ class PlannedRun:
     streams: int = 1
     loss_share: float = 1.0
     all_logits: bool = False
+    own_shards: bool = False
 
     @property
     def model_ranks(self) -> int:

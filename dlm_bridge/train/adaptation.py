@@ -80,6 +80,8 @@ def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
     kind = find_objective(name).kind
     if kind.answer_blocks:
         _check_canvases(config, family)
+    if kind.resizes:
+        _check_resizing(config)
     if kind.trajectories and config.task != "sft":
         raise DlmBridgeError(f"--objective {name}: trajectories are recorded of answers: train it with dlm-bridge sft")
     if config.objective.block_sizes and kind.streams == 1:
@@ -106,6 +108,20 @@ def _check_canvases(config: TrainConfig, family: FamilySpec) -> None:
                 f"{flag}: {family.title}'s canvases are cut from the one answer of a row, and have the length of its "
                 "config: leave it out"
             )
+
+
+def _check_resizing(config: TrainConfig) -> None:
+    refused = {
+        "--packing": (config.data.packing, "rows hold one text each, with room to grow"),
+        "--document-attention": (config.data.document_attention, "rows hold one text each, with room to grow"),
+        f"--eos-padding {config.data.eos_padding}": (
+            config.data.eos_padding not in (None, "none"),
+            "the end of text is the token that deletes a mask",
+        ),
+    }
+    for flag, (given, why) in refused.items():
+        if given:
+            raise DlmBridgeError(f"{flag}: objective '{config.objective.name}': {why}: leave it out")
 
 
 def _uniform(seed: int, step: int, samples: Sequence[int], length: int) -> torch.Tensor:

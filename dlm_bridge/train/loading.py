@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import logging
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +17,23 @@ from torch import nn
 
 from dlm_bridge import loading
 from dlm_bridge.bridge import Bridge
+from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
+from dlm_bridge.convert.checkpoints.in_memory import keep_hub_names, stored_tensors
 from dlm_bridge.convert.formats.safetensors_file import SAFETENSORS_INDEX, SINGLE_FILE
-from dlm_bridge.errors import DlmBridgeError, one_line, reading
-from dlm_bridge.hub import TRACKER, opening, read_config
+from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
+from dlm_bridge.hub import TRACKER, opening, read_config, resolve
 from dlm_bridge.models.families import families, family_by_name, find_family
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.lazy_weights import LazyWeights, NotInRangesError
 
+logger = logging.getLogger(__name__)
+# What `from_pretrained` passes on with the place of generation_config.json.
+_ON_DISK: dict[str, Any] = {
+    "cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None,
+    "revision": "main", "subfolder": "",
+}  # fmt: skip
 _UNKNOWN_TYPE = re.compile(r"^Unrecognized model|model type `")  # transformers' words, without and with a model_type
 
 
@@ -33,13 +47,78 @@ def load_model(config: TrainConfig) -> Any:
     return model
 
 
-def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> Any:
+@dataclass(frozen=True)
+class StartingModel:
+    """A model that has its weights, or one on the meta device (its computed buffers apart) whose `weights` every
+    process reads in parts. Under FSDP, without `weights`: on the meta device but in the main process."""
+
+    model: Any
+    weights: LazyWeights | None = None
+
+
+def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> StartingModel:
     """The model that a run starts with: `load_model`'s, or that of its own `checkpoint`; with an adapter the base
-    model. Under FSDP only the `main` process loads weights, the others have a model on the meta device. Raises
-    DlmBridgeError."""
+    model. Under FSDP no process loads it whole; only where a checkpoint's tensors cannot be read in parts does the
+    `main` one, which logs why. Raises DlmBridgeError."""
     if checkpoint is not None and not config.model.adapts:
         config = config.replace(model=str(checkpoint), from_scratch=False)
-    return load_model(config) if main or not config.parallel.shards else empty_model(config)
+    if not config.parallel.shards:
+        return StartingModel(load_model(config))
+    try:
+        return _lazy_model(config)
+    except NotInRangesError as reason:
+        if main:
+            logger.warning(
+                printable(f"--model {config.model.path}: the first process reads the whole model, since {reason}")
+            )
+    return StartingModel(load_model(config) if main else empty_model(config))
+
+
+def _lazy_model(config: TrainConfig) -> StartingModel:
+    """A model without weights and where they lie. Raises DlmBridgeError, and NotInRangesError where only transformers'
+    own loading can tell what to do with the checkpoint."""
+    place, folder = config.model.path, None
+    checkpoint: Checkpoint
+    if config.model.from_scratch:
+        checkpoint = Bridge.from_scratch(place, config.data.seed, config.model.family).checkpoint
+    elif (Path(place) / TRACKER).is_file():
+        checkpoint = Bridge.from_megatron(place, family=config.model.family).checkpoint
+    else:
+        check_weights(place)
+        try:
+            folder = resolve(place)
+            checkpoint = HubCheckpoint(folder)
+        except DlmBridgeError as error:
+            raise NotInRangesError(str(error)) from error
+    if folder is None:
+        checkpoint.check()
+    model_class, hub_config = _class_and_config(config)
+    if getattr(hub_config, "quantization_config", None) is not None:
+        raise NotInRangesError("its weights are quantized")
+    with reading(f"--model {place}: its config makes no model"):
+        model = model_without_weights(model_class, hub_config, base_dtype(config))
+    if folder is not None and loading.other_class(model) is not None:
+        raise NotInRangesError(f"its config.json makes a {type(model).__name__}")
+    if folder is not None and model.can_generate():
+        with opening(folder, f"--model {place}: does not load"):
+            model.adjust_generation_fn(None, False, False, str(folder), trust_remote_code=False, **_ON_DISK)
+    weights = LazyWeights(model, checkpoint)
+    if folder is not None and weights.unused:  # of other checkpoints `check` has accounted for it
+        _check_unused(config, model, weights.unused)
+    for name, tensor in stored_tensors(model):  # as transformers loads those that it does not cast: routers
+        for pattern, dtype in model._get_dtype_plan(base_dtype(config)).items():
+            if re.search(pattern, name):
+                tensor.data = tensor.data.to(dtype or weights.stored_dtype(name))
+    return StartingModel(model.eval(), weights)
+
+
+def _check_unused(config: TrainConfig, model: Any, unused: list[str]) -> None:
+    """Log what a class of transformers does not use; raise NotInRangesError where it may be a second copy of a tied
+    weight, and for a model of this package, which is refused."""
+    if hasattr(model, "family") or not model.state_dict().keys().isdisjoint(unused):
+        raise NotInRangesError(f"{unused[0]} is stored besides the model's tensors")
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(loading.unused_text(f"--model {config.model.path}", unused))
 
 
 def _load(config: TrainConfig) -> Any:
@@ -95,13 +174,22 @@ def check_weights(model: str) -> None:
 
 def empty_model(config: TrainConfig) -> Any:
     """The PreTrainedModel that `--model` names on the meta device, from config.json alone. Raises DlmBridgeError."""
+    model_class, hub_config = _class_and_config(config)
+    with torch.device("meta"), reading(f"--model {config.model.path}: its config makes no model"):
+        return model_class(hub_config)
+
+
+def _class_and_config(config: TrainConfig) -> tuple[Callable[[Any], Any], Any]:
+    """What makes the model that `--model` names of its configuration, and that. Raises DlmBridgeError."""
     from transformers import AutoModelForCausalLM
 
     import dlm_bridge  # noqa: F401  registers the families
 
     path, family = config.model.path, config.model.family
     if (Path(path) / TRACKER).is_file():
-        return open_megatron_source(config, None).model
+        bridge = Bridge.from_megatron(path, family=family)
+        with reading(f"--model {path}: its config makes no model"):
+            return _megatron_class_and_config(config, bridge)
     if config.model.from_scratch:
         file = Path(path) / "config.json"
         spec: FamilySpec | None = find_family(read_config(file), family, where=str(file))
@@ -112,8 +200,26 @@ def empty_model(config: TrainConfig) -> Any:
     spec = spec or _config_family(hub_config)
     if config.model.mask_token_id is not None:
         hub_config.mask_token_id = config.model.mask_token_id
-    with torch.device("meta"), reading(f"--model {path}: its config makes no model"):
-        return AutoModelForCausalLM.from_config(hub_config) if spec is None else spec.load("model_class")(hub_config)
+    return (AutoModelForCausalLM.from_config if spec is None else spec.load("model_class")), hub_config
+
+
+def model_without_weights(model_class: Callable[[Any], Any], hub_config: Any, dtype: torch.dtype) -> Any:
+    """The model in `dtype` with parameters on the meta device, and with buffers, such as rotary frequencies, that have
+    values."""
+    from accelerate import init_empty_weights
+
+    hub_config = copy.deepcopy(hub_config)
+    hub_config.dtype = dtype
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = model_class(hub_config)
+    finally:
+        torch.set_default_dtype(default)
+    model.tie_weights()  # each has been given a parameter of its own
+    keep_hub_names(model)
+    return model
 
 
 def load_hub_model(
@@ -278,11 +384,16 @@ def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> Megatr
     else:
         bridge = Bridge.from_hf(config.model.path, family=config.model.family)
     with torch.device("meta"), reading(f"--model {config.model.path}: its config makes no model"):
-        hub_config = bridge.family.load("config_class").from_dict(bridge.config)
-        if config.model.mask_token_id is not None:
-            hub_config.mask_token_id = config.model.mask_token_id  # saved with every checkpoint
-        model = bridge.family.load("model_class")(hub_config)
+        model_class, hub_config = _megatron_class_and_config(config, bridge)
+        model = model_class(hub_config)
     return MegatronSource(bridge, model)
+
+
+def _megatron_class_and_config(config: TrainConfig, bridge: Bridge) -> tuple[Callable[[Any], Any], Any]:
+    hub_config = bridge.family.load("config_class").from_dict(bridge.config)
+    if config.model.mask_token_id is not None:
+        hub_config.mask_token_id = config.model.mask_token_id  # saved with every checkpoint
+    return bridge.family.load("model_class"), hub_config
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import Config
 from dlm_bridge.train.config.options import comma_separated
+from dlm_bridge.train.lazy_weights import LazyWeights, replace_parameters
 from dlm_bridge.train.loading import decoder_layers, model_family
 
 BASE = "base.json"  # beside an adapter: the base that it was trained on
@@ -85,18 +87,25 @@ class Adapter:
         (folder / BASE).write_text(json.dumps({"base": self.base, "fingerprint": self.fingerprint}, indent=2) + "\n")
 
 
-def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> Adapter:
+def add_adapter(
+    config: TrainConfig, model: Any, folder: Path | None = None, weights: LazyWeights | None = None
+) -> Adapter:
     """Put the adapter of a configuration that `with_lora` gave into `model`, whose own weights are then frozen: the
     one in `folder` (a checkpoint of the run), else that of `--adapter`, else a new one, which changes nothing yet.
 
-    On the meta device it has no values. Raises DlmBridgeError for an adapter of another base.
+    In a model on the meta device it has values where `weights` are the model's. Raises DlmBridgeError for an adapter
+    of another base.
     """
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
     from peft.utils import load_peft_weights
 
     folder = folder or (None if config.model.adapter is None else Path(config.model.adapter))
-    on_meta = model.get_input_embeddings().weight.is_meta
-    found = None if on_meta else fingerprint(model)
+    on_meta = weights is None and model.get_input_embeddings().weight.is_meta
+    found: str | None
+    if weights is not None:
+        found = fingerprint(model, lambda name: weights.whole(name, model.get_parameter(name).shape))
+    else:
+        found = None if on_meta else fingerprint(model)
     settings = _new(config, model)
     torch.manual_seed(torch_seed(config.data.seed, STEP, 0))
     where = f"--adapter {folder}" if folder is not None else "--lora-rank"
@@ -106,7 +115,8 @@ def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> 
             settings.inference_mode = False
             settings.base_model_name_or_path = _base_name(config.model.path)
             check_base(folder, found, config.model.path)
-        peft = get_peft_model(model, settings)
+        with contextlib.nullcontext() if weights is None else _stand_ins(model):
+            peft = get_peft_model(model, settings)
         peft.peft_config["default"].base_model_name_or_path = _base_name(config.model.path)
         if folder is not None and not on_meta:
             result: Any = set_peft_model_state_dict(peft, load_peft_weights(str(folder), device="cpu"))
@@ -116,6 +126,24 @@ def add_adapter(config: TrainConfig, model: Any, folder: Path | None = None) -> 
     if has_canvas(model):
         _share_between_towers(model)
     return Adapter(peft, _base_name(config.model.path), found)
+
+
+@contextlib.contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[None]:
+    """Weights on the CPU that take no memory, in the place of those on the meta device: PEFT puts an adapter on its
+    layer's device."""
+    placed: dict[int, nn.Parameter] = {}  # by the stand-in
+    swapped: dict[int, nn.Parameter] = {}  # by the weight
+    for weight in model.parameters():
+        stand_in = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+        placed[id(stand_in)], swapped[id(weight)] = weight, stand_in
+    replace_parameters(model, swapped)
+    try:
+        yield
+    finally:
+        for weight, stand_in in zip(placed.values(), swapped.values(), strict=True):
+            weight.requires_grad_(stand_in.requires_grad)
+        replace_parameters(model, placed)
 
 
 def _share_between_towers(model: Any) -> None:
@@ -133,7 +161,7 @@ def check_adapter(folder: Path, base: str) -> None:
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_WEIGHTS).is_file():
         raise DlmBridgeError(f"--adapter {folder}: no PEFT adapter there ({ADAPTER_CONFIG} and {ADAPTER_WEIGHTS})")
     settings = read_config(folder / ADAPTER_CONFIG)
-    check_plain(settings, folder / ADAPTER_CONFIG, experts=True)
+    check_plain(settings, folder / ADAPTER_CONFIG)
     named = settings.get("base_model_name_or_path")
     if named != base and all(isinstance(name, str) and HUB_ID.fullmatch(name) for name in (named, base)):
         raise DlmBridgeError(f"--adapter {folder}: is an adapter of {named}, not of --model {base}")

@@ -10,12 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlm_bridge import Bridge, DlmBridgeError
+from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.checkpoints import open_checkpoint
-from dlm_bridge.convert.lora import MergedCheckpoint, open_adapter
+from dlm_bridge.convert.checkpoints.megatron import iteration_folder
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
+from dlm_bridge.convert.lora import MergedCheckpoint, export_adapter, open_adapter
+from dlm_bridge.convert.lora.megatron import write_megatron_adapter
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS
 from dlm_bridge.convert.planning import Options
 from dlm_bridge.convert.transfer import write_hub
+from dlm_bridge.hub import ADAPTER_CONFIG
 from tests.autoregressive.cases import CASES
 from tests.canvas_models import canvas_model, has_class, write_canvas_model
 from tests.convert.adapters import ALPHA, RANK, set_config, set_weights
@@ -46,7 +50,7 @@ def adapter_of(model: Any, output: Path, stacks: tuple[str, ...] = STACKS, modul
 
 def merged(base: Path, adapter: Path, output: Path) -> Path:
     opened = open_checkpoint(base)
-    write_hub(MergedCheckpoint(opened, open_adapter(adapter, opened, experts=True)), output, Options())
+    write_hub(MergedCheckpoint(opened, open_adapter(adapter, opened)), output, Options())
     return output
 
 
@@ -73,6 +77,34 @@ def test_a_merged_model_computes_what_peft_s_does(case: Any, stacks: tuple[str, 
     merged(base, tmp_path / "lora", tmp_path / "merged")
     found = Bridge.from_hf(tmp_path / "merged").build_hf_model(torch.float32).eval()
     torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_megatron_s_layout_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PEFT's tensors bit for bit; each expert has an adapter of its own, cut over expert and tensor parallel ranks."""
+    case = llada2_moe.CASE
+    base = case.write(tmp_path / "base")
+    model = Bridge.from_hf(base).build_hf_model(torch.float32)
+    adapter_of(model, tmp_path / "lora", STACKS, ["query_key_value", "dense"])
+    for tp in (1, 2):
+        there = ("adapter", "import", tmp_path / "lora", tmp_path / f"tp{tp}", "--base", base, "--tp", tp)
+        back = ("adapter", "export", tmp_path / f"tp{tp}", tmp_path / f"back{tp}", "--base", base)
+        for arguments in (there, back):
+            code, _, err = run_cli(capsys, *arguments)
+            assert code == 0, err
+        given, found = (load_file(tmp_path / name / ADAPTER_WEIGHTS) for name in ("lora", f"back{tp}"))
+        assert given.keys() == found.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+        settings = json.loads((tmp_path / f"back{tp}" / ADAPTER_CONFIG).read_text())
+        assert sorted(settings["target_parameters"]) == sorted(STACKS)
+    stored = TorchDistReader(iteration_folder(tmp_path / "tp2")).contents.tensors
+    shape = stored["decoder.layers.2.mlp.experts.experts.linear_fc1.adapter.linear_in.weight"].shape
+    assert shape == (case.config["num_experts"], RANK, case.config["hidden_size"])
+    merging = ("adapter", "export", tmp_path / "tp2", tmp_path / "merged", "--base", base, "--merge")
+    assert run_cli(capsys, *merging)[0] == 0
+    merged(base, tmp_path / "lora", tmp_path / "wanted")
+    wanted, found = (hub_tensors(tmp_path / name) for name in ("wanted", "merged"))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 @has_class
@@ -109,6 +141,12 @@ def test_dfactory_s_layout(tmp_path: Path) -> None:
     Bridge.from_hf(base).to_megatron(tmp_path / "megatron")
     Bridge.from_megatron(tmp_path / "megatron", hf_config=tmp_path / "config.json").to_hf(tmp_path / "stacked")
     stacked = hub_tensors(merged(tmp_path / "stacked", tmp_path / "lora", tmp_path / "all"))
+    opened = open_checkpoint(tmp_path / "stacked")
+    adapter = open_adapter(tmp_path / "lora", opened)
+    with pytest.raises(DlmBridgeError, match="--merge"):
+        write_megatron_adapter(adapter, opened, tmp_path / "cut", Layout())
+    with pytest.raises(DlmBridgeError, match="--merge"):
+        export_adapter(adapter, opened, tmp_path / "exported")
     for projection in ("gate", "up", "down"):
         prefix = "model.layers.2.mlp.experts."
         experts = [
@@ -122,14 +160,12 @@ def test_bad_adapters(tmp_path: Path) -> None:
     lora = tmp_path / "lora"
     adapter_of(Bridge.from_hf(base).build_hf_model(torch.float32), lora)
     good = load_file(lora / ADAPTER_WEIGHTS)
-    with pytest.raises(DlmBridgeError, match=r"target_parameters.*--merge"):
-        open_adapter(lora, open_checkpoint(base))
     first = min(good)
 
     def refused(change: Any, message: str) -> None:
         set_weights(lora, lambda tensors: (tensors.clear(), tensors.update(good), change(tensors)))
         with pytest.raises(DlmBridgeError, match=message):
-            open_adapter(lora, open_checkpoint(base), experts=True)
+            open_adapter(lora, open_checkpoint(base))
 
     refused(
         lambda tensors: tensors.update({first: tensors[first][:-1].clone()}), r"layers\.0.*another model's adapter"

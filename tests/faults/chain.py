@@ -21,7 +21,7 @@ import pytest
 
 from dlm_bridge.train.metrics import read_rows
 from tests.faults.job import POLL_S, Job
-from tests.train.megatron_cases import SUBJECTS, Files, _write_pair
+from tests.train.megatron_cases import SUBJECTS, Files
 
 STEPS, SAVES = 30, 3  # of a run; between its checkpoints
 RANK_TIMEOUT_S = 20.0
@@ -212,10 +212,7 @@ class Chain:
 
 def write_inputs(root: Path) -> Files:
     """A tiny model's configuration and its data."""
-    files = Files(root)
-    SUBJECTS["masked"].build().write(files.hub("masked"))
-    _write_pair(files.corpus, 60)
-    return files
+    return Files(root).write_some("masked")
 
 
 def arguments_of(files: Files, engine: str) -> list[str]:

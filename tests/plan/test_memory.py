@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlm_bridge import DlmBridgeError, Layout
-from dlm_bridge.plan.memory import MemoryPlan, in_flight, memory_plan
+from dlm_bridge.plan.memory import MemoryPlan, in_flight, largest_parameter, memory_plan
 from dlm_bridge.plan.model import model_of
 from dlm_bridge.plan.run import PlannedRun
 from tests.plan import configs
@@ -48,6 +48,21 @@ def test_states_follow_the_sharding_strategy() -> None:
     assert everything.weights < 0.5 * n * 2
     assert plan(precision="fp32", distributed_optimizer=False).peak.optimizer == 8 * n
     assert plan(optimizer="sgd", distributed_optimizer=False).peak.optimizer == 8 * n
+
+
+def test_a_model_that_is_built_whole_needs_room_for_it() -> None:
+    """Megatron FSDP has the whole weights before it cuts them; the Accelerate engine never has."""
+    n, run = LLAMA.parameters, {"fsdp": "optim_grads_params", "gpus": 64, "recompute": "full"}
+    whole = plan(**run).peak
+    assert whole.building > 2 * n
+    assert whole.total == whole.building + whole.overhead > whole.allocated + whole.overhead
+    assert plan(**run, layout=Layout(tp=2)).peak.building < 0.6 * whole.building
+    parts = plan(**run, own_shards=True).peak
+    assert parts.building == round(4 * (n + largest_parameter(LLAMA)) / 64)
+    assert parts.total == parts.allocated + parts.overhead > parts.building + parts.overhead
+    assert plan().peak.building == plan().peak.weights
+    assert [note for note in plan(**run, own_shards=True).as_dict()["notes"] if "not measured on GPUs" in note]
+    assert [note for note in plan(**run).as_dict()["notes"] if "Megatron FSDP" in note]
 
 
 def test_experts_are_sharded_over_their_own_replicas() -> None:

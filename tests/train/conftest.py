@@ -124,6 +124,26 @@ def run(values: dict[str, Any]) -> Run:
 
 
 @pytest.fixture
+def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """`run` on the Megatron engine, on the CPU, in a world of one."""
+    pytest.importorskip("megatron.core")
+    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+    from dlm_bridge.parallel import groups, overrides
+    from dlm_bridge.train.megatron.engine import train
+
+    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
+        config = TrainConfig.from_flags(**{**values, "engine": "megatron", "output": str(output), **changes})
+        train(config, resume, Console(quiet=True))
+        return read_metrics(output)
+
+    yield _run
+    if dist.is_initialized():
+        groups.destroy()
+        dist.destroy_process_group()
+    overrides.uninstall()
+
+
+@pytest.fixture
 def bf16_run(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """`run` in bf16 on the Megatron engine, with a stand-in for Transformer Engine's Adam where it has settings."""
     monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")

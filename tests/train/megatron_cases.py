@@ -113,7 +113,7 @@ class Cell:
 
 def cells(processes: int, quick: bool | None = None) -> list[Cell]:
     """Every cell on so many processes, a layout after the other: groups are made once for each. Those that are `quick`
-    have every third subject in a layout of two processes and one subject in a layout of four, in each layout others,
+    have every fifth subject in a layout of two processes and one subject in a layout of four, in each layout others,
     with the rows packed or not by turns; the others are the rest."""
     found = []
     for number, layout in enumerate(LAYOUTS if processes == 2 else LARGE):
@@ -123,7 +123,7 @@ def cells(processes: int, quick: bool | None = None) -> list[Cell]:
             if (subject.experts or layout not in EXPERTS_ONLY) and (layout in WHOLE or name in SAMPLED)
         ]
         brief = [name for name in names if name not in SLOW]
-        chosen = brief[number % 3 :: 3] if layout in WHOLE else brief
+        chosen = brief[number % 5 :: 5] if layout in WHOLE else brief
         if processes > 2:
             chosen = [brief[number % len(brief)]]
         for name in names:
@@ -213,6 +213,13 @@ class Files:
             folder.mkdir()
             config = {**SUBJECTS["masked"].build().config, **sizes}
             (folder / "config.json").write_text(json.dumps(config))
+
+    def write_some(self, *subjects: str) -> Files:
+        """Of all that `write` does, only the models of some subjects and the corpus. Returns itself."""
+        for name in subjects:
+            SUBJECTS[name].build().write(self.hub(name))
+        _write_pair(self.corpus, 60)
+        return self
 
     def options(self, cell: Cell, **changes: Any) -> dict[str, Any]:
         """One step of plain gradient descent, so that what moved is the gradient."""

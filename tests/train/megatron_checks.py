@@ -32,6 +32,7 @@ from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.megatron import engine
 from dlm_bridge.train.megatron import trainer as trainer_module
 from dlm_bridge.train.megatron.checkpoints import CheckpointManager
+from dlm_bridge.train.megatron.schedule import gathered_weights
 from dlm_bridge.train.metrics import read_rows
 from tests.groups import make_way
 from tests.train.conftest import read_metrics
@@ -303,7 +304,7 @@ def _measured(options: dict[str, Any]) -> dict[str, Any]:
     try:
         row, _ = trainer.step(1, False)
         eval_loss = trainer.evaluate()
-        with trainer.gathered_weights():
+        with gathered_weights(trainer.chunks):
             after = dict(trainer.source.bridge.stream_hf_weights(trainer.chunks))
     finally:
         trainer.close()

@@ -18,9 +18,17 @@ STOPPED = {
         ("masked", "tp2-sp", "dp2"),
         ("shifted", "pp2-vp2", "tp2-sp"),
         ("block-moe", "ep2", "tp2-sp"),
+        ("block-moe", "etp2", "ep2"),
+        ("masked-moe", "ep2", "tp2-sp"),
+        ("masked-moe", "tp2-etp1-sp", "pp2"),
+        ("shifted-moe", "dp2", "cp2"),
         ("causal", "cp2", "tp2"),
     ],
-    4: [("masked", "tp2-sp-pp2", "tp2-sp-cp2"), ("block-moe", "ep2-tp2-sp", "ep2-pp2")],
+    4: [
+        ("masked", "tp2-sp-pp2", "tp2-sp-cp2"),
+        ("block-moe", "ep2-tp2-sp", "ep2-pp2"),
+        ("masked-moe", "ep2-tp2-etp1-sp", "ep2-cp2"),
+    ],
 }
 SUBJECTS = sorted({subject for runs in STOPPED.values() for subject, _, _ in runs})
 

@@ -5,6 +5,7 @@ python -m tests.train.sharding_worker FOLDER
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,17 +22,24 @@ import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from dlm_bridge.convert import streaming
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.accelerate import trainer
+from dlm_bridge.train import loading
+from dlm_bridge.train.accelerate import fsdp, trainer
 from dlm_bridge.train.accelerate.fsdp import full_tensor
 from dlm_bridge.train.accelerate.optimizers import MuonAndAdamW
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.lazy_weights import NotInRangesError
+from dlm_bridge.train.loading import load_model, starting_model
 from tests.processes import fork
 from tests.train.conftest import undrawn
 
 SUBJECTS = ("masked", "block", "causal", "tied", "experts")
-WORLDS = (1, 2, 4)
 STEPS = 3
 OPTIONS: dict[str, Any] = {
     "task": "sft",
@@ -87,6 +95,10 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         yield "muon goes on from one process", partial(goes_on, root, "muon-1", sharding="fsdp", optimizer="muon")
         yield "averaged", partial(averages_equal, root)
         yield "half precision", partial(half_precision, root)
+        for subject in ("tied", "experts"):
+            yield f"{subject} in parts", partial(reads_its_shards, root, subject)
+        yield "as one that is read whole", partial(equals_one_read_whole, root)
+        yield "another checkpoint on one node", partial(refuses_another_checkpoint, root)
         yield "goes on from one process", partial(goes_on, root, "masked-1", sharding="fsdp")
         yield "goes on, not cut", partial(goes_on, root, "masked-2")
 
@@ -215,6 +227,103 @@ def half_precision(root: Path) -> None:
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
+def reads_its_shards(root: Path, subject: str) -> None:
+    """A process reads the bytes of its shards, and holds no more than them and as much again as the largest tensor;
+    the shards are those of the model that is loaded whole."""
+    folder = root / f"{subject}-1/checkpoints/step-{STEPS:07d}"
+    config = TrainConfig.from_flags(model=str(folder), data=["mock"], output="o", sharding="fsdp")
+    with CountedReads() as read, AllocatedMemory() as memory:
+        starting = starting_model(config, None, main=torch.distributed.get_rank() == 0)
+        model = starting.model
+        assert all(weight.is_meta for weight in model.parameters())
+        fsdp.shard_model(model, starting.weights, config, torch.device("cpu"))
+    wanted = load_model(config)
+    own = largest = 0
+    for (name, weight), whole in zip(model.named_parameters(), wanted.parameters(), strict=True):
+        shard, size = weight.to_local(), -(-len(whole) // 2)
+        start = size * torch.distributed.get_rank()
+        assert torch.equal(shard, whole[start : start + size]), name
+        own, largest = own + shard.nbytes, max(largest, whole.nbytes)
+    stored = model.state_dict().keys()
+    held = 0
+    for (name, buffer), expected in zip(model.named_buffers(), wanted.buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+        held += buffer.nbytes
+        own += buffer.nbytes * (name in stored)
+    assert read.nbytes == own
+    total = sum(weight.nbytes for weight in wanted.parameters())
+    assert own < 0.55 * total
+    assert memory.peak <= 1.01 * (own + held + largest) < 0.8 * total, (memory.peak, own, held, largest, total)
+
+
+def equals_one_read_whole(root: Path) -> None:
+    """Losses, gradients and saved weights, bit for bit."""
+    for name in ("parts", "whole"):
+        with contextlib.ExitStack() as stack:
+            if name == "whole":
+                refusing = mock.Mock(side_effect=NotInRangesError("so that the first process reads it"))
+                stack.enter_context(mock.patch.object(loading, "_lazy_model", refusing))
+            train(root, name, "weights", sharding="fsdp", from_scratch=False)
+            assert name == "parts" or refusing.called
+    for found, wanted in zip(rows(root, "parts"), rows(root, "whole"), strict=True):
+        for key in ("loss", "grad_norm", "eval_loss"):
+            assert found.get(key) == wanted.get(key), key
+    if os.environ["RANK"] == "0":
+        grads, others = (torch.load(root / f"{name}.pt") for name in ("parts", "whole"))
+        assert all(torch.equal(one, other) for one, other in zip(grads, others, strict=True))
+        saved, expected = (
+            load_file(root / name / f"checkpoints/step-{STEPS:07d}/model.safetensors") for name in ("parts", "whole")
+        )
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(saved[key], tensor) for key, tensor in expected.items())
+
+
+def refuses_another_checkpoint(root: Path) -> None:
+    folder = root / ("weights" if os.environ["RANK"] == "0" else f"tied-1/checkpoints/step-{STEPS:07d}")
+    config = TrainConfig.from_flags(model=str(folder), data=["mock"], output="o", sharding="fsdp")
+    starting = starting_model(config, None, main=True)
+    with pytest.raises(DlmBridgeError, match="rank 1"):
+        fsdp.shard_model(starting.model, starting.weights, config, torch.device("cpu"))
+
+
+class CountedReads:
+    """The bytes of tensors that are read from files."""
+
+    def __enter__(self) -> CountedReads:
+        self.nbytes, real = 0, streaming.read_at
+
+        def count(fd: int, path: Path, offset: int, view: memoryview) -> None:
+            self.nbytes += len(view)
+            real(fd, path, offset, view)
+
+        self._patch = mock.patch.object(streaming, "read_at", count)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.stop()
+
+
+class AllocatedMemory(TorchDispatchMode):
+    """The most bytes that tensors on the CPU had at once, of those made since it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self._live[reference.cdata] = reference, storage.nbytes()
+        self._live = {place: entry for place, entry in self._live.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
 def goes_on(root: Path, source: str, **changes: Any) -> str:
     """From step 1 of another run, cut otherwise, to the losses of one that went through. The run's name."""
     layout = f"{changes.get('sharding')}{changes.get('fsdp_replicas', '')}"
@@ -243,7 +352,7 @@ def main(root: Path) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     undrawn(pytest.MonkeyPatch())
     datasets.config.HF_DATASETS_CACHE = root / "cache"
-    for processes in WORLDS:
+    for processes in json.loads((root / "worlds.json").read_text()):
         fork(root / f"reports-{processes}", processes, partial(checks, root, processes))
 
 

@@ -75,7 +75,6 @@ def test_what_is_refused(tmp_path: Path, run: Run) -> None:
     options: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o"}
     for changes, message in (
         ({"ema_decay": 1.0}, r"--ema-decay must be in \[0, 1\)"),
-        ({"ema_decay": 0.9, "engine": "megatron"}, "--ema-decay needs --engine accelerate"),
         ({"ema_decay": 0.9, "lora_rank": 2}, "--ema-decay with an adapter"),
     ):
         with pytest.raises(DlmBridgeError, match=message):

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.parallel.weights import is_vocabulary, live_tensors
 from tests.convert.helpers import hub_tensors, same
+from tests.families import llada, llada_moe
+from tests.families.case import FamilyCase
 from tests.interop.cases import PREDICTING, models
 from tests.train import delayed_scaling
 
@@ -89,7 +92,65 @@ def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) ->
     assert all(same(tensor, hub_tensors(hub)[key]) for key, tensor in exported.items())
 
 
-def test_another_tensor_parallel_size_is_refused(tmp_path: Path) -> None:
+class TensorParallelPart:
+    """What a model is on rank `rank` of `ranks` of tensor parallelism: each parameter's part, by the mapping. `rows`
+    is the size of the padded vocabulary."""
+
+    def __init__(self, bridge: Bridge, model: Any, rank: int, ranks: int, rows: int) -> None:
+        self.config, self.named_modules = model.config, model.named_modules
+        params = {param.megatron_name: param for param in bridge.checkpoint.params}
+        names = {id(tensor): name for name, tensor in live_tensors([model]).items()}
+        self._named = []
+        for name, parameter in model.named_parameters():
+            param, whole = params[names[id(parameter)]], parameter.detach()
+            if is_vocabulary(param):
+                whole = torch.nn.functional.pad(whole, (0, 0, 0, rows - len(whole))).chunk(ranks)[rank]
+            elif param.rule.tp_axis is not None:
+                whole = param.shard(whole, rank, ranks)
+            part = torch.nn.Parameter(whole.clone())
+            if param.rule.tp_axis is not None and ranks > 1:  # as megatron-core's FSDP marks them
+                part._mcore_tp, part._tp_partition_dim = True, param.rule.tp_axis  # type: ignore[attr-defined]
+            self._named.append((name, part))
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return self._named
+
+
+@pytest.mark.parametrize(
+    ("case", "stored", "ranks"),
+    [
+        pytest.param(llada.CASES[0], 131, 2, id="dense, to 2"),
+        pytest.param(llada.CASES[0], 132, 1, id="dense, to 1", marks=pytest.mark.slow),
+        pytest.param(llada_moe.CASE, 131, 2, id="experts, to 2", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_and_moments_come_back_at_another_tensor_parallel_size(
+    case: FamilyCase, stored: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a vocabulary of 131 tokens, which a tensor parallel size of two pads to 132 rows."""
+    from dlm_bridge.parallel.mcore_patches import fsdp
+    from dlm_bridge.train.megatron import fsdp_checkpoints
+
+    case.write(tmp_path / "hub", vocab_size=131, embedding_size=131)
+    bridge, folder = Bridge.from_hf(tmp_path / "hub"), tmp_path / "iter_0000007"
+    (model,) = bridge.build_megatron_model(Layout())
+    saved = Rank(TensorParallelPart(bridge, model, 0, 1, stored), 0, 1)
+    fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, saved, saved.optimizer, {})
+    for rank in range(ranks):
+        for prefix in ("get_tensor_model_parallel", "get_expert_tensor_parallel"):
+            monkeypatch.setattr(fsdp.parallel_state, f"{prefix}_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(fsdp.parallel_state, f"{prefix}_world_size", lambda: ranks)
+        for replica in range(2):
+            own = TensorParallelPart(bridge, model, rank, ranks, 131 if ranks == 1 else 132)
+            wanted, found = Rank(own, replica, 2), Rank(own, replica, 2, fill=-1.0)
+            assert fsdp_checkpoints.load(folder, found, found.optimizer) == {"train_blocks": 3}
+            for (key, mine), (_, other) in zip(found.named, wanted.named, strict=True):
+                assert torch.equal(mine._local_tensor, other._local_tensor), (rank, replica, key)
+                for kind, moments in wanted.optimizer.optimizer.state.get(other, {}).items():
+                    assert torch.equal(found.optimizer.optimizer.state[mine][kind], moments), (key, kind)
+
+
+def test_what_is_no_checkpoint_of_megatron_fsdp_is_refused(tmp_path: Path) -> None:
     from dlm_bridge.train.config import TrainConfig
     from dlm_bridge.train.megatron import checkpoints, fsdp_checkpoints
 
@@ -99,9 +160,8 @@ def test_another_tensor_parallel_size_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000007"
     fsdp_checkpoints.save(folder, 7, {}, rank, rank.optimizer, {})
     asked = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron"}
-    checkpoints.check_resumable(folder, TrainConfig.from_flags(**asked, fsdp="optim"))
-    with pytest.raises(DlmBridgeError, match="resumed at their own --tp only, which is 1 and not 2"):
-        checkpoints.check_resumable(folder, TrainConfig.from_flags(**asked, fsdp="optim", tp=2))
+    for tp in (1, 2):
+        checkpoints.check_resumable(folder, TrainConfig.from_flags(**asked, fsdp="optim", tp=tp))
     with pytest.raises(DlmBridgeError, match="was saved with --fsdp: resume it so"):
         checkpoints.check_resumable(folder, TrainConfig.from_flags(**asked))
     (folder / ".metadata").write_bytes(b"torn")

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge
 from dlm_bridge.convert.lora import open_adapter
+from dlm_bridge.convert.lora.megatron import adapter_tensors
 from dlm_bridge.convert.lora.peft import LORA_FACTORS
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.lora import EXPERTS
 from tests.convert.helpers import run_cli
 from tests.processes import assert_ok, forked, launch
-from tests.train.conftest import Run, read_metrics
+from tests.train.conftest import Run
 from tests.train.megatron_cases import SUBJECTS as MODELS
-from tests.train.megatron_cases import Files, _write_pair
+from tests.train.megatron_cases import Files
 from tests.train.megatron_lora_worker import STOPPED, SUBJECTS, adapter, plan
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -32,11 +31,17 @@ FIGURES = ("loss", "grad_norm", "eval_loss")
 
 
 def write_adapter(folder: Path, base: Path, targets: list[str]) -> Path:
-    """A PEFT folder whose factors are both far from zero."""
+    """A PEFT folder whose factors are both far from zero; the target `experts` is routed experts."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    settings = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=targets)
+    settings = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=[target for target in targets if target != EXPERTS],
+        target_parameters=["experts.down_proj", "experts.gate_up_proj"] if EXPERTS in targets else None,
+    )
     peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
     for name, weight in peft.named_parameters():
         if ".lora_" in name:
@@ -53,29 +58,9 @@ def factors(place: Path, base: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Of all, only what is used."""
-    files = Files(tmp_path_factory.mktemp("lora"))
-    for subject in {"masked", "latent", *SUBJECTS}:
-        MODELS[subject].build().write(files.hub(subject))
-    _write_pair(files.corpus, 60)
-    return files
-
-
-@pytest.fixture
-def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`run` on the Megatron engine, alone in its world."""
-    from dlm_bridge.parallel import groups
-    from dlm_bridge.train.megatron.engine import train
-
-    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-
-    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
-        config = TrainConfig.from_flags(**{**values, "engine": "megatron", "output": str(output), **changes})
-        train(config, resume, Console(quiet=True))
-        return read_metrics(output)
-
-    yield _run
-    groups.destroy()
+    return Files(tmp_path_factory.mktemp("lora")).write_some(
+        *{"masked", "latent", "causal-moe", "shifted-moe", *SUBJECTS}
+    )
 
 
 @pytest.fixture
@@ -84,7 +69,19 @@ def options(files: Files) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in ("output", "engine")}
 
 
+@pytest.mark.parametrize(
+    ("subject", "targets"),
+    [
+        ("masked", ["q_proj", "v_proj", "attn_out", "ff_proj", "ff_out"]),
+        ("block-moe", ["query_key_value", "gate_proj", EXPERTS]),  # gate_proj: of dense layers and shared experts
+        pytest.param("masked-moe", [EXPERTS], marks=pytest.mark.slow),
+        pytest.param("shifted-moe", ["q_proj", EXPERTS], marks=pytest.mark.slow),
+        pytest.param("causal-moe", ["k_proj", EXPERTS], marks=pytest.mark.slow),
+    ],
+)
 def test_both_engines_train_an_adapter_alike(
+    subject: str,
+    targets: list[str],
     tmp_path: Path,
     run: Run,
     on_megatron: Run,
@@ -96,9 +93,10 @@ def test_both_engines_train_an_adapter_alike(
     and merged into the base it gives the same logits."""
     from peft import PeftModel
 
-    base = files.hub("masked")
-    start = write_adapter(tmp_path / "start", base, ["q_proj", "v_proj", "attn_out", "ff_proj", "ff_out"])
-    options |= {"adapter": str(start)}
+    base = files.hub(subject)
+    start = write_adapter(tmp_path / "start", base, targets)
+    options |= {"adapter": str(start), "model": str(base), "objective": MODELS[subject].objective, "family": None}
+    options["adam_eps"] = 1.0  # Adam's steps of gradients that are next to nothing would be noise
     ours, theirs = on_megatron(tmp_path / "megatron", **options), run(tmp_path / "accelerate", **options)
     for key in FIGURES:
         assert [row[key] for row in ours if key in row] == pytest.approx(
@@ -115,7 +113,10 @@ def test_both_engines_train_an_adapter_alike(
     for output, flags in (("peft", ()), ("merged", ("--merge",))):
         code, _, err = run_cli(capsys, "adapter", "export", trained, tmp_path / output, "--base", base, *flags)
         assert code == 0, err
-    assert len(load_file(tmp_path / "peft/adapter_model.safetensors")) == len(found)
+    exported, given = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "peft", start))
+    assert {name: tensor.shape for name, tensor in exported.items()} == {
+        name: tensor.shape for name, tensor in given.items()
+    }
     with pytest.raises(DlmBridgeError, match="is an adapter without its base"):
         Bridge.from_megatron(trained)
     ids = torch.arange(3, 19)[None]
@@ -179,8 +180,8 @@ def another(base: Path, root: Path) -> Path:
         ("masked", {"lora_rank": 2, "fsdp": "optim"}, "--fsdp optim"),
         ("masked", {"lora_rank": 2, "lora_dropout": 0.1}, "--lora-dropout"),
         ("masked", {"lora_rank": 2, "lora_targets": "nothing"}, "--lora-targets nothing"),
-        ("block-moe", {"lora_rank": 2, "lora_targets": "gate_proj"}, "--lora-targets gate_proj.*routed experts"),
-        ("block-moe", {"lora_rank": 2, "lora_targets": "experts"}, "--lora-targets experts.*routed experts"),
+        ("masked-moe", {"lora_rank": 2, "lora_targets": "gate_proj"}, "--lora-targets gate_proj.*experts"),
+        ("masked", {"lora_rank": 2, "lora_targets": "experts"}, "--lora-targets experts"),
     ],
 )
 def test_refusals(
@@ -197,10 +198,48 @@ def test_refusals(
         on_megatron(tmp_path / "run", **{**options, **case, "family": None, **changes})
 
 
+class GroupedLinear(torch.nn.Module):
+    """As Transformer Engine's: a weight for each expert, and how many tokens each has."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        super().__init__()
+        for number, weight in enumerate(weights):
+            self.register_parameter(f"weight{number}", torch.nn.Parameter(weight, requires_grad=False))
+
+    def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
+        parts = [part @ getattr(self, f"weight{number}").T for number, part in enumerate(x.split(m_splits))]
+        return torch.cat(parts), None
+
+
+def test_grouped_experts(files: Files, world_of_one: None) -> None:
+    """Each expert's tokens pass through its own adapter; one expert has none."""
+    from dlm_bridge.parallel.lora import ExpertAdapter
+
+    base = Bridge.from_hf(files.hub("masked-moe")).checkpoint
+    params = [param for param in base.params if param.expert is not None and param.layer == 1]
+    params = [param for param in params if "linear_fc1" in param.rule.megatron]
+    names = [name for param in params for name in param.hub_names]
+    tensors = {(one.weights[0], one.part): one for one in adapter_tensors(base, names, RANK, "canonical", "here")}
+    torch.manual_seed(0)
+    weights = [torch.randn(param.megatron_shape) for param in params]
+    linear = GroupedLinear([weight.clone() for weight in weights])
+    drawn = {(name, "B"): torch.randn(base.spec(name)[1][0], RANK) for name in names}
+    drawn |= {(param.hub_names[0], "A"): torch.randn(RANK, base.dims.hidden) for param in params}
+    adapter = ExpertAdapter(params, tensors, 2.0, lambda name, part: drawn[name, part], linear)
+    assert len({name for name, *_ in adapter.members}) == 2 * len(params)
+    tokens = [3, 0, *[2] * (len(params) - 2)]
+    x = torch.randn(sum(tokens), base.dims.hidden)
+    found, _ = linear(x, tokens)
+    for part, param, weight, result in zip(x.split(tokens), params, weights, found.split(tokens), strict=True):
+        gate, up = param.hub_names
+        b = torch.cat([drawn[gate, "B"], drawn[up, "B"]])
+        torch.testing.assert_close(result, part @ (weight + 2 * b @ drawn[gate, "A"]).T, rtol=1e-4, atol=1e-3)
+
+
 @pytest.fixture(scope="module")
 def said(files: Files) -> dict[int, dict[str, list[str]]]:
     for subject in SUBJECTS:
-        targets = list(Bridge.from_hf(files.hub(subject)).family.lora_targets)
+        targets = [*Bridge.from_hf(files.hub(subject)).family.lora_targets, *[EXPERTS] * MODELS[subject].experts]
         write_adapter(adapter(files.root, subject), files.hub(subject), targets)
     launch("tests.train.megatron_lora_worker", files.root, processes=1, timeout_s=1100)
     return {processes: forked(files.root / f"lora{processes}", processes) for processes in (1, *STOPPED)}

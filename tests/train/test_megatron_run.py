@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from typer.testing import CliRunner
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli.app import app
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.config import TrainConfig
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.checkpoints import write_hub_folder
 from tests.convert.helpers import hub_tensors
@@ -50,19 +48,6 @@ def _alone() -> Iterator[None]:
         groups.destroy()
         dist.destroy_process_group()
     overrides.uninstall()
-
-
-@pytest.fixture
-def on_megatron(values: dict[str, Any]) -> Any:
-    """`run` on the Megatron engine."""
-    from dlm_bridge.train.megatron.engine import train
-
-    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
-        config = TrainConfig.from_flags(**{**values, "engine": "megatron", "output": str(output), **changes})
-        train(config, resume, Console(quiet=True))
-        return read_metrics(output)
-
-    return _run
 
 
 @pytest.mark.parametrize(
@@ -255,6 +240,7 @@ def test_a_growing_batch_is_that_of_the_other_engine(tmp_path: Path, on_megatron
     assert found[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=2e-4)
 
 
+@pytest.mark.slow
 def test_a_resume_of_experts_reads_their_routers(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +326,7 @@ def test_a_resume_of_an_optimizer_in_many_padded_buckets(tmp_path: Path, on_mega
     goes_on_as_if_not_stopped(on_megatron, tmp_path, megatron=["ddp.bucket_size=500"], precision=precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_resume_of_gradient_descent(tmp_path: Path, on_megatron: Run, precision: str, momentum: float) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from dlm_bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
@@ -17,9 +16,8 @@ from dlm_bridge.train import muon
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.muon import ADAMW_RMS, muon_update, orthogonalised, takes_muon
 from tests.processes import assert_ok, forked, launch
-from tests.train.conftest import Run, read_metrics, without_speed
-from tests.train.megatron_cases import SUBJECTS as MODELS
-from tests.train.megatron_cases import Files, _write_pair
+from tests.train.conftest import Run, without_speed
+from tests.train.megatron_cases import Files
 from tests.train.megatron_muon_worker import LR, STOPPED, SUBJECTS, plan
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -58,29 +56,13 @@ def test_what_takes_muon(name: str, shape: tuple[int, ...], taken: bool) -> None
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Of all, only what is used."""
-    files = Files(tmp_path_factory.mktemp("muon"))
-    for subject in SUBJECTS:
-        MODELS[subject].build().write(files.hub(subject))
-    _write_pair(files.corpus, 60)
-    return files
+    return Files(tmp_path_factory.mktemp("muon")).write_some(*SUBJECTS)
 
 
 @pytest.fixture
-def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`run` on the Megatron engine, alone in its world."""
-    from dlm_bridge.parallel import groups
-    from dlm_bridge.train.megatron.engine import train
-
-    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-
-    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
-        config = TrainConfig.from_flags(**{**values, **MUON, "output": str(output), **changes})
-        train(config, resume, Console(quiet=True))
-        return read_metrics(output)
-
-    yield _run
-    groups.destroy()
+def with_muon(on_megatron: Run) -> Run:
+    """`on_megatron` with Muon."""
+    return partial(on_megatron, **MUON)
 
 
 def weights(bridge: Bridge) -> dict[str, torch.Tensor]:
@@ -96,14 +78,14 @@ def fine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("subject", ["masked", pytest.param("block-moe", marks=pytest.mark.slow)])
 def test_both_engines_make_the_same_step(
-    subject: str, tmp_path: Path, run: Run, on_megatron: Run, files: Files, fine: None
+    subject: str, tmp_path: Path, run: Run, with_muon: Run, files: Files, fine: None
 ) -> None:
     """Query, key, value, gate and up each for themselves; experts and their router as there."""
     given = files.run_options("unused", subject, from_scratch=False, steps=1, save_interval=1, eval_interval=0)
     options = {name: value for name, value in given.items() if name not in ("output", "engine")}
     options |= {"optimizer": "muon", "lr": LR, "adam_eps": 1.0}
     run(tmp_path / "accelerate", **options)
-    on_megatron(tmp_path / "megatron", **options)
+    with_muon(tmp_path / "megatron", **options)
     found = weights(Bridge.from_megatron(tmp_path / "megatron/checkpoints"))
     wanted = weights(Bridge.from_hf(tmp_path / "accelerate/checkpoints/step-0000001"))
     begun = weights(Bridge.from_hf(files.hub(subject)))
@@ -115,14 +97,14 @@ def test_both_engines_make_the_same_step(
 
 
 @pytest.mark.slow
-def test_a_run_resumes_exactly(tmp_path: Path, on_megatron: Run, files: Files) -> None:
+def test_a_run_resumes_exactly(tmp_path: Path, with_muon: Run, files: Files) -> None:
     given = files.run_options("unused", save_interval=2, eval_interval=0, lr_schedule="constant")
     options = {name: value for name, value in given.items() if name not in ("output", "engine")} | {
         "optimizer": "muon"
     }
-    whole = on_megatron(tmp_path / "whole", **{**options, "steps": 4})
-    on_megatron(tmp_path / "run", **{**options, "steps": 2})
-    resumed = on_megatron(tmp_path / "run", resume=True, **{**options, "steps": 4})
+    whole = with_muon(tmp_path / "whole", **{**options, "steps": 4})
+    with_muon(tmp_path / "run", **{**options, "steps": 2})
+    resumed = with_muon(tmp_path / "run", resume=True, **{**options, "steps": 4})
     assert without_speed(resumed) == without_speed(whole)
     found, wanted = (weights(Bridge.from_megatron(tmp_path / run / "checkpoints")) for run in ("run", "whole"))
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

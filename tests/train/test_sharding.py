@@ -17,7 +17,7 @@ from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.families import dream, illada, llada2_moe, sdar
 from tests.processes import assert_ok, forked, launch
 from tests.train.chats import chatty, conversation, write_rows
-from tests.train.sharding_worker import WORLDS, names
+from tests.train.sharding_worker import names
 
 VOCAB = 288
 CONFIGS = {
@@ -31,8 +31,17 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """Where the checks have run."""
-    root = tmp_path_factory.mktemp("sharding")
+    """Where the checks of one process and of two have run."""
+    return _run_checks(tmp_path_factory.mktemp("sharding"), tokenizer, (1, 2))
+
+
+@pytest.fixture(scope="module")
+def root_of_four(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Where those of four processes have run as well, which read what the others wrote."""
+    return _run_checks(tmp_path_factory.mktemp("sharding"), tokenizer, (1, 2, 4))
+
+
+def _run_checks(root: Path, tokenizer: PreTrainedTokenizerFast, worlds: tuple[int, ...]) -> Path:
     own = {"vocab_size": VOCAB, "mask_token_id": tokenizer.mask_token_id, "eos_token_id": 0, "pad_token_id": 0}
     for name, config in CONFIGS.items():
         (root / name).mkdir()
@@ -41,13 +50,20 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     write_rows(root / "chats.jsonl", [conversation(number) for number in range(24)])
     weights = TrainConfig.from_flags(model=str(root / "masked"), data=["mock"], output="o", from_scratch=True)
     load_model(weights).save_pretrained(root / "weights")
+    (root / "worlds.json").write_text(json.dumps(worlds))
     launch("tests.train.sharding_worker", root, processes=1)  # the reports say what failed
     return root
 
 
-@pytest.mark.parametrize(("processes", "name"), [(number, name) for number in WORLDS for name in names(number)])
+@pytest.mark.parametrize(("processes", "name"), [(number, name) for number in (1, 2) for name in names(number)])
 def test_check(processes: int, name: str, root: Path) -> None:
     assert_ok(name, forked(root / f"reports-{processes}", processes), processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names(4))
+def test_check_of_four_processes(name: str, root_of_four: Path) -> None:
+    assert_ok(name, forked(root_of_four / "reports-4", 4), 4)
 
 
 def _config(**changes: Any) -> TrainConfig:

@@ -49,10 +49,15 @@ def open_checkpoint(path: PathLike, revision: str | None = None, family: str | N
 
 @gc_paused()
 def open_megatron(
-    path: PathLike, like: PathLike | None = None, hf_config: PathLike | None = None, family: str | None = None
+    path: PathLike,
+    like: PathLike | None = None,
+    hf_config: PathLike | None = None,
+    family: str | None = None,
+    averaged: bool = False,
 ) -> Checkpoint:
     """Open a Megatron checkpoint of any format, or a plain distributed one of a Hub model; `like` (a Hub folder or id)
-    or `hf_config` (a config.json) names its Hub model in place of its own manifest or settings.
+    or `hf_config` (a config.json) names its Hub model in place of its own manifest or settings. `averaged`: with the
+    moving averages of its run in place of the weights.
 
     Raises DlmBridgeError.
     """
@@ -67,6 +72,8 @@ def open_megatron(
         raise DlmBridgeError(f"{root} is not a Megatron checkpoint: {why}")
     twin = None if like is None else open_hub(os.fspath(like), family=family)
     checkpoint = find_checkpoint(root, family=family)
+    if averaged:
+        checkpoint.use_averages()
     if twin is not None:
         twin.check()
         checkpoint.adopt(twin)

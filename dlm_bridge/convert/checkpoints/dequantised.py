@@ -46,6 +46,12 @@ class DequantisedReader(HubReader):
         """As in HubReader, with the dtype and shape that `read` gives."""
         return self.quantised.get(name) or self._raw[name]
 
+    def read_elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """As in HubReader; a quantised weight is read whole."""
+        if name in self.quantised:
+            return self.read(name).view(-1)[start:stop]
+        return super().read_elements(name, start, stop)
+
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor's bytes in its file."""
         return self._raw[self._parts_of(name)[0] if name in self.quantised else name].dtype

@@ -73,6 +73,11 @@ class HubReader:
         path, entry = self._where[name]
         return read_tensor(path, entry.offset, entry.dtype, entry.shape)
 
+    def read_elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` of a tensor in row-major order; only their bytes are read."""
+        path, entry = self._where[name]
+        return read_tensor(path, entry.offset + start * entry.dtype.itemsize, entry.dtype, (stop - start,))
+
     def region(self, name: str, part: SliceRange) -> FileRegion:
         """Where a tensor lies that is `part` of a slice, in `stored_dtype`."""
         path, entry = self._where[name]

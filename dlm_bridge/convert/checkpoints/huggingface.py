@@ -99,6 +99,9 @@ class HubCheckpoint(ByNameCheckpoint):
     def _tensor(self, name: str) -> torch.Tensor:
         return self.reader.read(name)
 
+    def read_elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.reader.read_elements(name, start, stop)
+
     def streams(self, param: ParamMapping) -> bool:
         dtypes = {self.reader.stored_dtype(name) for name in param.hub_names}
         return param.hub_rows is not None and dtypes == {self.spec(param.hub_names[0])[0]}

@@ -73,6 +73,17 @@ def hub_tensors(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dic
     return dict(revert_weight_conversion(model, tensors))
 
 
+def keep_hub_names(model: PreTrainedModel) -> None:
+    """Let `hub_tensors` of a model that was not loaded know its names also when FSDP has renamed its class, by which
+    transformers looks them up."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    # As where it looks them up itself: a prefix would be that of the checkpoint that was loaded.
+    own = [conversion for conversion in found if type(conversion).__name__ != "PrefixChange"]
+    vars(model)["_weight_conversions"] = own or None  # as `from_pretrained` does
+
+
 def _config_of(model: PreTrainedModel) -> tuple[dict[str, Any], bytes]:
     """config.json as save_pretrained would write it for this model, as a dict and as bytes."""
     config = copy.deepcopy(model.config)

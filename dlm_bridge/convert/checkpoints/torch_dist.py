@@ -13,7 +13,13 @@ from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, read_metadata
 from dlm_bridge.convert.formats.torch_dist_writer import BACKEND_FILE, TorchDistWriter, plan_torch_dist
 from dlm_bridge.convert.formats.unpickler import Inert, read_torch_file, read_torch_item
-from dlm_bridge.convert.optimizer_state import COMMON_STATE, OptimizerState, find_optimizer_state, is_optimizer_key
+from dlm_bridge.convert.optimizer_state import (
+    AVERAGED,
+    COMMON_STATE,
+    OptimizerState,
+    find_optimizer_state,
+    is_optimizer_key,
+)
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import read_json
 from dlm_bridge.mapping.rules import ParamMapping
@@ -42,6 +48,17 @@ class TorchDistCheckpoint(DistributedCheckpoint):
         more, dtypes = ([], {}) if request.state is None else (request.state.params, request.state.dtypes)
         plan = plan_torch_dist([*request.params, *more], request.layout, {**request.dtypes, **dtypes})
         return PlannedOutput(plan.files, lambda folder: TorchDistWriter(folder, plan))
+
+    def use_averages(self) -> None:
+        tensors = self.contents.tensors
+        averages = {
+            key.removeprefix(f"{AVERAGED}."): tensor
+            for key, tensor in tensors.items()
+            if key.startswith(f"{AVERAGED}.")
+        }
+        if not averages:
+            super().use_averages()
+        self.contents = self._as_stored.contents = Contents(averages, {})
 
     def _reader(self, params: Iterable[ParamMapping], tied: bool) -> ChunkedReader:
         content = self.common.get("content_metadata")

@@ -9,7 +9,13 @@ import torch
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.lora.megatron import AdapterReport, MegatronAdapter, is_megatron_adapter
-from dlm_bridge.convert.lora.peft import LoraAdapter, PeftAdapter, is_peft_folder, write_peft_folder
+from dlm_bridge.convert.lora.peft import (
+    LoraAdapter,
+    PeftAdapter,
+    factor_parameters,
+    is_peft_folder,
+    write_peft_folder,
+)
 from dlm_bridge.convert.manifest import ChangedFile, Manifest, TensorRecord, record_of
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import ADAPTER_CONFIG, read_config
@@ -17,11 +23,10 @@ from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
 
 
-def open_adapter(path: Path, base: Checkpoint, experts: bool = False) -> LoraAdapter:
-    """A PEFT folder, with `experts` also one of routed experts, or a Megatron adapter checkpoint of `base`. Raises
-    DlmBridgeError."""
+def open_adapter(path: Path, base: Checkpoint) -> LoraAdapter:
+    """A PEFT folder, or a Megatron adapter checkpoint of `base`. Raises DlmBridgeError."""
     if is_peft_folder(path):
-        return PeftAdapter(path, base, experts)
+        return PeftAdapter(path, base)
     if is_megatron_adapter(path):
         return MegatronAdapter(path, base)
     raise DlmBridgeError(f"{path} is no adapter: it has neither an adapter_config.json nor Megatron adapter weights")
@@ -46,10 +51,8 @@ def export_adapter(
     adapter.check_unchanged(accept_changed_tensors)
     sources = [*base.folders(), *([facts.folder] if facts.folder else [])]
     with atomic_output(output, sources, overwrite) as folder:
-        tensors = write_peft_folder(adapter, folder)
-    parameters = sum(
-        facts.rank * sum(base.spec(weight)[1]) for weight in facts.modules
-    )  # [rank, columns] and [rows, rank]
+        tensors = write_peft_folder(adapter, base, folder)
+    parameters = factor_parameters(base, facts.modules, facts.rank)
     return AdapterReport(
         source=facts.where,
         output=str(output),

@@ -41,6 +41,40 @@ class ExpertSlice:
             return torch.einsum("ore,erc->eoc", b_ORE.float(), a_ERC.float())
         return b_ORE[..., self.expert].float() @ a_ERC[self.expert].float()
 
+    def factors(self, a: torch.Tensor, b: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [rank, columns], which the expert's gate and up projections share, and B [rows, rank] of one expert."""
+        assert self.expert is not None
+        b_ORE = b.unflatten(1, (-1, experts)).chunk(self.parts)[self.part]
+        return a.unflatten(0, (experts, -1))[self.expert].contiguous(), b_ORE[..., self.expert].contiguous()
+
+
+def stacked_factors(
+    base: Checkpoint, weights: Iterable[str], factor: Callable[[str, str], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of a stack, whose experts have these Hub `weights`, of `factor(weight, "A")` and `factor(weight, "B")`
+    of each."""
+    params = sorted({base.param_of[weight] for weight in weights}, key=lambda param: param.expert or 0)
+    a = [factor(param.hub_names[0], "A") for param in params]
+    b = [torch.cat([factor(weight, "B") for weight in param.hub_names]) for param in params]
+    return torch.cat(a), torch.stack(b, dim=-1).flatten(1)
+
+
+def expert_modules(base: Checkpoint, renamed: Renamed) -> dict[str, str]:
+    """Hub weight -> its stack's module in PEFT's names, of all routed experts whose weights the Hub has apart."""
+    weights = [name for name, param in base.param_of.items() if param.expert is not None and not param.is_mtp]
+    return {
+        weight: body.partition(".experts.")[0]
+        + ".experts"
+        + ".base_layer" * isinstance(base.param_of[weight].rule, GatedMLP)
+        for weight, body in renamed(weights).items()
+    }
+
+
+def target_parameters(modules: Iterable[str]) -> list[str]:
+    """What PEFT's configuration says of an adapter with these modules: the stacks that they change."""
+    inner = {module.endswith(".base_layer") for module in modules if is_expert_module(module)}
+    return sorted(f"experts.{_STACKS[0] if gated else _STACKS[1]}" for gated in inner)
+
 
 def is_expert_module(module: str) -> bool:
     """Whether PEFT's module may be a stack of experts, by its name."""

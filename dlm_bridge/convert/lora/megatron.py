@@ -6,6 +6,10 @@ Megatron: its canonical LoRA keeps an adapter for each (`adapter.adapter_q.linea
 all, which is only the same where they share A. A fused B has the rows of the fused weight, so the mapping's own rule
 moves them. Tensor parallel ranks cut B by rows; A by its rank, but by columns behind a layer whose input is cut.
 
+Each routed expert has an adapter of its own, as in PEFT's stacks, and its gate and up projections share A: fused, in
+either style. The keys are `...experts.experts.linear_fc1.adapter.linear_in.weight`, with the expert as an axis.
+Megatron Bridge has one adapter for all experts of a layer, which is another model.
+
 Rows are in the order of the unsharded weight. Megatron Bridge splits the B of a canonical gate or up adapter in two
 halves a rank, as if it held both, so that above tensor parallel size 1 it means other rows by the same tensor: those
 two are exchanged with it at size 1, all others at any size.
@@ -374,14 +378,14 @@ def adapter_tensors(
     """The Megatron tensors that hold an adapter of these Hub weights. Raises DlmBridgeError where `style` cannot."""
     params: dict[str, tuple[ParamMapping, set[str]]] = {}
     for weight in weights:
-        param = adapted_param(base, weight, where)
+        param = adapted_param(base, weight, where, experts=True)
         params.setdefault(param.megatron_name, (param, set()))[1].add(weight)
     result: list[AdapterTensor] = []
     for param, changed in params.values():
         joined = len(param.hub_names) > 1
         if style == "canonical" and isinstance(param.rule, FusedQKV):
             raise DlmBridgeError(f"{where}: {param.hub_names[0]} is one fused tensor on the Hub: use --style fused")
-        if joined and style == "fused":
+        if joined and (style == "fused" or param.expert is not None):
             if missing := sorted(set(param.hub_names) - changed):
                 raise DlmBridgeError(f"{where}: --style fused changes {missing[0]} too, which the adapter leaves out")
             result += _fused(param, rank)
@@ -397,11 +401,14 @@ def adapter_tensors(
 def possible_tensors(base: Checkpoint, rank: int) -> Iterator[tuple[Style, AdapterTensor]]:
     """Every tensor that an adapter of this base may have, in either style."""
     for param in base.params:
-        if param.expert is not None or param.is_mtp or param.layer is None:
+        if param.is_mtp or param.layer is None:
             continue
         if len(param.hub_shapes[0]) != 2 or ".router." in param.rule.megatron:
             continue
-        if len(param.hub_names) > 1:
+        if param.expert is not None:
+            for factor in _fused(param, rank) if len(param.hub_names) > 1 else _single(param, 0, rank, ""):
+                yield "canonical", factor
+        elif len(param.hub_names) > 1:
             for factor in _fused(param, rank):
                 yield "fused", factor
             for number, name in enumerate(param.hub_names):
@@ -430,8 +437,8 @@ def _single(param: ParamMapping, number: int, rank: int, key: str) -> list[Adapt
         f"{module}.adapter.{key}linear_out.weight", name=_factor_name(template, "B"), shape=f"{rows} {rank}", axis=0
     )
     return [
-        AdapterTensor(ParamMapping(a, dims, param.layer), "A", (name,)),
-        AdapterTensor(ParamMapping(b, dims, param.layer), "B", (name,)),
+        AdapterTensor(ParamMapping(a, dims, param.layer, param.expert), "A", (name,)),
+        AdapterTensor(ParamMapping(b, dims, param.layer, param.expert), "B", (name,)),
     ]
 
 
@@ -448,9 +455,11 @@ def _fused(param: ParamMapping, rank: int) -> list[AdapterTensor]:
     )
     b = _renamed(param.rule, f"{module}.adapter.linear_out.weight")
     return [
-        AdapterTensor(ParamMapping(a, dims, param.layer), "A", param.hub_names, shared=True),
+        AdapterTensor(ParamMapping(a, dims, param.layer, param.expert), "A", param.hub_names, shared=True),
         # The rule moves rows and takes the columns from `hidden`, of which B has `rank`.
-        AdapterTensor(ParamMapping(b, replace(param.dims, hidden=rank), param.layer), "B", param.hub_names),
+        AdapterTensor(
+            ParamMapping(b, replace(param.dims, hidden=rank), param.layer, param.expert), "B", param.hub_names
+        ),
     ]
 
 

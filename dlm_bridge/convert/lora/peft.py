@@ -17,7 +17,14 @@ from safetensors.torch import save_file
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.formats.safetensors_file import TensorEntry, read_header
-from dlm_bridge.convert.lora.experts import ExpertSlice, check_stack, expert_slices, is_expert_module
+from dlm_bridge.convert.lora.experts import (
+    ExpertSlice,
+    check_stack,
+    expert_slices,
+    is_expert_module,
+    stacked_factors,
+    target_parameters,
+)
 from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, ChangedTensorsError, check_files
 from dlm_bridge.convert.side_files import copy_files, list_side_files
 from dlm_bridge.convert.streaming import read_tensor
@@ -33,7 +40,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Settings under which the change of a weight is another one than scale * B @ A, or not of the weight alone.
 _REFUSED = (
-    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out", "target_parameters",
+    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out",
     "trainable_token_indices", "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens",
     "arrow_config", "kasa_config", "monteclora_config", "velora_config", "megatron_config",
 )  # fmt: skip
@@ -82,13 +89,14 @@ class LoraAdapter(ABC):
         return self.facts.scale * (b @ a)
 
 
-def adapted_param(base: Checkpoint, weight: str, where: str) -> ParamMapping:
-    """The parameter of a weight that an adapter may change. Raises DlmBridgeError for one that it may not."""
+def adapted_param(base: Checkpoint, weight: str, where: str, experts: bool = False) -> ParamMapping:
+    """The parameter of a weight that an adapter may change, with `experts` also one of each routed expert. Raises
+    DlmBridgeError for one that it may not."""
     param = base.param_of[weight]
     what = None
     if isinstance(param.rule, Vocabulary):
         what = "the embedding and the output layer, which"
-    elif param.expert is not None or param.rule.each is not None:
+    elif param.rule.each is not None or (param.expert is not None and not experts):
         what = "routed experts, whose adapters"
     elif ".router." in param.rule.megatron:
         what = "a router, which"
@@ -111,19 +119,29 @@ def check_shapes(base: Checkpoint, weight: str, a: tuple[int, ...], b: tuple[int
         )
 
 
+def factor_parameters(base: Checkpoint, weights: Iterable[str], rank: int) -> int:
+    """How many numbers an adapter of these weights has; an expert's gate and up projections share A."""
+    total = 0
+    for weight in weights:
+        param, (*_, rows, columns) = base.param_of[weight], base.spec(weight)[1]
+        own = param.expert is None or param.hub_names[0] == weight
+        total += rank * (rows + columns * own) * (base.dims.experts if param.rule.each else 1)
+    return total
+
+
 def is_peft_folder(path: Path) -> bool:
     return (path / ADAPTER_CONFIG).is_file()
 
 
 class PeftAdapter(LoraAdapter):
     """A PEFT LoRA folder of the model that `base` holds. Raises DlmBridgeError for what is not plain LoRA, for another
-    model's adapter, and for a change of what Megatron's adapters cannot change. `experts`: it may change routed
-    experts, whose weights have a `delta`, but no factors of their own."""
+    model's adapter, and for a change of what Megatron's adapters cannot change. Routed experts that are one tensor
+    on the Hub have a `delta`, but no factors of their own."""
 
-    def __init__(self, folder: Path, base: Checkpoint, experts: bool = False) -> None:
+    def __init__(self, folder: Path, base: Checkpoint) -> None:
         where = str(folder)
         config = read_config(folder / ADAPTER_CONFIG)
-        check_plain(config, folder / ADAPTER_CONFIG, experts)
+        check_plain(config, folder / ADAPTER_CONFIG)
         _check_base(config, base, where)
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise DlmBridgeError(f"{folder}: has no {ADAPTER_WEIGHTS}: save the adapter with safetensors")
@@ -139,7 +157,7 @@ class PeftAdapter(LoraAdapter):
             if match is None:
                 raise DlmBridgeError(f"{where}: tensor {entry.name} is not a LoRA factor of a linear layer")
             module, part = match.groups()
-            if experts and is_expert_module(module):
+            if is_expert_module(module):
                 stacks[module, part] = entry
                 continue
             if module not in weights:
@@ -195,7 +213,15 @@ class PeftAdapter(LoraAdapter):
         return changed_weights(self._path.parent)
 
     def tensor(self, weight: str, part: LoraFactor) -> torch.Tensor:
-        return self._read(self._entries[weight, part])
+        if (one := self._experts.get(weight)) is None:
+            return self._read(self._entries[weight, part])
+        if one.expert is None:
+            raise DlmBridgeError(
+                f"{self.facts.where}: {weight} has all experts of a layer in one tensor, whose adapter can be merged "
+                "only: dlm-bridge adapter export --merge"
+            )
+        a, b = one.factors(*self._stack(one.module), self._number)
+        return a if part == "A" else b
 
     def delta(self, weight: str) -> torch.Tensor:
         if (one := self._experts.get(weight)) is None:
@@ -241,16 +267,25 @@ def changed_weights(folder: Path) -> list[ChangedFile]:
     return check_files(folder, only=[ADAPTER_WEIGHTS]) if (folder / FILE_DIGESTS).is_file() else []
 
 
-def write_peft_folder(adapter: LoraAdapter, folder: Path) -> int:
-    """Write the adapter into an existing folder, with the side files that it came with. Returns how many tensors."""
+def write_peft_folder(adapter: LoraAdapter, base: Checkpoint, folder: Path) -> int:
+    """Write the adapter of `base` into an existing folder, with the side files that it came with. Returns how many
+    tensors."""
     facts = adapter.facts
     if facts.folder is not None:
         copy_files(facts.folder, [name for name in facts.files if name != ADAPTER_CONFIG], folder)
+    linear = [(module, weight) for weight, module in facts.modules.items() if base.param_of[weight].expert is None]
     tensors = {
         f"base_model.model.{module}.lora_{part}.weight": adapter.tensor(weight, part).contiguous()
-        for module, weight in [*((module, weight) for weight, module in facts.modules.items()), *facts.copies.items()]
+        for module, weight in [*linear, *facts.copies.items()]
         for part in LORA_FACTORS
     }
+    stacks: dict[str, list[str]] = {}
+    for weight in facts.modules.keys() - {weight for _, weight in linear}:
+        stacks.setdefault(facts.modules[weight], []).append(weight)
+    for module, weights in stacks.items():
+        factors = stacked_factors(base, weights, adapter.tensor)  # type: ignore[arg-type]
+        for part, factor in zip(LORA_FACTORS, factors, strict=True):
+            tensors[f"base_model.model.{module}.lora_{part}.weight"] = factor.contiguous()
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     if facts.folder is not None and ADAPTER_CONFIG in facts.files:
         copy_files(facts.folder, [ADAPTER_CONFIG], folder)
@@ -261,6 +296,8 @@ def write_peft_folder(adapter: LoraAdapter, folder: Path) -> int:
 
 def plain_config(rank: int, alpha: float, modules: Iterable[str], base: str | None) -> dict[str, Any]:
     """adapter_config.json of a plain LoRA adapter of these modules."""
+    modules = list(modules)
+    stacks = target_parameters(modules)
     return {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -271,7 +308,8 @@ def plain_config(rank: int, alpha: float, modules: Iterable[str], base: str | No
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": rank,
-        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules if not is_expert_module(module)}),
+        **({"target_parameters": stacks} if stacks else {}),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
@@ -306,18 +344,12 @@ def body_names(family: FamilySpec, names: Iterable[str]) -> dict[str, str]:
     return {name: rename_source_key(name, renamings, [])[0] for name in names}
 
 
-def check_plain(config: dict[str, Any], path: Path, experts: bool = False) -> None:
-    """Raise DlmBridgeError unless adapter_config.json says plain LoRA, with `experts` also of stacked experts."""
+def check_plain(config: dict[str, Any], path: Path) -> None:
+    """Raise DlmBridgeError unless adapter_config.json says plain LoRA, of linear layers or stacked experts."""
     if config.get("peft_type") != "LORA":
         raise DlmBridgeError(f"{path}: peft_type {config.get('peft_type')!r}: only LORA adapters are converted")
     for key in _REFUSED:
-        if config.get(key) and key == "target_parameters":
-            if not experts:
-                raise DlmBridgeError(
-                    f"{path}: an adapter of routed experts (target_parameters) can be merged only: dlm-bridge adapter "
-                    "export --merge"
-                )
-        elif config.get(key):
+        if config.get(key):
             raise DlmBridgeError(
                 f"{path}: {key} = {json.dumps(config[key])[:80]} cannot be converted, only plain LoRA"
             )

@@ -1,9 +1,9 @@
-"""Exponential moving average (EMA) of the weights, in fp32 beside them, on each process's shards under FSDP2."""
+"""The moving average of a Hub model's weights, a model of its own in each checkpoint, on its shards under FSDP2."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +11,24 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dlm_bridge.convert.optimizer_state import AVERAGED
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.checkpoints import save_tokenizer
+from dlm_bridge.train.ema import AveragedWeights
 
-AVERAGED = "ema"  # folder of a checkpoint: a model of its own
 
-
-class AveragedWeights:
-    """average <- decay average + (1 - decay) weight after each step, as torch.optim.swa_utils.AveragedModel: from the
-    weights after the first step on."""
+class AveragedModel(AveragedWeights):
+    """That of a model."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         """`model` may be sharded already; its parameters stay the same tensors."""
-        self.decay = decay
+        super().__init__(decay)
         self.parameters = list(model.parameters())
-        self.averages: list[torch.Tensor] = []  # from the first step on
 
     @property
     def weights(self) -> list[torch.Tensor]:
         """What this process holds, in the same memory; FSDP moves shards at the first forward pass."""
         return [_local(weight.detach()) for weight in self.parameters]
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Take in the weights as they are after a step."""
-        if not self.averages:
-            self.averages = [weight.clone() for weight in self.weights]
-            return
-        torch._foreach_lerp_(self.averages, self.weights, 1 - self.decay)
 
     def save(self, folder: Path, write: Callable[[Path], None], tokenizer: Any, main: bool) -> None:
         """Write a checkpoint's averaged model to a folder in it by `write`, while they stand in the weights' place.
@@ -49,12 +39,6 @@ class AveragedWeights:
             write(folder / AVERAGED)
         if main and tokenizer is not None:
             save_tokenizer(tokenizer, folder / AVERAGED)
-
-    def load(self, parts: Iterable[torch.Tensor]) -> None:
-        """Continue from the averages of a checkpoint: this process's parts of them, in the order of the weights."""
-        self.averages = [
-            part.detach().to(weight.device, copy=True) for part, weight in zip(parts, self.weights, strict=True)
-        ]
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
 from dlm_bridge.convert.formats.safetensors_file import (
@@ -33,7 +33,8 @@ from dlm_bridge.convert.formats.safetensors_file import (
 )
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.diffusion_lm import copy_remote_code
-from dlm_bridge.train.accelerate.ema import AveragedWeights
+from dlm_bridge.train.accelerate.ema import AveragedModel
+from dlm_bridge.train.accelerate.shard_source import ShardSource, shard_source
 from dlm_bridge.train.checkpoints import (
     atomic_checkpoint,
     checkpoint_errors,
@@ -44,6 +45,7 @@ from dlm_bridge.train.checkpoints import (
 )
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import Config
+from dlm_bridge.train.lazy_weights import LazyWeights, replace_parameters
 from dlm_bridge.train.loading import decoder_layers
 from dlm_bridge.train.lora import Adapter
 
@@ -97,11 +99,12 @@ def device_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (replicas, processes // replicas), mesh_dim_names=("replicate", "shard"))
 
 
-def shard_model(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+def shard_model(model: nn.Module, weights: LazyWeights | None, config: TrainConfig, device: torch.device) -> None:
     """Shard `model` in place over all processes, or over those of each of `--fsdp-replicas` groups; all call this
     together.
 
-    Rank 0 has the weights; on other ranks the model may be on the meta device. Params keep their dtype (fp32 main
+    Each process reads its shards of `weights`, whose model is on the meta device; where there are none rank 0 has the
+    weights, and on other ranks the model may be on the meta device. Params keep their dtype (fp32 main
     params) and are gathered in that of the run; gradients are averaged in fp32. What transformers keeps in fp32
     (routers) computes in it: such modules are units of their own. Tied weights stay tied, in the unit of the whole
     model. With `--cpu-offload` params, gradients and optimizer state stay in the CPU's memory.
@@ -109,8 +112,8 @@ def shard_model(model: nn.Module, config: TrainConfig, device: torch.device) -> 
     dtype = None if config.precision.name == "fp32" else torch.bfloat16
     offload = config.parallel.cpu_offload
     mesh = device_mesh(config, device)
-    source = dict(model.named_parameters()) | dict(model.named_buffers(remove_duplicate=False))
-    _to_meta(model, _dtypes(source, device))
+    source = shard_source(model, weights, device)
+    _to_meta(model, source.dtypes)
     settings: dict[str, Any] = {
         "mesh": mesh,
         # A layer's gathered weights are freed after its forward pass, and gathered again.
@@ -130,7 +133,7 @@ def shard_model(model: nn.Module, config: TrainConfig, device: torch.device) -> 
         fully_shard(head, **{**settings, "reshard_after_forward": False})  # its backward pass comes next
     fully_shard(model, **{**settings, "reshard_after_forward": False})
     model.to_empty(device="cpu" if offload else device)
-    _distribute_weights(model, source, device)
+    _fill(model, source)
 
 
 def reshard_model(model: nn.Module) -> None:
@@ -181,14 +184,6 @@ def _kept_in_fp32(model: Any, layer: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _dtypes(source: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.dtype]:
-    """The dtypes of rank 0's tensors; those of a model on the meta device may differ."""
-    dtypes: list[Any] = [{name: tensor.dtype for name, tensor in source.items()}]
-    dist.broadcast_object_list(dtypes, src=0, device=device)
-    assert dtypes[0].keys() == source.keys(), "the processes have different models"
-    return dtypes[0]
-
-
 def _to_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Move a model's params to the meta device, tied as before."""
     moved = {
@@ -200,39 +195,15 @@ def _to_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     replace_parameters(model, moved)
 
 
-def replace_parameters(model: nn.Module, replacements: Mapping[int, nn.Parameter]) -> None:
-    """Put another in place of each parameter, named by its `id`; tied ones stay tied."""
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None:
-                module._parameters[name] = replacements[id(weight)]
-
-
 @torch.no_grad()
-def shards_of(model: nn.Module, source: Mapping[str, torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
-    """This process's shard of rank 0's tensor in `source` for each parameter of a sharded model, one at a time on
-    `device`. Every process calls this together."""
-    for name, weight in model.named_parameters():
-        assert isinstance(weight, DTensor)
-        if dist.get_rank() == 0:
-            whole = source[name].detach().to(device)
-        else:
-            whole = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-        yield distribute_tensor(whole, weight.device_mesh, weight.placements).to_local()
-
-
-@torch.no_grad()
-def _distribute_weights(model: nn.Module, source: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Give each process its shards of rank 0's weights, one weight at a time, and all of the buffers."""
-    main = dist.get_rank() == 0
-    for weight, shard in zip(model.parameters(), shards_of(model, source, device), strict=True):
+def _fill(model: nn.Module, source: ShardSource) -> None:
+    """Give this process its shards of the weights, one weight at a time, and all of the buffers."""
+    for weight, shard in zip(model.parameters(), source.shards(model), strict=True):
         assert isinstance(weight, DTensor)
         weight.to_local().copy_(shard)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        whole = source[name].detach().to(device) if main else torch.empty_like(buffer, device=device)
-        dist.broadcast(whole, src=0)
+    for name, _ in list(model.named_buffers(remove_duplicate=False)):
         owner, _, own_name = name.rpartition(".")
-        model.get_submodule(owner)._buffers[own_name] = whole
+        model.get_submodule(owner)._buffers[own_name] = source.buffer(name)
 
 
 def save_sharded(
@@ -244,7 +215,7 @@ def save_sharded(
     tokenizer: Any,
     state: dict[str, Any],
     device: torch.device,
-    averages: AveragedWeights | None = None,
+    averages: AveragedModel | None = None,
 ) -> None:
     """Write the checkpoint of `step`; every process calls this together, rank 0 writes the weights, `averages` of them
     and `state`.

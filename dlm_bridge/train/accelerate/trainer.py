@@ -25,8 +25,9 @@ from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.train.accelerate import fsdp, transforms
 from dlm_bridge.train.accelerate.attention import FLASH, attention_kernels, set_attention, uses_flash_attention
 from dlm_bridge.train.accelerate.canvas import loss_head, prepare_canvas_model
-from dlm_bridge.train.accelerate.ema import AveragedWeights, averaged_folder
+from dlm_bridge.train.accelerate.ema import AveragedModel, averaged_folder
 from dlm_bridge.train.accelerate.optimizers import build_optimizer
+from dlm_bridge.train.accelerate.shard_source import shard_source
 from dlm_bridge.train.checkpoints import (
     load_state,
     raised_everywhere,
@@ -36,7 +37,7 @@ from dlm_bridge.train.checkpoints import (
 )
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
-from dlm_bridge.train.loading import starting_model
+from dlm_bridge.train.loading import StartingModel, starting_model
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.norms import HubLayerNorms
 from dlm_bridge.train.setup import (
@@ -95,15 +96,16 @@ def assembled(
 ) -> Iterator[AccelerateTrainer]:
     """Model, optimizer, objective and data of a run."""
     check_data(config)
-    model = starting_model(config, start.checkpoint, accelerator.is_main_process)
+    starting = starting_model(config, start.checkpoint, accelerator.is_main_process)
+    model = starting.model
     config, objective = resolve_objective(config, model, start.step)
     prepare_canvas_model(model, config)
     config = with_lora(config, model)
     with accelerator.main_process_first():
         data = load_data(config, model, objective.mask_token)
     with fsdp.process_group(config):
-        adapter = add_adapter(config, model, start.checkpoint) if config.model.adapts else None
-        yield AccelerateTrainer(config, accelerator, model, adapter, objective, data, console)
+        adapter = add_adapter(config, model, start.checkpoint, starting.weights) if config.model.adapts else None
+        yield AccelerateTrainer(config, accelerator, starting, adapter, objective, data, console)
 
 
 class AccelerateTrainer(Trainer):
@@ -113,12 +115,13 @@ class AccelerateTrainer(Trainer):
         self,
         config: TrainConfig,
         accelerator: Accelerator,
-        model: Any,
-        adapter: Adapter | None,  # of `model`
+        starting: StartingModel,
+        adapter: Adapter | None,  # of its model
         objective: Objective,
         data: tuple[Samples, Samples, Any],
         console: Console,
     ) -> None:
+        model = starting.model
         super().__init__(config, model, objective, data, console, processes_of(accelerator))
         self.accelerator = accelerator
         self.adapter = adapter
@@ -145,9 +148,9 @@ class AccelerateTrainer(Trainer):
             transforms.compile_layers(self.computing)
         self.head = loss_head(self.computing)
         if self.fsdp:
-            fsdp.shard_model(self.plain_model, config, self.device)
+            fsdp.shard_model(self.plain_model, starting.weights, config, self.device)
         decay = config.optimizer.ema_decay
-        self.averages = AveragedWeights(self.plain_model, decay) if decay else None
+        self.averages = AveragedModel(self.plain_model, decay) if decay else None
         unwrapped = half or self.fsdp
         self.model = self.computing if unwrapped else accelerator.prepare(self.plain_model)
         optimizer = build_optimizer(config, self.plain_model, fused=self.device.type == "cuda")
@@ -248,12 +251,13 @@ class AccelerateTrainer(Trainer):
         if self.averages is not None:
             self.averages.save(folder, self.plain_model.save_pretrained, self.tokenizer, main=True)
 
-    def _load_averages(self, averages: AveragedWeights, checkpoint: Path) -> None:
-        model = starting_model(self.config, averaged_folder(checkpoint), self.main)
+    def _load_averages(self, averages: AveragedModel, checkpoint: Path) -> None:
+        starting = starting_model(self.config, averaged_folder(checkpoint), self.main)
         if self.fsdp:
-            averages.load(fsdp.shards_of(self.plain_model, dict(model.named_parameters()), self.device))
+            source = shard_source(starting.model, starting.weights, self.device)
+            averages.load(source.shards(self.plain_model))
         else:
-            averages.load(model.parameters())
+            averages.load(starting.model.parameters())
 
     def load_checkpoint(self, folder: Path) -> None:
         """Set the state of the optimizer, of the averages and of the gradient scaler; `starting_model` has loaded the

@@ -73,6 +73,7 @@ from dlm_bridge.train.checkpoints import (
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron import fp8_state, fsdp_checkpoints, optimizer_state
+from dlm_bridge.train.megatron.ema import MegatronAverages
 from dlm_bridge.train.metrics import MAKE_ROOM
 
 NAME = re.compile(r"iter_(\d{7,})")
@@ -148,7 +149,7 @@ def check_resumable(folder: Path, config: TrainConfig) -> None:
         raise DlmBridgeError(f"{folder}: was saved {how} --fsdp: resume it so, or export it and start from that")
     if fsdp:
         with named_load_errors(folder):
-            fsdp_checkpoints.check_size(folder, config.parallel.tp)
+            fsdp_checkpoints.check_readable(folder)
 
 
 def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any, predicts: bool = False) -> None:
@@ -223,14 +224,15 @@ class CheckpointManager:
         optimizer: Any,
         source: Checkpoint,
         factors: Sequence[Sequence[LiveFactor]] | None = None,
+        averages: MegatronAverages | None = None,
     ) -> None:
         """`source` is what the run started from, of which the layers that are not trained are kept. With `factors`,
-        by chunk, an iteration holds that adapter alone."""
+        by chunk, an iteration holds that adapter alone; with `averages` it holds them beside the weights."""
         self.root = checkpoint_root(Path(config.checkpoint.output))
         self.chunks = chunks
         self.optimizer = optimizer
         self.keep_last = config.checkpoint.keep_last
-        self.factors = factors
+        self.factors, self.averages = factors, averages
         own = factors is not None or chunks[0].config.mtp_num_layers  # of an adapter's base, or trained
         self.mtp = {} if own else read_mtp_shard(source)
         self.queue = AsyncCallsQueue() if config.checkpoint.async_save else None
@@ -274,6 +276,8 @@ class CheckpointManager:
         weights_and_optimizer = sharded_state(self.chunks, self.optimizer, is_loading=False, factors=self.factors)
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **weights_and_optimizer}
         state["mtp"] = sharded_mtp(self.mtp)
+        if self.averages is not None:
+            state |= self.averages.saved([*_weights_of(state, self.chunks), state["mtp"]])
         start_results_queue()
         request: AsyncRequest | None = dist_checkpointing.save(
             state, str(hidden), content_metadata=_content_metadata(), async_sharded_save=self.queue is not None
@@ -330,9 +334,13 @@ class CheckpointManager:
             request = sharded_state(self.chunks, self.optimizer, is_loading=True, factors=self.factors)
             parts = optimizer_state.optimizer_request(self.optimizer, request.pop(optimizer_state.OPTIMIZER_KEY))
             wanted = optimizer_state.copy_tree(parts)
+            if self.averages is not None:
+                request |= self.averages.requested(_weights_of(request, self.chunks))
             state = dist_checkpointing.load({**request, optimizer_state.REQUEST_KEY: parts}, str(folder))
         restore = partial(optimizer_state.restore_optimizer, self.optimizer, wanted, state)
         restore_state(folder, self.chunks, self.optimizer, state, restore, whole=self.factors is None)
+        if self.averages is not None:
+            self.averages.take(state)
         return dict(state[STATE])
 
     def _publish(self, folder: Path, step: int) -> None:
@@ -445,6 +453,10 @@ def _content_metadata(sharding: str = ANY_LAYOUT) -> dict[str, Any]:
 
 def _chunk_keys(chunks: Sequence[Any]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+
+
+def _weights_of(state: dict[str, Any], chunks: Sequence[Any]) -> list[dict[str, Any]]:
+    return [state[key] for key in _chunk_keys(chunks)]
 
 
 # Unsharded Megatron tensors of one layer (and expert), in their stored dtype.

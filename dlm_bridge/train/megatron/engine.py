@@ -19,6 +19,7 @@ from rich.console import Console
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
+from dlm_bridge.parallel.lora import LiveFactor
 from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
 from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
 from dlm_bridge.parallel.parallelize import build_megatron_model
@@ -31,8 +32,9 @@ from dlm_bridge.train.megatron import checkpoints, mcore_config
 from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints, go_on_without, open_local
 from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.muon import muon_optimizer
+from dlm_bridge.train.megatron.schedule import connect_schedule
 from dlm_bridge.train.megatron.settings import check_settings
-from dlm_bridge.train.megatron.trainer import MegatronTrainer, connect_schedule
+from dlm_bridge.train.megatron.trainer import MegatronTrainer
 from dlm_bridge.train.setup import (
     check_data,
     check_same_model,
@@ -59,7 +61,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     main = dist.get_rank() == 0
     for line in untested if main else ():
         console.print(printable(line), highlight=False, soft_wrap=True)
-    start = start_run(config, resume, main, console, _resume_point)
+    start = start_run(config, resume, main, console, resume_point)
     if start.finished is not None:
         return start.finished
     step, local = start.step, open_local(config)
@@ -80,7 +82,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     return trainer.run(step)
 
 
-def _resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
+def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
     """The iteration that the run goes on from. Raises DlmBridgeError where these options cannot resume from it."""
     output = Path(config.checkpoint.output)
     point = checkpoints.resume_point(output, main, console)
@@ -115,26 +117,11 @@ def assemble(
 
     # Configuration of megatron-core.
     overrides = mcore_config.transformer_overrides(config, source.bridge, objective)
-    dtype = mcore_config.DTYPES[config.precision.name]
 
     # The main process reads and packs the data, the others find them in the cache.
-    data = _first_on_main(lambda: load_data(config, source.model, objective.mask_token))
+    data = first_on_main(lambda: load_data(config, source.model, objective.mask_token))
 
-    with named_refusals(AssertionError):  # of settings, and of NVTE_... variables
-        # Layer spec, model and weights; those that the checkpoint sets anyway are not loaded twice.
-        load_weights = checkpoint is None or adapter is not None or not checkpoint_sets_all_weights(config)
-        weights, layout, context = source.bridge.checkpoint, config.parallel.layout, config.parallel.context
-        chunks = build_megatron_model(weights, layout, dtype, context, load_weights, **overrides)
-        factors = None if adapter is None else adapter.add(chunks)
-        # Wrapping, optimizer, schedule.
-        wrapped = wrap_chunks(chunks, config)
-        optimizer = build_optimizer(wrapped, config, source)
-        connect_schedule(wrapped, optimizer)
-
-    # fp32 main params start from the stored weights, not from the params' rounding of them.
-    if checkpoint is None and dtype != torch.float32:
-        load_main_params(wrapped, optimizer, source.bridge.checkpoint)
-
+    wrapped, optimizer, factors = build_trained_model(config, source, overrides, checkpoint, adapter)
     trainer = MegatronTrainer(config, source, wrapped, optimizer, objective, data, console, local, adapter, factors)
     if local is not None and local.step is not None:
         trainer.load_local_checkpoint()
@@ -143,11 +130,38 @@ def assemble(
     return trainer
 
 
+def build_trained_model(
+    config: TrainConfig,
+    source: MegatronSource,
+    overrides: dict[str, Any],
+    checkpoint: Path | None = None,
+    adapter: LoraRun | None = None,
+) -> tuple[list[Any], Any, list[list[LiveFactor]] | None]:
+    """This rank's chunks of a model, wrapped for data parallelism, their optimizer, and the factors of an adapter by
+    chunk. Weights are those of `source`; those that `checkpoint` sets anyway are not loaded twice. `overrides` are
+    fields of megatron-core's TransformerConfig. Raises DlmBridgeError."""
+    dtype = mcore_config.DTYPES[config.precision.name]
+    with named_refusals(AssertionError):  # of settings, and of NVTE_... variables
+        # Layer spec, model and weights.
+        load_weights = checkpoint is None or adapter is not None or not checkpoint_sets_all_weights(config)
+        weights, layout, context = source.bridge.checkpoint, config.parallel.layout, config.parallel.context
+        chunks = build_megatron_model(weights, layout, dtype, context, load_weights, **overrides)
+        factors = None if adapter is None else adapter.add(chunks)
+        # Wrapping, optimizer, schedule.
+        wrapped = wrap_chunks(chunks, config)
+        optimizer = build_optimizer(wrapped, config, source)
+        connect_schedule(wrapped, optimizer)
+    # fp32 main params start from the stored weights, not from the params' rounding of them.
+    if checkpoint is None and dtype != torch.float32:
+        load_main_params(wrapped, optimizer, weights)
+    return wrapped, optimizer, factors
+
+
 def initialize_parallel(config: TrainConfig) -> None:
     """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
     mcore_config.check_sequence(config)
     groups.initialize(config.parallel.layout, config.data.seed, config.parallel.context)
-    config.data.accumulation(parallel_state.get_data_parallel_world_size())
+    config.check_batch(parallel_state.get_data_parallel_world_size())
 
 
 def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
@@ -209,7 +223,7 @@ def _data_parallel_class(config: TrainConfig) -> Any:
     return FullyShardedDataParallel
 
 
-def _first_on_main(action: Callable[[], T]) -> T:
+def first_on_main(action: Callable[[], T]) -> T:
     """What `action` returns, run on the main process before the others; an error there is raised everywhere."""
     message: list[str | None] = [None]
     if dist.get_rank() == 0:

@@ -18,18 +18,26 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, buffers, fsdp_shards, init_optimizer_state
+from dlm_bridge.parallel.weights import EMBEDDING, OUTPUT
 from dlm_bridge.train.megatron import fp8_state
 
 RUN = "dlm_bridge_run"  # the key of our own values, JSON
 MODEL, OPTIMIZER = "model.module.", "optimizer.state.module.module."
 STATES = ("exp_avg", "exp_avg_sq")
+_VOCABULARY = re.compile(rf"\.({re.escape(EMBEDDING)}|{re.escape(OUTPUT)})(\.exp_avg(_sq)?)?$")
 _EXPERT = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.(?:weight|bias)|local_experts\.))(\d+)")
 _GATED_MLP = re.compile(r"\.mlp\.(experts\.(local_experts\.\d+\.)?|shared_experts\.)?linear_fc1\.(weight|bias)\d*$")
 
@@ -44,7 +52,7 @@ def save(
 ) -> None:
     """Write the iteration `step` into `folder`. Every process calls it, with its part `mtp` of the layers that are not
     trained."""
-    run = {**values, "tp": parallel_state.get_tensor_model_parallel_world_size(), **_optimizer_counters(optimizer)}
+    run = {**values, **_optimizer_counters(optimizer)}
     kept = {
         MODEL + param.megatron_name: TensorBox(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
         for param, tensor in mtp.items()
@@ -55,14 +63,13 @@ def save(
 
 
 def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
-    """Set weights and optimizer state to those of an iteration, on any number of data parallel ranks of the same
-    tensor parallel size (`check_size`), and return our own values. Raises DlmBridgeError for another expert parallel
-    size where there are scales of FP8."""
+    """Set weights and optimizer state to those of an iteration, on any number of data and tensor parallel ranks, and
+    return our own values. Raises DlmBridgeError for another expert parallel size where there are scales of FP8."""
     reader = dcp.FileSystemReader(str(folder))
     run = _read_run(reader)
-    del run["tp"]
+    run.pop("tp", None)  # of versions that resumed at the same size only
     init_optimizer_state(optimizer)  # what is loaded has to exist
-    state = _local_boxes(chunk, optimizer)
+    state = dict(_padded_as_stored(_local_boxes(chunk, optimizer), reader.read_metadata()))
     dcp.load(state, storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False))
     _set_optimizer_counters(optimizer, run)
     _set_scaling(chunk, reader, folder)
@@ -71,14 +78,25 @@ def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
     return run
 
 
-def check_size(folder: Path, tp: int) -> None:
-    """Raise DlmBridgeError where an iteration was saved with another tensor parallel size, which shards its
-    tensors."""
-    if (own := _read_run(dcp.FileSystemReader(str(folder)))["tp"]) != tp:
-        raise DlmBridgeError(
-            f"{folder}: Megatron FSDP's checkpoints are resumed at their own --tp only, which is {own} and not {tp}: "
-            "export it and start from that"
-        )
+def check_readable(folder: Path) -> None:
+    """Raise what torch's reader raises for an iteration whose metadata or own values are damaged."""
+    _read_run(dcp.FileSystemReader(str(folder)))
+
+
+def _padded_as_stored(state: dict[str, Any], metadata: Metadata) -> Iterator[tuple[str, Any]]:
+    """The boxes of a vocabulary, which tensor parallelism pads to a multiple of its size, with as many rows as are
+    stored; what the stored tensor has no rows for is padding here, and zero."""
+    for key, box in state.items():
+        stored = metadata.state_dict_metadata.get(key)
+        size = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else ()
+        padded = isinstance(box, TensorBox) and _VOCABULARY.search(key) and size[1:] == box.shape[1:]
+        if not padded or size == box.shape:
+            yield key, box
+            continue
+        rows = min(max(size[0] - box.offsets[0], 0), len(box.tensor))
+        box.tensor[rows:].zero_()
+        if rows:
+            yield key, TensorBox(box.tensor[:rows], box.offsets, size)
 
 
 def _read_run(reader: dcp.FileSystemReader) -> dict[str, Any]:

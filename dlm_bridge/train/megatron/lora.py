@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import nn
 from dlm_bridge.convert.atomic import atomic_file, disk_errors
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.lora import open_adapter
+from dlm_bridge.convert.lora.experts import expert_modules
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST, adapter_manifest
-from dlm_bridge.convert.lora.peft import LoraAdapter, LoraFactor, body_names, plain_config
+from dlm_bridge.convert.lora.peft import LoraAdapter, LoraFactor, body_names, factor_parameters, plain_config
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.initialisation import Normal, initialise
 from dlm_bridge.parallel.lora import LiveFactor, add_adapters
@@ -26,7 +28,7 @@ from dlm_bridge.train.checkpoints import how_to_go_on
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import comma_separated
 from dlm_bridge.train.loading import MegatronSource
-from dlm_bridge.train.lora import check_base, fingerprint
+from dlm_bridge.train.lora import EXPERTS, check_base, fingerprint
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,11 @@ class LoraRun:
 
     def described(self) -> str:
         """One line about what is trained."""
-        kinds = sorted({module.rpartition(".")[2] for module in self.modules.values()})
-        numbers = sum(self.rank * sum(self.base.spec(weight)[1]) for weight in self.modules)
+        modules = (module.removesuffix(".base_layer") for module in self.modules.values())
+        kinds = sorted({module.rpartition(".")[2] for module in modules})
+        numbers = factor_parameters(self.base, self.modules, self.rank)
         return (
-            f"LoRA of rank {self.rank}, alpha {self.alpha:g}, in {len(self.modules)} linear layers "
+            f"LoRA of rank {self.rank}, alpha {self.alpha:g}, in {len(set(self.modules.values()))} linear layers "
             f"({', '.join(kinds)}): {numbers:,} parameters are trained"
         )
 
@@ -118,19 +121,21 @@ def _fingerprint(source: MegatronSource) -> str | None:
 def _modules(base: Checkpoint, model: Any, targets: list[str]) -> dict[str, str]:
     """The Hub weights that these targets name, with their modules' names in PEFT. Raises DlmBridgeError."""
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    names = [name for name, param in base.param_of.items() if param.layer is not None and not param.is_mtp]
+    names = [
+        name
+        for name, param in base.param_of.items()
+        if param.layer is not None and param.expert is None and not param.is_mtp
+    ]
     modules = {name: body.removesuffix(".weight") for name, body in body_names(base.family, names).items()}
-    named = {name: module for name, module in modules.items() if module.rpartition(".")[2] in targets}
+    named = {
+        name: module for name, module in modules.items() if module in linear and module.rpartition(".")[2] in targets
+    }
+    experts = expert_modules(base, partial(body_names, base.family)) if EXPERTS in targets else {}
+    found = {*(module.rpartition(".")[2] for module in named.values()), *([EXPERTS] if experts else [])}
     for target in targets:
-        if not any(module.rpartition(".")[2] == target for module in named.values()):
+        if target not in found:
             raise DlmBridgeError(
-                f"--lora-targets {target}: with --engine megatron adapters are of linear layers in attention and "
-                "dense layers, routed experts have none: leave it out, or use --engine accelerate"
+                f"--lora-targets {target}: with --engine megatron adapters are of linear layers that Megatron's "
+                "layers have, and of experts: leave it out, or use --engine accelerate"
             )
-    for name, module in named.items():
-        if base.param_of[name].expert is not None or module not in linear:
-            raise DlmBridgeError(
-                f"--lora-targets {module.rpartition('.')[2]}: with --engine megatron routed experts, such as {name}, "
-                "have no adapters: choose layers of the attention"
-            )
-    return named
+    return named | experts

@@ -153,8 +153,9 @@ def _moe_fields(config: TrainConfig, has_te: bool, tokens: int, dispatcher: str)
     # megatron-core multiplies these losses by the local tokens of each rank, which sequence and context parallelism
     # divide (without them it repeats the tokens and divides): summed over ranks that is 1 / (tp cp) of all tokens.
     scale = parallel.tp * parallel.cp / tokens
-    rows, _ = config.data.accumulation(parallel_state.get_data_parallel_world_size())
-    of_sequences = objective.moe_aux_loss == "seq_aux_loss"  # ... but this one by the tokens of one row
+    rows = 1
+    if objective.moe_aux_loss_coeff and objective.moe_aux_loss == "seq_aux_loss":  # ... but by the tokens of one row
+        rows, _ = config.data.accumulation(parallel_state.get_data_parallel_world_size())
     fields: dict[str, Any] = {
         "moe_token_dispatcher_type": dispatcher,
         "moe_grouped_gemm": has_te if grouped is None else grouped,
@@ -162,7 +163,7 @@ def _moe_fields(config: TrainConfig, has_te: bool, tokens: int, dispatcher: str)
         "moe_shared_expert_overlap": parallel.moe_shared_expert_overlap,
         "moe_router_bias_update_rate": objective.moe_expert_bias_update_rate,
         "moe_router_load_balancing_type": objective.moe_aux_loss if objective.moe_aux_loss_coeff else "none",
-        "moe_aux_loss_coeff": objective.moe_aux_loss_coeff * scale * (rows if of_sequences else 1),
+        "moe_aux_loss_coeff": objective.moe_aux_loss_coeff * scale * rows,
     }
     if objective.moe_z_loss_coeff:
         fields["moe_z_loss_coeff"] = objective.moe_z_loss_coeff * scale
@@ -248,6 +249,11 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
         )
     if optimizer.cpu_offload and platform.current().name == "cpu":
         raise NotInstalledError("--optimizer-cpu-offload: everything is on the CPU already: leave it out")
+    if settings["use_precision_aware_optimizer"] and optimizer.ema_decay:
+        raise DlmBridgeError(
+            "--megatron optimizer.use_precision_aware_optimizer with --ema-decay: it keeps no main params to average: "
+            "leave one of them out"
+        )
     if settings["use_precision_aware_optimizer"] and importlib.util.find_spec("transformer_engine") is None:
         asked = "--megatron optimizer.use_precision_aware_optimizer"
         raise NotInstalledError(

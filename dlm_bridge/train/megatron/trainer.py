@@ -21,7 +21,7 @@ from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
-from dlm_bridge.parallel.core import finalize_model_grads, get_forward_backward_func, parallel_state
+from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.gpt import model_inputs
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_live_weights
 from dlm_bridge.parallel.lora import LiveFactor
@@ -40,10 +40,12 @@ from dlm_bridge.train.megatron.checkpoints import (
     write_hub_config,
     write_hub_files,
 )
+from dlm_bridge.train.megatron.ema import MegatronAverages
 from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints
 from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.mcore_config import DTYPES
 from dlm_bridge.train.megatron.norms import MegatronLayerNorms
+from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
 from dlm_bridge.train.ranks import StragglerDetector
@@ -66,19 +68,22 @@ class MegatronTrainer(Trainer):
         adapter: LoraRun | None = None,
         factors: list[list[LiveFactor]] | None = None,  # of the adapter, by chunk
     ) -> None:
-        super().__init__(config, source.model, objective, data, console, _processes())
+        super().__init__(config, source.model, objective, data, console, megatron_processes())
         self.local = local
         self.source = source
         self.chunks = chunks
         self.optimizer = optimizer
         self.platform = platform.current()
         self.adapter = adapter
-        self.checkpoints = CheckpointManager(config, chunks, optimizer, source.bridge.checkpoint, factors)
+        decay = config.optimizer.ema_decay
+        self.averages = MegatronAverages(optimizer, decay) if decay else None
+        self.checkpoints = CheckpointManager(
+            config, chunks, optimizer, source.bridge.checkpoint, factors, self.averages
+        )
         self.gc_schedule = GCSchedule()
         self.clipped_step = ClippedOptimizerStep(
             optimizer, config.optimizer.clip_grad, config.parallel.fsdp is not None
         )
-        self.schedule = get_forward_backward_func()
         self.attention_pattern = source.bridge.family.attention_pattern
         self.depths: int = chunks[0].config.mtp_num_layers or 0  # of multi-token prediction
         self.packs_documents = self._packs_documents()
@@ -155,18 +160,17 @@ class MegatronTrainer(Trainer):
         return self._run_schedule(batches, divisors_K, forward_only=False)
 
     def optimizer_step(self) -> tuple[bool, torch.Tensor]:
-        return self.clipped_step()
+        updated, norm = self.clipped_step()
+        if self.averages is not None:
+            self.averages.update()
+        return updated, norm
 
     @functools.cached_property
     def layer_norms(self) -> MegatronLayerNorms:
         return MegatronLayerNorms(self.chunks, self.optimizer, self.device, self.processes.cpu_group)
 
     def peak_memory(self) -> int | None:
-        if self.platform.name == "cpu":
-            return None
-        peak = torch.tensor(self.platform.peak_memory())
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.processes.cpu_group)
-        return int(peak)
+        return largest_peak_memory(self.processes)
 
     def _run_schedule(
         self, batches: Sequence[MicroBatch], divisors_K: torch.Tensor, forward_only: bool
@@ -179,10 +183,8 @@ class MegatronTrainer(Trainer):
         """
         weight_K = _copy_async(1 / divisors_K, self.device)
         terms = self.objective.terms
-        no_tokens = torch.zeros((), dtype=torch.int, device=self.device)
 
-        def forward(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
-            batch = next(data).to(self.device)
+        def forward(batch: MicroBatch, model: Any) -> Any:
             weights = batch.weights * (weight_K[0] if batch.terms is None else weight_K[batch.terms])
             predictions = tuple(
                 dataclasses.replace(each, weights=each.weights * weight_K[0]) for each in batch.predictions
@@ -190,22 +192,9 @@ class MegatronTrainer(Trainer):
             z_weights = (weights != 0) * (self.z_loss_coeff * weight_K[terms]) if len(weight_K) > terms else None
             batch = dataclasses.replace(batch, weights=weights, predictions=predictions, z_weights=z_weights)
             with contextlib.nullcontext() if self.stragglers is None or forward_only else self.stragglers.timed():
-                return model(**model_inputs(batch, terms)), loss
+                return model(**model_inputs(batch, terms))
 
-        def loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return output[0], no_tokens, output[1]
-
-        rows, length = batches[0].input_ids.shape
-        several = len(self.chunks) > 1
-        results = self.schedule(
-            forward_step_func=forward,
-            data_iterator=[iter(batches) for _ in self.chunks] if several else iter(batches),
-            model=self.chunks if several else self.chunks[0],
-            num_microbatches=len(batches),
-            seq_length=length * self.config.parallel.cp,
-            micro_batch_size=rows,
-            forward_only=forward_only,
-        )
+        results = run_schedule(self.chunks, batches, forward, self.config.parallel.cp, forward_only)
         extra = int(self.depths > 0 and not forward_only)
         sums_K = torch.zeros(len(divisors_K) + extra, dtype=torch.float64, device=self.device)
         if results and parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -220,7 +209,7 @@ class MegatronTrainer(Trainer):
         ranks to run as many forward passes."""
         totals = torch.zeros(2, objective.terms, dtype=torch.float64)
         sampler = BatchSampler((self.config.data.global_batch_size,))
-        with self.gathered_weights(), self._eval_mode():
+        with gathered_weights(self.chunks), eval_mode(self.chunks):
             for number in range(1, -(-count // self.config.data.global_batch_size) + 1):
                 samples = self.rank_samples(number, sampler)
                 batches = self.step_batches([self.evaluation_batch(objective, each, count) for each in samples])
@@ -232,7 +221,7 @@ class MegatronTrainer(Trainer):
     def sample(self, samples: TextSamples, step: int) -> None:
         """Sample on the main process, with an unsharded copy of the model; the others send their weights."""
         bridge = self.source.bridge
-        with self.gathered_weights():
+        with gathered_weights(self.chunks):
             if self.main:
                 refresh_hf_model(bridge.checkpoint, self.sampling_model, self.chunks)
             else:
@@ -266,7 +255,7 @@ class MegatronTrainer(Trainer):
                 if self.main:
                     write_hub_config(self.output, self.source, self.depths > 0)
         # A save in the background forks this process, where no thread should hold a lock.
-        with self.producing, self.gathered_weights():
+        with self.producing, gathered_weights(self.chunks):
             return self.checkpoints.save(step, {"train_blocks": len(self.train)})
 
     def load_checkpoint(self, folder: Path) -> None:
@@ -278,7 +267,7 @@ class MegatronTrainer(Trainer):
     def save_locally(self, step: int, metrics: MetricsFile | None) -> None:
         assert self.local is not None
         self.before_save(step, metrics)
-        with self.producing, self.gathered_weights():
+        with self.producing, gathered_weights(self.chunks):
             self.local.save(step, {"train_blocks": len(self.train)}, self.chunks, self.optimizer)
 
     def load_local_checkpoint(self) -> None:
@@ -320,25 +309,6 @@ class MegatronTrainer(Trainer):
             self.console.print(line, highlight=False, soft_wrap=True)
         return found
 
-    @contextlib.contextmanager
-    def _eval_mode(self) -> Iterator[None]:
-        """Layers in evaluation mode: without dropout."""
-        for chunk in self.chunks:
-            chunk.eval()
-        yield
-        for chunk in self.chunks:
-            chunk.train()
-
-    @contextlib.contextmanager
-    def gathered_weights(self) -> Iterator[None]:
-        """Outside of a training step: all weights are gathered, and no forward pass gathers them again."""
-        overlapped = [chunk for chunk in self.chunks if _gathers_in_forward(chunk)]
-        for chunk in overlapped:
-            chunk.disable_forward_pre_hook()
-        yield
-        for chunk in overlapped:
-            chunk.enable_forward_pre_hook()
-
 
 @contextlib.contextmanager
 def named_gradient_errors(step: int) -> Iterator[None]:
@@ -354,7 +324,8 @@ def named_gradient_errors(step: int) -> Iterator[None]:
         ) from error
 
 
-def _processes() -> Processes:
+def megatron_processes() -> Processes:
+    """This process among those of megatron-core's groups."""
     current = platform.current()
     return Processes(
         rank=dist.get_rank(),
@@ -367,6 +338,16 @@ def _processes() -> Processes:
     )
 
 
+def largest_peak_memory(processes: Processes) -> int | None:
+    """Bytes that the device with the largest peak has allocated at once so far; None on CPU. Collective."""
+    current = platform.current()
+    if current.name == "cpu":
+        return None
+    peak = torch.tensor(current.peak_memory())
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=processes.cpu_group)
+    return int(peak)
+
+
 def _has_documents(noisy: NoisyBatch) -> bool:
     padded = noisy.attention_mask is not None and not bool(noisy.attention_mask.all())
     return padded or noisy.mask_descriptor is not None
@@ -375,10 +356,6 @@ def _has_documents(noisy: NoisyBatch) -> bool:
 def _copy_async(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The same on a device that may still be at work on something else."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
-
-
-def _gathers_in_forward(chunk: Any) -> bool:
-    return chunk.ddp_config.overlap_param_gather and not chunk.ddp_config.use_megatron_fsdp
 
 
 FULL_GC_EVERY = 100  # steps; the others collect young objects only
@@ -414,21 +391,6 @@ class GCSchedule:
                 gc.unfreeze()
             gc.enable()
             self._steps = None
-
-
-def connect_schedule(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Give megatron-core's schedules what they call: loss scaling, gradient reduction, no_sync."""
-    transformer = chunks[0].config
-    transformer.grad_scale_func = optimizer.scale_loss
-    transformer.finalize_model_grads_func = _finalize_model_grads
-    if chunks[0].ddp_config.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in chunks]
-        transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-
-
-def _finalize_model_grads(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
-    """Sum the gradients over ranks without dividing by a number of tokens: the loss's weights did that."""
-    finalize_model_grads(model, None, **kwargs)
 
 
 # With these settings the gradients are elsewhere than in `grad`, or the state is on the CPU: megatron-core's own step.

@@ -1,0 +1,88 @@
+"""megatron-core's pipeline schedule over the micro-batches of a step, and what it calls of the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dlm_bridge.parallel import platform
+from dlm_bridge.parallel.batch import MicroBatch
+from dlm_bridge.parallel.core import finalize_model_grads, get_forward_backward_func
+
+# Of a micro-batch on the device and a chunk of the model: what the chunk returns, on the last stage (loss, sums).
+Forward = Callable[[MicroBatch, Any], Any]
+
+
+def run_schedule(
+    chunks: Sequence[Any], batches: Sequence[MicroBatch], forward: Forward, cp: int, forward_only: bool
+) -> list[torch.Tensor]:
+    """Run megatron-core's pipeline schedule over micro-batches of one shape, of which this rank has a `cp`-th of each
+    row.
+
+    Returns the sums of each micro-batch on the last stage's ranks, nothing on others. Unless `forward_only` the
+    gradients of the losses, summed over all ranks, are in the chunks' buffers.
+    """
+    device = platform.current().device()
+    no_tokens = torch.zeros((), dtype=torch.int, device=device)
+
+    def step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+        return forward(next(data).to(device), model), loss
+
+    def loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return output[0], no_tokens, output[1]
+
+    rows, length = batches[0].input_ids.shape
+    several = len(chunks) > 1
+    found: list[torch.Tensor] = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(batches) for _ in chunks] if several else iter(batches),
+        model=list(chunks) if several else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=length * cp,
+        micro_batch_size=rows,
+        forward_only=forward_only,
+    )
+    return found
+
+
+def connect_schedule(chunks: Sequence[Any], optimizer: Any) -> None:
+    """Give megatron-core's schedules what they call: loss scaling, gradient reduction, no_sync."""
+    transformer = chunks[0].config
+    transformer.grad_scale_func = optimizer.scale_loss
+    transformer.finalize_model_grads_func = _finalize_model_grads
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+
+
+@contextlib.contextmanager
+def eval_mode(chunks: Sequence[Any]) -> Iterator[None]:
+    """Layers in evaluation mode: without dropout."""
+    for chunk in chunks:
+        chunk.eval()
+    yield
+    for chunk in chunks:
+        chunk.train()
+
+
+@contextlib.contextmanager
+def gathered_weights(chunks: Sequence[Any]) -> Iterator[None]:
+    """Outside of a training step: all weights are gathered, and no forward pass gathers them again."""
+    overlapped = [chunk for chunk in chunks if _gathers_in_forward(chunk)]
+    for chunk in overlapped:
+        chunk.disable_forward_pre_hook()
+    yield
+    for chunk in overlapped:
+        chunk.enable_forward_pre_hook()
+
+
+def _finalize_model_grads(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+    """Sum the gradients over ranks without dividing by a number of tokens: the loss's weights did that."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _gathers_in_forward(chunk: Any) -> bool:
+    return chunk.ddp_config.overlap_param_gather and not chunk.ddp_config.use_megatron_fsdp
