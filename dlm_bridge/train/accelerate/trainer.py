@@ -25,16 +25,10 @@ from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.train.accelerate import fsdp, transforms
 from dlm_bridge.train.accelerate.attention import FLASH, attention_kernels, set_attention, uses_flash_attention
 from dlm_bridge.train.accelerate.canvas import loss_head, prepare_canvas_model
+from dlm_bridge.train.accelerate.checkpoints import restore_run, save_run
 from dlm_bridge.train.accelerate.ema import AveragedModel, averaged_folder
 from dlm_bridge.train.accelerate.optimizers import build_optimizer
 from dlm_bridge.train.accelerate.shard_source import shard_source
-from dlm_bridge.train.checkpoints import (
-    load_state,
-    raised_everywhere,
-    remove_old_checkpoints,
-    save_checkpoint,
-    step_folder,
-)
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.loading import StartingModel, starting_model
@@ -221,35 +215,19 @@ class AccelerateTrainer(Trainer):
         self.model.train()
         return self._sum(totals).cpu()
 
-    def save(self, step: int, metrics: Any) -> Path:
-        if self.fsdp:
-            fsdp.reshard_model(self.plain_model)
-        return super().save(step, metrics)
-
     def save_checkpoint(self, step: int) -> Path:
-        """Write the checkpoint on the main process, while the others wait, or under FSDP with all of them."""
-        scaler = self.accelerator.scaler
-        state: dict[str, Any] = {
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "train_blocks": len(self.train),
-        }
-        if self.fsdp:
-            fsdp.save_sharded(
-                self.output, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer, state, self.device,
-                self.averages,
-            )  # fmt: skip
-        with raised_everywhere():
-            if self.main and not self.fsdp:
-                state["optimizer"] = self.optimizer.state_dict()
-                saved = self.adapter or self.plain_model
-                save_checkpoint(self.output, step, saved, self.tokenizer, state, self._save_averages)
-            if self.main:
-                remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
-        return step_folder(self.output, step)
+        return save_run(
+            self.config, self.accelerator, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer,
+            {"train_blocks": len(self.train)}, self.averages,
+        )  # fmt: skip
 
-    def _save_averages(self, folder: Path) -> None:
+    def load_checkpoint(self, folder: Path) -> None:
+        """Set the state of the optimizer, of the averages and of the gradient scaler; `starting_model` has loaded the
+        weights."""
+        state = restore_run(self.config, self.accelerator, folder, self.plain_model, self.optimizer)
+        self.check_same_data(state["train_blocks"])
         if self.averages is not None:
-            self.averages.save(folder, self.plain_model.save_pretrained, self.tokenizer, main=True)
+            self._load_averages(self.averages, folder)
 
     def _load_averages(self, averages: AveragedModel, checkpoint: Path) -> None:
         starting = starting_model(self.config, averaged_folder(checkpoint), self.main)
@@ -258,21 +236,6 @@ class AccelerateTrainer(Trainer):
             averages.load(source.shards(self.plain_model))
         else:
             averages.load(starting.model.parameters())
-
-    def load_checkpoint(self, folder: Path) -> None:
-        """Set the state of the optimizer, of the averages and of the gradient scaler; `starting_model` has loaded the
-        weights."""
-        state = load_state(folder)
-        self.check_same_data(state["train_blocks"])
-        if self.averages is not None:
-            self._load_averages(self.averages, folder)
-        if not self.fsdp and "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            plain = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate around it
-            fsdp.load_optimizer(folder, self.plain_model, plain, state)
-        if self.accelerator.scaler is not None and state["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
 
     def _loss(
         self, model: Any, batch: NoisyBatch, positions: LossPositions, divisors_K: torch.Tensor

@@ -16,15 +16,9 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.attention import set_attention
+from dlm_bridge.train.accelerate.checkpoints import restore_run, save_run
 from dlm_bridge.train.accelerate.optimizers import adamw
 from dlm_bridge.train.accelerate.trainer import processes_of
-from dlm_bridge.train.checkpoints import (
-    load_state,
-    raised_everywhere,
-    remove_old_checkpoints,
-    save_checkpoint,
-    step_folder,
-)
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import SAMPLED
 from dlm_bridge.train.loading import StartingModel, starting_model
@@ -45,10 +39,9 @@ class AccelerateUpdates(UpdateEngine):
         starting: StartingModel,
         adapter: Adapter | None,  # of its model, in its place
         tokenizer: Any,
-        output: Path,
     ) -> None:
         self.config, self.accelerator, self.adapter = config, accelerator, adapter
-        self.tokenizer, self.output = tokenizer, output
+        self.tokenizer = tokenizer
         self.processes = processes_of(accelerator)
         self.device, model = accelerator.device, starting.model
         if config.engine.attention_backend is not None:
@@ -150,33 +143,12 @@ class AccelerateUpdates(UpdateEngine):
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
-        """Write the checkpoint on the main process while the others wait, under FSDP with all of them."""
-        scaler, main = self.accelerator.scaler, self.accelerator.is_main_process
-        state = {"scaler": None if scaler is None else scaler.state_dict(), **state}
-        if self.fsdp:
-            fsdp.reshard_model(self.plain_model)
-            fsdp.save_sharded(
-                self.output, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer, state, self.device
-            )
-        with raised_everywhere():
-            if main and not self.fsdp:
-                state["optimizer"] = self.optimizer.state_dict()
-                save_checkpoint(self.output, step, self.adapter or self.plain_model, self.tokenizer, state)
-            if main:
-                remove_old_checkpoints(self.output, self.config.checkpoint.keep_last)
-        return step_folder(self.output, step)
+        return save_run(
+            self.config, self.accelerator, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer, state
+        )
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        """Set the optimizer's state, and the gradient scaler's; `starting_model` has loaded the weights."""
-        state = load_state(folder)
-        if not self.fsdp and "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            plain = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate around it
-            fsdp.load_optimizer(folder, self.plain_model, plain, state)
-        if self.accelerator.scaler is not None and state["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        return state
+        return restore_run(self.config, self.accelerator, folder, self.plain_model, self.optimizer)
 
     def _reference_model(self) -> Any:
         """A copy of the starting model; None without a KL term, and where it is the base of a new adapter."""

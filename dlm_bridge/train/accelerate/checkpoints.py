@@ -1,0 +1,75 @@
+"""Checkpoints of runs under Accelerate: the main process writes a model that each process holds, all write shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from dlm_bridge.train.accelerate import fsdp
+from dlm_bridge.train.accelerate.ema import AveragedModel
+from dlm_bridge.train.checkpoints import (
+    load_state,
+    raised_everywhere,
+    remove_old_checkpoints,
+    save_checkpoint,
+    step_folder,
+)
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.lora import Adapter
+
+
+def save_run(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    step: int,
+    model: Any,
+    optimizer: Any,
+    adapter: Adapter | None,
+    tokenizer: Any,
+    state: dict[str, Any],
+    averages: AveragedModel | None = None,
+) -> Path:
+    """Write the checkpoint of `step` and remove old ones; every process calls this together, and gets its folder.
+
+    `model` is the plain one, without Accelerate around it, and of an `adapter` the one in which it is; `optimizer` may
+    have Accelerate around it. `state` is the trainer's own, to which the gradient scaler's is added. Raises
+    DlmBridgeError on every process where the disk refuses.
+    """
+    output, scaler, main = Path(config.checkpoint.output), accelerator.scaler, accelerator.is_main_process
+    sharded = config.parallel.shards
+    state = {"scaler": None if scaler is None else scaler.state_dict(), **state}
+    if sharded:
+        fsdp.reshard_model(model)
+        fsdp.save_sharded(
+            output, step, model, optimizer, adapter, tokenizer, state, accelerator.device, averages
+        )  # fmt: skip
+    with raised_everywhere():
+        if main and not sharded:
+            state["optimizer"] = optimizer.state_dict()
+
+            def save_averages(folder: Path) -> None:
+                if averages is not None:
+                    averages.save(folder, model.save_pretrained, tokenizer, main=True)
+
+            save_checkpoint(output, step, adapter or model, tokenizer, state, save_averages)
+        if main:
+            remove_old_checkpoints(output, config.checkpoint.keep_last)
+    return step_folder(output, step)
+
+
+def restore_run(
+    config: TrainConfig, accelerator: Accelerator, folder: Path, model: Any, optimizer: Any
+) -> dict[str, Any]:
+    """Set the optimizer's state and the gradient scaler's to those of a checkpoint, and return the trainer's state;
+    `starting_model` has loaded the weights. Every process calls this together."""
+    state = load_state(folder)
+    if not config.parallel.shards and "optimizer" in state:
+        optimizer.load_state_dict(state["optimizer"])
+    else:
+        plain = getattr(optimizer, "optimizer", optimizer)  # without Accelerate around it
+        fsdp.load_optimizer(folder, model, plain, state)
+    if accelerator.scaler is not None and state["scaler"] is not None:
+        accelerator.scaler.load_state_dict(state["scaler"])
+    return state
