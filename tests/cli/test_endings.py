@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -193,11 +194,9 @@ def _end(case: Case, files: dict[str, str], root: Path, end: Callable[[int], Non
     (root / "reward.py").write_text(HANGING.format(busy=str(busy)))
     own = {"out": str(root / "out"), "reward": f"{root}/reward.py:hangs"}
     arguments = [word.format(**files, **own) for word in case.arguments]
-    child = os.fork()
-    if child == 0:
-        _become(case, arguments, busy, log)
+    child = _start(dataclasses.replace(case, arguments=tuple(arguments)), busy, log)
     try:
-        _wait_for(busy.exists, log)
+        _wait_for(busy.exists, log, 4 * TIMEOUT_S)
         end(child)
         ended: list[int] = []
         _wait_for(lambda: _reaped(child, ended), log)
@@ -209,8 +208,21 @@ def _end(case: Case, files: dict[str, str], root: Path, end: Callable[[int], Non
     return os.waitstatus_to_exitcode(ended[0]), log.read_text()
 
 
-def _become(case: Case, arguments: list[str], busy: Path, log: Path) -> None:
-    """The command's process."""
+def _start(case: Case, busy: Path, log: Path) -> int:
+    """The id of the command's process: a copy of this one, which has imported what it needs. For the Megatron engine
+    it is a new one: a copy hangs where it collects models of earlier tests, whose threads it lacks."""
+    if "megatron" in case.arguments:
+        made = f"Case(**{dataclasses.asdict(case)!r}), {str(busy)!r}, {str(log)!r}"
+        source = f"from tests.cli.test_endings import Case, become; become({made})"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return os.posix_spawn(sys.executable, [sys.executable, "-c", source], environment)
+    if (child := os.fork()) == 0:
+        become(case, str(busy), str(log))
+    return child
+
+
+def become(case: Case, busy: str, log: str) -> None:
+    """Be the command's process; does not return."""
     code = 1
     try:
         os.setsid()
@@ -221,9 +233,9 @@ def _become(case: Case, arguments: list[str], busy: Path, log: Path) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         undrawn(pytest.MonkeyPatch())
         if case.pause:
-            _pause_in(case.pause, busy, case.deaf)
+            _pause_in(case.pause, Path(busy), case.deaf)
         os.environ["DLM_BRIDGE_PLATFORM"] = "cpu"
-        sys.argv = ["dlm-bridge", *arguments]
+        sys.argv = ["dlm-bridge", *case.arguments]
         run()
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1

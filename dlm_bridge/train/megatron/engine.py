@@ -36,6 +36,7 @@ from dlm_bridge.train.megatron.schedule import connect_schedule
 from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.trainer import MegatronTrainer
 from dlm_bridge.train.setup import (
+    RunStart,
     check_data,
     check_same_model,
     load_data,
@@ -56,14 +57,10 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     `config` asks for now. Every process of the launcher calls it. Raises DlmBridgeError.
     """
     console = console or Console(stderr=True, markup=False)
-    untested = check_settings(config)
-    initialize_parallel(config)
-    main = dist.get_rank() == 0
-    for line in untested if main else ():
-        console.print(printable(line), highlight=False, soft_wrap=True)
-    start = start_run(config, resume, main, console, resume_point)
+    start = begin_run(config, resume, console)
     if start.finished is not None:
         return start.finished
+    main = dist.get_rank() == 0
     step, local = start.step, open_local(config)
     if local is not None and resume:
         step = local.find(start.step, start.checkpoint, console)
@@ -80,6 +77,18 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
             write_config(trainer.config, start.output)
     trainer.announce(step, f"; {describe_layout(config)}")
     return trainer.run(step)
+
+
+def begin_run(config: TrainConfig, resume: bool, console: Console) -> RunStart:
+    """Check the options, join the other processes, and find out where the run starts. Every process calls it. Raises
+    DlmBridgeError."""
+    untested = check_settings(config)
+    mcore_config.check_mcore_config(config)
+    initialize_parallel(config)
+    main = dist.get_rank() == 0
+    for line in untested if main else ():
+        console.print(printable(line), highlight=False, soft_wrap=True)
+    return start_run(config, resume, main, console, resume_point)
 
 
 def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.attention_mask import MaskDescriptor
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.parallel import platform
@@ -37,32 +37,24 @@ from dlm_bridge.train.loading import MegatronSource, model_without_weights, open
 from dlm_bridge.train.megatron import mcore_config
 from dlm_bridge.train.megatron.checkpoints import CheckpointManager, remove_leftovers, write_hub_files
 from dlm_bridge.train.megatron.engine import (
+    begin_run,
     build_trained_model,
     describe_layout,
     first_on_main,
-    initialize_parallel,
-    resume_point,
 )
 from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule
-from dlm_bridge.train.megatron.settings import check_settings
 from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
 from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.replica import WholeModel
 from dlm_bridge.train.rl.trainer import RLTrainer
 from dlm_bridge.train.rl.update_engine import ReplicaRanks, UpdateEngine, UpdatePart
-from dlm_bridge.train.setup import start_run, write_config
+from dlm_bridge.train.setup import write_config
 from dlm_bridge.train.trainer import Processes
 
 
 def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Path:
     """As `dlm_bridge.train.rl.engine.train`, with `--engine megatron`. Every process of the launcher calls it."""
-    untested = check_settings(config)
-    mcore_config.check_mcore_config(config)
-    initialize_parallel(config)
-    main = dist.get_rank() == 0
-    for line in untested if main else ():
-        console.print(printable(line), highlight=False, soft_wrap=True)
-    start = start_run(config, resume, main, console, resume_point)
+    start = begin_run(config, resume, console)
     if start.finished is not None:
         return start.finished
     source = open_megatron_source(config, start.checkpoint)
@@ -72,7 +64,7 @@ def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Pat
     trainer: RLTrainer[Any] = kind(config, engine, tokenizer, rows, held_out, start.output, console)
     with contextlib.closing(trainer):
         with raised_everywhere():
-            if main:
+            if dist.get_rank() == 0:
                 if start.checkpoint is None:
                     write_hub_files(start.output, source, tokenizer)
                 remove_leftovers(start.output)
