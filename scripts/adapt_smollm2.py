@@ -260,10 +260,9 @@ class Adaptation:
         return {"seconds": seconds, "curve": curve}
 
     def _likelihood(self) -> dict[str, Any]:
-        from quality_measure import load
+        from quality_measure import load, nats_of_answers, nats_per_token
 
-        from dlm_bridge.evaluation.likelihood import Answer, likelihood_bounds
-        from dlm_bridge.evaluation.perplexity import exact_log_likelihoods
+        from dlm_bridge.evaluation.likelihood import Answer
 
         model, tokenizer = load(self.trained)
         encode = partial(tokenizer.apply_chat_template, tokenize=True, return_dict=False)
@@ -271,16 +270,9 @@ class Adaptation:
         for row in conversations(self.root / "rows" / "test.jsonl")[: self.preset.bounded]:
             asked, whole = encode(row[:-1], add_generation_prompt=True), encode(row)
             answers.append(Answer(tuple(asked), tuple(whole[len(asked) :])))
-        together = self.preset.together
-        if hasattr(model, "family"):
-            bounds = likelihood_bounds(model, answers, self.preset.samples, batch_size=together)
-            nats = [-bound.value for bound in bounds]
-        else:
-            nats = [-value for value in exact_log_likelihoods(model, answers, together)]
-        tokens = [len(answer.answer) for answer in answers]
-        mean = sum(nats) / sum(tokens)
-        squares = sum((nat - mean * count) ** 2 for nat, count in zip(nats, tokens, strict=True))
-        return {"nats": mean, "error": squares**0.5 / sum(tokens)}
+        nats = nats_of_answers(model, answers, self.preset.samples, self.preset.together)
+        mean, error = nats_per_token(nats, [len(answer.answer) for answer in answers])
+        return {"nats": mean, "error": error}
 
     def _answers(self) -> dict[str, Any]:
         preset, rows = self.preset, conversations(self.root / "rows" / "test.jsonl")

@@ -6,10 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from quality_stories import Departure, read, understood
+
+if TYPE_CHECKING:
+    from dlm_bridge.evaluation.likelihood import Answer
 
 CHUNK_TOKENS = 1 << 15  # of one forward pass
 
@@ -71,13 +74,19 @@ def rows_of_documents(tokenizer: Any, texts: Sequence[str], seq_length: int, row
 
 
 def nats_of(model: Any, rows: Sequence[Sequence[int]], samples: int) -> list[float]:
-    """-log p(row | its first token) of each row in nats: exact for an autoregressive model; for a diffusion model a
-    bound from above, from so many Monte-Carlo samples of each row."""
-    from dlm_bridge.evaluation.likelihood import Answer, likelihood_bounds
+    """-log p(row | its first token) of each row in nats; see `nats_of_answers`."""
+    from dlm_bridge.evaluation.likelihood import Answer
+
+    together = max(1, CHUNK_TOKENS // max(map(len, rows)))
+    return nats_of_answers(model, [Answer((row[0],), tuple(row[1:])) for row in rows], samples, together)
+
+
+def nats_of_answers(model: Any, answers: Sequence[Answer], samples: int, together: int) -> list[float]:
+    """-log p(answer | its prompt) of each in nats: exact for an autoregressive model; for a diffusion model a bound
+    from above, from so many Monte-Carlo samples of each answer. `together` rows share a forward pass."""
+    from dlm_bridge.evaluation.likelihood import likelihood_bounds
     from dlm_bridge.evaluation.perplexity import exact_log_likelihoods
 
-    answers = [Answer((row[0],), tuple(row[1:])) for row in rows]
-    together = max(1, CHUNK_TOKENS // max(map(len, rows)))
     if hasattr(model, "family"):
         return [-bound.value for bound in likelihood_bounds(model, answers, samples, batch_size=together)]
     return [-value for value in exact_log_likelihoods(model, answers, together)]
@@ -87,7 +96,7 @@ def summary(held_out: HeldOut, nats: Sequence[float]) -> dict[str, float]:
     """The figures of a table's line: nats a token and bits a byte, with the standard error over the rows; and, where
     the source is known, how far above it the model is."""
     tokens = [len(row) - 1 for row in held_out.rows]
-    mean, error = _ratio(nats, tokens)
+    mean, error = nats_per_token(nats, tokens)
     figures = {
         "nats_per_token": mean,
         "standard_error": error,
@@ -95,7 +104,7 @@ def summary(held_out: HeldOut, nats: Sequence[float]) -> dict[str, float]:
     }
     if held_out.truth is not None:
         above = [nat - true for nat, true in zip(nats, held_out.truth, strict=True)]
-        figures["above_truth"], figures["above_truth_error"] = _ratio(above, tokens)
+        figures["above_truth"], figures["above_truth_error"] = nats_per_token(above, tokens)
     return figures
 
 
@@ -145,7 +154,7 @@ def _is_story(text: str) -> bool:
     return True
 
 
-def _ratio(values: Sequence[float], tokens: Sequence[int]) -> tuple[float, float]:
+def nats_per_token(values: Sequence[float], tokens: Sequence[int]) -> tuple[float, float]:
     """sum(values) / sum(tokens), and its standard error over the rows."""
     ratio = sum(values) / sum(tokens)
     residuals = sum((value - ratio * count) ** 2 for value, count in zip(values, tokens, strict=True))
