@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import fork
+from tests.processes import fork, forked, launch
 from tests.train.megatron_cases import STEPS, Cell, Files, cells
 
 WORLDS = (1, 2, 4)
@@ -32,6 +33,7 @@ RECOMPUTED: tuple[tuple[Cell, str, str, dict[str, Any]], ...] = (
 )
 
 Plan = dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]
+Results = dict[int, dict[str, list[str]]]  # what each rank reported, by the number of processes and the check
 
 
 def plan(processes: int, root: Path = Path()) -> Plan:
@@ -210,6 +212,58 @@ def kill_a_run(root: Path) -> None:
     os.environ["DLM_BRIDGE_PLATFORM"] = "cpu"
     options = {"layout": "tp2-sp", "async_save": True}
     fork(root / "killed", 2, lambda: [("killed", partial(checks.is_killed, Files(root), "killed", 7, **options))])
+
+
+@dataclass(frozen=True)
+class LayoutChanges:
+    """Runs that stop in one layout and go on in another: their losses and gradient norms are those of one process."""
+
+    name: str  # which the runs' names begin with
+    stopped: dict[int, list[tuple[str, str, str]]]  # by the number of processes: subject, layout before, layout after
+    options: Callable[[Path, str], dict[str, Any]]  # of the runs in a folder, of a subject
+    more: Mapping[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # options by subject, layout before
+
+    @property
+    def subjects(self) -> list[str]:
+        return sorted({subject for runs in self.stopped.values() for subject, *_ in runs})
+
+    @property
+    def runs(self) -> list[tuple[str, str]]:
+        """Subject and name of each run in two layouts; `whole` names the one that it is compared with."""
+        return [(run[0], f"{self.name}-{run[0]}-{run[1]}") for runs in self.stopped.values() for run in runs]
+
+    def whole(self, subject: str) -> str:
+        return f"{self.name}-{subject}"
+
+    @property
+    def checks(self) -> list[tuple[int, str]]:
+        """Each number of processes, with the name of each of its checks."""
+        return [(processes, name) for processes in (1, *self.stopped) for name in self.plan(processes)]
+
+    def plan(self, processes: int, root: Path = Path()) -> Plan:
+        if processes == 1:
+            return {
+                f"{subject}, whole": ("trains", (self.whole(subject),), self._options(root, subject))
+                for subject in self.subjects
+            }
+        found: Plan = {}
+        for subject, before, after in self.stopped[processes]:
+            name = f"{self.name}-{subject}-{before}"
+            run = self._options(root, subject) | self.more.get((subject, before), {})
+            found[f"{subject}, {before}"] = ("trains", (name,), {**run, "layout": before, "steps": 2})
+            resumed = ("resumes_as_if_nothing_had_been", (name, self.whole(subject)), {**run, "layout": after})
+            found[f"{subject}, {before} then {after}"] = resumed
+        return found
+
+    def _options(self, root: Path, subject: str) -> dict[str, Any]:
+        # Adam's steps of gradients next to nothing are noise, but for an epsilon that is larger than they are.
+        small = {"steps": 4, "save_interval": 2, "eval_interval": 2, "adam_eps": 1.0, "warmup_steps": 0}
+        return {"subject": subject, "from_scratch": False, **small, **self.options(root, subject)}
+
+    def launch(self, worker: str, root: Path) -> Results:
+        """Run the module whose main program is `main(root, self.plan, self.name)`."""
+        launch(worker, root, processes=1, timeout_s=1100)
+        return {processes: forked(root / f"{self.name}{processes}", processes) for processes in (1, *self.stopped)}
 
 
 def main(root: Path, make_plan: Callable[[int, Path], Plan] = plan, name: str = "world") -> None:

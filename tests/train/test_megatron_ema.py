@@ -16,17 +16,18 @@ from dlm_bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 from tests.convert.helpers import run_cli
-from tests.processes import assert_ok, forked, launch
+from tests.processes import assert_ok
 from tests.train.conftest import Run, without_speed
 from tests.train.megatron_cases import Files
-from tests.train.megatron_ema_worker import STOPPED, SUBJECTS, plan
+from tests.train.megatron_ema_worker import CHANGES
+from tests.train.megatron_worker import Results
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(tmp_path_factory.mktemp("ema")).write_some(*SUBJECTS)
+    return Files(tmp_path_factory.mktemp("ema")).write_some(*CHANGES.subjects)
 
 
 def options(files: Files, subject: str, **changes: Any) -> dict[str, Any]:
@@ -141,24 +142,21 @@ def test_half_precision_averages_main_params(sharded: bool, tmp_path: Path, bf16
 
 
 @pytest.fixture(scope="module")
-def said(files: Files) -> dict[int, dict[str, list[str]]]:
-    launch("tests.train.megatron_ema_worker", files.root, processes=1, timeout_s=1100)
-    return {processes: forked(files.root / f"ema{processes}", processes) for processes in (1, *STOPPED)}
+def said(files: Files) -> Results:
+    return CHANGES.launch("tests.train.megatron_ema_worker", files.root)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "name"), [(number, name) for number in (1, *STOPPED) for name in plan(number)])
-def test_processes(processes: int, name: str, said: dict[int, dict[str, list[str]]]) -> None:
+@pytest.mark.parametrize(("processes", "name"), CHANGES.checks)
+def test_processes(processes: int, name: str, said: Results) -> None:
     """Losses and gradient norms of a run that stops in one layout and goes on in another are those of one process."""
     assert_ok(name, said[processes], processes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("subject", "before"), [run[:2] for runs in STOPPED.values() for run in runs])
-def test_averages_are_those_of_one_process(
-    subject: str, before: str, files: Files, said: dict[int, dict[str, list[str]]]
-) -> None:
-    names = (f"ema-{subject}-{before}", f"ema-{subject}")
+@pytest.mark.parametrize(("subject", "name"), CHANGES.runs)
+def test_averages_are_those_of_one_process(subject: str, name: str, files: Files, said: Results) -> None:
+    names = (name, CHANGES.whole(subject))
     found, wanted = (weights(files.run(name), averaged=True) for name in names)
     plain = weights(files.run(names[1]))
     assert found.keys() == wanted.keys()

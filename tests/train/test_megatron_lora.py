@@ -19,11 +19,12 @@ from dlm_bridge.convert.lora.peft import LORA_FACTORS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.lora import EXPERTS
 from tests.convert.helpers import run_cli
-from tests.processes import assert_ok, forked, launch
+from tests.processes import assert_ok
 from tests.train.conftest import Run
 from tests.train.megatron_cases import SUBJECTS as MODELS
 from tests.train.megatron_cases import Files
-from tests.train.megatron_lora_worker import STOPPED, SUBJECTS, adapter, plan
+from tests.train.megatron_lora_worker import CHANGES, adapter
+from tests.train.megatron_worker import Results
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 RANK, ALPHA = 3, 12
@@ -59,7 +60,7 @@ def factors(place: Path, base: Path) -> dict[tuple[str, str], torch.Tensor]:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(tmp_path_factory.mktemp("lora")).write_some(
-        *{"masked", "latent", "causal-moe", "shifted-moe", *SUBJECTS}
+        *{"masked", "latent", "causal-moe", "shifted-moe", *CHANGES.subjects}
     )
 
 
@@ -237,30 +238,27 @@ def test_grouped_experts(files: Files, world_of_one: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def said(files: Files) -> dict[int, dict[str, list[str]]]:
-    for subject in SUBJECTS:
+def said(files: Files) -> Results:
+    for subject in CHANGES.subjects:
         targets = [*Bridge.from_hf(files.hub(subject)).family.lora_targets, *[EXPERTS] * MODELS[subject].experts]
         write_adapter(adapter(files.root, subject), files.hub(subject), targets)
-    launch("tests.train.megatron_lora_worker", files.root, processes=1, timeout_s=1100)
-    return {processes: forked(files.root / f"lora{processes}", processes) for processes in (1, *STOPPED)}
+    return CHANGES.launch("tests.train.megatron_lora_worker", files.root)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "name"), [(number, name) for number in (1, *STOPPED) for name in plan(number)])
-def test_processes(processes: int, name: str, said: dict[int, dict[str, list[str]]]) -> None:
+@pytest.mark.parametrize(("processes", "name"), CHANGES.checks)
+def test_processes(processes: int, name: str, said: Results) -> None:
     """Losses and gradient norms of a run that stops in one layout and goes on in another are those of one process."""
     assert_ok(name, said[processes], processes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("subject", "before"), [run[:2] for runs in STOPPED.values() for run in runs])
-def test_factors_are_those_of_one_process(
-    subject: str, before: str, files: Files, said: dict[int, dict[str, list[str]]]
-) -> None:
+@pytest.mark.parametrize(("subject", "name"), CHANGES.runs)
+def test_factors_are_those_of_one_process(subject: str, name: str, files: Files, said: Results) -> None:
     base = files.hub(subject)
-    found = factors(files.run(f"lora-{subject}-{before}") / "checkpoints", base)
+    found = factors(files.run(name) / "checkpoints", base)
     wanted, begun = (
-        factors(files.run(f"lora-{subject}") / "checkpoints", base),
+        factors(files.run(CHANGES.whole(subject)) / "checkpoints", base),
         factors(adapter(files.root, subject), base),
     )
     for name, tensor in wanted.items():

@@ -15,10 +15,11 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train import muon
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.muon import ADAMW_RMS, muon_update, orthogonalised, takes_muon
-from tests.processes import assert_ok, forked, launch
+from tests.processes import assert_ok
 from tests.train.conftest import Run, without_speed
 from tests.train.megatron_cases import Files
-from tests.train.megatron_muon_worker import LR, STOPPED, SUBJECTS, plan
+from tests.train.megatron_muon_worker import CHANGES, LR
+from tests.train.megatron_worker import Results
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 MUON = {"engine": "megatron", "optimizer": "muon", "distributed_optimizer": False}
@@ -56,7 +57,7 @@ def test_what_takes_muon(name: str, shape: tuple[int, ...], taken: bool) -> None
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(tmp_path_factory.mktemp("muon")).write_some(*SUBJECTS)
+    return Files(tmp_path_factory.mktemp("muon")).write_some(*CHANGES.subjects)
 
 
 @pytest.fixture
@@ -143,24 +144,21 @@ def test_what_is_refused(changes: dict[str, Any], named: str | None) -> None:
 
 
 @pytest.fixture(scope="module")
-def said(files: Files) -> dict[int, dict[str, list[str]]]:
-    launch("tests.train.megatron_muon_worker", files.root, processes=1, timeout_s=1100)
-    return {processes: forked(files.root / f"muon{processes}", processes) for processes in (1, *STOPPED)}
+def said(files: Files) -> Results:
+    return CHANGES.launch("tests.train.megatron_muon_worker", files.root)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "name"), [(number, name) for number in (1, *STOPPED) for name in plan(number)])
-def test_processes(processes: int, name: str, said: dict[int, dict[str, list[str]]]) -> None:
+@pytest.mark.parametrize(("processes", "name"), CHANGES.checks)
+def test_processes(processes: int, name: str, said: Results) -> None:
     """Losses and gradient norms of a run that stops in one layout and goes on in another are those of one process."""
     assert_ok(name, said[processes], processes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("subject", "before"), [run[:2] for runs in STOPPED.values() for run in runs])
-def test_weights_are_those_of_one_process(
-    subject: str, before: str, files: Files, said: dict[int, dict[str, list[str]]]
-) -> None:
-    names = (f"muon-{subject}-{before}", f"muon-{subject}")
+@pytest.mark.parametrize(("subject", "name"), CHANGES.runs)
+def test_weights_are_those_of_one_process(subject: str, name: str, files: Files, said: Results) -> None:
+    names = (name, CHANGES.whole(subject))
     found, wanted = (weights(Bridge.from_megatron(files.run(name) / "checkpoints")) for name in names)
     for name, tensor in wanted.items():
         assert torch.allclose(found[name], tensor, rtol=0, atol=1e-6), (name, (found[name] - tensor).abs().max())
