@@ -88,6 +88,12 @@ def evaluate(
         str | None,
         typer.Option(metavar="auto", help="Tensor parallelism over torchrun's processes.", rich_help_panel=LOADING),
     ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="The same in groups of N processes, each with a share of the rows.", rich_help_panel=LOADING
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or id; the model's own by default.", rich_help_panel=LOADING)
     ] = None,
@@ -121,7 +127,7 @@ def evaluate(
 
       dlm-bridge eval MODEL --tasks gsm8k --chat --set gen_length=256 --set steps=128 --perplexity heldout.txt
 
-    On several GPUs, each with the whole model and a share of the rows (or --tp-plan auto, with a part of the model):
+    On several GPUs, each with the whole model and a share of the rows (or --tp N, in groups that share a model):
 
       torchrun --nproc-per-node 8 -m dlm_bridge.cli eval MODEL --tasks gsm8k --output results/
     """
@@ -148,7 +154,7 @@ def evaluate(
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    placement = Placement(device, device_map, tp_plan=tp_plan, replicated=True)
+    placement = Placement(device, device_map, tp_plan=tp_plan, replicated=True, tp=tp)
     try:
         opened = load_model(
             model, placement, dtype=dtype, family=family, revision=revision, like=like, tokenizer=tokenizer

@@ -29,6 +29,8 @@ Many prompts, {"prompt": ...} or {"messages": [...]} a line:
 On several GPUs with --device-map auto, or:
 
   torchrun --nproc-per-node 4 -m dlm_bridge.cli generate MODEL --tp-plan auto --prompt ...
+
+  torchrun --nproc-per-node 8 -m dlm_bridge.cli generate MODEL --tp 2 --jsonl in.jsonl --output out.jsonl
 """
 Option = typer.Option
 COMPLETED = {
@@ -115,6 +117,9 @@ def _command() -> Callable[..., None]:
         ],
         "tp_plan": Annotated[
             str | None, Option(metavar="auto", help="Tensor parallelism over torchrun's processes.", **panel)
+        ],
+        "tp": Annotated[
+            int | None, Option(min=1, help="The same in groups of N processes, each with a share of --jsonl.", **panel)
         ],
         "tokenizer": Annotated[str | None, Option(help="Folder or id; the model's own by default.", **panel)],
         "family": Annotated[

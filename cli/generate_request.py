@@ -58,6 +58,7 @@ class Request:
     device_map: str | None
     offload_folder: str | None
     tp_plan: str | None
+    tp: int | None
     tokenizer: str | None
     family: str | None
     revision: str | None

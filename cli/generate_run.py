@@ -45,8 +45,8 @@ from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
 
 
 def run(request: Request) -> None:
-    """Open the model and sample. Under a launcher all processes do so together, with a shard of the model each, or
-    with the whole model and a share of the prompts; the first one writes."""
+    """Open the model and sample. Under a launcher all processes do so together, with a shard of the model each, with
+    the whole model and a share of the prompts, or in groups of both kinds; the first one writes."""
     logging.set_verbosity_error()  # warnings of transformers' generate are about settings that were checked here
     logging.disable_progress_bar()
     quieten_peft()
@@ -57,6 +57,7 @@ def run(request: Request) -> None:
         request.offload_folder,
         request.tp_plan,
         replicated=request.jsonl is not None,  # which many processes can share
+        tp=request.tp,
     )
     loaded = load_model(
         request.model,

@@ -39,18 +39,30 @@ class Placement:
     device_map: str | None = None  # one of DEVICE_MAPS, or a JSON object from modules to devices
     offload_folder: str | None = None  # for weights that a device map offloads to disk
     tp_plan: str | None = None  # "auto": the family's own plan, over the launcher's processes
-    replicated: bool = False  # each of the launcher's processes may hold the whole model
+    replicated: bool = False  # the launcher's processes may hold several copies of the model
+    tp: int | None = None  # how many neighbouring processes hold one copy, by that plan; all of them by default
+
+    @property
+    def tensor_parallel(self) -> bool:
+        """Whether processes hold shards of the model."""
+        return self.tp_plan is not None if self.tp is None else self.tp > 1
+
+    @property
+    def tp_size(self) -> int:
+        """How many of the launcher's processes hold one copy of the model."""
+        return (self.tp or int(os.environ.get("WORLD_SIZE", "1"))) if self.tensor_parallel else 1
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `from_pretrained`. Raises DlmBridgeError for devices that do not exist."""
         processes = int(os.environ.get("WORLD_SIZE", "1"))
-        if sum(choice is not None for choice in (self.device, self.device_map, self.tp_plan)) > 1:
-            raise DlmBridgeError(
-                "--device, --device-map and --tp-plan each say where the model goes: give one of them"
-            )
+        if sum([self.device is not None, self.device_map is not None, self.tensor_parallel]) > 1:
+            cut = "--tp-plan" if self.tp is None else "--tp"
+            raise DlmBridgeError(f"--device, --device-map and {cut} each say where the model goes: give one of them")
         if self.offload_folder is not None and self.device_map is None:
             raise DlmBridgeError("--offload-folder is a device map's: give --device-map as well")
-        if self.tp_plan is not None:
+        if self.tp_plan not in (None, "auto"):
+            raise DlmBridgeError(f"--tp-plan {self.tp_plan}: auto is the only one")
+        if self.tensor_parallel:
             return self._tensor_parallel(processes)
         if processes > 1 and not self.replicated:
             raise DlmBridgeError(
@@ -99,16 +111,25 @@ class Placement:
         return torch.device(device.type, local)
 
     def _tensor_parallel(self, processes: int) -> dict[str, Any]:
-        from transformers.distributed import DistributedConfig
-
-        if self.tp_plan != "auto":
-            raise DlmBridgeError(f"--tp-plan {self.tp_plan}: auto is the only one")
         if processes == 1:
+            cut, count = ("--tp-plan", "N") if self.tp is None else (f"--tp {self.tp}", str(self.tp))
             raise DlmBridgeError(
-                "--tp-plan cuts the model over several processes: start them with "
-                "torchrun --nproc-per-node N -m dlm_bridge.cli ..."
+                f"{cut} cuts the model over several processes: start them with "
+                f"torchrun --nproc-per-node {count} -m dlm_bridge.cli ..."
             )
-        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+        copies, rest = divmod(processes, self.tp_size)
+        if rest:
+            raise DlmBridgeError(
+                f"--tp {self.tp} does not divide {processes} processes: give a divisor, or start a multiple of it"
+            )
+        if copies > 1 and not self.replicated:
+            raise DlmBridgeError(
+                f"{processes} processes with --tp {self.tp} hold {copies} models for one prompt: start {self.tp}, or "
+                "give a file of prompts with --jsonl"
+            )
+        from dlm_bridge.generation.runtime.tensor_parallel import distributed_config
+
+        return {"distributed_config": distributed_config(self.tp_size, copies)}
 
 
 @dataclass(frozen=True)
@@ -164,12 +185,12 @@ def load_model(
 
 
 def join_replicas(placement: Placement) -> Replicas:
-    """The launcher's processes, each with its model loaded: as many replicas, or the shards of one (`tp_plan`)."""
+    """The launcher's processes, each with its model, or its shard of one, loaded."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     if not dist.is_initialized():
         dist.init_process_group("gloo")  # of replicas, which exchange texts and figures alone
-    return Replicas.of_launcher(split=placement.tp_plan is None)
+    return Replicas.of_launcher(placement.tp_size)
 
 
 def load_tokenizer(place: str | os.PathLike[str], name: str, remedy: str = "") -> Any:
@@ -216,8 +237,9 @@ def _load_adapter(
     """A PEFT folder's adapter on its base model."""
     from peft import PeftModel
 
-    if placement is not None and placement.tp_plan is not None:
-        raise DlmBridgeError(f"--tp-plan cuts whole models: merge {folder} first (dlm-bridge adapter export --merge)")
+    if placement is not None and placement.tensor_parallel:
+        cut = "--tp-plan" if placement.tp is None else "--tp"
+        raise DlmBridgeError(f"{cut} cuts whole models: merge {folder} first (dlm-bridge adapter export --merge)")
     base = read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise DlmBridgeError(f"{folder / ADAPTER_CONFIG}: names no base (base_model_name_or_path)")
@@ -419,5 +441,5 @@ def check_tensor_parallel_split(config: Any, processes: int, name: str) -> None:
             fits = ", ".join(str(number) for number in range(2, whole + 1) if whole % number == 0)
             raise DlmBridgeError(
                 f"{name}: {count} {what} cannot be shared by {processes} processes: "
-                + (f"start {fits} of them, or use --device-map auto" if fits else "use --device-map auto")
+                + (f"give --tp {fits}, or use --device-map auto" if fits else "use --device-map auto")
             )

@@ -300,7 +300,7 @@ def run_tasks(
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if not replicas.leads:
-        torch.manual_seed(settings.seed + replicas.rank * replicas.split)  # of what autoregressive models draw
+        torch.manual_seed(settings.seed + replicas.number)  # of what autoregressive models draw
         serve(_harness_model(opened, settings, replicas.broadcast(), replicas))
         return None
     manager = TaskManager(include_defaults=any(_is_harness_task(name) for name in names))

@@ -1,4 +1,5 @@
-"""Rows over the processes of a launcher: each holds the whole model and takes its share of the batches."""
+"""Rows over the processes of a launcher: each, or each group of them, holds the model and takes its share of the
+batches."""
 
 from __future__ import annotations
 
@@ -28,21 +29,21 @@ class Replicas:
     Args:
         rank: of this process.
         processes: how many there are.
-        split: each has the whole model and a share of the rows; False: together they have one model, tensor parallel,
-            and all run all rows.
+        tp: how many neighbouring ones have one model together, tensor parallel, and run the same rows; 1: each has the
+            whole model.
         group: between CPUs; None with one process.
     """
 
     rank: int = 0
     processes: int = 1
-    split: bool = True
+    tp: int = 1
     group: Any = None
 
     @classmethod
-    def of_launcher(cls, *, split: bool) -> Replicas:
+    def of_launcher(cls, tp: int) -> Replicas:
         """The launcher's processes, whose process group is initialised. All of them call it."""
         group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        return cls(dist.get_rank(), dist.get_world_size(), split, group)
+        return cls(dist.get_rank(), dist.get_world_size(), tp, group)
 
     @property
     def leads(self) -> bool:
@@ -52,11 +53,16 @@ class Replicas:
     @property
     def shares(self) -> int:
         """In how many parts rows are split."""
-        return self.processes if self.split else 1
+        return self.processes // self.tp
+
+    @property
+    def number(self) -> int:
+        """Of this process's share, from 0."""
+        return self.rank // self.tp
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """This process's part of `items`, in their order."""
-        return items[self.rank :: self.processes] if self.split else items
+        return items[self.number :: self.shares]
 
     def broadcast(self, value: Any = None) -> Any:
         """The first process's value, in all."""
@@ -67,13 +73,16 @@ class Replicas:
         return self._receive(0)
 
     def gather(self, value: T) -> list[T]:
-        """Each share's value, in all processes."""
+        """Each share's value, in all processes: that of the first of those that have it."""
         if self.shares == 1:
             return [value]
         if not self.leads:
-            self._send(value, 0)
+            if self.rank % self.tp == 0:
+                self._send(value, 0)
             return list(self.broadcast())
-        return list(self.broadcast([value, *(self._receive(rank) for rank in range(1, self.processes))]))
+        return list(
+            self.broadcast([value, *(self._receive(rank) for rank in range(self.tp, self.processes, self.tp))])
+        )
 
     def collect(self, values: Mapping[int, T]) -> list[T]:
         """The values of all shares by their index, which count from 0 over all shares, in all processes."""

@@ -198,7 +198,8 @@ def mask_token_id(model: Any) -> int:
     token = model.family.mask_token_id if token is None else token
     if token is None:
         raise DlmBridgeError("the model's config has no mask_token_id: give it with --mask-token-id")
-    rows = model.get_input_embeddings().weight.shape[0]
+    embedding = model.get_input_embeddings()
+    rows = getattr(embedding, "num_embeddings", embedding.weight.shape[0])  # its weight may be a shard
     if not 0 <= token < rows:
         raise DlmBridgeError(
             f"mask_token_id {token} is outside the vocabulary of {rows}: give another with --mask-token-id"

@@ -369,6 +369,8 @@ def test_a_sampling_that_fails_leaves_no_output(
         (["--prompt", "x", "--device-map", "auto", "--device", "cpu"], "give one of them"),
         (["--prompt", "x", "--offload-folder", "d"], "--offload-folder is a device map's"),
         (["--prompt", "x", "--tp-plan", "auto"], "torchrun --nproc-per-node N"),
+        (["--prompt", "x", "--tp", "2"], "--tp 2 cuts the model over several processes: start them with torchrun"),
+        (["--prompt", "x", "--tp", "2", "--device", "cpu"], "--device, --device-map and --tp each say where"),
         (["--prompt", "x", "--dtype", "int8"], "--dtype int8: choose one of keep"),
         (["--prompt", "x", "--family", "nonsense"], "unknown family 'nonsense'"),
         (["--prompt", "x", "--revision", "main"], "--revision main needs a Hub id"),

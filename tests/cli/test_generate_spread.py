@@ -24,11 +24,16 @@ LONG = ("--gen-length", "16", "--set", "eos_token_id=null")
 GREEDY = ("--prompt", "abc", *LONG, "--temperature", "0")
 DRAWN = ("--prompt", "abc", *LONG, "--temperature", "2")
 REFUSED = {
-    "uneven": "3 key/value heads cannot be shared by 2 processes: start 3 of them, or use --device-map auto",
+    "uneven": "3 key/value heads cannot be shared by 2 processes: give --tp 3, or use --device-map auto",
     "whole": "2 processes would each hold the whole model: add --tp-plan auto, or start one process",
     "stdin": "--jsonl -: stdin is read by one process only: name a file",
     "adapter": "--tp-plan cuts whole models: merge",
     "mapped": "--device-map spreads a model over all GPUs",
+}
+REFUSED_GROUPS = {
+    "odd": "--tp 3 does not divide 4 processes: give a divisor, or start a multiple of it",
+    "one prompt": "4 processes with --tp 2 hold 2 models for one prompt: start 2, or give a file of prompts",
+    "cut head": "3 key/value heads cannot be shared by 2 processes: give --tp 3",
 }
 # Prompts of different lengths, one of them twice.
 SHARED = [{"prompt": "abc" * length, "id": length} for length in (1, 5, 2, 1, 4)]
@@ -46,8 +51,8 @@ class Said(NamedTuple):
     drawn: list[list[int]]
 
 
-class Two(NamedTuple):
-    """What each command said in each of two processes, which ran all of them together."""
+class Together(NamedTuple):
+    """What each command said in each of several processes, which ran all of them together."""
 
     root: Path
     models: dict[str, Path]
@@ -74,7 +79,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, llada: Path, qwen3: Path) -
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Two:
+def two(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Together:
     root = tmp_path_factory.mktemp("two")
     (root / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     split = ("--tp-plan", "auto")
@@ -90,9 +95,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Tw
         "2",
         *split,
     )
-    (root / "shared.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SHARED))
-    (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 2)
-    shared = ("--jsonl", root / "shared.jsonl", *SAMPLED)
+    shared = write_shared(root)
     commands: dict[str, tuple[Any, ...]] = {
         **{f"greedy {name}": (models[name], *GREEDY, *split) for name in ("llada", "sdar", "llada2", "qwen3")},
         **{f"drawn {name}": (models[name], *DRAWN, *split) for name in ("llada", "sdar", "llada2", "qwen3")},
@@ -116,19 +119,54 @@ def two(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Tw
         },
         tp_worker.FAILING: (models["llada"], *shared, "--seed", 5, "--output", root / "failed.jsonl"),
     }
+    return run_together(root, models, commands, 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Together:
+    """Two groups of two, each with a model."""
+    root = tmp_path_factory.mktemp("four")
+    shared = (*write_shared(root), "--tp", 2)
+    commands: dict[str, tuple[Any, ...]] = {
+        **{
+            f"shared {name}": (models[name], *shared, "--seed", 5, "--output", root / f"{name}.jsonl", "--json")
+            for name in SHARED_MODELS
+        },
+        "unseeded": (models["qwen3"], *shared),
+        **{
+            f"measured {name}": (models[name], "--perplexity", root / "text.txt", *MEASURED, "--tp", 2)
+            for name in ("llada", "qwen3")
+        },
+        "odd": (models["llada"], *shared[:-1], 3),
+        "one prompt": (models["llada"], *GREEDY, "--tp", 2),
+        "cut head": (models["uneven"], *shared),
+    }
+    return run_together(root, models, commands, 4)
+
+
+def write_shared(root: Path) -> tuple[Any, ...]:
+    """A file of prompts, one of a text, and the words that sample the first."""
+    (root / "shared.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SHARED))
+    (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 2)
+    return ("--jsonl", root / "shared.jsonl", *SAMPLED)
+
+
+def run_together(
+    root: Path, models: dict[str, Path], commands: dict[str, tuple[Any, ...]], processes: int
+) -> Together:
     words = {
         name: ["eval" if name.startswith("measured") else "generate", *map(str, command)]
         for name, command in commands.items()
     }
     (root / "commands.json").write_text(json.dumps(words))
-    reports = launch("tests.cli.tp_worker", root)
+    reports = launch("tests.cli.tp_worker", root, processes)
     assert reports.keys() == words.keys(), reports
-    return Two(root, models, {name: [Said(*json.loads(one)) for one in both] for name, both in reports.items()})
+    return Together(root, models, {name: [Said(*json.loads(one)) for one in all_] for name, all_ in reports.items()})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED_MODELS)
-def test_two_processes_share_the_rows_of_a_file(two: Two, cli: Cli, tmp_path: Path, name: str) -> None:
+def test_two_processes_share_the_rows_of_a_file(two: Together, cli: Cli, tmp_path: Path, name: str) -> None:
     """Each samples a part, and the first one writes what one process writes."""
     first, second = two.said[f"shared {name}"]
     assert (first.code, second.code) == (0, 0), first.err + second.err
@@ -146,7 +184,59 @@ def test_two_processes_share_the_rows_of_a_file(two: Two, cli: Cli, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_without_a_seed_no_two_rows_of_a_prompt_are_the_same(two: Two) -> None:
+@pytest.mark.parametrize("name", SHARED_MODELS)
+def test_groups_of_processes_share_the_rows_of_a_file(four: Together, cli: Cli, tmp_path: Path, name: str) -> None:
+    """Each has a tensor-parallel model and a part of the rows; the first process writes what one alone does."""
+    said = four.said[f"shared {name}"]
+    assert [one.code for one in said] == [0] * 4, said
+    output = tmp_path / "out.jsonl"
+    alone = cli.report(
+        four.models[name], "--jsonl", four.root / "shared.jsonl", *SAMPLED, "--seed", 5, "--output", output
+    )
+    assert (four.root / f"{name}.jsonl").read_text() == output.read_text()
+    report = json.loads(said[0].out)
+    assert [report[key] for key in ("prompts", "tokens")] == [alone[key] for key in ("prompts", "tokens")]
+    assert [(one.out, one.err) for one in said[1:]] == [("", "")] * 3
+    if name == "qwen3":
+        assert report["forwards"] == alone["forwards"]
+        assert said[0].drawn == said[1].drawn != said[2].drawn == said[3].drawn
+
+
+@pytest.mark.slow
+def test_without_a_seed_a_group_draws_the_same(four: Together) -> None:
+    said = four.said["unseeded"]
+    assert [one.code for one in said] == [0] * 4, said
+    assert said[0].drawn == said[1].drawn != said[2].drawn == said[3].drawn
+    assert len(said[0].out.splitlines()) == len(SHARED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llada", "qwen3"])
+def test_groups_of_processes_measure_what_one_measures(
+    four: Together, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = four.said[f"measured {name}"]
+    assert [one.code for one in said] == [0] * 4, said
+    alone = measured(four, name, monkeypatch, capsys)["perplexity"]
+    together = json.loads(said[0].out)
+    assert together["perplexity"] == {
+        key: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value for key, value in alone.items()
+    }
+    assert together["settings"]["processes"] == 2
+    assert [(one.out, one.err) for one in said[1:]] == [("", "")] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED_GROUPS)
+def test_groups_that_cannot_be_are_refused(four: Together, name: str) -> None:
+    for said in four.said[name]:
+        assert said.code == 2
+        assert REFUSED_GROUPS[name] in said.err
+        assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.slow
+def test_without_a_seed_no_two_rows_of_a_prompt_are_the_same(two: Together) -> None:
     """Even where two processes draw them."""
     first, second = two.said["unseeded"]
     assert (first.code, second.code) == (0, 0), first.err + second.err
@@ -158,25 +248,33 @@ def test_without_a_seed_no_two_rows_of_a_prompt_are_the_same(two: Two) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llada", "qwen3"])
 def test_two_processes_measure_what_one_measures(
-    two: Two, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two: Together, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To the bit: each computes every other of one process's batches."""
     first, second = two.said[f"measured {name}"]
     assert (first.code, second.code) == (0, 0), first.err + second.err
-    words = ["dlm-bridge", "eval", two.models[name], "--perplexity", two.root / "text.txt", *MEASURED]
-    monkeypatch.setattr(sys, "argv", list(map(str, words)))
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 0
-    alone, together = json.loads(capsys.readouterr().out), json.loads(first.out)
+    alone, together = measured(two, name, monkeypatch, capsys), json.loads(first.out)
     assert together["perplexity"] == alone["perplexity"]
     assert together["perplexity"]["windows"] > 2
     assert (alone["settings"]["processes"], together["settings"]["processes"]) == (1, 2)
     assert (second.out, second.err) == ("", "")
 
 
+def measured(
+    run: Together, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
+    """What one process measures."""
+    words = ["dlm-bridge", "eval", run.models[name], "--perplexity", run.root / "text.txt", *MEASURED]
+    monkeypatch.setattr(sys, "argv", list(map(str, words)))
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
 @pytest.mark.slow
-def test_a_process_that_fails_ends_all_by_its_name(two: Two) -> None:
+def test_a_process_that_fails_ends_all_by_its_name(two: Together) -> None:
     """Nothing is written."""
     first, second = two.said[tp_worker.FAILING]
     assert (first.code, second.code) == (2, 2)
@@ -187,7 +285,7 @@ def test_a_process_that_fails_ends_all_by_its_name(two: Two) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llada", "sdar", "llada2", "qwen3"])
-def test_two_processes_say_what_one_says(two: Two, cli: Cli, name: str) -> None:
+def test_two_processes_say_what_one_says(two: Together, cli: Cli, name: str) -> None:
     """With the family's own cache; and only the first one says it."""
     first, second = two.said[f"greedy {name}"]
     assert (first.code, second.code) == (0, 0), first.err + second.err
@@ -200,7 +298,7 @@ def test_two_processes_say_what_one_says(two: Two, cli: Cli, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_shards_write_the_same(two: Two) -> None:
+def test_compiled_shards_write_the_same(two: Together) -> None:
     for said, eager in zip(two.said["compiled"], two.said["greedy llada"], strict=True):
         assert said.code == 0, said.err
         assert said.drawn == eager.drawn
@@ -208,7 +306,7 @@ def test_compiled_shards_write_the_same(two: Two) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llada", "sdar", "llada2", "qwen3"])
-def test_without_a_seed_all_processes_draw_the_same(two: Two, name: str) -> None:
+def test_without_a_seed_all_processes_draw_the_same(two: Together, name: str) -> None:
     first, second = two.said[f"drawn {name}"]
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert first.drawn == second.drawn != two.said[f"greedy {name}"][0].drawn
@@ -216,7 +314,7 @@ def test_without_a_seed_all_processes_draw_the_same(two: Two, name: str) -> None
 
 
 @pytest.mark.slow
-def test_a_seed_says_what_it_says_in_one_process(two: Two, cli: Cli) -> None:
+def test_a_seed_says_what_it_says_in_one_process(two: Together, cli: Cli) -> None:
     first, second = two.said["seeded"]
     assert first.drawn == second.drawn
     alone = cli.report(two.models["sdar"], *DRAWN, "--seed", "5")
@@ -226,7 +324,7 @@ def test_a_seed_says_what_it_says_in_one_process(two: Two, cli: Cli) -> None:
 
 
 @pytest.mark.slow
-def test_who_watches_changes_nothing(two: Two) -> None:
+def test_who_watches_changes_nothing(two: Together) -> None:
     """The first process alone watches, and writes the page."""
     first, second = two.said["watched"]
     assert (first.code, second.code) == (0, 0), first.err + second.err
@@ -236,7 +334,7 @@ def test_who_watches_changes_nothing(two: Two) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_of_prompts_is_written_once(two: Two, cli: Cli, tmp_path: Path) -> None:
+def test_a_file_of_prompts_is_written_once(two: Together, cli: Cli, tmp_path: Path) -> None:
     first, second = two.said["file"]
     assert (first.code, second.code) == (0, 0), first.err + second.err
     words = (
@@ -259,7 +357,7 @@ def test_a_file_of_prompts_is_written_once(two: Two, cli: Cli, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_cut_is_refused(two: Two, name: str) -> None:
+def test_what_cannot_be_cut_is_refused(two: Together, name: str) -> None:
     for said in two.said[name]:
         assert said.code == 2
         assert REFUSED[name] in said.err

@@ -347,10 +347,10 @@ def test_refusals_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow  # processes that import the harness
-def test_two_processes_evaluate_as_one(
+def test_several_processes_evaluate_as_one(
     run: Eval, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By shares of the rows, and as shards of one model: the same answers and the same figures."""
+    """By shares of the rows, as shards of one model, and in two groups of two: the same answers and figures."""
     own = {
         "task": "own",
         "dataset_path": "json",
@@ -364,17 +364,20 @@ def test_two_processes_evaluate_as_one(
     (tmp_path / "own.yaml").write_text(json.dumps(own))
     tasks = f"orders,sums,{tmp_path / 'own.yaml'}"
     words = ["--tasks", tasks, "--limit", "5", "--mc-samples", "3", "--max-length", "128", "--batch-size", "2"]
-    layouts: dict[str, list[str]] = {"shares": [], "shards": ["--tp-plan", "auto"]}
+    layouts: dict[str, list[str]] = {"shares": [], "shards": ["--tp-plan", "auto"], "groups": ["--tp", "2"]}
     commands = {
         f"{layout} {name}": ["eval", str(folder), *words, *more, "--output", str(tmp_path / f"{layout}-{name}")]
         for layout, more in layouts.items()
         for name, folder in folders.items()
     }
-    root = tmp_path / "two"
-    root.mkdir()
-    (root / "commands.json").write_text(json.dumps(commands))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    said = launch("tests.cli.tp_worker", root)
+    said = {}
+    for processes in (2, 4):
+        root = tmp_path / str(processes)
+        root.mkdir()
+        own_commands = {name: command for name, command in commands.items() if ("groups" in name) == (processes == 4)}
+        (root / "commands.json").write_text(json.dumps(own_commands))
+        said |= launch("tests.cli.tp_worker", root, processes)
     options = {"limit": 5, "mc_samples": 3, "max_length": 128, "batch_size": "2"}
     alone = {name: run(name, tasks=[tasks], **options) for name in folders}
     for command in commands:
@@ -387,7 +390,7 @@ def test_two_processes_evaluate_as_one(
         folder = tmp_path / f"{layout}-{name}"
         facts = json.loads((folder / "results.json").read_text())
         rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-        assert facts["settings"]["processes"] == {"shares": 2, "shards": 1}[layout]
+        assert facts["settings"]["processes"] == {"shares": 2, "shards": 1, "groups": 2}[layout]
         assert len(rows) == len(alone[name]["samples"]) == 15
         for row, expected in zip(rows, alone[name]["samples"], strict=True):
             assert row["doc_id"] == expected["doc_id"]

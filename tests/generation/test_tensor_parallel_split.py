@@ -8,8 +8,9 @@ import pytest
 from transformers import GPT2Config, Qwen3Config, Qwen3MoeConfig
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.replicas import Replicas
 from dlm_bridge.generation.token_sampling import shared_seed
-from dlm_bridge.loading import check_tensor_parallel_split
+from dlm_bridge.loading import Placement, check_tensor_parallel_split
 from dlm_bridge.models.modeling_llada2_moe import LLaDA2MoeConfig
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4}
@@ -18,11 +19,19 @@ HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4}
 @pytest.mark.parametrize(
     ("config", "processes", "said"),
     [
-        (Qwen3Config(**HEADS), 8, "4 key/value heads cannot be shared by 8 processes: start 2, 4 of them"),
-        (Qwen3Config(**HEADS), 3, "32 attention heads cannot be shared by 3 processes: start 2, 4 of them"),
+        (Qwen3Config(**HEADS), 8, "4 key/value heads cannot be shared by 8 processes: give --tp 2, 4, or"),
+        (Qwen3Config(**HEADS), 3, "32 attention heads cannot be shared by 3 processes: give --tp 2, 4, or"),
         (Qwen3Config(num_attention_heads=7, num_key_value_heads=1), 2, "by 2 processes: use --device-map auto"),
-        (Qwen3MoeConfig(**HEADS, moe_intermediate_size=90), 4, "90 columns of an expert .* 4 processes: start 2 of"),
-        (LLaDA2MoeConfig(), 3, "512 columns of an expert cannot be shared by 3 processes: start 2, 4, 8, 16, 32, 64"),
+        (
+            Qwen3MoeConfig(**HEADS, moe_intermediate_size=90),
+            4,
+            "90 columns of an expert .* 4 processes: give --tp 2, or",
+        ),
+        (
+            LLaDA2MoeConfig(),
+            3,
+            "512 columns of an expert cannot be shared by 3 processes: give --tp 2, 4, 8, 16, 32, 64",
+        ),
         (GPT2Config(), 2, "no tensor parallelism for GPT2Config: use --device-map auto"),
     ],
 )
@@ -37,6 +46,27 @@ def test_what_can_be_cut() -> None:
     check_tensor_parallel_split(
         LLaDA2MoeConfig(), 8, ""
     )  # of 4 key/value heads: they are in one matrix, which all processes gather
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 6])
+def test_groups_of_neighbouring_processes_share_the_rows(tp: int) -> None:
+    """Each row is in one group, in all of whose processes it has the same order."""
+    shares = [list(Replicas(rank, 6, tp).share(range(10))) for rank in range(6)]
+    groups = [shares[first : first + tp] for first in range(0, 6, tp)]
+    assert all(share == group[0] for group in groups for share in group)
+    assert sorted(row for group in groups for row in group[0]) == list(range(10))
+    assert [Replicas(rank, 6, tp).leads for rank in range(6)] == [True, *[False] * 5]
+
+
+def test_a_mesh_of_copies_is_tensor_parallel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers' own reading of the configuration there is no FSDP in it."""
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    config = Placement(tp=2, replicated=True).arguments()["distributed_config"]
+    sizes = (config.pp_size, config.dp_replicate_size, config.fsdp_size, config.tp_size, config.dp_size)
+    assert sizes == (1, 3, 1, 2, 1)
+    assert Placement(tp=1, replicated=True, device="cpu").arguments() == {}
+    with pytest.raises(DlmBridgeError, match="--tp 4 does not divide 6 processes"):
+        Placement(tp=4, replicated=True).arguments()
 
 
 def test_a_whole_model_has_no_seed_to_share(model: Any) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
 
 # Styles of transformers' plans (transformers.distributed.tensor_parallel) that have a plain layer here.
 _LOCAL = ("colwise", "packed_colwise", "replicated_with_grad_allreduce")
@@ -26,11 +27,29 @@ _SUMMED = ("rowwise", "rowwise_split_input", "rowwise_rep")
 _EXPERTS = "moe_tp_experts"
 _EMBEDDING = "embedding_rowwise"
 
+
+class _CopiedTensorParallel(DistributedConfig):
+    """Tensor parallelism of several copies of a model, which exchange nothing.
+
+    transformers makes a device mesh over all processes, of which those of a copy are neighbours. Its axis for copies
+    is FSDP's, which `maybe_distribute_model` applies where this size is above 1.
+    """
+
+    @property
+    def dp_size(self) -> int:
+        return 1
+
+
+def distributed_config(tp: int, copies: int) -> DistributedConfig:
+    """transformers' configuration of the model's own plan, for so many copies of it on `tp` processes each."""
+    return _CopiedTensorParallel(tp_plan="auto", tp_size=tp, dp_replicate_size=copies)
+
+
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
 
 
 class SummedEmbedding(nn.Embedding):
-    """An embedding whose rows are cut over processes, each of which adds the rows that it has."""
+    """An embedding whose rows (`num_embeddings` in all) are cut over processes, each of which adds those it has."""
 
     group: Any
     start: int  # the first row of this process
@@ -152,7 +171,6 @@ def _sum_rows(module: nn.Embedding, group: Any, rank: int) -> None:
     width = -(-module.num_embeddings // dist.get_world_size(group))
     module.__class__ = SummedEmbedding
     module.group, module.start = group, rank * width  # type: ignore[assignment]
-    module.num_embeddings = module.weight.shape[0]
 
 
 def _gather(module: nn.Linear, group: Any) -> None:
