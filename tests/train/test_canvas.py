@@ -135,7 +135,8 @@ def test_loss_and_gradients_are_those_of_sampling(attention: str) -> None:
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(terms, torch.stack([canvases, following]).detach() / noisy.normaliser.float())
     for name, ours, theirs in zip(names, found, gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5, msg=name)
+        rounding = 1e-4 * float(theirs.abs().max())  # of sums in fp32, in another order on another processor
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=rounding, msg=name)
     assert any(gradient.abs().max() > 1e-3 for name, gradient in zip(names, found, strict=True) if "experts" in name)
 
 
