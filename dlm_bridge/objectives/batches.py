@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -189,6 +189,18 @@ class NoisyBatch:
     def pin(self) -> NoisyBatch:
         """The same in pinned memory."""
         return self._each(lambda tensor: tensor.pin_memory())
+
+    def row_without_targets(self) -> NoisyBatch:
+        """The first row's input, of which no logits are needed."""
+        return replace(
+            self._each(lambda tensor: tensor[:1]),
+            mask=torch.zeros_like(self.mask[:1]),
+            counted=torch.zeros_like(self.counted[:1]),
+            targets=self.targets[:0],
+            weights=self.weights[:0],
+            normaliser=self.normaliser,
+            terms=None if self.terms is None else self.terms[:0],
+        )
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> NoisyBatch:
         values = dict(vars(self))

@@ -17,7 +17,7 @@ from dlm_bridge.train.rl.reward_worker import RewardScores
 from dlm_bridge.train.rl.rollout import Rollouts, group_advantages
 from dlm_bridge.train.rl.rows import Problem
 from dlm_bridge.train.rl.update_engine import target_logps
-from dlm_bridge.train.rl.updates import policy_loss
+from dlm_bridge.train.rl.updates import policy_loss, token_weights
 from tests.families.sdar import CASES as SDAR
 from tests.rl.conftest import Run, letters, write_llada
 
@@ -31,8 +31,8 @@ def sequences_of(completions: list[tuple[int, ...]], prompt: list[int] = PROMPT)
     return Sequences(tokens, is_prompt, ~is_prompt, ~is_prompt, torch.full_like(tokens, NEVER_COMMITTED))
 
 
-def token_logps(model: Any, query: LikelihoodQuery) -> torch.Tensor:
-    return query.token_logps(target_logps(model, query.noisy))
+def token_logps(model: Any, *queries: LikelihoodQuery) -> torch.Tensor:
+    return torch.stack([query.token_logps(target_logps(model, query.noisy)) for query in queries]).sum(dim=0)
 
 
 def reward_of(completion: tuple[int, ...]) -> float:
@@ -79,7 +79,13 @@ def test_the_gradient_is_that_of_the_expected_reward(small: Any) -> None:
     sequences = sequences_of(rows)
     logps = token_logps(small, one_step(small, sequences, 0, 1, list(range(len(rows))), 0.0))
     loss, _ = policy_loss(
-        logps.double(), logps.detach().double(), None, weights * advantages, sequences.scored, 0.2, 0.0
+        logps.double(),
+        logps.detach().double(),
+        None,
+        (weights * advantages)[:, None],
+        token_weights(sequences.scored, "rows"),
+        0.2,
+        0.0,
     )
     loss.backward()
     assert torch.allclose(flat_gradient(small), -exact * (1 - 1 / 2) / NEW * 2, atol=1e-6)
@@ -109,7 +115,8 @@ def test_rollouts_follow_the_likelihood(small: Any) -> None:
     problem = Problem("ab", "ab", PROMPT, {}, "")
     rollout = rollouts.sample(small, [problem] * 800, step=1, first=0)
     logps = token_logps(small, one_step(small, rollout.sequences, 0, 1, rollout.samples, 0.0)).double()
-    loss, _ = policy_loss(logps, logps.detach(), None, rollout.advantages, rollout.sequences.scored, 0.2, 0.0)
+    weights = token_weights(rollout.sequences.scored, "rows")
+    loss, _ = policy_loss(logps, logps.detach(), None, rollout.advantages[:, None], weights, 0.2, 0.0)
     (loss / len(rollout)).backward()
     found, wanted = flat_gradient(small), -exact * (1 - 1 / 8) / NEW
     assert torch.cosine_similarity(found, wanted, dim=0) > 0.98
@@ -142,7 +149,7 @@ def test_blockwise_of_a_bidirectional_model(policy: Any) -> None:
     scored, order = whole.scored.clone(), whole.order.clone()
     scored[0, -1] = False
     order[0, 2:] = torch.tensor([3, 1, 4, 3, 2])
-    found = token_logps(policy, blockwise(policy, dataclasses.replace(whole, scored=scored, order=order), 2))[0]
+    found = token_logps(policy, *blockwise(policy, dataclasses.replace(whole, scored=scored, order=order), 2))[0]
     for canvas, places in (([1, 1, 1, 1, 1], [1]), ([1, 5, 1, 1, 7], [0, 2, 3])):
         logps = policy(input_ids=torch.tensor([[*PROMPT, *canvas]])).logits[0].log_softmax(-1)
         for place in places:
@@ -166,7 +173,7 @@ def test_single_forwards_are_what_was_drawn(policy: Any) -> None:
     rollouts = Rollouts(letters(), Unjudged(), 5, 2, 6, 1.0, {"steps": 3})  # type: ignore[arg-type]
     rollout = rollouts.sample(policy, problems, step=1, first=0)
     sequences = rollout.sequences
-    found = token_logps(policy, blockwise(policy, sequences, 1))
+    found = token_logps(policy, *blockwise(policy, sequences, 1))
     for row in range(6):
         prompt = prompts[row // 2]
         begin, length = len(prompt), int(sequences.scored[row].sum())
@@ -185,7 +192,7 @@ def test_blockwise_of_a_block_causal_model(tmp_path: Path) -> None:
     model = case.load(case.write(tmp_path / "sdar", mask_token_id=127), dtype=torch.float32)
     prompt, completion = [5, 6, 7, 8, 9, 10], (11, 12, 13, 14, 15, 16)
     sequences = sequences_of([completion], prompt)
-    found = token_logps(model, blockwise(model, sequences, 99))[0]
+    found = token_logps(model, *blockwise(model, sequences, 99))[0]
     tokens = sequences.tokens[0]
     for first, last in ((4, 8), (8, 12)):
         canvas = tokens[:last].clone()
@@ -201,8 +208,8 @@ def test_the_loss_by_hand() -> None:
     new = (old + torch.tensor([[0.5, -0.1], [0.5, 0.0]])).requires_grad_()
     scored = torch.tensor([[True, True], [True, False]])
     reference = old - 0.3
-    advantages = torch.tensor([2.0, -1.0])
-    loss, measured = policy_loss(new, old, reference, advantages, scored, 0.2, 0.1)
+    advantages = torch.tensor([[2.0], [-1.0]])
+    loss, measured = policy_loss(new, old, reference, advantages, token_weights(scored, "rows"), 0.2, 0.1)
     e = torch.tensor([0.5, -0.1, 0.5]).exp()
     away = torch.tensor([-0.8, -0.2, -0.8])
     kl = away.exp() - away - 1
@@ -210,7 +217,7 @@ def test_the_loss_by_hand() -> None:
     assert torch.allclose(loss, rows)
     assert measured["clipped"] == 1
     assert torch.allclose(measured["kl"], (kl[0] + kl[1]) / 2 + kl[2])
-    over_tokens, _ = policy_loss(new, old, reference, advantages, scored, 0.2, 0.1, "tokens")
+    over_tokens, _ = policy_loss(new, old, reference, advantages, token_weights(scored, "tokens"), 0.2, 0.1)
     assert torch.allclose(over_tokens, -2 * 1.2 - 2 * e[1] + e[2] + 0.1 * kl.sum())
 
 

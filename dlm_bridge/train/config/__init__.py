@@ -253,6 +253,10 @@ class RLConfig(TrainConfig):
             return
         if not options.reward:
             raise OptionError("--reward", f"is missing: --method {options.method} needs one")
+        if options.rl_normalisation == "steps" and options.method != "tracerl":
+            raise OptionError(
+                "--rl-normalisation", f"steps: --method {options.method} has no steps, take rows or tokens"
+            )
         if options.group_size < 2:
             raise OptionError("--group-size", "1: a completion is compared with others of its prompt, take 2 or more")
         if options.gen_length >= self.data.seq_length:

@@ -9,11 +9,11 @@ import yaml
 
 from dlm_bridge.train.config.options import OptionError, option
 
-SAMPLED = ("grpo", "diffu-grpo", "block-grpo")  # methods on sampled completions and their rewards
+SAMPLED = ("grpo", "diffu-grpo", "block-grpo", "tracerl")  # methods on sampled completions and their rewards
 PREFERRED = ("dpo", "vrpo")  # methods on rows of preferred and rejected answers
 METHODS = (*SAMPLED, *PREFERRED)
 AUTOREGRESSIVE = ("grpo", "dpo")  # what TRL trains
-BETAS = {"grpo": 0.04, "diffu-grpo": 0.04, "block-grpo": 0.04, "dpo": 0.1, "vrpo": 0.2}
+BETAS = {"grpo": 0.04, "diffu-grpo": 0.04, "block-grpo": 0.04, "tracerl": 0.01, "dpo": 0.1, "vrpo": 0.2}
 # Arguments of `generate` that a rollout sets, or that would return other rows than one completion per prompt.
 ROLLOUT_ARGUMENTS = (
     "attention_mask", "commit_rule", "generation_config", "generator", "infill", "input_ids", "inputs",
@@ -50,21 +50,24 @@ class RLOptions:
         "centred", "Rewards minus their group's mean (centred), or divided by its deviation too (scaled).",
         choices=("centred", "scaled"), fixed=True,
     )  # fmt: skip
-    rl_normalisation: str = option(
-        "rows", "The policy loss: mean over completions of their means (rows), or mean over all tokens (tokens).",
-        choices=("rows", "tokens"), fixed=True,
+    rl_normalisation: str | None = option(
+        None, "The policy loss: mean over completions of their means (rows), over all tokens (tokens), of tracerl "
+        "over aggregated steps of their means (steps, its default).",
+        choices=("rows", "tokens", "steps"), fixed=True,
     )  # fmt: skip
     clip_range: float = option(0.2, "Clipping range of a token's probability ratio.", above=0)
     beta: float | None = option(
-        None, "Weight of the KL term (0.04, 0: no reference model), of dpo and vrpo 0.1, 0.2.", minimum=0
-    )
+        None, "Weight of the KL term (0.04, 0: no reference model), of tracerl 0.01, of dpo and vrpo 0.1, 0.2.",
+        minimum=0,
+    )  # fmt: skip
     prompt_masking: float = option(
         0.15, "Of diffu-grpo: fraction of prompt tokens masked in a likelihood estimate.", minimum=0, below=1,
         fixed=True,
     )  # fmt: skip
-    trace_steps: int = option(
-        32, "Of block-grpo and bidirectional models: sampler steps per likelihood forward pass.", minimum=1, fixed=True
-    )
+    trace_steps: int | None = option(
+        None, "Of tracerl, and block-grpo of bidirectional models: sampler steps whose tokens are predicted together "
+        "(8, 32; tracerl of block-causal models: 1).", minimum=1, fixed=True,
+    )  # fmt: skip
     elbo_levels: int = option(8, "Of vrpo: noise levels per likelihood bound.", minimum=1, fixed=True)
     elbo_masks: int = option(1, "Of vrpo: masks per noise level.", minimum=1, fixed=True)
 
@@ -72,6 +75,16 @@ class RLOptions:
     def kl_weight(self) -> float:
         """`beta`, or the method's default."""
         return BETAS[self.method] if self.beta is None else self.beta
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a KL term compares with the starting model; that of tracerl compares with the sampling model."""
+        return self.kl_weight > 0 and self.method != "tracerl"
+
+    @property
+    def normalisation(self) -> str:
+        """`rl_normalisation`, or the method's default."""
+        return self.rl_normalisation or ("steps" if self.method == "tracerl" else "rows")
 
     @property
     def sampler(self) -> dict[str, Any]:

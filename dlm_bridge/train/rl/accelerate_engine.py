@@ -153,7 +153,7 @@ class AccelerateUpdates(UpdateEngine):
     def _reference_model(self) -> Any:
         """A copy of the starting model; None without a KL term, and where it is the base of a new adapter."""
         config = self.config
-        if config.rl.kl_weight == 0 or config.model.lora_rank:
+        if not config.rl.has_reference or config.model.lora_rank:
             return None
         starting = starting_model(config, None, self.accelerator.is_main_process)
         reference = starting.model

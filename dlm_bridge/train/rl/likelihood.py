@@ -1,7 +1,8 @@
-"""Likelihood estimates of diffusion models: one-step and block-wise token log-probabilities, and the evidence bound.
+"""Likelihood estimates of diffusion models: one-step, block-wise and trajectory token log-probabilities, and the
+evidence bound.
 
 All of them are batches of the training objectives with given noise, which define every family's shift, attention
-pattern and streams. `one_step`, `blockwise` and `bound_query` build the model's input without the model;
+pattern and streams. `one_step`, `blockwise`, `trajectory` and `bound_query` build the model's input without the model;
 `LikelihoodQuery.token_logps` and `bound_sums` take the log-probabilities that it gives the targets.
 """
 
@@ -21,6 +22,7 @@ from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms
 from dlm_bridge.objectives.registry import family_objective, mask_token_id
 from dlm_bridge.objectives.single_stream import MaskedDiffusion, ShiftedDiffusion
+from dlm_bridge.objectives.two_streams import BlockDiffusion
 
 NEVER_COMMITTED = torch.iinfo(torch.int64).max  # of `Sequences.order`: a token that the sampler left masked
 
@@ -68,6 +70,15 @@ class LikelihoodQuery:
         places = (self.rows.to(logps_M.device), self.columns.to(logps_M.device))
         return torch.zeros(self.shape, device=logps_M.device).index_put(places, logps_M)
 
+    @property
+    def predicted(self) -> torch.Tensor:
+        """[B, L] bool: the tokens that the logits predict."""
+        return torch.zeros(self.shape, dtype=torch.bool).index_put((self.rows, self.columns), torch.tensor(True))
+
+    def without_targets(self) -> LikelihoodQuery:
+        """The first row's input, of which no logits are needed."""
+        return LikelihoodQuery(self.noisy.row_without_targets(), self.rows[:0], self.columns[:0], self.shape)
+
 
 def one_step(
     model: Any, sequences: Sequences, seed: int, draw: int, samples: Sequence[int], fraction: float
@@ -80,38 +91,80 @@ def one_step(
     return _all_masked(objective, torch.where(hidden, objective.mask_token_id, tokens), sequences)
 
 
-def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> LikelihoodQuery:
-    """The block-wise estimate: tokens given those committed before them, in the sampler's order (compare TraceRL,
-    arXiv 2509.06949).
+def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> list[LikelihoodQuery]:
+    """The block-wise estimate: tokens given those committed in the blocks before, for a block-causal model in one pass
+    of its two streams; for a bidirectional one it is `trajectory`. Raises DlmBridgeError for a family whose blocks are
+    neither."""
+    if model.family.attention_pattern != "block_causal":
+        return trajectory(model, sequences, trace_steps)
+    objective = dataclasses.replace(family_objective(model), length_variation=0.0)
+    after_end = sequences.completion & ~sequences.scored  # after the end: not part of the sequence
+    tokens = torch.where(after_end, objective.mask_token_id, sequences.tokens)
+    return [_all_masked(objective, tokens, sequences)]
 
-    A block-causal model evaluates all blocks in one pass of its two streams. For a bidirectional one each sequence is
-    repeated for every `trace_steps` forward passes of its sampler, whose tokens are masked together with all later
-    ones; with `trace_steps` 1 this is the probability with which the tokens were drawn.
+
+def trajectory(model: Any, sequences: Sequences, trace_steps: int) -> list[LikelihoodQuery]:
+    """TraceRL's estimate (arXiv 2509.06949): each token given the canvas of the sampler's step that committed it, or
+    with `trace_steps` s, of the first of s neighbouring steps whose tokens are predicted together.
+
+    A bidirectional model takes a forward pass for each such group of steps. A block-causal one takes its blocks side
+    by side, in two streams: pass n has the n-th group of every block masked, with all later ones. The sequences
+    without a token in a pass are left out of it.
 
     Raises:
-        DlmBridgeError: a family whose blocks are neither.
+        DlmBridgeError: a family whose state at a step is neither.
     """
     family: FamilySpec = model.family
-    if family.attention_pattern == "block_causal":
+    two_streams = family.attention_pattern == "block_causal"
+    if two_streams:
         objective = dataclasses.replace(family_objective(model), length_variation=0.0)
-        after_end = sequences.completion & ~sequences.scored  # after the end: not part of the sequence
-        tokens = torch.where(after_end, objective.mask_token_id, sequences.tokens)
-        return _all_masked(objective, tokens, sequences)
-    objective = _single_stream(model)
-    if family.attention_pattern != "bidirectional" or family.objective in ("nemotron", "wedlm"):
-        raise DlmBridgeError(f"--method block-grpo is not for {family.title}: use diffu-grpo")
-    groups = (sequences.order - 1) // trace_steps
-    scored_parts, hidden_parts, owners = [], [], []
+        known = type(objective) is BlockDiffusion and not family.shift
+    else:
+        objective = _single_stream(model)
+        known = family.attention_pattern == "bidirectional" and family.objective not in ("nemotron", "wedlm")
+    if not known:
+        raise DlmBridgeError(
+            f"--method tracerl and block-grpo replay a sampler's steps, which is not for {family.title}: "
+            f"use {'block-grpo or ' if two_streams else ''}diffu-grpo"
+        )
+    groups = step_groups(sequences, trace_steps, objective.block_size if two_streams else None)
+    queries = []
     for number in range(int(groups[sequences.scored].max()) + 1):
-        scored_now = sequences.scored & (groups == number)
-        owner = scored_now.any(dim=1).nonzero()[:, 0]
-        scored_parts.append(scored_now[owner])
-        hidden_parts.append((sequences.completion & (groups >= number))[owner])
-        owners.append(owner)
-    owner, hidden = torch.cat(owners), torch.cat(hidden_parts)
-    repeated = dataclasses.replace(sequences.rows(owner), scored=torch.cat(scored_parts))
-    query = _all_masked(objective, torch.where(hidden, objective.mask_token_id, repeated.tokens), repeated)
-    return LikelihoodQuery(query.noisy, owner[query.rows], query.columns, sequences.shape)
+        predicted = sequences.scored & (groups == number)
+        owner = predicted.any(dim=1).nonzero()[:, 0]
+        rows = dataclasses.replace(sequences.rows(owner), scored=predicted[owner])
+        hidden = (sequences.completion & (groups >= number))[owner]
+        masked = torch.where(hidden, objective.mask_token_id, rows.tokens)
+        query = _all_masked(objective, rows.tokens if two_streams else masked, rows)
+        if two_streams:
+            tokens = torch.cat([masked, query.noisy.input_ids[:, masked.shape[1] :]], dim=1)
+            query = dataclasses.replace(query, noisy=dataclasses.replace(query.noisy, input_ids=tokens))
+        queries.append(dataclasses.replace(query, rows=owner[query.rows], shape=sequences.shape))
+    return queries
+
+
+def step_groups(sequences: Sequences, trace_steps: int, block_size: int | None) -> torch.Tensor:
+    """[B, L] int64, from 0: which `trace_steps` neighbouring steps of the sampler committed a completion's tokens,
+    counted anew in each block of `block_size` tokens; tokens that it left masked come last. Zero elsewhere."""
+    blocks = _blocks(sequences, block_size)
+    ranks = _ranks(blocks, sequences.order, sequences.completion)
+    first = torch.full_like(ranks, NEVER_COMMITTED).scatter_reduce(
+        1, blocks, ranks.masked_fill(~sequences.completion, NEVER_COMMITTED), "amin"
+    )
+    groups = (ranks - first.gather(1, blocks)) // trace_steps
+    return groups.masked_fill(~sequences.completion, 0)
+
+
+def trace_numbers(sequences: Sequences, trace_steps: int, block_size: int | None) -> torch.Tensor:
+    """[B, L] int64, from 0: the aggregated step of each scored token, in the order of the trajectory (blocks from left
+    to right, `step_groups` within them); -1 elsewhere."""
+    groups = step_groups(sequences, trace_steps, block_size)
+    return _ranks(_blocks(sequences, block_size), groups, sequences.scored).masked_fill(~sequences.scored, -1)
+
+
+def trace_block_size(model: Any) -> int | None:
+    """The tokens of a block whose steps are counted by themselves; None for a bidirectional model."""
+    return model.config.block_size if model.family.attention_pattern == "block_causal" else None
 
 
 def bound_query(
@@ -144,6 +197,21 @@ def bound_sums(noisy: NoisyBatch, logps_M: torch.Tensor) -> torch.Tensor:
     rows = noisy.mask.nonzero()[:, 0].to(logps_M.device)
     weighted_M = logps_M * noisy.weights.to(logps_M.device)
     return torch.zeros(len(noisy.mask), device=logps_M.device).index_add(0, rows, weighted_M)
+
+
+def _blocks(sequences: Sequences, block_size: int | None) -> torch.Tensor:
+    """[B, L] int64: the number of each position's block; one block a row without a size."""
+    positions = torch.arange(sequences.tokens.shape[1]).expand(sequences.shape)
+    return positions // block_size if block_size else torch.zeros_like(positions)
+
+
+def _ranks(major: torch.Tensor, minor: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """[B, L] int64: how many different smaller pairs (major, minor) a row has at its `chosen` positions."""
+    found = torch.zeros_like(minor)
+    for row, places in enumerate(chosen):
+        pairs = torch.stack([major[row, places], minor[row, places]], dim=1)
+        found[row, places] = torch.unique(pairs, dim=0, return_inverse=True)[1]
+    return found
 
 
 def _single_stream(model: Any) -> Objective:

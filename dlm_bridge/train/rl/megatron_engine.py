@@ -82,7 +82,7 @@ def assemble_engine(config: RLConfig, source: MegatronSource, checkpoint: Path |
     overrides = mcore_config.transformer_overrides(config, source.bridge, family_objective(source.model))
     chunks, optimizer, _ = build_trained_model(config, source, overrides, checkpoint)
     reference = None
-    if config.rl.kl_weight:
+    if config.rl.has_reference:
         start = source if checkpoint is None else open_megatron_source(config, None)
         dtype, parallel = mcore_config.DTYPES[config.precision.name], config.parallel
         with named_refusals(AssertionError):
@@ -219,7 +219,7 @@ class MegatronUpdates(UpdateEngine):
         most = self._largest(max(len(noisy.input_ids) for noisy in batches))
         found = [_with_rows(noisy, most) for noisy in batches]
         more = -len(found) % self.config.parallel.pp if self.config.parallel.vp > 1 else 0
-        return found + [_without_targets(found[0])] * more
+        return found + [_with_rows(found[0].row_without_targets(), most)] * more
 
     def _largest(self, value: int) -> int:
         """The largest of all processes."""
@@ -302,11 +302,4 @@ def _with_rows(noisy: NoisyBatch, rows: int) -> NoisyBatch:
         pairs=None if noisy.pairs is None else repeated(noisy.pairs),
         mask=empty(noisy.mask),
         counted=empty(noisy.counted),
-    )
-
-
-def _without_targets(noisy: NoisyBatch) -> NoisyBatch:
-    nothing = torch.zeros_like(noisy.mask)
-    return dataclasses.replace(
-        noisy, mask=nothing, counted=nothing, targets=noisy.targets[:0], weights=noisy.weights[:0]
     )

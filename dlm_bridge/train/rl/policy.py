@@ -1,4 +1,4 @@
-"""Updates on sampled completions and their rewards (diffu-GRPO, block-GRPO)."""
+"""Updates on sampled completions and their rewards (diffu-GRPO, block-GRPO, TraceRL)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,37 @@ import dataclasses
 import itertools
 import math
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.metrics import StepMetrics
-from dlm_bridge.train.rl.likelihood import LikelihoodQuery, Sequences, blockwise, one_step
+from dlm_bridge.train.rl.likelihood import (
+    LikelihoodQuery,
+    Sequences,
+    blockwise,
+    one_step,
+    trace_block_size,
+    trace_numbers,
+    trajectory,
+)
 from dlm_bridge.train.rl.reward_worker import RewardWorkers
 from dlm_bridge.train.rl.rollout import Rollout, Rollouts
 from dlm_bridge.train.rl.rows import Problem, load_problems
 from dlm_bridge.train.rl.trainer import RLTrainer, RolloutRow
 from dlm_bridge.train.rl.update_engine import LogpLoss, UpdatePart
-from dlm_bridge.train.rl.updates import UpdateMetrics, policy_loss
+from dlm_bridge.train.rl.updates import UpdateMetrics, policy_loss, token_weights
+
+
+@dataclass(frozen=True)
+class LikelihoodPart:
+    """A micro-batch of likelihoods of B completions."""
+
+    query: LikelihoodQuery
+    advantages: torch.Tensor  # [B, L] or [B, 1]
+    weights: torch.Tensor  # [B, L] of the tokens that it predicts, zero elsewhere
 
 
 class PolicyTrainer(RLTrainer[Problem]):
@@ -75,75 +93,84 @@ class PolicyTrainer(RLTrainer[Problem]):
     def _update(self, rollout: Rollout, step: int) -> UpdateMetrics:
         """`rl.updates` optimizer steps on this replica's completions. Each draws the likelihoods' noise anew, the same
         for the current, the sampling and the reference model. Raises DlmBridgeError where the gradient norm is NaN."""
-        config, engine, updates = self.config, self.engine, self.config.rl.updates
-        size = config.data.micro_batch_size or self.per_replica
-        own = len(rollout) if config.rl.rl_normalisation == "rows" else int(rollout.sequences.scored.sum())
-        total = max(1.0, self.summed({"": float(own)})[""])
+        engine, options, updates = self.engine, self.config.rl, self.config.rl.updates
         sequences, length = rollout.sequences, rollout.sequences.tokens.shape[1]
         sequences = sequences.padded(engine.row_width(length) or length)
-        parts = [slice(start, start + size) for start in range(0, len(rollout), size)]
-        rows = [
-            [self._query(sequences.rows(part), draw, rollout.samples[part]) for part in parts]
+        weights, own = self._token_weights(sequences)
+        total = max(1.0, self.summed({"": own})[""])
+        draws = [
+            self._parts(rollout, sequences, weights, draw)
             for draw in range((step - 1) * updates + 1, step * updates + 1)
         ]
         # All of it before the first optimizer step; with one step the current model is the sampling model.
-        before = None
+        before: list[list[torch.Tensor]] | None = None
         if updates > 1:
-            before = [engine.logps([query.noisy for query in queries]) for queries in rows]
+            before = [engine.logps([part.query.noisy for part in parts]) for parts in draws]
         sums = {"clipped": 0.0, "kl": 0.0}
         loss = norm = 0.0
-        for number, queries in enumerate(rows):
-            noisy = [query.noisy for query in queries]
-            reference = engine.reference_logps(noisy) if config.rl.kl_weight else None
+        for number, parts in enumerate(draws):
+            old = before[number] if before else [None] * len(parts)
+            reference = engine.reference_logps([part.query.noisy for part in parts]) if options.has_reference else old
             found, measured = engine.forward_backward(
                 [
-                    UpdatePart(
-                        query.noisy,
-                        self._loss(
-                            query,
-                            None if before is None else before[number][place],
-                            None if reference is None else reference[place],
-                            rollout.advantages[part],
-                            sequences.scored[part],
-                            total,
-                        ),
-                    )
-                    for place, (part, query) in enumerate(zip(parts, queries, strict=True))
+                    UpdatePart(part.query.noisy, self._loss(part, *logps, total))
+                    for part, *logps in zip(parts, old, reference, strict=True)
                 ]
             )
             loss += found / updates
             sums = {name: value + measured[name] / updates for name, value in sums.items()}
             norm = max(norm, engine.optimizer_step(step))
-        return UpdateMetrics(loss, norm, sums)
+        return UpdateMetrics(loss, norm, {**sums, "kl": sums["kl"] / total})
+
+    def _parts(self, rollout: Rollout, sequences: Sequences, weights: torch.Tensor, draw: int) -> list[LikelihoodPart]:
+        """Likelihoods of this replica's completions, each a micro-batch of the model; every replica has as many."""
+        size = self.config.data.micro_batch_size or self.per_replica
+        parts = []
+        for start in range(0, len(rollout), size):
+            rows = slice(start, start + size)
+            for query in self._queries(sequences.rows(rows), draw, rollout.samples[rows]):
+                parts.append(LikelihoodPart(query, rollout.advantages[rows, None], weights[rows] * query.predicted))
+        missing = self._largest(len(parts)) - len(parts)
+        last = parts[-1]
+        nothing = LikelihoodPart(last.query.without_targets(), last.advantages, torch.zeros_like(last.weights))
+        return parts + [nothing] * missing
 
     def _loss(
-        self,
-        query: LikelihoodQuery,
-        old_M: torch.Tensor | None,
-        reference_M: torch.Tensor | None,
-        advantages: torch.Tensor,
-        scored: torch.Tensor,
-        total: float,
+        self, part: LikelihoodPart, old_M: torch.Tensor | None, reference_M: torch.Tensor | None, total: float
     ) -> LogpLoss:
         """The policy loss of a micro-batch over the `total` of the global one; `old_M` None: that of the current model
         itself."""
-        options = self.config.rl
+        options, query = self.config.rl, part.query
 
         def loss(logps_M: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             new, device = query.token_logps(logps_M), logps_M.device
             value, measured = policy_loss(
                 new,
                 new.detach() if old_M is None else query.token_logps(old_M),
-                None if reference_M is None else query.token_logps(reference_M),
-                advantages.to(device),
-                scored.to(device),
+                query.token_logps(reference_M) if reference_M is not None and options.kl_weight else None,
+                part.advantages.to(device),
+                part.weights.to(device),
                 options.clip_range,
                 options.kl_weight,
-                options.rl_normalisation,
             )
             return value / total, measured
 
         return loss
+
+    def _token_weights(self, sequences: Sequences) -> tuple[torch.Tensor, float]:
+        """[B, L] each token's weight in the loss, and the number of rows, tokens or steps that it is a mean of."""
+        normalisation = self.config.rl.normalisation
+        if normalisation != "steps":
+            count = len(sequences) if normalisation == "rows" else int(sequences.scored.sum())
+            return token_weights(sequences.scored, normalisation), float(count)
+        steps = trace_numbers(sequences, self._trace_steps(), trace_block_size(self.plain_model))
+        return token_weights(sequences.scored, normalisation, steps), float((steps.amax(dim=1) + 1).sum())
+
+    def _largest(self, value: int) -> int:
+        """The largest of all processes."""
+        values = torch.zeros(self.processes.world_size, dtype=torch.int64)
+        values[self.processes.rank] = value
+        return int(self.sum_on_cpu(values).max())
 
     def _now(self) -> float:
         """The time in seconds when the device has done what it was given."""
@@ -161,7 +188,7 @@ class PolicyTrainer(RLTrainer[Problem]):
             rewards={name[3:]: value / count for name, value in sums.items() if name.startswith("of ")},
             failed_rewards=int(sums["failed"]),
             idle_groups=sums["idle"] * self.config.rl.group_size / count,
-            kl=sums["kl"] / count if self.config.rl.kl_weight else None,
+            kl=sums["kl"] if self.config.rl.kl_weight else None,
             clip_fraction=sums["clipped"] / sums["scored"],
             completion_length=sums["scored"] / count,
             seconds=self.seconds,
@@ -183,8 +210,16 @@ class PolicyTrainer(RLTrainer[Problem]):
         means = {name: value / len(self.valid) for name, value in self.summed(own, of_replicas=False).items()}
         return means.pop(""), means
 
-    def _query(self, sequences: Sequences, draw: int, samples: list[int]) -> LikelihoodQuery:
+    def _queries(self, sequences: Sequences, draw: int, samples: list[int]) -> list[LikelihoodQuery]:
         config, model = self.config, self.plain_model
+        if config.rl.method == "tracerl":
+            return trajectory(model, sequences, self._trace_steps())
         if config.rl.method == "block-grpo":
-            return blockwise(model, sequences, config.rl.trace_steps)
-        return one_step(model, sequences, config.data.seed, draw, samples, config.rl.prompt_masking)
+            return blockwise(model, sequences, self._trace_steps())
+        return [one_step(model, sequences, config.data.seed, draw, samples, config.rl.prompt_masking)]
+
+    def _trace_steps(self) -> int:
+        """`--trace-steps`; the defaults of tracerl are those of TraDo's configurations."""
+        if self.config.rl.method == "block-grpo":
+            return self.config.rl.trace_steps or 32
+        return self.config.rl.trace_steps or (1 if trace_block_size(self.plain_model) else 8)

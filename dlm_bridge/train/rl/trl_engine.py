@@ -162,7 +162,7 @@ def _trainer(config: RLConfig, model: Any, tokenizer: Any, reward_workers: Seque
         generation_kwargs=config.rl.sampler or None,
         epsilon=config.rl.clip_range,
         scale_rewards="group" if config.rl.advantages == "scaled" else "none",
-        loss_type={"rows": "grpo", "tokens": "dapo"}[config.rl.rl_normalisation],
+        loss_type={"rows": "grpo", "tokens": "dapo"}[config.rl.normalisation],
         reward_weights=[workers.functions[0].weight for workers in reward_workers],
     )
     return _own(GRPOTrainer)(

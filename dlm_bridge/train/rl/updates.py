@@ -24,46 +24,53 @@ class UpdateMetrics:
     sums: dict[str, float]
 
 
+def token_weights(scored: torch.Tensor, normalisation: str, steps: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, L] fp32 weight of each token in the policy loss: 1 over the number of scored tokens of its row ("rows"), of
+    its own of the row's aggregated `steps` ("steps", [B, L], -1 where nothing is scored), or 1 ("tokens")."""
+    ones = scored.float()
+    if normalisation == "rows":
+        return ones / scored.sum(dim=1, keepdim=True).clamp(min=1)
+    if normalisation == "steps":
+        assert steps is not None
+        places = steps.clamp(min=0)
+        return ones / torch.zeros_like(ones).scatter_add(1, places, ones).gather(1, places).clamp(min=1)
+    return ones
+
+
 def policy_loss(
     new: torch.Tensor,
     old: torch.Tensor,
     reference: torch.Tensor | None,
     advantages: torch.Tensor,
-    scored: torch.Tensor,
+    weights: torch.Tensor,
     clip_range: float,
     beta: float,
-    normalisation: str = "rows",
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """GRPO's loss (arXiv 2402.03300, equation 3), a sum over the rows of each one's mean over its scored tokens of
+    """GRPO's loss (arXiv 2402.03300, equation 3) and TraceRL's (arXiv 2509.06949), a weighted sum over tokens of
     -min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (exp(q) - q - 1), r = exp(new - old), q = reference - new.
 
-    With `normalisation` "tokens" it is the sum over all scored tokens, as in d1's code. The caller divides by the
-    number of rows or of tokens.
+    The caller divides by the number of rows, tokens or steps.
 
     Args:
         new, old, reference: [B, L] log-probabilities under the current model, the sampling model, and the reference.
-        advantages: [B].
-        scored: [B, L] bool.
+        advantages: [B, L], or [B, 1] for rows whose tokens have the same.
+        weights: [B, L] of `token_weights`, zero where nothing is scored.
 
     Returns:
-        A scalar, and detached sums: `clipped`, the scored tokens whose gain is clipped, and `kl`, of the rows' means.
+        A scalar, and detached sums: `clipped`, the tokens whose gain is clipped, and `kl`, weighted.
     """
-    tokens_B = scored.sum(dim=1).clamp(min=1)
     ratio = (new - old).exp()
-    free = ratio * advantages[:, None]
-    gain = torch.minimum(free, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages[:, None])
+    free = ratio * advantages
+    gain = torch.minimum(free, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages)
     loss_BL = -gain
     kl = torch.zeros((), device=new.device)
     if reference is not None:
         away = reference - new
         kl_BL = away.exp() - away - 1
         loss_BL = loss_BL + beta * kl_BL
-        kl = ((kl_BL * scored).sum(dim=1) / tokens_B).sum().detach()
-    clipped = ((gain < free) & scored).sum()
-    loss_B = (loss_BL * scored).sum(dim=1)
-    if normalisation == "rows":
-        loss_B = loss_B / tokens_B
-    return loss_B.sum(), {"clipped": clipped.detach(), "kl": kl}
+        kl = (kl_BL * weights).sum().detach()
+    clipped = ((gain < free) & (weights > 0)).sum()
+    return (loss_BL * weights).sum(), {"clipped": clipped.detach(), "kl": kl}
 
 
 @dataclass(frozen=True)
