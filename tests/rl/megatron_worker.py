@@ -38,10 +38,11 @@ SMOOTH = {"adam_eps": 1e-2, "lr": 1e-2}
 SUBJECTS: dict[str, dict[str, Any]] = {
     **{name: {"method": name, **options} for name, options in METHODS.items()},
     "blocks": {"method": "block-grpo", **METHODS["block-grpo"]},  # of a block-causal model, in two streams
+    "traced blocks": {"method": "tracerl", **METHODS["tracerl"], "trace_steps": 1},
     "experts": {"method": "diffu-grpo", **METHODS["diffu-grpo"]},
     "one-step": {"method": "diffu-grpo", **METHODS["diffu-grpo"], "steps": 1, "eval_interval": 0, "save_steps": None},
 }
-MODELS = {"blocks": "blocks", "experts": "experts", "one-step": "tied"}  # others: policy
+MODELS = {"blocks": "blocks", "traced blocks": "blocks", "experts": "experts", "one-step": "tied"}  # others: policy
 UNSHARDED = {"distributed_optimizer": False}  # every rank then has all gradients
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": False},
@@ -59,10 +60,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 QUICK = dict.fromkeys(("tp2", "pp2"), ("one-step",))
 SLOW = {
     "tp2": ("diffu-grpo", "vrpo", "blocks"),
-    "pp2": ("block-grpo", "vrpo", "experts"),
-    "dp2": ("diffu-grpo", "block-grpo", "vrpo"),
+    "pp2": ("block-grpo", "traced blocks", "vrpo", "experts"),
+    "dp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo"),
     "tp2-sp": ("diffu-grpo", "blocks", "experts"),
-    "pp2-vp2": ("diffu-grpo", "block-grpo", "vrpo"),
+    "pp2-vp2": ("diffu-grpo", "tracerl", "vrpo"),
     "cp2": ("diffu-grpo", "vrpo", "blocks"),
     "ep2": ("experts",),
     "dp2-zero": ("diffu-grpo",),

@@ -40,6 +40,7 @@ SAMPLED = {
 METHODS: dict[str, dict[str, Any]] = {
     "diffu-grpo": SAMPLED,
     "block-grpo": {**SAMPLED, "trace_steps": 2},
+    "tracerl": {**SAMPLED, "trace_steps": 2},
     "vrpo": {"global_batch_size": 8, "micro_batch_size": 1, "elbo_levels": 2, "eval_interval": STEPS},
 }
 OPTIONS: dict[str, Any] = {

@@ -14,8 +14,18 @@ from tests.processes import environments
 from tests.rl.conftest import Run, read_metrics
 
 
-def test_two_processes_are_one(run: Run, tmp_path: Path, problems: Path) -> None:
-    changes = {"steps": 3, "updates": 2, "beta": 0.1, "eval_data": [str(problems)], "eval_interval": 3}
+@pytest.mark.parametrize("method", ["diffu-grpo", pytest.param("tracerl", marks=pytest.mark.slow)])
+def test_two_processes_are_one(run: Run, tmp_path: Path, problems: Path, method: str) -> None:
+    changes = {
+        "method": method,
+        "trace_steps": 1,
+        "generation": ["threshold=0.3"],
+        "steps": 3,
+        "updates": 2,
+        "beta": 0.1,
+        "eval_data": [str(problems)],
+        "eval_interval": 3,
+    }
     alone = run(tmp_path / "alone", **changes)
     options = yaml.safe_load((tmp_path / "alone" / "config.yaml").read_text())
     options["data"]["micro_batch_size"] = 8
