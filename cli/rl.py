@@ -13,10 +13,10 @@ from dlm_bridge.cli.train import RESUME, given_flags, quieten, with_options
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.files import load_rl_config
 
-HELP = """Reinforcement learning and preference optimisation (diffu-GRPO, GRPO, VRPO, DPO).
+HELP = """Reinforcement learning and preference optimisation (diffu-GRPO, block-GRPO, TraceRL, GRPO, VRPO, DPO).
 
-Sampled (--reward): grpo for autoregressive models, diffu-grpo and block-grpo for diffusion models. --data are rows of
-{"prompt": a text or a list of messages}, or {"messages": [...]}; the whole row goes to the reward.
+Sampled (--reward): grpo for autoregressive models, diffu-grpo, block-grpo and tracerl for diffusion models. --data are
+rows of {"prompt": a text or a list of messages}, or {"messages": [...]}; the whole row goes to the reward.
 Preferred: dpo for autoregressive models, vrpo for diffusion models. --data are rows of {"prompt", "chosen",
 "rejected"}. Every option can be set in a nested YAML file given with --config; the command line wins.
 

@@ -63,7 +63,7 @@ SLOW = {
     "pp2": ("block-grpo", "traced blocks", "vrpo", "experts"),
     "dp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo"),
     "tp2-sp": ("diffu-grpo", "blocks", "experts"),
-    "pp2-vp2": ("diffu-grpo", "tracerl", "vrpo"),
+    "pp2-vp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo"),
     "cp2": ("diffu-grpo", "vrpo", "blocks"),
     "ep2": ("experts",),
     "dp2-zero": ("diffu-grpo",),

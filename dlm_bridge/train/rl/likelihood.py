@@ -127,7 +127,7 @@ def trajectory(model: Any, sequences: Sequences, trace_steps: int) -> list[Likel
             f"--method tracerl and block-grpo replay a sampler's steps, which is not for {family.title}: "
             f"use {'block-grpo or ' if two_streams else ''}diffu-grpo"
         )
-    groups = step_groups(sequences, trace_steps, objective.block_size if two_streams else None)
+    groups = step_groups(sequences, trace_steps, trace_block_size(model))
     queries = []
     for number in range(int(groups[sequences.scored].max()) + 1):
         predicted = sequences.scored & (groups == number)

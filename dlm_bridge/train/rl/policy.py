@@ -113,8 +113,8 @@ class PolicyTrainer(RLTrainer[Problem]):
             reference = engine.reference_logps([part.query.noisy for part in parts]) if options.has_reference else old
             found, measured = engine.forward_backward(
                 [
-                    UpdatePart(part.query.noisy, self._loss(part, *logps, total))
-                    for part, *logps in zip(parts, old, reference, strict=True)
+                    UpdatePart(part.query.noisy, self._loss(part, old_M, reference_M, total))
+                    for part, old_M, reference_M in zip(parts, old, reference, strict=True)
                 ]
             )
             loss += found / updates
